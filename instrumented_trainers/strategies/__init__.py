@@ -1,0 +1,1 @@
+"""Ways to shard a model over ranks, one module each: ``shard(model, mesh, …) -> model``."""

@@ -1,0 +1,1 @@
+"""The recorder. Needs torch, tracekit.conventions and the standard library; nothing else."""

@@ -1,0 +1,1 @@
+"""Report to text, JSON and HTML: ``render(report) -> str``, one module per format."""

@@ -1,0 +1,79 @@
+"""Rule and Finding: what a judgement is. Rules read tables of facts and yield findings; they never measure."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit.trace import Fact, Run
+
+
+class Severity(IntEnum):
+    """How bad a finding is. Ordered: ``Severity.WARNING < Severity.ERROR``."""
+
+    INFO = 1
+    WARNING = 2
+    ERROR = 3
+
+    @property
+    def label(self) -> str:
+        """Return the lower-case name used in options and reports."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """A claim about where a run loses time or memory, with its numbers, its evidence and what to change.
+
+    `impact` is the share of step time lost (0 to 1), `cost_ns` the time lost per step on the worst rank, `cost_bytes`
+    the memory it wastes per rank. What costs memory only has impact 0. `confidence` runs from 0 to 1. `evidence` holds
+    the rows that prove it: with columns window, rank, start_ns and dur_ns where a moment in the trace can be shown.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    fix: str
+    impact: float = 0.0
+    cost_ns: int = 0
+    cost_bytes: int = 0
+    confidence: float = 1.0
+    ranks: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
+    subject: str = ""
+    """What it is about where a rule can speak of several things (a unit, a checkpoint, a file); never a number."""
+
+    @property
+    def id(self) -> str:
+        """Return a name that stays the same from run to run: the code, and a hash of the subject where there is one."""
+        if not self.subject:
+            return self.code
+        return f"{self.code}-{hashlib.sha256(self.subject.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A judgement. Subclasses set `code` and `facts`, declare thresholds as fields, and document themselves.
+
+    A subclass's docstring is its documentation: a first line, then the sections What it does, Why it costs, How it is
+    measured, How to fix, Blind spots. Each field is a threshold that configuration can set; its type must be int,
+    float, bool or str.
+    """
+
+    code: ClassVar[str]
+    facts: ClassVar[tuple[Fact, ...]] = ()
+    """The facts `check` reads by ``run.table``, so that all rules share one pass over the traces."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the rule's name in kebab case: ExposedCommunication is ``exposed-communication``."""
+        return "".join("-" + c.lower() if c.isupper() else c for c in cls.__name__).lstrip("-")
+
+    @abstractmethod
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield the findings of this rule on `run`; nothing where all is well."""

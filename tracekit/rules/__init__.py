@@ -1,0 +1,1 @@
+"""Judgements, one family per module. `RULES` lists them all."""

@@ -1,0 +1,231 @@
+"""Every table and column of a trace: its type, its unit and what it means. The reader conforms to this, docs print it.
+
+Times are int64 nanoseconds, sizes are bytes, shares are ratios from 0 to 1. A missing value is a null; a table without
+rows is an empty table with these very columns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import polars as pl
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, its Polars type, its unit ("" where it has none) and one sentence of meaning."""
+
+    name: str
+    dtype: pl.DataType
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: its name, what one row stands for, and its columns in order."""
+
+    name: str
+    grain: str
+    columns: tuple[Column, ...]
+
+    @property
+    def schema(self) -> pl.Schema:
+        """Return the Polars schema: column names and types, in order."""
+        return pl.Schema({column.name: column.dtype for column in self.columns})
+
+    def empty(self) -> pl.DataFrame:
+        """Return the table with all its columns and no rows."""
+        return self.schema.to_frame()
+
+    def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return `frame` with exactly this table's columns, in order, cast; a column it lacks is all null.
+
+        Raises polars.exceptions.InvalidOperationError where a value doesn't fit its column's type.
+        """
+        present = set(frame.columns)
+        return frame.select(
+            pl.col(c.name).cast(c.dtype) if c.name in present else pl.lit(None, c.dtype).alias(c.name)
+            for c in self.columns
+        )
+
+
+_INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
+
+
+def _column(name: str, dtype: pl.DataType, meaning: str, unit: str = "") -> Column:
+    return Column(name, dtype, unit, meaning)
+
+
+def _ns(name: str, meaning: str) -> Column:
+    return Column(name, _INT, "ns", meaning)
+
+
+def _bytes(name: str, meaning: str) -> Column:
+    return Column(name, _INT, "bytes", meaning)
+
+
+_STEP = _column("step", _INT, "Training step that launched the work, as the profiler numbers it; null outside steps.")
+_PHASE = _column("phase", _TEXT, "forward, backward, clip, optimizer, data or checkpoint; null where not known.")
+_UNIT = _column("unit", _TEXT, "FSDP unit (layer) by its module path, '' for the root; null outside FSDP's spans.")
+_SPAN = _column("span", _TEXT, "Innermost FSDP span around the launch without prefix and unit, such as all_gather.")
+
+LANES = Table(
+    "lanes",
+    "timeline that runs one thing at a time: a device stream or a host thread",
+    (
+        _column("lane", _INT, "Number of the lane, unique in the trace."),
+        _column("device", _INT, "Device index of a stream; null for a host thread."),
+        _column("stream", _INT, "Stream number of a device lane; null for a host thread."),
+        _column("pid", _TEXT, "Process id as the trace writes it."),
+        _column("tid", _TEXT, "Thread id as the trace writes it."),
+        _column("name", _TEXT, "Name from the trace's metadata, or made from stream or thread id."),
+        _column("role", _TEXT, "Kind of work with most busy time on it: compute, communication, memcpy, memset, host."),
+    ),
+)
+
+STEPS = Table(
+    "steps",
+    "training step",
+    (
+        _column("step", _INT, "Number of the step; null where the trace marks no steps and is taken as one window."),
+        _ns("host_start_ns", "Start of the step on the host."),
+        _ns("host_end_ns", "End of the step on the host."),
+        _ns("start_ns", "Start of the device window: the first activity the step launched on the main compute lane."),
+        _ns("end_ns", "End of the device window: the next step's start; for the last step, its last activity."),
+        _column("device", _INT, "Device index the window belongs to; null on a CPU run."),
+    ),
+)
+
+OPS = Table(
+    "ops",
+    "slice on a host thread",
+    (
+        _column("id", _INT, "Number of the slice, unique in the trace."),
+        _column("parent_id", _INT, "Slice on the same thread that encloses this one; null at top level."),
+        _column("lane", _INT, "Host thread it ran on."),
+        _column("name", _TEXT, "Name of the slice."),
+        _column("kind", _TEXT, "cpu_op, annotation, runtime, python or overhead."),
+        _ns("start_ns", "Start."),
+        _ns("dur_ns", "Duration."),
+        _STEP,
+        _PHASE,
+        _UNIT,
+        _SPAN,
+    ),
+)
+
+ACTIVITIES = Table(
+    "activities",
+    "piece of work on a device stream, or, only if the trace has no device activity, on a host thread",
+    (
+        _column("id", _INT, "Number of the activity, unique in the trace."),
+        _column("launch_id", _INT, "ops.id of the runtime call that launched it; on a CPU run of the op that it is."),
+        _column("lane", _INT, "Stream, or thread on a CPU run."),
+        _column("name", _TEXT, "Name of the kernel or op."),
+        _column("kind", _TEXT, "compute, communication, memcpy or memset."),
+        _ns("start_ns", "Start."),
+        _ns("dur_ns", "Duration."),
+        _bytes("bytes", "Bytes copied or set; null for kernels."),
+        _STEP,
+        _PHASE,
+        _UNIT,
+        _SPAN,
+    ),
+)
+
+COLLECTIVES = Table(
+    "collectives",
+    "communication activity",
+    (
+        _column("activity_id", _INT, "activities.id."),
+        _column("op", _TEXT, "all_reduce, all_gather, reduce_scatter, broadcast, send, …; null where not known."),
+        _column("group", _TEXT, "Process group, as groups.group; null where not known."),
+        _column("seq", _INT, "Sequence number within the group; null in most traces."),
+        _column("dtype", _TEXT, "Element type; null where not known."),
+        _bytes("sent_bytes", "Input message size on this rank; null where not known."),
+        _bytes("received_bytes", "Output message size on this rank; null where not known."),
+        _column("group_size", _INT, "Number of ranks in the group; null where not known."),
+    ),
+)
+
+GROUPS = Table(
+    "groups",
+    "process group",
+    (
+        _column("group", _TEXT, "Name of the group, unique in the trace."),
+        _column("description", _TEXT, "What the program called it."),
+        _column("backend", _TEXT, "nccl, gloo, …; null where not known."),
+        _column("ranks", pl.List(pl.Int64()), "Global ranks in it, in order."),
+    ),
+)
+
+ALLOCATIONS = Table(
+    "allocations",
+    "event of a memory allocator",
+    (
+        _ns("at_ns", "Time."),
+        _column("device", _INT, "Device index; null for host memory."),
+        _column("address", _INT, "Address of the block; null in old traces."),
+        _bytes("delta_bytes", "Bytes allocated (positive) or freed (negative)."),
+        _bytes("allocated_bytes", "Total allocated after the event; null in old traces."),
+        _bytes("reserved_bytes", "Total reserved by the caching allocator after the event; null in old traces."),
+        _column("op_id", _INT, "Innermost op on the same thread at that time; null outside ops."),
+        _STEP,
+        _PHASE,
+        _UNIT,
+        _SPAN,
+    ),
+)
+
+CHECKPOINTS = Table(
+    "checkpoints",
+    "stage of a checkpoint save or load on this rank, on the clock of the trace",
+    (
+        _column("checkpoint", _TEXT, "Name of the checkpoint, the same on every rank."),
+        _column("operation", _TEXT, "save or load."),
+        _column("step", _INT, "Optimizer steps done when it began."),
+        _column("stage", _TEXT, "plan, stage, serialize, write, fsync, finish, wait; or total for the whole."),
+        _ns("start_ns", "Time at which the stage was first entered."),
+        _ns("dur_ns", "Time spent in the stage."),
+        _bytes("bytes", "Bytes moved; null where not known."),
+        _column("files", _INT, "Files opened or synced; null where not known."),
+        _column("path", _TEXT, "Where the checkpoint goes."),
+        _column("blocking", _BOOL, "Whether the training thread waited for this stage."),
+    ),
+)
+
+METRICS = Table(
+    "metrics",
+    "training step and metric",
+    (
+        _column("step", _INT, "Training step."),
+        _column("name", _TEXT, "Name of the metric, with its unit, such as step_time_ns."),
+        _column("value", _FLOAT, "Value."),
+    ),
+)
+
+DOUBTS = Table(
+    "doubts",
+    "reason to doubt this trace",
+    (
+        _column("kind", _TEXT, "Machine-readable class, such as truncated, rank_from_name, no_steps."),
+        _column("message", _TEXT, "What is wrong and what it means, in one sentence."),
+        _column("doubtful_ratio", _FLOAT, "Share of the trace's time, or of its events, that it makes doubtful.", ""),
+    ),
+)
+
+TABLES: Mapping[str, Table] = {
+    table.name: table
+    for table in (
+        LANES,
+        STEPS,
+        OPS,
+        ACTIVITIES,
+        COLLECTIVES,
+        GROUPS,
+        ALLOCATIONS,
+        CHECKPOINTS,
+        METRICS,
+        DOUBTS,
+    )
+}
