@@ -151,7 +151,7 @@ def _answer(function: Callable[[], Any], rank: int, world_size: int, store: Path
             timeout=timedelta(seconds=timeout_s),
         )
         return pickle.dumps((function(), None))
-    except Exception:  # noqa: BLE001: whatever a case raises is its outcome
+    except Exception:  # noqa: BLE001 -- whatever a case raises is its outcome
         return pickle.dumps((None, traceback.format_exc()))
     finally:
         if dist.is_initialized():
