@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from instrumented_trainers.strategies.placement import device_of
 from instrumented_trainers.strategies.yafsdp.engine import Engine
 from instrumented_trainers.strategies.yafsdp.module import YaFSDPModule
 from instrumented_trainers.strategies.yafsdp.policy import MixedPrecisionPolicy
@@ -51,7 +52,7 @@ def fully_shard(
     mesh = mesh if mesh is not None else _world_mesh()
     if mesh.ndim != 1:
         raise NotImplementedError(f"YaFSDP: sharding over one dim and replicating over others: {mesh} has {mesh.ndim}")
-    device = _device(mesh)
+    device = device_of(mesh)
     parameters = _own_parameters(module)
     _refuse_unsupported(module, parameters)
     unit = Unit(module, parameters, group=mesh.get_group(), device=device, policy=mp_policy, buffers=buffers)
@@ -69,10 +70,6 @@ def fully_shard(
 def _world_mesh() -> DeviceMesh:
     device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
 
 
 def _own_parameters(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -46,7 +46,7 @@ class Engine:
         self._turn = 0  # which of the shared slots the unit that ran last has
         self._depth = max(1, root.buffers - 1)
         self._callback_queued = False
-        self._first_flag = {unit: first for unit, first in zip(self.units, _starts(self.units), strict=True)}
+        self._first_flag = dict(zip(self.units, _starts(self.units), strict=True))
         self._flags = torch.ones(
             sum(len(unit.parameters) for unit in self.units), dtype=torch.int32, device=root.device
         )

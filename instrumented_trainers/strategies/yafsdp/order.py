@@ -26,7 +26,7 @@ class ExecutionOrder(Generic[U]):
         self._cursor = 0
 
     def enter(self, unit: U) -> None:
-        """Note that the forward of `unit` begins. Units that the prediction has and that did not run are passed over."""
+        """Note that the forward of `unit` begins. Predicted units that did not run before it are passed over."""
         self._ran.append(unit)
         self._cursor = len(self._ran)
         if unit in self._predicted[self._position :]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Precision of one unit. The weights that the optimizer sees keep the dtype they had; None takes over the one above.
+    """Precision of one unit. The weights that the optimizer sees keep the dtype they had.
 
     `param_dtype` is what weights are gathered and computed in (None: their own dtype), `reduce_dtype` what gradients
     are summed over ranks in (None: param_dtype); they are added up over micro-batches in the weights' own dtype.

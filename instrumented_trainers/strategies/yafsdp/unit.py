@@ -202,7 +202,7 @@ class Unit:
 
     @torch.no_grad()
     def publish(self, unused: Collection[int]) -> None:
-        """Divide the sum by the number of ranks, once, and show it to the optimizer, but for the `unused` parameters."""
+        """Divide the sum by the number of ranks, once, and show it to the optimizer; `unused` parameters get none."""
         assert self.gradient is not None
         if not self._divided:
             self.gradient.div_(self.layout.world_size)
