@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -68,24 +68,40 @@ def curve(training: Training) -> list[tuple[float, float]]:
     return [step(training, model, optimizer, number) for number in range(training.steps)]
 
 
-def save(training: Training, path: str, *, steps: int) -> Any:
-    """Train some steps, save a checkpoint, and return the losses of two more."""
+def save(training: Training, path: str) -> list[float]:
+    """Train, save a checkpoint, and return the losses of two more steps."""
     model, optimizer = build(training)
-    for number in range(steps):
-        step(training, model, optimizer, number)
-    torch.distributed.checkpoint.save(strategies.checkpoint_state(model, optimizer), checkpoint_id=path)
-    return [step(training, model, optimizer, number)[0] for number in range(steps, steps + 2)]
+    _run(training, model, optimizer, range(training.steps))
+    checkpoint.save(strategies.checkpoint_state(model, optimizer), checkpoint_id=path)
+    return _run(training, model, optimizer, range(training.steps, training.steps + 2))
 
 
-def load(training: Training, path: str, *, steps: int, warm_up: int = 0) -> Any:
-    """Load a checkpoint into a model of other weights, which trained `warm_up` steps, and train two steps on."""
+def save_while_training(training: Training, path: str) -> None:
+    """Train, save in the background, and train on at once."""
+    model, optimizer = build(training)
+    _run(training, model, optimizer, range(training.steps))
+    group = dist.new_group()  # the saving thread's collectives must not come between those of the training thread
+    saving = checkpoint.async_save(
+        strategies.checkpoint_state(model, optimizer), checkpoint_id=path, process_group=group
+    )
+    _run(training, model, optimizer, range(training.steps, training.steps + 2))
+    saving.result()
+
+
+def load(training: Training, path: str, *, steps_before: int = 0, save_to: str | None = None) -> list[float]:
+    """Load into a model of other weights that has trained some steps, maybe save that, and train two steps on."""
     model, optimizer = build(training, seed=1)
-    for number in range(warm_up):
-        step(training, model, optimizer, number)
+    _run(training, model, optimizer, range(steps_before))
     state = strategies.checkpoint_state(model, optimizer)
-    torch.distributed.checkpoint.load(state, checkpoint_id=path)
+    checkpoint.load(state, checkpoint_id=path)
     strategies.restore_state(model, optimizer, state)
-    return [step(training, model, optimizer, number)[0] for number in range(steps, steps + 2)]
+    if save_to is not None:
+        checkpoint.save(strategies.checkpoint_state(model, optimizer), checkpoint_id=save_to)
+    return _run(training, model, optimizer, range(training.steps, training.steps + 2))
+
+
+def _run(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    return [step(training, model, optimizer, number)[0] for number in numbers]
 
 
 def _batch(training: Training, number: int) -> Tensor:
