@@ -257,6 +257,12 @@ class Engine:
             unit.add_sum(self.lane.chunk(unit.whole_gradients))
             slot.leaving = None
 
+    def _receive_all(self) -> None:
+        for slots in self.slots:
+            if slots.gradients.leaving is not None:
+                with _span("post_backward_rs_wait", slots.gradients.leaving[0]):
+                    self._receive(slots.gradients)
+
     def _queue_callback(self) -> None:
         """Have `_finish_backward` called when the backward pass under way, the outermost one, is over."""
         if not self._callback_queued:
@@ -270,8 +276,7 @@ class Engine:
                 self.post_backward(unit)
             due = [unit for unit in self.units if unit.requires_gradient_sync and self._has_news(unit)]
             self._exchange_usage(due)
-            for slots in self.slots:
-                self._receive(slots.gradients)
+            self._receive_all()
             unused = self._unused(due)
             for unit in due:
                 unit.publish(unused[unit])
@@ -284,7 +289,7 @@ class Engine:
         return unit.awaits_publication or (leaving is not None and leaving[0] is unit)
 
     def _abandon_backward(self) -> None:
-        """Clear up after a backward pass that raised: what it reduced so far is lost."""
+        """Clear up after a backward pass that raised: what was not published by then is lost."""
         for slots in self.slots:
             if slots.gradients.leaving is not None:
                 slots.gradients.leaving[1].wait()
@@ -292,10 +297,7 @@ class Engine:
             slots.gradients.written.clear()
         for unit in self.units:
             unit.in_backward = unit.lost_weights = False
-            unit.touched.clear()
-            for parameter in unit.parameters:
-                if parameter.weight is not None:
-                    parameter.weight.grad = None
+            unit.discard_gradients()
         self._callback_queued = False
 
     # Which parameters no rank used -----------------------------------------------------------------------------------

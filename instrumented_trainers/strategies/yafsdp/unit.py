@@ -212,6 +212,14 @@ class Unit:
                 parameter.shard.grad = self.gradient[parameter.part.start : parameter.part.stop]
         self.touched.clear()
 
+    def discard_gradients(self) -> None:
+        """Forget gradients that the optimizer does not see yet, of earlier micro-batches too."""
+        for parameter in self.parameters:
+            if parameter.weight is not None:
+                parameter.weight.grad = None
+        self._divided, self.awaits_publication = True, False
+        self.touched.clear()
+
     def _adopt_published(self) -> bool:
         """Make the gradient shard equal to what the optimizer sees of it. Return whether it sees any."""
         assert self.gradient is not None
