@@ -17,7 +17,7 @@ from instrumented_trainers.strategies.yafsdp.module import units_in
 from tests import ranks
 from tests.integration import parity
 from tests.integration.parity import Case
-from tests.integration.toy import LAYERS, VOCABULARY, Block, Toy
+from tests.integration.toy import LAYERS, VOCABULARY, WIDTH, Block, Toy
 
 WORLD_SIZE = 2
 
@@ -179,9 +179,21 @@ def differentiate_twice() -> None:
     sharded_toy()[0](tokens()).logsumexp(-1).sum().backward(create_graph=True)
 
 
+def run_another_layer_in_backward() -> None:
+    model, _ = sharded_toy()
+    first, third = model.layers[0], model.layers[2]
+
+    def run_first(*_: Any) -> None:
+        with torch.no_grad():
+            first(torch.ones(1, 2, WIDTH))
+
+    third.feed_forward.register_full_backward_hook(run_first)
+    model(tokens()).logsumexp(-1).sum().backward()
+
+
 def run_a_layer_first() -> None:
     model, _ = sharded_toy()
-    model.layers[0](torch.ones(1, 2, 24))
+    model.layers[0](torch.ones(1, 2, WIDTH))
     model(tokens())
 
 
@@ -210,6 +222,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "copied": (lambda: copy.deepcopy(sharded_toy()[0]), "NotImplementedError: .*copied"),
     "cast": (lambda: sharded_toy()[0].double(), "NotImplementedError: .*float64"),
     "run inside another unit": (run_inside_another, "RuntimeError: .*reshard_after_forward=False"),
+    "another layer run in backward": (run_another_layer_in_backward, "RuntimeError: .*took the weight buffer"),
     "create_graph": (differentiate_twice, "NotImplementedError: .*create_graph"),
     "layer before root": (run_a_layer_first, "RuntimeError: .*run the root first"),
     "unequal buffers": (mix_buffers, "ValueError: .*same number of buffers"),

@@ -155,6 +155,12 @@ class Unit:
         assert self.slots is not None
         return self.slots.gradients.buffer[: self.layout.numel]
 
+    @property
+    def untouched(self) -> set[int]:
+        """Return the indices of trainable parameters that got no gradient on this rank since the last publication."""
+        trainable = {index for index, parameter in enumerate(self.parameters) if parameter.shard.requires_grad}
+        return trainable - self.touched
+
     @torch.no_grad()
     def take_gradient(self, index: int) -> None:
         """Move a parameter's gradient from autograd into the gradient buffer, cast to the reduce dtype."""
