@@ -17,7 +17,11 @@ from instrumented_trainers.strategies.yafsdp.module import YaFSDPModule
 
 
 def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state to save, or, before ``torch.distributed.checkpoint.load``, the state to load into."""
+    """Return the state to save, or, before ``torch.distributed.checkpoint.load``, the state to load into.
+
+    Saving in the background (``async_save``) needs a process group of its own, or its collectives come between those
+    of training.
+    """
     if isinstance(model, YaFSDPModule):
         return {
             "model": yafsdp_checkpoint.model_state(model),

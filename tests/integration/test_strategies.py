@@ -17,6 +17,7 @@ TOLERANCE = 1e-12
 # 0.01.
 BF16_TOLERANCE = 1e-4
 
+STEPS = {"adamw": 50, "sgd": 20}
 # SGD shows errors in the scale of gradients that Adam hides. On two ranks dividing is exact, so it can show none.
 OPTIMIZERS = {2: ("adamw",), 3: ("adamw", "sgd")}
 CURVES = [(size, name, optimizer) for size, names in OPTIMIZERS.items() for name in STRATEGIES for optimizer in names]
@@ -31,7 +32,9 @@ BF16 = {
 @functools.cache
 def outcomes(world_size: int) -> dict[str, ranks.Outcome]:
     cases = {
-        f"{name}, {optimizer}": Training(name, optimizer) for size, name, optimizer in CURVES if size == world_size
+        f"{name}, {optimizer}": Training(name, optimizer, steps=STEPS[optimizer])
+        for size, name, optimizer in CURVES
+        if size == world_size
     }
     if world_size == 3:
         cases |= {f"{name}, clipped": case for name, case in CLIPPED.items()}

@@ -73,6 +73,16 @@ def shard_sizes() -> tuple[int, int]:
     return whole, sum(unit.master.numel() for unit in units_in(model))
 
 
+def gradient_of_a_stored_activation() -> bool:
+    """Go backward from what a hook kept, not from what the model returned."""
+    model, _ = sharded_toy()
+    kept: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda _, args, output: kept.append(output))
+    model(tokens())
+    kept[0].sum().backward()
+    return model.embedding.weight.grad is not None and all(p.grad is None for p in model.layers.parameters())
+
+
 # Failures ------------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +252,7 @@ def outcomes() -> dict[str, ranks.Outcome]:
         ),
         "weights in buffers": weights_in_buffers,
         "shard sizes": shard_sizes,
+        "stored activation": gradient_of_a_stored_activation,
     }
     cases |= {failure: functools.partial(train_on_after, failure) for failure in FAILURES}
     cases |= {name: functools.partial(refuse, name) for name in REFUSALS}
@@ -265,6 +276,10 @@ def test_a_rank_keeps_its_share_of_the_weights_and_little_more(outcomes: dict[st
     for whole, kept in outcomes["shard sizes"].results():
         padding = 8 * (LAYERS + 1)
         assert whole / WORLD_SIZE <= kept <= whole / WORLD_SIZE + padding
+
+
+def test_gradients_need_no_output_of_the_model(outcomes: dict[str, ranks.Outcome]) -> None:
+    assert all(outcomes["stored activation"].results())
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -105,6 +105,12 @@ def _detached(toy: Toy, stream: Tensor) -> Tensor:
     return stream
 
 
+def _embedding_only(toy: Toy, stream: Tensor) -> Tensor:
+    """The layers run, and nothing of what they return is used."""
+    _plain(toy, stream.detach())
+    return stream
+
+
 def _checkpointed(layers_at_once: int, *, reentrant: bool) -> Callable[[Toy, Tensor], Tensor]:
     def path(toy: Toy, stream: Tensor) -> Tensor:
         for first in range(0, LAYERS, layers_at_once):
@@ -125,6 +131,7 @@ PATHS: Mapping[str, Callable[[Toy, Tensor], Tensor]] = MappingProxyType(
         "shuffled": _shuffled,
         "spare on one rank": _spare_on_one_rank,
         "detached": _detached,
+        "layers without effect": _embedding_only,
     }
     | {
         f"{'reentrant' if reentrant else 'non-reentrant'} checkpoint of {count}": _checkpointed(

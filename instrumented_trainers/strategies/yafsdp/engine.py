@@ -100,6 +100,7 @@ class Engine:
         if gradient is not None and gradient.requires_grad:
             raise NotImplementedError(f"YaFSDP: {_named(unit)}: backward with create_graph=True is not supported")
         _refuse_lost_weights(unit)
+        self._queue_callback()  # no output of a unit may have been part of this backward pass
         assert unit.slots is not None
         slot = unit.slots.gradients
         if slot.owner is not unit:
