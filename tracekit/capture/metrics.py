@@ -14,13 +14,17 @@ Number = float | int | Callable[[], float]
 
 
 class MetricsLog:
-    """A rank's metrics file. It bears its final name once closed; while it grows, that name and ``.partial``."""
+    """A rank's metrics file. It bears its final name once closed; while it grows, that name and ``.partial``.
 
-    def __init__(self, path: Path) -> None:
+    Of a file that is there already, the lines of steps before `first_step` are kept: the training was resumed.
+    """
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = _lines_before(first_step, path)
         self._file: TextIO = self._partial.open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(earlier)
         self._pending: Mapping[str, Number] = {}
 
     def add(self, row: Mapping[str, Number]) -> None:
@@ -39,6 +43,13 @@ class MetricsLog:
         if row:
             values: dict[str, Any] = {name: value() if callable(value) else value for name, value in row.items()}
             self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
+
+
+def _lines_before(step: int, path: Path) -> list[str]:
+    if step == 0 or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if json.loads(line)["step"] < step]
 
 
 def allocator_counters() -> dict[str, int]:

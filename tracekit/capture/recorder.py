@@ -74,7 +74,8 @@ class Recorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_manifest()
         with self._guard("metrics are not recorded"):
-            self._metrics = MetricsLog(self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX))
+            path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
+            self._metrics = MetricsLog(path, first_step=self._first_step)
         with self._guard("the profiler did not start", self._drop_profiler):
             self._start_profiler()
         self._began_ns = time.perf_counter_ns()
