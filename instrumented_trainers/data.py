@@ -1,5 +1,6 @@
 """Real text as tokens: one token per byte, and one between two documents."""
 
+import functools
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,9 +66,10 @@ class Batches:
 
     def _sequence(self, number: int) -> Tensor:
         number_of_pass, place = divmod(number, self.sequences)
-        start = int(self._order(number_of_pass)[place]) * self.length
+        start = _order(self.sequences, self.seed * 1_000_003 + number_of_pass)[place] * self.length
         return self.tokens[start : start + self.length + 1]
 
-    def _order(self, number_of_pass: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number_of_pass)
-        return torch.randperm(self.sequences, generator=generator)
+
+@functools.lru_cache(maxsize=2)
+def _order(sequences: int, seed: int) -> list[int]:
+    return torch.randperm(sequences, generator=torch.Generator().manual_seed(seed)).tolist()

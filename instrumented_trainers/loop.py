@@ -109,7 +109,9 @@ def _build(config: TrainingConfig, mesh: DeviceMesh) -> tuple[nn.Module, Optimiz
         reshard_after_forward=not config.keep_gathered,
     )
     model = STRATEGIES[config.strategy](model, mesh, options)
-    optimizer = AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    )
     return model, optimizer
 
 

@@ -51,7 +51,7 @@ class Recorder:
         windows: int = 1,
         memory: bool = True,
         stacks: bool = False,
-        shapes: bool = False,
+        shapes: bool | None = None,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(out)
@@ -63,6 +63,8 @@ class Recorder:
         self._first_step = first_step
         self._lengths = (wait, warmup, active)
         self._windows = windows
+        # On a GPU the collectives' kernels tell their sizes; on the CPU only the shapes of ops do.
+        shapes = not torch.cuda.is_available() if shapes is None else shapes
         self._options = {"profile_memory": memory, "with_stack": stacks, "record_shapes": shapes or stacks}
         self._written: list[dict[str, int]] = []
         self._profiler: profile | None = None
