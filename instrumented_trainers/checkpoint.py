@@ -35,7 +35,12 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 def whole(folder: Path) -> list[Path]:
     """Return the whole checkpoints under `folder`, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"step-*/{_METADATA}"))
+    return sorted(path for path in folder.glob("step-*") if is_whole(path))
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether there is a checkpoint at `path` whose save came to its end."""
+    return (path / _METADATA).is_file()
 
 
 def prune(folder: Path, keep: int) -> None:

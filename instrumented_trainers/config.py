@@ -77,19 +77,33 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
     return config
 
 
+class RefusedError(ValueError):
+    """The run cannot be done as asked. The message says why and what to change, on one line."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that complains in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+        self.exit(2, f"instrumented_trainers: {message} (--help lists the options)\n")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or isinstance(action.default, bool):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="instrumented_trainers",
+        prog="python -m instrumented_trainers",
+        usage="%(prog)s --strategy NAME --out RUN [options]",
         description="Train a Llama-style model and record the run: one trace per rank of some steps, metrics of every "
         "step, and where each checkpoint's time went. Starts the ranks itself; under torchrun it is one of them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--strategy", required=True, choices=tuple(STRATEGIES), help="how the ranks share the model")
     parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="folder to write the run to")
@@ -203,6 +217,8 @@ def _complaint(config: TrainingConfig) -> str | None:
         return f"--data {missing[0]}: no such file"
     if config.checkpoint_layers > PRESETS[config.model].layers:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
+    if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
+        return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
@@ -215,14 +231,14 @@ def _has_run(folder: Path) -> bool:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    return _whole_number(text, at_least=1)
 
 
 def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
+    return _whole_number(text, at_least=0)
+
+
+def _whole_number(text: str, *, at_least: int) -> int:
+    if not text.lstrip("-").isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {at_least} or more")
+    return int(text)

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from instrumented_trainers.config import RefusedError
+
 BETWEEN_DOCUMENTS = 256
 TOKENS = 257
 """How many different tokens there are; a model's vocabulary must hold them."""
@@ -47,7 +49,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
-            raise ValueError(
+            raise RefusedError(
                 f"the text has {len(self.tokens):,} tokens, which is too short for sequences of {self.length}: "
                 "give more --data or fewer --tokens"
             )

@@ -10,16 +10,18 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.config import RefusedError, TrainingConfig
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
 
@@ -27,16 +29,31 @@ _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one ha
 def run(config: TrainingConfig, command: list[str]) -> int:
     """Run the training to its end and return the exit code: in this process under a launcher, else in new ones.
 
-    If a rank fails, its traceback is shown once, the other ranks are ended, and the code is 1.
+    If a rank fails, its traceback is shown once, the other ranks are ended, and the code is 1; where the run cannot be
+    done as asked, one line says so, and the code is 2.
     """
     if "RANK" in os.environ:
-        _train_rank(config, int(os.environ["RANK"]), "env://", command)
-        return 0
-    if config.overwrite and config.resume is None and config.out.is_dir():
-        shutil.rmtree(config.out)
+        return _train_launched(config, int(os.environ["RANK"]), command)
+    try:
+        if config.overwrite and config.resume is None and config.out.is_dir():
+            shutil.rmtree(config.out)
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.stderr.write(f"instrumented_trainers: --out {config.out}: cannot be written: {error.strerror}\n")
+        return 2
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // config.world_size)))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return _run_ranks(config, Path(folder), command)
+
+
+def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> int:
+    try:
+        _train_rank(config, rank, "env://", command)
+    except RefusedError as refusal:
+        if rank == 0:
+            sys.stderr.write(f"instrumented_trainers: {refusal}\n")
+        return 2
+    return 0
 
 
 def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
@@ -56,9 +73,10 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
     if not failed:
         return 0
     # Ranks ended here, and ranks that only lost their peer, are not the cause.
-    ended = _end(ranks)
-    sys.stderr.write(_cause(folder, {rank: code for rank, code in failed.items() if rank not in ended}))
-    return 1
+    _end(ranks)
+    code, words = _cause(folder, failed)
+    sys.stderr.write(f"instrumented_trainers: {words}\n")
+    return code
 
 
 def _join(ranks: list[BaseProcess]) -> None:
@@ -73,41 +91,45 @@ def _join(ranks: list[BaseProcess]) -> None:
             deadline = time.monotonic() + _GRACE_S
 
 
-def _end(ranks: list[BaseProcess]) -> set[int]:
-    """End the ranks that still run and return which these were."""
-    running = {rank for rank, process in enumerate(ranks) if process.exitcode is None}
-    for rank in running:
-        ranks[rank].terminate()
-    for rank in running:
-        ranks[rank].join(_GRACE_S)
-        if ranks[rank].exitcode is None:
-            ranks[rank].kill()
-            ranks[rank].join()
-    return running
+def _end(ranks: list[BaseProcess]) -> None:
+    """End the ranks that still run."""
+    running = [process for process in ranks if process.exitcode is None]
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.join(_GRACE_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
 
 
-def _cause(folder: Path, failed: dict[int, int | None]) -> str:
-    """Return the words of the rank that failed first; one that was killed had no time to leave any."""
+def _cause(folder: Path, failed: Mapping[int, int]) -> tuple[int, str]:
+    """Return exit code and words of the rank that failed first; one that was killed had no time to leave any."""
     for rank, code in failed.items():
-        if code is not None and code < 0:
-            return f"instrumented_trainers: rank {rank} was killed by {signal.Signals(-code).name}\n"
+        if code < 0:
+            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}"
     left = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
     if not left:
-        codes = ", ".join(f"rank {rank} with code {code}" for rank, code in failed.items())
-        return f"instrumented_trainers: ended without a word: {codes}\n"
+        return 1, "no reason given by " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items())
     first = min(left, key=lambda failure: failure["at_ns"])
-    return f"instrumented_trainers: rank {first['rank']} failed\n{first['traceback']}"
+    return first["code"], first["words"]
 
 
 def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:
     try:
         _train_rank(config, rank, f"file://{folder}/rendezvous", command)
+    except RefusedError as refusal:
+        _leave(folder, rank, code=2, words=str(refusal))
     except BaseException:  # noqa: BLE001 the process ends here and leaves its reason to the one that started it
-        failure = {"rank": rank, "at_ns": time.time_ns(), "traceback": traceback.format_exc()}
-        (folder / f"rank{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
-        sys.stdout.flush()
-        # Not by sys.exit: the process group's threads may wait for ranks that are gone.
-        os._exit(1)
+        _leave(folder, rank, code=1, words=f"rank {rank} failed\n{traceback.format_exc()}")
+
+
+def _leave(folder: Path, rank: int, *, code: int, words: str) -> NoReturn:
+    failure = {"at_ns": time.time_ns(), "code": code, "words": words}
+    (folder / f"rank{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
+    sys.stdout.flush()
+    # Not by sys.exit: the process group's threads may wait for ranks that are gone.
+    os._exit(code)
 
 
 def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: list[str]) -> None:

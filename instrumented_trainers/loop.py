@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from instrumented_trainers import checkpoint, data
-from instrumented_trainers.config import NEWEST, TrainingConfig
+from instrumented_trainers.config import NEWEST, RefusedError, TrainingConfig
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.progress import Progress, Reading
 from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm
@@ -126,10 +126,12 @@ def _resume(config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> i
     if config.resume is None:
         return 0
     if config.resume != NEWEST:
+        if not checkpoint.is_whole(Path(config.resume)):
+            raise RefusedError(f"--resume {config.resume}: no whole checkpoint")
         return checkpoint.load(Path(config.resume), model, optimizer)
     found = checkpoint.whole(config.checkpoints)
     if not found:
-        raise FileNotFoundError(f"--resume: no whole checkpoint in {config.checkpoints}")
+        raise RefusedError(f"--resume: no whole checkpoint in {config.checkpoints}; name one, or leave --resume out")
     return checkpoint.load(found[-1], model, optimizer)
 
 
