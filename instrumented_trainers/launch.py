@@ -62,9 +62,10 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
         spawn.Process(target=_serve, args=(config, rank, folder, command), name=f"rank {rank}", daemon=True)
         for rank in range(config.world_size)
     ]
-    for process in ranks:
-        process.start()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        for process in ranks:
+            process.start()
         _join(ranks)
     except KeyboardInterrupt:
         _end(ranks)
@@ -72,7 +73,6 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
     failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
     if not failed:
         return 0
-    # Ranks ended here, and ranks that only lost their peer, are not the cause.
     _end(ranks)
     code, words = _cause(folder, failed)
     sys.stderr.write(f"instrumented_trainers: {words}\n")
