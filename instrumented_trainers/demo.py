@@ -46,15 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tell(runs: list[Path], report: Path) -> int:
     """Print findings and comparison of the runs and write the HTML report; return the first exit code that is not 0."""
-    names = [str(run) for run in runs]
+    check = ["check", *map(str, runs), "--fail-on", "never"]
     for what, words in (
-        ("what tracekit finds in both", ["check", *names, "--fail-on", "never"]),
-        (f"{STRATEGIES[1]} against {STRATEGIES[0]}", ["compare", *names]),
-        (f"the report, for a browser: {report}", ["check", *names, "--fail-on", "never", "--format", "html"]),
+        ("what tracekit finds in both", check),
+        (f"{STRATEGIES[1]} against {STRATEGIES[0]}", ["compare", *map(str, runs)]),
+        ("the findings as a page for a browser", [*check, "--format", "html", "--output", str(report)]),
     ):
-        _say(f"{what}\n$ tracekit {' '.join(words)}")
-        written = ["--output", str(report)] if "html" in words else []
-        code = _call("tracekit", *words, *written)
+        _say(f"{what}\n$ tracekit {shlex.join(words)}")
+        code = _call("tracekit", *words)
         if code:
             _say(f"tracekit {words[0]} failed (exit code {code})")
             return code

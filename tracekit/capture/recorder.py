@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -146,7 +147,8 @@ class Recorder:
         before = profiler.current_action
         upcoming = profiler.schedule(profiler.step_num + 1)
         block = torch.empty(1)
-        with contextlib.nullcontext() if before == upcoming else without_noise():
+        with contextlib.nullcontext() if before == upcoming else without_noise(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # so it does: each window is its own
             profiler.step()
             # torch complains of the first block freed that it has not seen allocated: let that be one, in here.
             del block
