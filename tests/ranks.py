@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_LOG_TAIL_CHARACTERS = 4000
+_LOG_TAIL_CHARACTERS = 2000
 
 
 class RankError(AssertionError):
@@ -79,19 +80,32 @@ def run_cases(
         folder = Path(path)
         (folder / "cases.pickle").write_bytes(pickle.dumps(list(cases.items())))
         spawn = multiprocessing.get_context("spawn")
-        settings = {"OMP_NUM_THREADS": "1"} | dict(environment or {})
         processes = [
-            spawn.Process(target=_serve, args=(rank, world_size, folder, case_timeout_s, settings), daemon=True)
+            spawn.Process(target=_serve, args=(rank, world_size, folder, case_timeout_s), daemon=True)
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
+        # Threads that spin on a core that another rank needs cost more than they give.
+        with _environment({"OMP_NUM_THREADS": "1"} | dict(environment or {})):
+            for process in processes:
+                process.start()
         late = _join(processes, time.monotonic() + timeout_s)
         endings = [
             f"no answer within {timeout_s:g} s" if rank in late else f"ended with exit code {process.exitcode}"
             for rank, process in enumerate(processes)
         ]
         return {name: _collect(folder, index, name, endings) for index, name in enumerate(cases)}
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Have processes that are started inside inherit the settings."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _join(processes: list[Any], deadline: float) -> set[int]:
@@ -127,9 +141,9 @@ def _log(folder: Path, rank: int) -> str:
 # In a rank's process -------------------------------------------------------------------------------------------------
 
 
-def _serve(rank: int, world_size: int, folder: Path, case_timeout_s: float, environment: Mapping[str, str]) -> None:
+def _serve(rank: int, world_size: int, folder: Path, case_timeout_s: float) -> None:
     _redirect_output(folder / f"rank{rank}.log")
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     cases: list[tuple[str, Callable[[], Any]]] = pickle.loads((folder / "cases.pickle").read_bytes())
     for index, (name, function) in enumerate(cases):
         print(f"case {name}", flush=True)
