@@ -31,6 +31,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str]) -> None:
     progress.say(_introduction(config, first_step))
     with Recorder(
         config.out,
+        device=config.device,
         first_step=first_step,
         wait=config.profile_wait,
         warmup=config.profile_warmup,
@@ -168,7 +169,6 @@ def _manifest(config: TrainingConfig, mesh: DeviceMesh) -> Mapping[str, Any]:
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
     return {
         "strategy": config.strategy,
-        "device": config.device,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "model": {"name": config.model, "parameters": PRESETS[config.model].parameters, **sizes},
         "arguments": arguments,

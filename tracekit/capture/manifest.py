@@ -15,8 +15,8 @@ from tracekit.capture.place import this_world_size
 from tracekit.capture.redaction import redact
 
 
-def manifest(given: Mapping[str, Any], *, world_size: int | None = None) -> dict[str, Any]:
-    """Return the manifest of the run this process belongs to, secrets redacted.
+def manifest(given: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:
+    """Return the manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
 
     `given` holds what only the training knows (strategy, mesh, model, arguments, …) and wins over what is found here.
     """
@@ -28,9 +28,9 @@ def manifest(given: Mapping[str, Any], *, world_size: int | None = None) -> dict
         "mesh": None,
         "model": None,
         "arguments": None,
-        "versions": _versions(),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "versions": _versions(device),
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "host": socket.gethostname(),
         "command": [os.path.basename(sys.argv[0]) if sys.argv else "", *sys.argv[1:]],  # noqa: PTH119 may be "-c"
         "simulated": False,
@@ -39,8 +39,8 @@ def manifest(given: Mapping[str, Any], *, world_size: int | None = None) -> dict
     return clean
 
 
-def _versions() -> dict[str, str | None]:
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+def _versions(device: str) -> dict[str, str | None]:
+    nccl = torch.cuda.nccl.version() if device == "cuda" else None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

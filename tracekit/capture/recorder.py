@@ -27,7 +27,8 @@ class Recorder:
     Make it once the process group is there, and call `step` at the end of each optimizer step. Of the steps after
     `first_step` (the optimizer steps done before) it lets `wait` pass, warms the profiler up for `warmup`, and
     profiles `active`; `windows` times over. The trace marks optimizer step N, counted from 0, as ``ProfilerStep#N``.
-    `manifest` goes into ``run.json`` (strategy, mesh, model, arguments), secrets redacted.
+    `manifest` goes into ``run.json`` (strategy, mesh, model, arguments), secrets redacted. `device` is cuda or cpu, by
+    default cuda where there is one. `shapes` of operators are recorded by default on the CPU only.
 
     Nothing that fails in here raises: it is said once on stderr, and that part of the recording ends.
 
@@ -45,6 +46,7 @@ class Recorder:
         *,
         rank: int | None = None,
         world_size: int | None = None,
+        device: str | None = None,
         first_step: int = 0,
         wait: int = 5,
         warmup: int = 2,
@@ -65,7 +67,8 @@ class Recorder:
         self._lengths = (wait, warmup, active)
         self._windows = windows
         # On a GPU the collectives' kernels tell their sizes; on the CPU only the shapes of ops do.
-        shapes = not torch.cuda.is_available() if shapes is None else shapes
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        shapes = self._device == "cpu" if shapes is None else shapes
         self._options = {"profile_memory": memory, "with_stack": stacks, "record_shapes": shapes or stacks}
         self._written: list[dict[str, int]] = []
         self._profiler: profile | None = None
@@ -132,11 +135,11 @@ class Recorder:
         wait, warmup, active = self._lengths
         plan = schedule(wait=wait, warmup=warmup, active=active, repeat=self._windows)
         self._profiler = profile(
-            activities=_activities(),
+            activities=_activities(self._device),
             # Asked for step 0 when made, whatever the first step is.
             schedule=lambda step: plan(max(0, step - self._first_step)),
             on_trace_ready=self._write_trace,
-            experimental_config=_experimental_config(),
+            experimental_config=_experimental_config(self._device),
             **self._options,
         )
         self._profiler.step_num = self._first_step
@@ -173,7 +176,7 @@ class Recorder:
 
     def _write_manifest(self) -> None:
         if self.rank == 0:
-            self._manifest = self._manifest or manifest(self._given, world_size=self._world_size)
+            self._manifest = self._manifest or manifest(self._given, world_size=self._world_size, device=self._device)
             files.write_json(self.folder / conventions.MANIFEST_FILE, {**self._manifest, "windows": self._written})
 
     @contextlib.contextmanager
@@ -192,12 +195,12 @@ class Recorder:
         self._metrics = None
 
 
-def _activities() -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+def _activities(device: str) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
 
 
-def _experimental_config() -> Any:
+def _experimental_config(device: str) -> Any:
     """Return the setting that records waits between streams, which only CUDA has."""
-    if not torch.cuda.is_available():
+    if device != "cuda":
         return None
     return torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)

@@ -7,13 +7,17 @@ import threading
 from collections.abc import Iterator
 
 _STDERR = 2
+_REMARKS = (
+    b"Memory block of unknown size was allocated before the profiling",
+    b"gpuGetDeviceCount failed",  # a torch built for CUDA, profiled on a machine without a driver
+)
 
 
 @contextlib.contextmanager
 def without_noise() -> Iterator[None]:
-    """Drop Kineto's ``USDT:`` lines and the allocator's remark on blocks from before; pass all other lines on.
+    """Drop Kineto's ``USDT:`` lines and remarks on what the profiler cannot see here; pass all other lines on.
 
-    Both write to the file descriptor, so this one is led through a pipe meanwhile. (Log levels would silence errors
+    These go to the file descriptor, so that is led through a pipe meanwhile. (Log levels would silence errors
     too, and are left to the user.)
     """
     sys.stderr.flush()
@@ -43,4 +47,4 @@ def _pass_on(out: int, terminal: int) -> None:
 
 
 def _is_noise(line: bytes) -> bool:
-    return line.startswith(b"USDT:") or b"Memory block of unknown size was allocated before the profiling" in line
+    return line.startswith(b"USDT:") or any(remark in line for remark in _REMARKS)
