@@ -21,11 +21,12 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from instrumented_trainers.strategies.yafsdp.lane import Token, lane_for
+from instrumented_trainers.strategies.yafsdp.lane import lane_for
 from instrumented_trainers.strategies.yafsdp.order import ExecutionOrder
 from instrumented_trainers.strategies.yafsdp.policy import tensors_in
-from instrumented_trainers.strategies.yafsdp.slots import GradientSlot, Slots, WeightSlot
+from instrumented_trainers.strategies.yafsdp.slots import GradientSlot, Slots, WeightSlot, allocate
 from instrumented_trainers.strategies.yafsdp.unit import Unit
+from instrumented_trainers.strategies.yafsdp.usage import Usage
 
 
 class Engine:
@@ -40,17 +41,13 @@ class Engine:
         self.root, self.units = root, tuple(units)
         self.lane = lane_for(root.device, root.group)
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.usage = Usage(self.units, self.lane)
         filled = [unit for unit in self.units if unit.layout.numel]
-        self.shared_slots = _allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
-        self.own_slots = {unit: _allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
+        self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
+        self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
         self._turn = 0  # which of the shared slots the unit that ran last has
         self._depth = max(1, root.buffers - 1)
         self._callback_queued = False
-        self._first_flag = dict(zip(self.units, _starts(self.units), strict=True))
-        self._flags = torch.ones(
-            sum(len(unit.parameters) for unit in self.units), dtype=torch.int32, device=root.device
-        )
-        self._flags_arriving: Token | None = None
         for unit in self.units:
             unit.engine = self
 
@@ -102,11 +99,7 @@ class Engine:
         gradient = unit.parameters[index].weight.grad  # type: ignore[union-attr]
         if gradient is not None and gradient.requires_grad:
             raise NotImplementedError(f"YaFSDP: {_named(unit)}: backward with create_graph=True is not supported")
-        if unit.lost_weights:
-            raise RuntimeError(
-                f"YaFSDP: another unit took the weight buffer of {_named(unit)} during its backward; "
-                "shard it with reshard_after_forward=False, which gives it a buffer of its own"
-            )
+        _refuse_lost_weights(unit)
         assert unit.slots is not None
         slot = unit.slots.gradients
         if slot.owner is not unit:
@@ -257,6 +250,12 @@ class Engine:
             unit.add_sum(self.lane.chunk(unit.whole_gradients))
             slot.leaving = None
 
+    def _receive_all(self) -> None:
+        for slots in self.slots:
+            if slots.gradients.leaving is not None:
+                with _span("post_backward_rs_wait", slots.gradients.leaving[0]):
+                    self._receive(slots.gradients)
+
     def _queue_callback(self) -> None:
         """Have `_finish_backward` called when the backward pass under way, the outermost one, is over."""
         if not self._callback_queued:
@@ -269,10 +268,9 @@ class Engine:
             for unit in reversed(self.units):
                 self.post_backward(unit)
             due = [unit for unit in self.units if unit.requires_gradient_sync and self._has_news(unit)]
-            self._exchange_usage(due)
-            for slots in self.slots:
-                self._receive(slots.gradients)
-            unused = self._unused(due)
+            self.usage.send(due)
+            self._receive_all()
+            unused = self.usage.unused(due)
             for unit in due:
                 unit.publish(unused[unit])
             self._forget_all()
@@ -284,7 +282,7 @@ class Engine:
         return unit.awaits_publication or (leaving is not None and leaving[0] is unit)
 
     def _abandon_backward(self) -> None:
-        """Clear up after a backward pass that raised: what it reduced so far is lost."""
+        """Clear up after a backward pass that raised: what was not published by then is lost."""
         for slots in self.slots:
             if slots.gradients.leaving is not None:
                 slots.gradients.leaving[1].wait()
@@ -292,44 +290,8 @@ class Engine:
             slots.gradients.written.clear()
         for unit in self.units:
             unit.in_backward = unit.lost_weights = False
-            unit.touched.clear()
-            for parameter in unit.parameters:
-                if parameter.weight is not None:
-                    parameter.weight.grad = None
+            unit.discard_gradients()
         self._callback_queued = False
-
-    # Which parameters no rank used -----------------------------------------------------------------------------------
-
-    def _exchange_usage(self, due: Sequence[Unit]) -> None:
-        """Tell the other ranks which parameters got a gradient here.
-
-        A shard must be stepped if any rank used its parameter, and must be left alone (no weight decay, no momentum) if
-        none did, as in a run on one process. Only who has an unused parameter reads the answer.
-        """
-        if not due or self.lane.world_size == 1:
-            return
-        if self._flags_arriving is not None:
-            self._flags_arriving.wait()
-        self._flags.fill_(1)
-        for unit in due:
-            for index in self._untouched(unit):
-                self._flags[self._first_flag[unit] + index] = 0
-        self._flags_arriving = self.lane.maximum(self._flags)
-
-    def _unused(self, due: Sequence[Unit]) -> dict[Unit, set[int]]:
-        unused = {unit: self._untouched(unit) for unit in due}
-        if any(unused.values()) and self._flags_arriving is not None:
-            self._flags_arriving.wait()
-            used = self._flags.tolist()
-            unused = {
-                unit: {index for index in indices if not used[self._first_flag[unit] + index]}
-                for unit, indices in unused.items()
-            }
-        return unused
-
-    def _untouched(self, unit: Unit) -> set[int]:
-        trainable = {index for index, parameter in enumerate(unit.parameters) if parameter.shard.requires_grad}
-        return trainable - unit.touched
 
 
 class _BackwardEnd(torch.autograd.Function):
@@ -344,39 +306,22 @@ class _BackwardEnd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_lost_weights(ctx.unit)
         ctx.unit.engine.post_backward(ctx.unit)
         return (None, *gradients)
-
-
-def _allocate(units: Sequence[Unit], count: int) -> tuple[Slots, ...]:
-    """Return `count` slots, each large enough for any of the units. They must agree in precision."""
-    if not units:
-        return ()
-    precisions = {(unit.weight_dtype, unit.reduce_dtype) for unit in units}
-    if len(precisions) > 1:
-        raise ValueError(f"YaFSDP: units that share buffers must share a precision, but there are {precisions}")
-    numel = max(unit.layout.numel for unit in units)
-    first = units[0]
-
-    def buffer(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=first.device)
-
-    return tuple(
-        Slots(WeightSlot(buffer(first.weight_dtype)), GradientSlot(buffer(first.reduce_dtype))) for _ in range(count)
-    )
-
-
-def _starts(units: Iterable[Unit]) -> list[int]:
-    starts, end = [], 0
-    for unit in units:
-        starts.append(end)
-        end += len(unit.parameters)
-    return starts
 
 
 def _span(label: str, unit: Unit) -> record_function:
     """Return a span named as FSDP2 names its own: the root has no suffix."""
     return record_function(f"YaFSDP::{label} ({unit.name})" if unit.name else f"YaFSDP::{label}")
+
+
+def _refuse_lost_weights(unit: Unit) -> None:
+    if unit.lost_weights:
+        raise RuntimeError(
+            f"YaFSDP: another unit took the weight buffer of {_named(unit)} during its backward; shard it with "
+            "reshard_after_forward=False, which gives it a buffer of its own"
+        )
 
 
 def _named(unit: Unit) -> str:

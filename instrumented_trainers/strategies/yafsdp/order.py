@@ -42,20 +42,20 @@ class ExecutionOrder(Generic[U]):
 
     def leave(self, unit: U) -> bool:
         """Note that the backward of `unit` begins. Return whether this is news: it can be said more than once."""
-        if self._cursor > 0 and self._ran[self._cursor - 1] is unit:
+        if self._cursor > 0 and self._ran[self._cursor - 1] == unit:
             self._cursor -= 1
             return True
-        if self._cursor < len(self._ran) and self._ran[self._cursor] is unit:
+        if self._cursor < len(self._ran) and self._ran[self._cursor] == unit:
             return False
         for index in range(self._cursor - 1, -1, -1):
-            if self._ran[index] is unit:
+            if self._ran[index] == unit:
                 self._cursor = index
                 return True
         return False
 
     def is_next_back(self, unit: U) -> bool:
         """Return whether the backward of `unit` should be the next to begin."""
-        return self._cursor > 0 and self._ran[self._cursor - 1] is unit
+        return self._cursor > 0 and self._ran[self._cursor - 1] == unit
 
     def behind(self, count: int) -> list[U]:
         """Return up to `count` units whose backward should come next, the nearest first."""

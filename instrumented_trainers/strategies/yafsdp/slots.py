@@ -1,8 +1,10 @@
 """The buffers that all units share: allocated once, lent to one unit at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from instrumented_trainers.strategies.yafsdp.lane import Token
@@ -41,3 +43,21 @@ class Slots:
 
     weights: WeightSlot
     gradients: GradientSlot
+
+
+def allocate(units: "Sequence[Unit]", count: int) -> tuple[Slots, ...]:
+    """Return `count` slots, each large enough for any of the units. They must agree in precision."""
+    if not units:
+        return ()
+    precisions = {(unit.weight_dtype, unit.reduce_dtype) for unit in units}
+    if len(precisions) > 1:
+        raise ValueError(f"YaFSDP: units that share buffers must share a precision, but there are {precisions}")
+    numel = max(unit.layout.numel for unit in units)
+    first = units[0]
+
+    def buffer(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=first.device)
+
+    return tuple(
+        Slots(WeightSlot(buffer(first.weight_dtype)), GradientSlot(buffer(first.reduce_dtype))) for _ in range(count)
+    )

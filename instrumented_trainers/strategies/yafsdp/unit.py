@@ -155,6 +155,12 @@ class Unit:
         assert self.slots is not None
         return self.slots.gradients.buffer[: self.layout.numel]
 
+    @property
+    def untouched(self) -> set[int]:
+        """Return the indices of trainable parameters that got no gradient on this rank since the last publication."""
+        trainable = {index for index, parameter in enumerate(self.parameters) if parameter.shard.requires_grad}
+        return trainable - self.touched
+
     @torch.no_grad()
     def take_gradient(self, index: int) -> None:
         """Move a parameter's gradient from autograd into the gradient buffer, cast to the reduce dtype."""
@@ -210,6 +216,14 @@ class Unit:
         for index, parameter in enumerate(self.parameters):
             if parameter.shard.requires_grad and (index not in unused or parameter.shard.grad is not None):
                 parameter.shard.grad = self.gradient[parameter.part.start : parameter.part.stop]
+        self.touched.clear()
+
+    def discard_gradients(self) -> None:
+        """Forget gradients that the optimizer does not see yet, of earlier micro-batches too."""
+        for parameter in self.parameters:
+            if parameter.weight is not None:
+                parameter.weight.grad = None
+        self._divided, self.awaits_publication = True, False
         self.touched.clear()
 
     def _adopt_published(self) -> bool:
