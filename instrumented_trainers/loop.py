@@ -43,9 +43,11 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str]) -> None:
         for step in range(first_step, config.steps):
             _set_learning_rate(optimizer, learning_rate(step, config))
             loss = Reading(_step(step, config, model, optimizer, batches=batches, recorder=recorder))
-            _save_if_due(step + 1, config, model, optimizer, recorder=recorder, progress=progress)
+            saved = _save_if_due(step + 1, config, model, optimizer, recorder=recorder)
             recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step)
-            progress.step(step, loss, config.tokens_per_step)
+            progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
+            if saved:
+                progress.say(f"saved {saved}")
     progress.flush()
 
 
@@ -137,20 +139,15 @@ def _resume(config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> i
 
 
 def _save_if_due(
-    steps_done: int,
-    config: TrainingConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    recorder: Recorder,
-    progress: Progress,
-) -> None:
+    steps_done: int, config: TrainingConfig, model: nn.Module, optimizer: Optimizer, *, recorder: Recorder
+) -> Path | None:
+    """Save a checkpoint if this is the step for one, and return where."""
     if config.checkpoint_every == 0 or steps_done % config.checkpoint_every:
-        return
+        return None
     path = checkpoint.save(config.checkpoints, model, optimizer, step=steps_done, recorder=recorder)
     if recorder.rank == 0:
         checkpoint.prune(config.checkpoints, config.keep)
-    progress.say(f"saved {path}")
+    return path
 
 
 def _set_learning_rate(optimizer: Optimizer, value: float) -> None:

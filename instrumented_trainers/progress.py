@@ -1,7 +1,6 @@
 """What a training says of itself while it runs, without stopping the device to say it."""
 
 import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -32,12 +31,9 @@ class Progress:
         self._steps = steps
         self._every = every
         self._due: Callable[[], str] | None = None
-        self._began_ns = time.perf_counter_ns()
 
-    def step(self, step: int, loss: Reading, tokens: int) -> None:
-        """Note the end of a step of `tokens` tokens over all ranks."""
-        now_ns = time.perf_counter_ns()
-        elapsed_ns, self._began_ns = now_ns - self._began_ns, now_ns
+    def step(self, step: int, loss: Reading, *, tokens: int, elapsed_ns: int) -> None:
+        """Note the end of a step that took `elapsed_ns` for the `tokens` of all ranks."""
         self.flush()
         if step % self._every == 0 or step == self._steps - 1:
             self._due = lambda: (
@@ -49,10 +45,14 @@ class Progress:
         """Say what is due."""
         due, self._due = self._due, None
         if due is not None:
-            self.say(due())
+            self._print(due())
 
     def say(self, line: str) -> None:
-        """Print a line of output."""
+        """Print a line of output, after what is due."""
+        self.flush()
+        self._print(line)
+
+    def _print(self, line: str) -> None:
         if self._speaks:
             sys.stdout.write(f"  {line}\n")
             sys.stdout.flush()

@@ -74,6 +74,7 @@ class Recorder:
         self._profiler: profile | None = None
         self._metrics: MetricsLog | None = None
         self._began_ns = 0
+        self.step_time_ns = 0  # of the last step
 
     def __enter__(self) -> "Recorder":  # noqa: PYI034 typing.Self is not in Python 3.10
         with self._guard("the run folder cannot be written"):
@@ -118,7 +119,7 @@ class Recorder:
         `tokens`, those of all ranks in this step, become tokens_per_second. A metric may be a function: it is called
         at the end of the next step, or of the recording. Writing a trace counts to no step's time.
         """
-        elapsed_ns = time.perf_counter_ns() - self._began_ns
+        self.step_time_ns = elapsed_ns = max(1, time.perf_counter_ns() - self._began_ns)
         if self._metrics is not None:
             row: dict[str, Number] = {"step": self._step, conventions.STEP_TIME_METRIC: elapsed_ns}
             if tokens is not None:
