@@ -39,6 +39,8 @@ class Case:
     """SGD shows errors of scale that Adam hides; weight decay shows steps that should not have been."""
     micro_batches: int = 1
     max_norm: float | None = None
+    passes: int = 1
+    """How many forward passes, on different data, one backward pass goes through."""
     evaluate: bool = False
     """Whether a forward pass without gradients follows each micro-batch's forward and each step."""
     set_to_none: bool = True
@@ -130,7 +132,8 @@ def _train(case: Case, toy: Toy, batches: Tensor, *, step: int, ranks: list[int]
         for index, tokens in enumerate(micro_batches):
             if isinstance(toy, YaFSDPModule):
                 toy.set_requires_gradient_sync(index == case.micro_batches - 1)
-            loss = _loss(toy, tokens) / (case.micro_batches * len(ranks))
+            losses = [_loss(toy, tokens.roll(number, 1)) for number in range(case.passes)]
+            loss = torch.stack(losses).sum() / (case.micro_batches * len(ranks))
             if case.evaluate:
                 _evaluate(toy, tokens)
             (loss / case.divisor_error if isinstance(toy, YaFSDPModule) else loss).backward()

@@ -36,6 +36,7 @@ CASES = {path: Case(path) for path in PATHS} | {
     "three micro-batches": Case(micro_batches=3),
     "three micro-batches, reused, tied": Case("reused", micro_batches=3, tied=True),
     "three micro-batches, checkpointed": Case("reentrant checkpoint of 2", micro_batches=3),
+    "two passes forward, one back": Case(passes=2),
     "clipping": Case(max_norm=0.1),
     "clipping that does not bite": Case(max_norm=1e9),
     "evaluation in between": Case(evaluate=True, micro_batches=2),
