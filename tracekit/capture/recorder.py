@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from tracekit import conventions
 from tracekit.capture import files
@@ -144,12 +144,15 @@ class Recorder:
             **self._options,
         )
         self._profiler.step_num = self._first_step
+        _refuse_a_second_profiler()
         with without_noise():
             self._profiler.start()
 
     def _move_profiler(self, profiler: profile) -> None:
         before = profiler.current_action
         upcoming = profiler.schedule(profiler.step_num + 1)
+        if before != upcoming and before in (ProfilerAction.NONE, ProfilerAction.WARMUP):
+            _refuse_a_second_profiler()
         block = torch.empty(1)
         with contextlib.nullcontext() if before == upcoming else without_noise(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # so it does: each window is its own
@@ -194,6 +197,12 @@ class Recorder:
 
     def _drop_metrics(self) -> None:
         self._metrics = None
+
+
+def _refuse_a_second_profiler() -> None:
+    """Raise RuntimeError if the training profiles itself just now: torch has one profiler, ours would end that one."""
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("another profiler is running")
 
 
 def _activities(device: str) -> list[ProfilerActivity]:

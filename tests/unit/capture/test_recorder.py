@@ -128,6 +128,18 @@ def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_p
     assert not list(tmp_path.glob("*" + conventions.PARTIAL_SUFFIX))
 
 
+@pytest.mark.parametrize("wait", [0, 2])
+def test_the_trainings_own_profiler_is_left_alone(tmp_path: Path, wait: int, capfd: pytest.CaptureFixture[str]) -> None:
+    own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with own, Recorder(tmp_path, wait=wait, warmup=1, active=1) as recorder:
+        train(recorder, 6)
+    assert sum(event.name == "aten::mm" for event in own.events()) >= 6
+    complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
+    assert len(complaints) == 1
+    assert "another profiler is running" in complaints[0]
+    assert len(metrics(tmp_path)) == 6
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Path:
     """A run folder in which no trace can be written: a folder stands where the file should."""
