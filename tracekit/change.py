@@ -138,11 +138,11 @@ class _Scale:
         return cls(0.0, unit, MIN_STEP_SHARE, MIN_STEP_SHARE, is_told=False)
 
     def change(self, reference: float, candidate: float) -> float:
-        return candidate / reference - 1 if self.relative else (candidate - reference) / self.unit
+        return (candidate - reference) / (self.relative or self.unit)
 
     def changes(self, references: Values, candidates: Values) -> Values:
         if self.relative and references.min() > 0:
-            return np.asarray(candidates / references - 1)
+            return np.asarray((candidates - references) / references)
         return np.asarray((candidates - references) / (self.relative or self.unit))
 
 

@@ -15,7 +15,6 @@ import dataclasses
 import difflib
 import math
 import tomllib
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
@@ -245,14 +244,12 @@ def _rule(pattern: str, catalog: Catalog, where: str) -> type[Rule]:
 
 
 def _field_type(rule: type[Rule], key: str, where: str) -> type:
-    types = typing.get_type_hints(rule)
-    names = [item.name for item in dataclasses.fields(rule)]
-    if not names:
+    defaults = {item.name: item.default for item in dataclasses.fields(rule)}
+    if not defaults:
         raise ConfigError(f"{where}: {rule.code} has no thresholds to set")
-    if key not in names:
-        raise ConfigError(f"{where}: {key} is no threshold of {rule.code}: {_one_of(names, key)}")
-    kind: type = types[key]
-    return kind
+    if key not in defaults:
+        raise ConfigError(f"{where}: {key} is no threshold of {rule.code}: {_one_of(defaults, key)}")
+    return type(defaults[key])
 
 
 def _from_text(text: str, kind: type) -> object:
