@@ -14,12 +14,14 @@ from dashboard.views import compare, overview, runs, timeline
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
 
+LISTING_LIVES_S = 3
+
 
 def main() -> None:
     """Show the chosen page for the chosen run."""
     st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
     st.html(parts.STYLE)
-    listed = catalog.entries(sys.argv[1:])
+    listed = _listed(tuple(sys.argv[1:]))
     if not listed:
         parts.nothing_opened()
         return
@@ -32,6 +34,11 @@ def main() -> None:
     }
     st.session_state[parts.PAGES] = pages
     st.navigation(list(pages.values()), position="top").run()
+
+
+@st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)
+def _listed(paths: tuple[str, ...]) -> tuple[catalog.Entry, ...]:
+    return catalog.entries(paths)
 
 
 if __name__ == "__main__":

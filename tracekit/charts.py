@@ -168,7 +168,7 @@ def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
                 [markup.escape(text), units.duration(ns), units.share(ns / whole if whole else 0.0)]
                 for text, ns, whole in zip(labels, parts[column], parts["duration_ns"], strict=True)
             ],
-            hovertemplate=f"<b>%{{customdata[0]}}</b><br>{label} %{{customdata[1]}} (%{{customdata[2]}})<extra></extra>",
+            hovertemplate="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})<extra></extra>",
         )
     figure.update_layout(barmode="stack", bargap=0.28)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")

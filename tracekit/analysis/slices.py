@@ -32,8 +32,8 @@ COLUMNS = {
 def slices(trace: Trace, window: Window, *, max_depth: int = 5, max_host_tracks: int = 3) -> pl.DataFrame:
     """Return the slices that touch `window`, each with the track it is drawn on.
 
-    Columns track, track_name, lane (null for phases), role, depth, kind, name, start_ns, dur_ns, step, phase, unit, bytes, count (1); one row
-    per slice. Tracks are numbered from the top: phases of the step, then lanes with work (compute, communication,
+    Columns track, track_name, lane (null for phases), role, depth, kind, name, start_ns, dur_ns, step, phase, unit,
+    bytes, count (1); one row per slice. Tracks are numbered from the top: phases of the step, then lanes with work (compute, communication,
     copies), then the `max_host_tracks` busiest host threads. Slices that run at once on one track lie at different
     depths; those deeper than `max_depth` are left out. Python frames are left out.
     """
@@ -61,7 +61,8 @@ def thin(table: pl.DataFrame, window: Window, *, max_slices: int) -> tuple[pl.Da
 def typical_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
     """Return the row to look at first: of the slowest rank, the step nearest to its median.
 
-    `steps` is a run's breakdown by step, with the columns of `analysis.breakdown` after window and rank. None where it has no rows.
+    `steps` is a run's breakdown by step, with the columns of `analysis.breakdown` after window and rank. None where it
+    has no rows.
     """
     if steps.is_empty():
         return None

@@ -113,7 +113,8 @@ def finding(found: Finding) -> str:
     return (
         '<div class="tk-finding">'
         f'<h3><span class="tk-pill {severity}">{severity}</span><span>{markup.escape(rule_name(found.code))}</span>'
-        f'<span class="tk-code">{markup.escape(found.id)}</span><span class="cost">{markup.escape(cost(found))}</span></h3>'
+        f'<span class="tk-code">{markup.escape(found.id)}</span>'
+        f'<span class="cost">{markup.escape(cost(found))}</span></h3>'
         f"<p>{markup.escape(found.message, 1000)}</p>"
         + (f'<p class="fix">{markup.escape(found.fix, 1000)}</p>' if found.fix else "")
         + f'<p class="meta">{markup.escape(place(found))}</p></div>'
