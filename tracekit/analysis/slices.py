@@ -33,9 +33,9 @@ def slices(trace: Trace, window: Window, *, max_depth: int = 5, max_host_tracks:
     """Return the slices that touch `window`, each with the track it is drawn on.
 
     Columns track, track_name, lane (null for phases), role, depth, kind, name, start_ns, dur_ns, step, phase, unit,
-    bytes, count (1); one row per slice. Tracks are numbered from the top: phases of the step, then lanes with work (compute, communication,
-    copies), then the `max_host_tracks` busiest host threads. Slices that run at once on one track lie at different
-    depths; those deeper than `max_depth` are left out. Python frames are left out.
+    bytes, count (1); one row per slice. Tracks are numbered from the top: phases of the step, then lanes with work
+    (compute, communication, copies), then the `max_host_tracks` busiest host threads. Slices that run at once on one
+    track lie at different depths; those deeper than `max_depth` are left out. Python frames are left out.
     """
     parts = (_phases(trace, window), _work(trace, window), _host(trace, window, max_host_tracks))
     found = pl.concat([pl.DataFrame(schema=COLUMNS), *(_conform(part) for part in parts if part.height)])
