@@ -36,7 +36,7 @@ def escape(text: str | None, limit: int = MAX_TEXT) -> str:
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[bool] = ()) -> str:
     """Return an HTML table of plain strings, all escaped here; `right` says which columns are aligned as numbers."""
-    sides = [' style="text-align:right"' if side else "" for side in right] or [""] * len(header)
+    sides = [' class="number"' if side else "" for side in right] or [""] * len(header)
     head = "".join(f"<th{side}>{escape(name)}</th>" for name, side in zip(header, sides, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{side}>{escape(cell)}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
@@ -60,7 +60,7 @@ def heading(column: str) -> str:
     for ending, spoken in (("_ns", ""), ("_bytes", ""), ("_ratio", " share")):
         if column.endswith(ending):
             column = column.removesuffix(ending) + spoken
-    return column.replace("_", " ")
+    return {"dur": "duration"}.get(column, column.replace("_", " "))
 
 
 def cell(column: str, value: object) -> str:

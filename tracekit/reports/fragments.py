@@ -33,8 +33,9 @@ align-items:baseline}
 .tk-finding p.meta{font-size:.82rem;opacity:.75}
 table.tracekit{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}
 table.tracekit th,table.tracekit td{padding:4px 14px 4px 0;border-bottom:1px solid rgba(128,138,150,.3);text-align:left;
-vertical-align:top;overflow-wrap:anywhere}
-table.tracekit th{font-weight:600;white-space:nowrap}
+vertical-align:top}table.tracekit td{overflow-wrap:anywhere}
+table.tracekit th{font-weight:600;vertical-align:bottom}
+table.tracekit td.number{text-align:right;white-space:nowrap}table.tracekit th.number{text-align:right}
 .tk-pill{font-size:.72rem;font-weight:650;letter-spacing:.02em;border-radius:99px;padding:2px 9px;color:#10151c;
 background:#56B4E9}
 .tk-pill.warning{background:#E69F00}.tk-pill.error{background:#D55E00;color:#fff}
