@@ -160,7 +160,8 @@ _STYLE = """
 :root{--ink:#1b2330;--page:#ffffff;--line:#d9dee5;--link:#0072B2}
 @media (prefers-color-scheme:dark){:root{--ink:#dfe5ee;--page:#12161c;--line:#323b47;--link:#56B4E9}}
 @media print{:root{--ink:#000;--page:#fff;--line:#bbb}body{font-size:11pt}.card,.figure{break-inside:avoid}
-details>*{display:block}main{max-width:none;padding:0}.modebar{display:none}table.tracekit{font-size:8.5pt}h2{break-after:avoid}}
+details>*{display:block}main{max-width:none;padding:0}.modebar{display:none}h2{break-after:avoid}
+table.tracekit{font-size:8.5pt}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI","Liberation Sans",sans-serif}
 main{max-width:1180px;margin:0 auto;padding:32px 28px 48px}
