@@ -1,7 +1,7 @@
 """Pieces that several pages show: the choice of runs, boxes for what went wrong, findings, tables in readable units."""
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -147,8 +147,3 @@ def plain(text: str) -> str:
     """
     inert = markup.inert(text, 1000)
     return "".join("\\" + c if c in string.punctuation else c for c in inert)
-
-
-def numbers(figures: Mapping[str, tuple[str, str]]) -> None:
-    """Show a row of big numbers."""
-    st.html(fragments.numbers(figures))

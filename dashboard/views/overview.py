@@ -16,10 +16,8 @@ def page(entry: Entry) -> None:
     if held is None:
         return
     parts.heading(entry, held)
-    with held.lock:
-        figures = fragments.headline_numbers(held.run)
     st.html(fragments.verdict(held.report.findings))
-    parts.numbers(figures)
+    st.html(fragments.numbers(fragments.headline_numbers(held.run)))
     st.subheader("Findings")
     for key, found in parts.finding_keys(held.report.findings).items():
         parts.finding(found, held, key=key)
