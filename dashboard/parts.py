@@ -12,7 +12,7 @@ from dashboard import opened
 from dashboard.catalog import Entry
 from tracekit import charts, markup
 from tracekit.errors import RuleError, TracekitError
-from tracekit.reports import fragments
+from tracekit.reports import fragments, words
 from tracekit.rule import Finding
 
 PAGES = "pages"
@@ -97,7 +97,7 @@ def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
         if not rows:
             return
         with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
-            frame(fragments.readable(found.evidence, fragments.origins(held.run)))
+            frame(words.readable(found.evidence, words.origins(held.run)))
             if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
                 st.session_state[SHOWN_FINDING] = key
                 go_to("timeline")

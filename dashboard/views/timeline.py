@@ -10,7 +10,7 @@ from dashboard.catalog import Entry
 from tracekit import charts, markup, units
 from tracekit.analysis import slices
 from tracekit.intervals import Window
-from tracekit.reports import fragments
+from tracekit.reports import fragments, words
 from tracekit.rule import Finding
 
 ALL_FINDINGS = "all findings"
@@ -157,7 +157,7 @@ def _about(spot: Spot) -> str:
 
 
 def _label(found: Finding) -> str:
-    return markup.inert(f"{found.id}  {fragments.cost(found)}", 80)
+    return markup.inert(f"{found.id}  {words.cost(found)}", 80)
 
 
 def _length_ms(spot: Spot) -> float:

@@ -9,8 +9,8 @@ import polars as pl
 
 from tracekit import charts, markup, units
 from tracekit.analysis import breakdown
-from tracekit.rule import Finding, Severity
-from tracekit.rules import RULES
+from tracekit.reports import words
+from tracekit.rule import Finding
 from tracekit.trace import Run
 
 MAX_EVIDENCE_ROWS = 8
@@ -46,11 +46,10 @@ background:#56B4E9}
 def verdict(findings: Sequence[Finding]) -> str:
     """Return the verdict on a run in a coloured box: the costliest finding, and how many there are of each severity."""
     worst = max((finding.severity for finding in findings), default=None)
-    counts = [(s, sum(f.severity is s for f in findings)) for s in sorted(Severity, reverse=True)]
-    counted = ", ".join(_counted(number, s.label) for s, number in counts if number) or "No rule fired"
+    headline = markup.escape(words.headline(findings), 500)
     return (
-        f'<div class="tk-verdict {worst.label if worst else "good"}"><b>{markup.escape(_headline(findings), 500)}</b>'
-        f"<span>{markup.escape(counted)}</span></div>"
+        f'<div class="tk-verdict {worst.label if worst else "good"}"><b>{headline}</b>'
+        f"<span>{markup.escape(words.counted(findings))}</span></div>"
     )
 
 
@@ -79,21 +78,6 @@ def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
     return shown | ({} if hidden is None else {"of communication hidden": (units.share(hidden), "")})
 
 
-def subtitle(run: Run) -> str:
-    """Return what a run is in a few words, from its manifest: strategy, ranks, model, host."""
-    model = run.manifest.get("model")
-    parts = [str(run.manifest.get("strategy", "")), f"{len(run.ranks)} rank" + "s" * (len(run.ranks) != 1)]
-    parts += [f"model {model['name']}"] if isinstance(model, Mapping) and "name" in model else []
-    size_bytes = sum(source.size_bytes for source in run.sources)
-    return " · ".join(part for part in (*parts, units.size(size_bytes) if size_bytes else "") if part)
-
-
-def origins(run: Run) -> dict[tuple[int, int], int]:
-    """Return the start of each trace's first activity, by (window, rank): where readable times count from."""
-    starts = run.table(breakdown.by_rank).group_by("window", "rank").agg(pl.col("start_ns").min())
-    return {(window, rank): start_ns for window, rank, start_ns in starts.iter_rows()}
-
-
 def moments(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFrame:
     """Return the evidence of all findings that can be shown on one trace's timeline: name, start_ns, dur_ns."""
     parts = [pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64})]
@@ -110,36 +94,16 @@ def moments(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFr
 
 def finding(found: Finding) -> str:
     """Return a finding without its evidence: severity, code and name of its rule, cost, message, fix, where."""
-    severity = found.severity.label
+    severity, name = found.severity.label, markup.escape(words.rule_name(found.code))
     return (
         '<div class="tk-finding">'
-        f'<h3><span class="tk-pill {severity}">{severity}</span><span>{markup.escape(rule_name(found.code))}</span>'
+        f'<h3><span class="tk-pill {severity}">{severity}</span><span>{name}</span>'
         f'<span class="tk-code">{markup.escape(found.id)}</span>'
-        f'<span class="cost">{markup.escape(cost(found))}</span></h3>'
+        f'<span class="cost">{markup.escape(words.cost(found))}</span></h3>'
         f"<p>{markup.escape(found.message, 1000)}</p>"
         + (f'<p class="fix">{markup.escape(found.fix, 1000)}</p>' if found.fix else "")
-        + f'<p class="meta">{markup.escape(place(found))}</p></div>'
+        + f'<p class="meta">{markup.escape(words.place(found))}</p></div>'
     )
-
-
-def rule_name(code: str) -> str:
-    """Return the name of a rule by its code: "exposed-communication"; the code where no rule has it."""
-    return next((rule.name() for rule in RULES if rule.code == code), code)
-
-
-def cost(found: Finding) -> str:
-    """Return what a finding costs in a few words: "38.9% of step time · 16.1 ms a step"; '' where it costs none."""
-    parts = [f"{units.share(found.impact)} of step time"] if found.impact else []
-    parts += [f"{units.duration(found.cost_ns)} a step"] if found.cost_ns else []
-    parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
-    return " · ".join(parts)
-
-
-def place(found: Finding) -> str:
-    """Return where a finding applies and how sure it is."""
-    parts = [_listed("rank", found.ranks)] if found.ranks else []
-    parts += [_listed("step", found.steps)] if found.steps else []
-    return " · ".join([*parts, f"confidence {units.share(found.confidence)}"])
 
 
 def evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> str:
@@ -150,44 +114,10 @@ def evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> str:
     table = found.evidence
     if table.is_empty():
         return ""
-    shown = markup.frame(readable(table.head(MAX_EVIDENCE_ROWS), origins_ns))
+    shown = markup.frame(words.readable(table.head(MAX_EVIDENCE_ROWS), origins_ns))
     more = table.height - MAX_EVIDENCE_ROWS
     return shown + (f'<p class="meta">and {more:,} more rows, in the JSON report</p>' if more > 0 else "")
 
 
-def readable(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], int]) -> pl.DataFrame:
-    """Return evidence with `start_ns` counted from its trace's origin, where window and rank are known."""
-    if not {"start_ns", "rank"} <= set(table.columns):
-        return table
-    window = pl.col("window") if "window" in table.columns else pl.lit(0, pl.Int64)
-    origins = pl.DataFrame(
-        [(w, r, ns) for (w, r), ns in origins_ns.items()],
-        schema={"_window": pl.Int64, "_rank": pl.Int64, "_origin_ns": pl.Int64},
-        orient="row",
-    )
-    placed = table.with_columns(window.alias("_window"), pl.col("rank").alias("_rank")).join(
-        origins, on=["_window", "_rank"], how="left", maintain_order="left"
-    )
-    return placed.with_columns(pl.col("start_ns") - pl.col("_origin_ns")).select(table.columns)
-
-
-def _headline(findings: Sequence[Finding]) -> str:
-    if not findings:
-        return "Nothing to fix was found"
-    return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message
-
-
 def _mark(colour: str) -> str:
     return f'<i style="background:{markup.escape(colour)}"></i>' if colour else ""
-
-
-def _counted(number: int, noun: str) -> str:
-    plural = noun if number == 1 or noun == "info" else f"{noun}s"
-    return f"{number} {plural}"
-
-
-def _listed(noun: str, values: Sequence[int]) -> str:
-    if len(values) == 1:
-        return f"{noun} {values[0]}"
-    shown = ", ".join(str(value) for value in values[:8])
-    return f"{noun}s {shown}" + (f" and {len(values) - 8} more" if len(values) > 8 else "")

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from tracekit import charts, markup, units
 from tracekit.analysis import breakdown, slices
-from tracekit.reports import fragments
+from tracekit.reports import fragments, words
 from tracekit.rule import Finding, Report
 from tracekit.trace import Run
 
@@ -64,7 +64,7 @@ def _body(
 ) -> list[str]:
     parts = [
         f"<header><p>tracekit report</p><h1>{markup.escape(run.name)}</h1>"
-        f'<p class="subtitle">{markup.escape(fragments.subtitle(run))}</p></header>',
+        f'<p class="subtitle">{markup.escape(words.subtitle(run))}</p></header>',
         fragments.verdict(report.findings),
         fragments.numbers(fragments.headline_numbers(run)),
     ]
@@ -83,7 +83,7 @@ def _body(
 def _findings(report: Report, run: Run) -> list[str]:
     if not report.findings:
         return ["<p>No rule fired on this run.</p>"]
-    origins_ns = fragments.origins(run)
+    origins_ns = words.origins(run)
     return [_card(found, origins_ns) for found in report.findings]
 
 
