@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tracekit.errors import ConfigError
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Ignored, Report, Rule, Severity
 
 FILE = "tracekit.toml"
 PROJECT_FILE = "pyproject.toml"
@@ -107,6 +107,29 @@ def configured(config: Config, catalog: Catalog) -> tuple[Rule, ...]:
             raise ConfigError(f"no rule is called {pattern!r}: {_one_of(_patterns(catalog), pattern)}")
     chosen = [rule for rule in catalog if not config.select or any(_speaks_of(p, rule) for p in config.select)]
     return tuple(rule(**config.thresholds.get(rule.code, {})) for rule in chosen)
+
+
+def find_rule(name: str, catalog: Catalog) -> type[Rule]:
+    """Return the rule of a code, a name or a finding's id. Raises ConfigError with the nearest match."""
+    code = name.partition("-")[0]
+    return _rule(code if any(code == rule.code for rule in catalog) else name, catalog)
+
+
+def set_aside(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date) -> Report:
+    """Return the report with what the settings ignore moved out of its findings, and a note on each that expired."""
+    found = {finding.id: ignore_for(finding, ignores, catalog, today=today) for finding in report.findings}
+    aside = [Ignored(each, ignore.reason, ignore.until) for each in report.findings if (ignore := found[each.id])]
+    notes = [
+        f"The ignore of {each.code} ({each.reason}) ended on {each.until}: it no longer holds."
+        for each in ignores
+        if is_expired(each, today)
+    ]
+    return replace(
+        report,
+        findings=tuple(each for each in report.findings if not found[each.id]),
+        ignored=(*report.ignored, *aside),
+        notes=(*report.notes, *notes),
+    )
 
 
 def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *, today: date) -> Ignore | None:
@@ -236,11 +259,13 @@ def _patterns(catalog: Catalog) -> list[str]:
     return [text for rule in catalog for text in (rule.code, rule.name())]
 
 
-def _rule(pattern: str, catalog: Catalog, where: str) -> type[Rule]:
+def _rule(pattern: str, catalog: Catalog, where: str = "") -> type[Rule]:
     for rule in catalog:
         if pattern in (rule.code, rule.name()):
             return rule
-    raise ConfigError(f"{where}: no rule is called {pattern!r}: {_one_of(_patterns(catalog), pattern)}")
+    raise ConfigError(
+        f"{where}{': ' * bool(where)}no rule is called {pattern!r}: {_one_of(_patterns(catalog), pattern)}"
+    )
 
 
 def _field_type(rule: type[Rule], key: str, where: str) -> type:

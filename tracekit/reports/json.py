@@ -108,7 +108,8 @@ def _side(saved: Mapping[str, Any]) -> Side:
         for step, value in zip(series["steps"], series["values"], strict=True)
     ]
     table = pl.DataFrame(rows, schema={"rank": pl.Int64, **SAMPLE_COLUMNS}, orient="row", strict=True)
-    return Side(str(run["name"]), {key: run.get(key) for key in (*_TOLD, "simulated")}, table)
+    told = {key: run.get(key) for key in _TOLD} | ({"simulated": True} if run.get("simulated") else {})
+    return Side(str(run["name"]), told, table.drop_nulls("value"))
 
 
 def _run(run: Run) -> dict[str, Any]:

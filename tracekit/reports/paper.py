@@ -48,7 +48,14 @@ def indented(part: RenderableType, by: int = 2) -> Padding:
     return Padding(part, (0, 0, 0, by))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[bool] = ()) -> Table:
+def hanging(mark: str, part: RenderableType) -> Padding:
+    """Return a part with a mark before it, its further lines aligned with its first."""
+    grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_row(line((mark, BOLD)), part)
+    return indented(grid)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[bool] = (), gap: int = 2) -> Table:
     """Return a table without lines, of plain strings that are made inert; `right` says which columns are numbers.
 
     Where it is too wide, text is cut; numbers never are.
@@ -58,7 +65,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         Column(name, header_style=DIM, justify="right" if side else "left", no_wrap=side)
         for name, side in zip(header, sides, strict=True)
     ]
-    made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for row in rows:
         made.add_row(*(Text(markup.inert(cell, _MAX_CELL), no_wrap=True, overflow="ellipsis") for cell in row))
     return made

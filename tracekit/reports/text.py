@@ -25,7 +25,7 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
-    """Return several reports: their findings side by side, then each report, beside the others where it is wide enough."""
+    """Return several reports: their findings side by side, then each, beside the others where it is wide enough."""
     parts: list[RenderableType] = [_side_by_side(reports), ""]
     side = (width - _GAP * (len(reports) - 1)) // len(reports)
     if side >= _MIN_SIDE_WIDTH:
@@ -55,7 +55,7 @@ def _report(report: Report, run: Run) -> list[RenderableType]:
         parts += ["", *_finding(found, origins_ns)]
     if report.notes:
         parts += ["", paper.line(("Notes", paper.BOLD))]
-        parts += [_hanging("·", paper.line(note)) for note in report.notes]
+        parts += [paper.hanging("·", paper.line(note)) for note in report.notes]
     return parts
 
 
@@ -127,7 +127,7 @@ def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list[
     heading.add_row(name, paper.line((words.cost(found), paper.BOLD)))
     parts: list[RenderableType] = [heading, paper.indented(paper.line(found.message))]
     if found.fix:
-        parts.append(_hanging("Fix", paper.line(found.fix)))
+        parts.append(paper.hanging("Fix", paper.line(found.fix)))
     parts.append(paper.indented(paper.line((words.place(found), paper.DIM))))
     return parts + _evidence(found, origins_ns)
 
@@ -168,12 +168,6 @@ def _cell(findings: Sequence[Finding], code: str) -> str:
     costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
     costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []
     return f"{worst.severity.label}{number}  {' · '.join(costs)}"
-
-
-def _hanging(mark: str, text: RenderableType) -> RenderableType:
-    grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-    grid.add_row(paper.line((mark, paper.BOLD)), text)
-    return paper.indented(grid)
 
 
 def _stacked(parts: Sequence[RenderableType]) -> Table:
