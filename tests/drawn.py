@@ -68,6 +68,8 @@ def run(*traces: Trace, path: str = "drawn", **manifest: object) -> Run:
 def _runs(cells: str) -> list[tuple[str, int, int]]:
     edges = [i for i in range(1, len(cells)) if cells[i] != cells[i - 1]]
     starts, ends = [0, *edges], [*edges, len(cells)]
+    if not cells:
+        return []
     return [(cells[a], a, b) for a, b in zip(starts, ends, strict=True) if cells[a] != "."]
 
 

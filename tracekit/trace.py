@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
-from tracekit import schema
+from tracekit import markup, schema, units
 
 Fact: TypeAlias = Callable[["Trace"], pl.DataFrame]
 """A measurement of one trace: a pure function to a table. `Run.table` maps it over all traces of a run."""
@@ -137,6 +137,17 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {len(self.ranks)} ranks, {len(self.sources)} traces>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the traces, none of them read for it."""
+        shown = self.sources[:_MAX_SHOWN]
+        rows = [(str(s.rank), str(s.window), s.path, units.size(s.size_bytes)) for s in shown]
+        table = markup.html_table(("rank", "window", "file", "size"), rows, right=(True, True, False, True))
+        more = len(self.sources) - len(shown)
+        return f"<b>{markup.escape(repr(self))}</b>{table}" + (f"<p>and {more:,} more</p>" if more else "")
+
+
+_MAX_SHOWN = 16
 
 
 RUN_DOUBTS = schema.Table(

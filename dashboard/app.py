@@ -1,0 +1,45 @@
+"""The dashboard's frame: the runs it was opened on, the choice of one, the pages.
+
+`tracekit dashboard RUN…` runs this file under Streamlit; ``streamlit run dashboard/app.py -- RUN…`` does the same.
+"""
+
+import sys
+from pathlib import Path
+
+import streamlit as st
+
+from dashboard import catalog, parts
+from dashboard.views import compare, overview, runs, timeline
+
+# A file of ours: Streamlit fetches icons given by name from a network.
+ICON = Path(__file__).with_name("icon.svg")
+
+LISTING_LIVES_S = 3
+
+
+def main() -> None:
+    """Show the chosen page for the chosen run."""
+    st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
+    st.html(parts.STYLE)
+    listed = _listed(tuple(sys.argv[1:]))
+    if not listed:
+        parts.nothing_opened()
+        return
+    chosen, others = parts.choose(listed)
+    pages = {
+        "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
+        "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
+        "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
+        "runs": st.Page(lambda: runs.page(listed), title="Runs", url_path="runs"),
+    }
+    st.session_state[parts.PAGES] = pages
+    st.navigation(list(pages.values()), position="top").run()
+
+
+@st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)
+def _listed(paths: tuple[str, ...]) -> tuple[catalog.Entry, ...]:
+    return catalog.entries(paths)
+
+
+if __name__ == "__main__":
+    main()

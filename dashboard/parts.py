@@ -1,0 +1,149 @@
+"""Pieces that several pages show: the choice of runs, boxes for what went wrong, findings, tables in readable units."""
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+
+from dashboard import opened
+from dashboard.catalog import Entry
+from tracekit import charts, markup
+from tracekit.errors import RuleError, TracekitError
+from tracekit.reports import fragments, words
+from tracekit.rule import Finding
+
+PAGES = "pages"
+RUN = "run"
+OTHERS = "others"
+MISSING = "—"
+WANTED = "wanted_run"
+SHOWN_FINDING = "shown_finding"
+MAX_PRESELECTED = 4
+
+STYLE = f"""<style>{fragments.STYLE}
+[data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
+.tk-title {{display: flex; flex-wrap: wrap; gap: 14px; align-items: baseline; margin: 0}}
+.tk-title b {{font-size: 1.5rem; font-weight: 650; overflow-wrap: anywhere}}
+.tk-title span {{opacity: .75}}
+</style>"""
+
+
+def nothing_opened() -> None:
+    """Say how to open the dashboard on something."""
+    st.title("tracekit")
+    st.info("No run was given. Open the dashboard on a run, or on a folder of runs:")
+    st.code("tracekit dashboard runs/", language=None)
+
+
+def choose(listed: Sequence[Entry]) -> tuple[Entry, tuple[Entry, ...]]:
+    """Return the run chosen in the sidebar, and those chosen to compare it with. The address names the run."""
+    by_name = {entry.name: entry for entry in listed}
+    names = list(by_name)
+    asked = st.query_params.get(RUN, "") if RUN not in st.session_state else ""
+    wanted = st.session_state.pop(WANTED, asked)
+    if wanted in by_name:  # looked up among the listed, never taken as a path
+        st.session_state[RUN] = wanted
+    with st.sidebar:
+        st.html('<div class="tk-title"><b>tracekit</b></div>')
+        name = st.selectbox("Run", names, key=RUN, format_func=markup.inert)
+        rest = [other for other in names if other != name]
+        if OTHERS not in st.session_state:
+            usable = [other for other in rest if not by_name[other].problem]
+            st.session_state[OTHERS] = usable if len(names) <= MAX_PRESELECTED else []
+        st.session_state[OTHERS] = [other for other in st.session_state[OTHERS] if other in rest]
+        others = st.multiselect("Compare with", rest, key=OTHERS, format_func=markup.inert) if rest else []
+    if len(names) > 1:
+        st.query_params[RUN] = name
+    return by_name[name], tuple(by_name[other] for other in others)
+
+
+def go_to(page: str) -> None:
+    """Turn to another page."""
+    st.switch_page(st.session_state[PAGES][page])
+
+
+def open_or_say(entry: Entry) -> opened.Opened | None:
+    """Return the run, or say in a box why it cannot be opened and return None."""
+    if entry.problem:
+        problem(entry.problem)
+        return None
+    try:
+        with st.spinner(f"Reading and checking {plain(entry.name)}"):
+            return opened.opened(entry)
+    except (TracekitError, RuleError) as error:
+        problem(f"{entry.name}: {error}")
+        return None
+
+
+def problem(message: str) -> None:
+    """Show what went wrong, as text."""
+    st.error(plain(message), icon=":material/error:")
+
+
+def heading(entry: Entry, held: opened.Opened) -> None:
+    """Show which run a page is about."""
+    about = markup.escape(fragments.subtitle(held.run))
+    st.html(f'<div class="tk-title"><b>{markup.escape(entry.name)}</b><span>{about}</span></div>')
+
+
+def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
+    """Show a finding with its evidence, and the way to the moment that proves it."""
+    with st.container(border=True):
+        st.html(fragments.finding(found))
+        rows = found.evidence.height
+        if not rows:
+            return
+        with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
+            frame(words.readable(found.evidence, words.origins(held.run)))
+            if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
+                st.session_state[SHOWN_FINDING] = key
+                go_to("timeline")
+
+
+def can_be_shown(found: Finding) -> bool:
+    """Return whether a finding's evidence says where in which trace it lies."""
+    needed = {"rank", "start_ns", "dur_ns"}
+    return needed <= set(found.evidence.columns) and bool(found.evidence.drop_nulls(list(needed)).height)
+
+
+def finding_keys(findings: Sequence[Finding]) -> dict[str, Finding]:
+    """Return the findings by a name that is unique even where one rule speaks twice of the same thing."""
+    return {f"{number}-{found.id}": found for number, found in enumerate(findings)}
+
+
+def frame(table: pl.DataFrame, **options: Any) -> None:
+    """Show a table with its numbers in readable units; it can be sorted, searched and downloaded."""
+    scales = {"_ns": (1e6, "%.3f ms"), "_bytes": (2**20, "%.2f MiB"), "_ratio": (0.01, "%.1f %%")}
+    shown: list[pl.Series] = []
+    columns: dict[str, Any] = {}
+    for series in table:
+        label = markup.heading(series.name)
+        ending = next((ending for ending in scales if series.name.endswith(ending)), None)
+        if ending and series.dtype.is_numeric():
+            divisor, pattern = scales[ending]
+            series = series / divisor
+            columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
+        else:
+            columns[series.name] = st.column_config.Column(label)
+        shown.append(series)
+    st.dataframe(pl.DataFrame(shown), column_config=columns, hide_index=True, placeholder=MISSING, **options)
+
+
+def chart(figure: go.Figure, *, key: str, **config: bool) -> None:
+    """Show a figure in the page's own colours and font; `config` adds to Plotly's configuration."""
+    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
+    figure.update_layout(font={"color": ink, "family": '"Source Sans", "Source Sans Pro", sans-serif', "size": 13})
+    st.plotly_chart(figure, theme=None, config={**charts.CONFIG, **config}, key=key)
+
+
+def plain(text: str) -> str:
+    r"""Return `text` so that Streamlit's Markdown shows it as it is.
+
+    >>> print(plain("![x](y)"))
+    \!\[x\]\(y\)
+    """
+    inert = markup.inert(text, 1000)
+    return "".join("\\" + c if c in string.punctuation else c for c in inert)

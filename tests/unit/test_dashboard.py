@@ -1,0 +1,116 @@
+"""The dashboard's pages without a browser: what they show, and what a choice changes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser import recorded
+
+testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    recorded.write_runs(folder)
+    return folder
+
+
+@pytest.fixture
+def app(monkeypatch):
+    def opened_on(*paths):
+        monkeypatch.setattr(sys, "argv", ["app.py", *map(str, paths)])
+        return testing.AppTest.from_file(APP, default_timeout=TIMEOUT_S).run()
+
+    return opened_on
+
+
+def _timeline(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import timeline
+
+        timeline.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def _html(app):
+    return "".join(element.proto.body for element in app.get("html"))
+
+
+def test_opened_on_nothing_it_says_how_to_open_it(app):
+    shown = app()
+    assert not shown.exception
+    assert "tracekit dashboard" in shown.code[0].value
+
+
+def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, runs):
+    shown = app(runs / recorded.GOOD)
+    assert not shown.exception
+    html = _html(shown)
+    assert 'class="tk-verdict' in html
+    assert "COMM001" in html
+    assert len(shown.get("plotly_chart")) == 1
+    assert not shown.selectbox(key="run").options[1:]
+
+
+def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs):
+    shown = app(runs)
+    shown.selectbox(key="run").select(recorded.TRUNCATED).run()
+    assert len(shown.error) == 1
+    assert not shown.exception
+    shown.selectbox(key="run").select(recorded.GOOD).run()
+    assert not shown.error
+    assert "COMM001" in _html(shown)
+
+
+def test_a_path_that_is_missing_is_an_error_box(app, tmp_path):
+    shown = app(tmp_path / "missing")
+    assert "no such file" in shown.error[0].value
+    assert not shown.exception
+
+
+def test_names_in_what_is_shown_are_escaped(app, runs):
+    shown = app(runs / recorded.HOSTILE)
+    assert not shown.exception
+    everything = _html(shown) + "".join(element.value for element in shown.markdown)
+    assert "<script" not in everything
+    assert "<img" not in everything
+
+
+def test_the_breakdown_can_be_seen_by_step(app, runs):
+    shown = app(runs / recorded.GOOD)
+    shown.get("button_group")[0].set_value("by step").run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 2
+
+
+def test_the_timeline_opens_on_a_typical_step(runs):
+    shown = _timeline(runs / recorded.GOOD)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 1
+    rank, step = (next(box for box in shown.selectbox if box.label == label).value for label in ("Rank", "Step"))
+    assert rank in (0, 1)
+    assert step in recorded.STEPS
+
+
+def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
+    shown = _timeline(runs / recorded.GOOD)
+    finding = next(box for box in shown.selectbox if box.label == "Finding")
+    whole = shown.slider[0].value
+    finding.select_index(1).run()
+    assert not shown.exception
+    left_ms, right_ms = shown.slider[0].value
+    assert whole[0] < left_ms < right_ms
+    assert "COMM001" in _html(shown)
+
+
+def test_all_steps_of_a_rank_can_be_drawn_at_once(runs):
+    shown = _timeline(runs / recorded.GOOD)
+    next(box for box in shown.selectbox if box.label == "Step").select("all").run()
+    assert not shown.exception
+    assert "all steps" in shown.caption[0].value

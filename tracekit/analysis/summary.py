@@ -1,0 +1,41 @@
+"""The breakdown of a run in one row per rank, or per rank and step."""
+
+import polars as pl
+
+from tracekit.analysis import breakdown
+from tracekit.trace import Run
+
+COLUMNS = (
+    "rank",
+    "step",
+    "duration_ns",
+    "compute_ns",
+    "communication_ns",
+    "copy_ns",
+    "overlapped_ns",
+    "exposed_communication_ns",
+    "exposed_copy_ns",
+    "idle_ns",
+)
+
+
+def by_step(run: Run) -> pl.DataFrame:
+    """Return one row per rank and step, in that order. Columns are COLUMNS; `breakdown` says what they mean.
+
+    Of a rank that drives several devices, the slowest counts.
+    """
+    return _slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "step")
+
+
+def by_rank(run: Run) -> pl.DataFrame:
+    """Return one row per rank over its whole device window, first activity to last; `step` is null.
+
+    Columns are COLUMNS. Several profiled windows are added up; of several devices the slowest counts.
+    """
+    windows = _slowest_device(run.table(breakdown.by_rank))
+    return windows.group_by("rank").agg(pl.col("step").first(), pl.col(COLUMNS[2:]).sum()).select(COLUMNS).sort("rank")
+
+
+def _slowest_device(table: pl.DataFrame) -> pl.DataFrame:
+    slowest = pl.col("duration_ns").arg_max()
+    return table.group_by("window", "rank", "step", maintain_order=True).agg(pl.all().get(slowest))

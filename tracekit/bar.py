@@ -1,0 +1,84 @@
+"""Bars that a candidate must not cross against its reference: ``step_time>3%``, ``idle>5ms``, ``allocations>100``."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tracekit.analysis.samples import LOWER_IS_BETTER
+from tracekit.change import Change, is_share
+from tracekit.errors import ConfigError
+
+_PERCENT = "%"
+_NS: Mapping[str, float] = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+_BYTES: Mapping[str, float] = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_PLAIN: Mapping[str, float] = {"": 1}
+_SHAPE = re.compile(r"\s*(?P<metric>\w+)\s*>\s*(?P<number>\d+\.?\d*|\.\d+)\s*(?P<unit>[%\w]*)\s*\Z")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How much worse one metric may get, either way of being worse: more time, or fewer tokens per second.
+
+    `limit` is relative to the reference where `is_relative` (in points for a metric that is a share, as 0.03 for 3%),
+    else in the metric's own unit: ns, bytes, a count.
+    """
+
+    text: str
+    metric: str
+    limit: float
+    is_relative: bool
+
+    def is_crossed(self, change: Change) -> bool:
+        """Return whether the change is beyond the bar and more than noise."""
+        return self.is_beyond(change) and change.is_certain
+
+    def is_beyond(self, change: Change) -> bool:
+        """Return whether the medians are further apart than the bar allows, noise or not."""
+        if not change.is_worsening:
+            return False
+        if not self.is_relative:
+            return abs(change.difference) > self.limit
+        # Next to a reference of 0, any worsening is beyond every percentage.
+        return change.change is None or abs(change.change) > self.limit
+
+
+def parse(text: str) -> Bar:
+    """Return the bar that ``--fail-if`` names: metric > number, then % or a unit of the metric. Raises ConfigError.
+
+    >>> parse("step_time > 3%")
+    Bar(text='step_time > 3%', metric='step_time_ns', limit=0.03, is_relative=True)
+    >>> parse("idle>1.5ms").limit
+    1500000.0
+    """
+    match = _SHAPE.match(text)
+    if not match:
+        raise ConfigError(f"--fail-if {text!r}: expected METRIC>NUMBER with % or a unit, such as 'step_time>3%'")
+    metric, number, unit = _metric(match["metric"], text), float(match["number"]), match["unit"]
+    if unit == _PERCENT:
+        return Bar(text, metric, number / 100, is_relative=True)
+    units = _units(metric)
+    if unit not in units:
+        known = ", ".join(name or "no unit" for name in (_PERCENT, *units))
+        raise ConfigError(f"--fail-if {text!r}: {metric} cannot be told in {unit or 'a bare number'}: use {known}")
+    return Bar(text, metric, number * units[unit], is_relative=False)
+
+
+def _metric(name: str, text: str) -> str:
+    """Return the metric of a name that may leave its unit out: step_time is step_time_ns."""
+    short = {metric.removesuffix("_ns").removesuffix("_bytes"): metric for metric in LOWER_IS_BETTER}
+    names = short | {metric: metric for metric in LOWER_IS_BETTER}
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(short)}"
+        raise ConfigError(f"--fail-if {text!r}: {name} is no metric: {hint}")
+    return names[name]
+
+
+def _units(metric: str) -> Mapping[str, float]:
+    if metric.endswith("_ns"):
+        return _NS
+    if metric.endswith("_bytes"):
+        return _BYTES
+    # A share's points are told by %; a bare number of them would be read both ways.
+    return {} if is_share(metric) else _PLAIN

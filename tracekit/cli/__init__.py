@@ -1,0 +1,86 @@
+"""The command line: parse, call, print, exit. Nothing heavy is imported before a command needs it.
+
+Exit codes: 0 all is well, 1 findings at or above the bar (or a metric past its own), 2 input or options that cannot be
+used, 3 an error of ours, 4 runs that cannot be compared.
+"""
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from tracekit import __version__
+from tracekit.cli.check import check
+from tracekit.cli.compare import compare
+from tracekit.cli.dashboard import dashboard
+from tracekit.cli.rules import explain, rules
+from tracekit.cli.scrub import scrub
+from tracekit.cli.summary import summary
+from tracekit.errors import TracekitError
+
+DEBUG = "TRACEKIT_DEBUG"
+INTERNAL_ERROR, INTERRUPTED = 3, 130
+
+app = typer.Typer(
+    help="Say why a distributed PyTorch training run is slow, what it costs and what to change.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes a tenth of a second to load, and --help is to be instant
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command, in_short in (
+    (check, "Say why runs are slow; fail a build on it."),
+    (summary, "Show where the time goes, by rank or by step."),
+    (compare, "Say whether one run is better or worse than another."),
+    (rules, "List the rules and their thresholds."),
+    (explain, "Explain one rule."),
+    (dashboard, "Open runs in the browser."),
+    (scrub, "Copy a run without hosts, users, paths and secrets."),
+):
+    app.command(short_help=in_short)(command)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    logging.basicConfig(level=logging.WARNING, format="tracekit: %(message)s", stream=sys.stderr)
+    try:
+        app(prog_name="tracekit")
+    except TracekitError as error:
+        _leave(f"tracekit: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 whatever else comes here is a bug, and is said to be one
+        cause = f": {error.__cause__!r}" if error.__cause__ else ""
+        told = " ".join(f"{type(error).__name__}: {error}{cause}".split())
+        _leave(
+            f"tracekit: an error of tracekit itself: {told}; please report it, with what {DEBUG}=1 shows",
+            INTERNAL_ERROR,
+        )
+
+
+def _leave(message: str, code: int) -> None:
+    if os.environ.get(DEBUG):
+        logging.getLogger(__name__).exception("")
+    sys.stderr.write(message + "\n")
+    sys.exit(code)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"tracekit {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _everything(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks (as {DEBUG}=1 does).")] = False,
+    version: Annotated[  # noqa: ARG001 answered by its callback
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"

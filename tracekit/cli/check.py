@@ -1,0 +1,149 @@
+"""``tracekit check``: judge runs, tell, and fail where findings reach the bar."""
+
+import datetime
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tracekit.cli import opening, output
+from tracekit.cli.output import Output
+from tracekit.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from tracekit.config import Catalog, Config
+    from tracekit.rule import Report
+    from tracekit.trace import Run
+
+FINDINGS = 1
+
+
+class ReportFormat(StrEnum):
+    """What a report can be written as."""
+
+    TEXT = "text"
+    JSON = "json"
+    HTML = "html"
+
+
+class FailOn(StrEnum):
+    """The severities from which findings fail a check."""
+
+    NEVER = "never"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def check(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN", help="Folders of traces, or single trace files.", show_default=False),
+    ] = None,
+    *,
+    report_format: Annotated[
+        ReportFormat, typer.Option("--format", help="How to write the report.")
+    ] = ReportFormat.TEXT,
+    fail_on: Annotated[
+        FailOn | None, typer.Option("--fail-on", help="Exit with 1 on a finding this bad or worse.  [default: error]")
+    ] = None,
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select", metavar="RULE,…", help="Only these rules, by code, name or family (COMM). Repeatable."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="CODE.field=value", help="Set a rule's threshold. Repeatable."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="Settings; by default the nearest tracekit.toml or pyproject.toml."
+        ),
+    ] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
+    print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
+    out: Output = None,
+) -> None:
+    """Say why runs are slow, what it costs and what to change.
+
+    Exits with 0 where all is well, 1 on findings at or above the bar, 2 where a run or an option cannot be used.
+    """
+    if print_schema:
+        from tracekit.reports import json
+
+        output.emit(json.schema(), out)
+        return
+    paths = [*(runs or []), *([str(opening.sample())] if sample else [])]
+    if not paths:
+        raise InputError("no run is named: tracekit check RUN…, or --sample to see one")
+    if report_format is ReportFormat.HTML:
+        output.refuse_to_flood_terminal(out, "an HTML report")
+        if len(paths) > 1:
+            raise ConfigError("an HTML report shows one run: name one, or use the dashboard for several")
+
+    from tracekit import config as settings_of
+    from tracekit.rules import all_rules
+
+    catalog = all_rules()
+    settled = _settle(config, fail_on, select or [], settings or [], catalog)
+    rules = settings_of.configured(settled, catalog)
+    today = datetime.datetime.now(datetime.UTC).date()
+    told = [
+        (settings_of.set_aside(report, settled.ignore, catalog, today=today), run)
+        for report, run in opening.checked(paths, rules)
+    ]
+    output.emit(_render(told, report_format, out), out)
+    _fail(told, settled)
+
+
+def _settle(
+    path: Path | None, fail_on: FailOn | None, select: list[str], settings: list[str], catalog: "Catalog"
+) -> "Config":
+    """Return the settings of the file, with those of the command line laid over them."""
+    import dataclasses
+
+    from tracekit import config
+
+    file = path or config.nearest(Path.cwd())
+    settled = config.read(file, catalog) if file else config.Config()
+    settled = config.with_settings(settled, settings, catalog)
+    if select:
+        names = tuple(name.strip() for each in select for name in each.split(",") if name.strip())
+        settled = dataclasses.replace(settled, select=names)
+    if fail_on is not None:
+        settled = dataclasses.replace(settled, fail_on=config.parse_fail_on(fail_on))
+    return settled
+
+
+def _render(told: "list[tuple[Report, Run]]", report_format: ReportFormat, out: Path | None) -> str:
+    if report_format is ReportFormat.HTML:
+        from tracekit.reports import html
+
+        return html.render(*told[0])
+    if report_format is ReportFormat.JSON:
+        from tracekit.reports import json
+
+        return json.render(*told[0]) if len(told) == 1 else json.render_several(told)
+    from tracekit.reports import text
+
+    width, color = output.width(out), output.color(out)
+    if len(told) == 1:
+        return text.render(*told[0], width=width, color=color)
+    return text.render_several(told, width=width, color=color)
+
+
+def _fail(told: "list[tuple[Report, Run]]", settled: "Config") -> None:
+    bar = settled.fail_on
+    if bar is None:
+        return
+    past = [(run.name, found.id) for report, run in told for found in report.findings if found.severity >= bar]
+    if past:
+        names = ", ".join(f"{name} {id_}" if len(told) > 1 else id_ for name, id_ in past)
+        sys.stdout.flush()
+        output.say(f"{len(past)} finding{'s' * (len(past) > 1)} at or above {bar.label}: {names}")
+        raise typer.Exit(FINDINGS)

@@ -1,0 +1,61 @@
+"""Runs as the command line names them: loaded, measured and judged, with a progress bar."""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracekit.cli import output
+from tracekit.errors import InputError
+
+if TYPE_CHECKING:
+    from tracekit.compare import Side
+    from tracekit.rule import Report, Rule
+    from tracekit.trace import Run
+
+SAMPLE = "sample_run"
+CHECKOUT_SAMPLES = "sample_traces"
+
+
+def sample() -> Path:
+    """Return the sample run: the one in the installed package, or the smallest of the checkout's."""
+    package = Path(str(resources.files("tracekit")))
+    if (package / SAMPLE).is_dir():
+        return package / SAMPLE
+    runs = [path.parent for path in (package.parent / CHECKOUT_SAMPLES).glob("*/run.json")]
+    if not runs:
+        raise InputError("this installation holds no sample run; name a run of your own")
+    return min(runs, key=lambda run: sum(file.stat().st_size for file in run.rglob("*") if file.is_file()))
+
+
+def checked(paths: Sequence[str], rules: "Sequence[Rule]") -> "list[tuple[Report, Run]]":
+    """Return each run with its report, in the order named. Raises InputError where one cannot be used."""
+    from tracekit import checking, loading
+
+    found = []
+    with output.progress() as bar:
+        for path in paths:
+            run = loading.load(path)
+            found.append((checking.check(run, rules, on_progress=bar.measured(len(run.sources))), run))
+    return found
+
+
+def opened(path: str) -> "Run":
+    """Return a run. Raises InputError where it cannot be used."""
+    from tracekit import loading
+
+    return loading.load(path)
+
+
+def side(path: str) -> "Side":
+    """Return a run or a saved report as a side of a comparison. Raises InputError where it is neither."""
+    from tracekit.analysis.samples import samples
+    from tracekit.compare import Side
+    from tracekit.reports import json
+
+    if json.is_report(Path(path)):
+        return json.read(Path(path))
+    run = opened(path)
+    with output.progress() as bar:
+        run.measure((samples,), bar.measured(len(run.sources)))
+    return Side.of(run)

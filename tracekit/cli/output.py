@@ -1,0 +1,141 @@
+"""Where a command's words go: the report to stdout or a file, everything else to stderr."""
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tracekit import conventions
+from tracekit.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from tracekit.trace import Source
+
+FALLBACK_WIDTH = 100
+BROKEN_PIPE = 141  # as a process that SIGPIPE ends
+_SILENT_S = 0.7
+
+
+class Format(StrEnum):
+    """What a table can be written as."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, which appears once it is whole.")
+]
+TextOrJson = Annotated[Format, typer.Option("--format", help="Write it for people or for programs.")]
+
+
+def width(output: Path | None = None) -> int:
+    """Return how wide text may be: as the terminal, or as COLUMNS says, or 100."""
+    return FALLBACK_WIDTH if output else shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns
+
+
+def color(output: Path | None = None) -> bool:
+    """Return whether text may be coloured: on a terminal that can, unless NO_COLOR is set."""
+    return (
+        output is None and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+
+
+def emit(text: str, output: Path | None = None) -> None:
+    """Write a command's result. A reader of stdout that has gone ends the process, quietly."""
+    if output is not None:
+        _write(text, output)
+        return
+    try:
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without '·' shows '?'
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout once more on its way out, and must find somebody there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from None
+
+
+def say(message: str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(f"tracekit: {message}\n")
+    sys.stderr.flush()
+
+
+def refuse_to_flood_terminal(output: Path | None, what: str) -> None:
+    """Raise ConfigError where megabytes that no one can read would go to a terminal."""
+    if output is None and sys.stdout.isatty():
+        raise ConfigError(f"{what} is nothing for a terminal: name a file with --output")
+
+
+class Bar:
+    """A progress bar on stderr. It shows only on a terminal, and only where there is time to see it."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._done = 0
+
+    def measured(self, total: int) -> "Callable[[Source], None]":
+        """Return what to call after each of `total` traces."""
+
+        def step(source: "Source") -> None:
+            self._done += 1
+            self._show(f"measuring {source.path.rsplit('/', 1)[-1]}", self._done, total)
+
+        return step
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        if self._progress is None:
+            if not sys.stderr.isatty() or time.monotonic() - self._began_s < _SILENT_S:
+                return
+            self._progress, self._task = _progress()
+        assert self._task is not None
+        self._progress.update(self._task, description=what, completed=done, total=total)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Bar]:
+    """Give a progress bar for the time of a block."""
+    bar = Bar()
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+def _progress() -> "tuple[Progress, TaskID]":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shown = Progress(*columns, console=Console(stderr=True), transient=True)
+    shown.start()
+    return shown, shown.add_task("", total=None)
+
+
+def _write(text: str, output: Path) -> None:
+    partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(output)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise InputError(f"{output}: cannot be written: {error.strerror}") from None

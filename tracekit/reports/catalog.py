@@ -1,0 +1,83 @@
+"""The rules themselves -> text or JSON."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+
+from tracekit.reports import paper
+from tracekit.rule import Rule
+
+SECTIONS = ("What it does", "Why it costs", "How it is measured", "How to fix", "Blind spots")
+
+
+def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> str:
+    """Return one line per rule, its thresholds below."""
+    parts: list[RenderableType] = []
+    for rule in rules:
+        parts.append(paper.line((rule.code, paper.DIM), "  ", (rule.name(), paper.BOLD), "  ", _first_line(rule)))
+        values = "  ".join(f"{name} = {_written(value)}" for name, value in thresholds(rule).items())
+        parts += [paper.indented(paper.line((values, paper.DIM)), len(rule.code) + 2)] if values else []
+    parts += ["", paper.line(("tracekit explain CODE tells more about one.", paper.DIM))]
+    return paper.print_to_string(parts, width=width, color=color)
+
+
+def as_json(rules: Sequence[type[Rule]]) -> str:
+    """Return the rules as a JSON array: code, name, summary, documentation, thresholds with their defaults."""
+    rows = [
+        {
+            "code": rule.code,
+            "name": rule.name(),
+            "summary": _first_line(rule),
+            "documentation": inspect.cleandoc(rule.__doc__ or ""),
+            "thresholds": thresholds(rule),
+        }
+        for rule in rules
+    ]
+    return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def explanation(rule: type[Rule], *, width: int, color: bool = False) -> str:
+    """Return a rule's documentation, and its thresholds with how to set them."""
+    parts: list[RenderableType] = [paper.line((rule.code, paper.DIM), "  ", (rule.name(), paper.BOLD)), ""]
+    for paragraph in inspect.cleandoc(rule.__doc__ or "").split("\n\n"):
+        parts += [*_paragraph(paragraph), ""]
+    values = thresholds(rule)
+    if values:
+        parts += [paper.line(("Thresholds", paper.BOLD))]
+        parts += [paper.indented(paper.line(f"{name} = {_written(value)}")) for name, value in values.items()]
+        name, value = next(iter(values.items()))
+        settings = f"tracekit check RUN --set {rule.code}.{name}={_written(value)}"
+        parts += [
+            paper.indented(
+                paper.line((f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml", paper.DIM))
+            )
+        ]
+    return paper.print_to_string(parts, width=width, color=color).rstrip() + "\n"
+
+
+def thresholds(rule: type[Rule]) -> dict[str, Any]:
+    """Return the defaults of a rule's thresholds, by field."""
+    return {field.name: field.default for field in dataclasses.fields(rule)}
+
+
+def _first_line(rule: type[Rule]) -> str:
+    return inspect.cleandoc(rule.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _paragraph(text: str) -> list[RenderableType]:
+    """Return a paragraph of a docstring: a heading in bold, prose reflowed, indented lines as they are."""
+    lines = text.splitlines()
+    parts: list[RenderableType] = []
+    if lines and lines[0].strip().rstrip(":.") in SECTIONS:
+        parts.append(paper.line((lines.pop(0).strip().rstrip(":."), paper.BOLD)))
+    if any(each.startswith((" ", "-", "*")) for each in lines):
+        return parts + [paper.indented(paper.line(each)) for each in lines]
+    return parts + ([paper.indented(paper.line(" ".join(lines)))] if lines else [])
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)

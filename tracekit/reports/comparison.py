@@ -1,0 +1,144 @@
+"""Comparison -> text, JSON or Markdown."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from tracekit import markup
+from tracekit.bar import Bar
+from tracekit.change import MAX_MORE_SAMPLES, Change, Verdict, is_share
+from tracekit.compare import Comparison
+from tracekit.reports import paper
+from tracekit.reports.json import plain
+
+SCHEMA = "tracekit.comparison/1"
+_STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
+_MAX_NAME = 14
+
+
+def as_json(found: Comparison) -> str:
+    """Return the comparison as strict JSON, its numbers in the metrics' own units."""
+    changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in found.changes]
+    document = {
+        "schema": SCHEMA,
+        "reference": found.reference,
+        "candidate": found.candidate,
+        "changes": [plain(change) for change in changes],
+        "notes": list(found.notes),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
+    """Return the comparison as a table, one row per metric, and what to know when reading it."""
+    made = paper.table(*_table(found), right=[False, True, True, True, True, False])
+    for change, cell in zip(found.changes, list(made.columns[-1].cells), strict=True):
+        assert isinstance(cell, Text)
+        cell.stylize(_STYLES[change.verdict])
+    parts: list[RenderableType] = [
+        paper.line(
+            (found.candidate, paper.BOLD), " compared with ", (found.reference, paper.BOLD), ": medians over steps"
+        ),
+        "",
+        made,
+    ]
+    remarks = _remarks(found)
+    parts += ["", *(paper.hanging("·", paper.line(remark)) for remark in remarks)] if remarks else []
+    return paper.print_to_string(parts, width=width, color=color)
+
+
+def as_markdown(found: Comparison) -> str:
+    """Return the comparison as a Markdown table, as pull requests show it."""
+    header, rows = _table(found)
+    lines = [_row(header), "| --- | ---: | ---: | ---: | ---: | --- |", *map(_row, rows), ""]
+    return "\n".join([*lines, *(f"- {_escaped(remark)}" for remark in _remarks(found))]).rstrip() + "\n"
+
+
+def outcome(bar: Bar, change: Change) -> str:
+    """Return in words what a change is to a bar."""
+    told = f"{bar.text}: {change_in_words(change)}"
+    if bar.is_crossed(change):
+        return f"{told}: past the bar"
+    if bar.is_beyond(change):
+        return f"{told}: past the bar, but it may be noise: {_wanting(change)}"
+    return f"{told}: within the bar"
+
+
+def change_in_words(change: Change) -> str:
+    """Return a change with its interval: "+8.1% (+4.0 to +11.9%)"."""
+    return f"{_change(change)} ({_interval(change)})" if change.low is not None else _change(change)
+
+
+def _table(found: Comparison) -> tuple[list[str], list[list[str]]]:
+    names = [markup.inert(name, _MAX_NAME) for name in (found.reference, found.candidate)]
+    rows = [
+        [
+            _label(change.metric),
+            markup.cell(change.metric, change.reference),
+            markup.cell(change.metric, change.candidate),
+            _change(change),
+            _interval(change),
+            change.verdict.value,
+        ]
+        for change in found.changes
+    ]
+    return ["", *names, "change", "95% interval", "verdict"], rows
+
+
+def _label(metric: str) -> str:
+    return _LABELS.get(metric, markup.heading(metric))
+
+
+_LABELS = {
+    "exposed_communication_ratio": "exposed share of step",
+    "overlap_ratio": "hidden communication",
+    "checkpoint_blocked_ns": "checkpoint blocked",
+    "allocations": "allocations a step",
+    "allocated_bytes": "allocated a step",
+    "tokens_per_second": "tokens a second",
+}
+
+
+def _change(change: Change) -> str:
+    if change.change is None:
+        return "from 0" if change.difference else "none"
+    return f"{100 * change.change:+.1f}{_unit(change)}"
+
+
+def _interval(change: Change) -> str:
+    if change.low is None or change.high is None:
+        return "—"
+    return f"{100 * change.low:+.1f} to {100 * change.high:+.1f}{_unit(change)}"
+
+
+def _unit(change: Change) -> str:
+    return " pt" if is_share(change.metric) else "%"
+
+
+def _remarks(found: Comparison) -> Sequence[str]:
+    """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
+    unsure: dict[str, list[str]] = {}
+    for change in found.changes:
+        if change.verdict is Verdict.CANNOT_TELL:
+            unsure.setdefault(_wanting(change), []).append(_label(change.metric))
+    return [*(f"{', '.join(metrics)}: {wanting}" for wanting, metrics in unsure.items()), *found.notes]
+
+
+def _wanting(change: Change) -> str:
+    counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"
+    if not change.more_samples:
+        return counts
+    more = f"{change.more_samples:,}" if change.more_samples < MAX_MORE_SAMPLES else f"{MAX_MORE_SAMPLES:,} or more"
+    return f"{counts}; about {more} more a side would"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(_escaped(cell).strip() for cell in cells) + " |"
+
+
+def _escaped(text: str) -> str:
+    # What Markdown would take for markup of its own: names come from folders and manifests.
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in markup.inert(text, 500))

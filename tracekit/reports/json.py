@@ -1,0 +1,163 @@
+"""Report -> JSON (schema ``tracekit.report/1``, in report.schema.json), and back for a comparison.
+
+/1 only grows: what a later version adds, a reader of this one may pass over.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis import summary
+from tracekit.analysis.samples import COLUMNS as SAMPLE_COLUMNS
+from tracekit.analysis.samples import samples
+from tracekit.compare import Side
+from tracekit.errors import InputError
+from tracekit.reports import words
+from tracekit.rule import Finding, Report
+from tracekit.trace import Run
+
+MAX_EVIDENCE_ROWS = 100
+MAX_REPORT_BYTES = 256 << 20
+SEVERAL_SCHEMA = "tracekit.reports/1"
+
+# Of the manifest, what says what ran. Host and command stay out: reports are attached to builds and mailed around.
+_TOLD = ("strategy", "world_size", "mesh", "model", "arguments", "versions", "device", "device_name", "created_ns")
+
+
+def render(report: Report, run: Run) -> str:
+    """Return the report as strict JSON."""
+    return _dumps(document(report, run))
+
+
+def render_several(reports: Sequence[tuple[Report, Run]]) -> str:
+    """Return several reports in one JSON object."""
+    return _dumps({"schema": SEVERAL_SCHEMA, "reports": [document(report, run) for report, run in reports]})
+
+
+def document(report: Report, run: Run) -> dict[str, Any]:
+    """Return the report as what JSON can hold."""
+    return {
+        "schema": conventions.REPORT_SCHEMA,
+        "tool_version": report.tool_version,
+        "run": _run(run),
+        "summary": summary_rows(run),
+        "findings": [_finding(found) for found in report.findings],
+        "ignored": [
+            {"reason": aside.reason, "until": aside.until and str(aside.until), "finding": _finding(aside.finding)}
+            for aside in report.ignored
+        ],
+        "notes": list(report.notes),
+        "samples": _samples(run.table(samples)),
+        "inputs": [{"path": each.path, "size_bytes": each.size_bytes, "sha256": each.sha256} for each in report.inputs],
+    }
+
+
+def summary_rows(run: Run) -> list[dict[str, Any]]:
+    """Return the breakdown's rows: one per rank and step, then one per rank with step null."""
+    by_step = summary.by_step(run).drop_nulls("step")
+    return [*by_step.to_dicts(), *summary.by_rank(run).to_dicts()]
+
+
+def schema() -> str:
+    """Return the JSON Schema that reports obey."""
+    return resources.files("tracekit.reports").joinpath("report.schema.json").read_text(encoding="utf-8")
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a file is a saved report, or several of them in one."""
+    if not path.is_file() or path.stat().st_size > MAX_REPORT_BYTES:
+        return False
+    with path.open("rb") as file:
+        start = file.read(1 << 16)
+        # Some tools sort keys, and then the schema stands near the end.
+        return b'"traceEvents"' not in start and (b'"tracekit.report' in start or b'"tracekit.report' in file.read())
+
+
+def read(path: Path) -> Side:
+    """Return a saved report as a side of a comparison. Raises InputError where it is none, or holds several."""
+    try:
+        saved = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON: {error}") from None
+    if isinstance(saved, dict) and saved.get("schema") == SEVERAL_SCHEMA:
+        reports = saved.get("reports")
+        if not isinstance(reports, list) or len(reports) != 1:
+            raise InputError(f"{path}: holds several reports; save each run's by itself")
+        saved = reports[0]
+    if not isinstance(saved, dict) or saved.get("schema") != conventions.REPORT_SCHEMA:
+        raise InputError(f"{path}: is no report of schema {conventions.REPORT_SCHEMA}")
+    try:
+        return _side(saved)
+    except (KeyError, TypeError, AttributeError, ValueError, pl.exceptions.PolarsError) as error:
+        raise InputError(f"{path}: is not a whole report ({type(error).__name__}: {error}); save it again") from None
+
+
+def _side(saved: Mapping[str, Any]) -> Side:
+    run = saved["run"]
+    rows = [
+        (series["rank"], step, series["metric"], value)
+        for series in saved["samples"]
+        for step, value in zip(series["steps"], series["values"], strict=True)
+    ]
+    table = pl.DataFrame(rows, schema={"rank": pl.Int64, **SAMPLE_COLUMNS}, orient="row", strict=True)
+    told = {key: run.get(key) for key in _TOLD} | ({"simulated": True} if run.get("simulated") else {})
+    return Side(str(run["name"]), told, table.drop_nulls("value"))
+
+
+def _run(run: Run) -> dict[str, Any]:
+    told = {key: plain(run.manifest.get(key)) for key in _TOLD}
+    simulated = bool(run.manifest.get("simulated", False))
+    return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **told, "simulated": simulated}
+
+
+def _finding(found: Finding) -> dict[str, Any]:
+    rows = found.evidence.head(MAX_EVIDENCE_ROWS)
+    return {
+        "id": found.id,
+        "code": found.code,
+        "name": words.rule_name(found.code),
+        "severity": found.severity.label,
+        "impact": plain(found.impact),
+        "cost_ns": found.cost_ns,
+        "cost_bytes": found.cost_bytes,
+        "confidence": plain(found.confidence),
+        "message": found.message,
+        "fix": found.fix,
+        "subject": found.subject,
+        "ranks": list(found.ranks),
+        "steps": list(found.steps),
+        "evidence": [{key: plain(value) for key, value in row.items()} for row in rows.iter_rows(named=True)],
+        "evidence_rows_left_out": found.evidence.height - rows.height,
+    }
+
+
+def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return one series per metric and rank: far shorter than a row per sample."""
+    series = table.group_by("metric", "rank", maintain_order=True).agg("step", "value")
+    return [
+        {"metric": metric, "rank": rank, "steps": steps, "values": plain(values)}
+        for metric, rank, steps, values in series.iter_rows()
+    ]
+
+
+def plain(value: object) -> Any:
+    """Return a value as strict JSON can hold it: null for what is no number, text for what JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,32 @@
+"""The summary's rows -> text or JSON."""
+
+import json
+
+import polars as pl
+
+from tracekit import markup
+from tracekit.reports import paper
+
+_HEADINGS = {
+    "communication_ns": "comm",
+    "overlapped_ns": "overlap",
+    "exposed_communication_ns": "exposed\ncomm",
+    "exposed_copy_ns": "exposed\ncopy",
+}
+_NARROW = 100
+
+
+def as_json(rows: pl.DataFrame) -> str:
+    """Return the rows as a JSON array of objects, their columns as they are."""
+    return json.dumps(rows.to_dicts(), indent=2, allow_nan=False) + "\n"
+
+
+def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
+    """Return the rows as a table in readable units; a column without any value is left out."""
+    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    if shown.is_empty():
+        return "The traces hold no work to break down.\n"
+    cells = [[markup.cell(name, value) for name, value in zip(shown.columns, row, strict=True)] for row in shown.rows()]
+    headings = [_HEADINGS.get(name, markup.heading(name)) for name in shown.columns]
+    made = paper.table(headings, cells, right=[True] * len(headings), gap=1 if width < _NARROW else 2)
+    return paper.print_to_string([made], width=width, color=color)

@@ -1,0 +1,177 @@
+"""Report -> text for a terminal or a log: the verdict first, then where the time goes, then what to change."""
+
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+from rich.console import RenderableType
+from rich.table import Table
+
+from tracekit import markup, units
+from tracekit.analysis import summary
+from tracekit.reports import paper, words
+from tracekit.rule import Finding, Report
+from tracekit.trace import Run
+
+WIDTH = 100
+MAX_RANKS = 16
+MAX_EVIDENCE_ROWS = 3
+_MIN_SIDE_WIDTH = 76
+_GAP = 4
+
+
+def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
+    """Return the report as text at most `width` columns wide."""
+    return paper.print_to_string(_report(report, run), width=width, color=color)
+
+
+def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
+    """Return several reports: their findings side by side, then each, beside the others where it is wide enough."""
+    parts: list[RenderableType] = [_side_by_side(reports), ""]
+    side = (width - _GAP * (len(reports) - 1)) // len(reports)
+    if side >= _MIN_SIDE_WIDTH:
+        grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+        for _ in reports:
+            grid.add_column(width=side)
+        grid.add_row(*(_stacked(_report(report, run)) for report, run in reports))
+        parts.append(grid)
+    else:
+        for report, run in reports:
+            parts += [
+                paper.line((f"── {run.name} ".ljust(min(width, WIDTH), "─"), paper.DIM)),
+                *_report(report, run),
+                "",
+            ]
+    return paper.print_to_string(parts, width=width, color=color)
+
+
+def _report(report: Report, run: Run) -> list[RenderableType]:
+    parts: list[RenderableType] = [
+        *_verdict(report.findings),
+        paper.line((f"{run.name}  {words.subtitle(run)}", paper.DIM)),
+    ]
+    parts += ["", *_breakdown(run)]
+    origins_ns = words.origins(run)
+    for found in report.findings:
+        parts += ["", *_finding(found, origins_ns)]
+    if report.notes:
+        parts += ["", paper.line(("Notes", paper.BOLD))]
+        parts += [paper.hanging("·", paper.line(note)) for note in report.notes]
+    return parts
+
+
+def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
+    if not findings:
+        return [paper.line((words.headline(findings), f"{paper.BOLD} {paper.GOOD}"))]
+    worst = max(found.severity for found in findings).label
+    return [
+        paper.line((words.counted(findings), paper.SEVERITY_STYLES[worst]), ("  " + _costliest(findings), paper.BOLD))
+    ]
+
+
+def _costliest(findings: Sequence[Finding]) -> str:
+    found = max(findings, key=lambda found: (found.impact, found.cost_bytes))
+    cost = words.cost(found)
+    return f"costliest: {words.rule_name(found.code)}, {cost}" if cost else ""
+
+
+def _breakdown(run: Run) -> list[RenderableType]:
+    ranks = summary.by_rank(run)
+    if ranks.is_empty():
+        return [paper.line(("The traces hold no work to break down.", paper.DIM))]
+    shares = ranks.head(MAX_RANKS)
+    duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
+    shares = shares.select(
+        "rank",
+        pl.col("duration_ns").alias("traced_ns"),
+        (pl.col("compute_ns") / duration_ns).alias("compute_ratio"),
+        (pl.col("exposed_communication_ns") / duration_ns).alias("exposed comm_ratio"),
+        (pl.col("exposed_copy_ns") / duration_ns).alias("exposed copy_ratio"),
+        (pl.col("idle_ns") / duration_ns).alias("idle_ratio"),
+        pl.when(communication_ns > 0).then(pl.col("overlapped_ns") / communication_ns).alias("comm hidden_ratio"),
+    )
+    columns = [name.removesuffix("_ns").removesuffix("_ratio") for name in shares.columns]
+    rows = [
+        [markup.cell(name, value) for name, value in zip(shares.columns, row, strict=True)]
+        for row in shares.iter_rows()
+    ]
+    parts: list[RenderableType] = [
+        paper.line(("Where the time goes", paper.BOLD), (_steps(run), paper.DIM)),
+        paper.indented(paper.table(columns, rows, right=[True] * len(columns))),
+    ]
+    if ranks.height > MAX_RANKS:
+        parts.append(
+            paper.line((f"  and {ranks.height - MAX_RANKS:,} more ranks: tracekit summary {run.path}", paper.DIM))
+        )
+    return parts
+
+
+def _steps(run: Run) -> str:
+    steps = summary.by_step(run).drop_nulls("step")
+    if steps.is_empty():
+        return "  the traces mark no steps"
+    median_ns = steps.select(pl.col("duration_ns").median()).item()
+    return f"  median step {units.duration(median_ns)}, steps {units.ranges(steps['step'].to_list())}"
+
+
+def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list[RenderableType]:
+    label = found.severity.label
+    heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+    heading.add_column()
+    heading.add_column(justify="right", no_wrap=True)
+    name = paper.line(
+        (label.upper(), paper.SEVERITY_STYLES[label]),
+        "  ",
+        (words.rule_name(found.code), paper.BOLD),
+        ("  " + found.id, paper.DIM),
+    )
+    heading.add_row(name, paper.line((words.cost(found), paper.BOLD)))
+    parts: list[RenderableType] = [heading, paper.indented(paper.line(found.message))]
+    if found.fix:
+        parts.append(paper.hanging("Fix", paper.line(found.fix)))
+    parts.append(paper.indented(paper.line((words.place(found), paper.DIM))))
+    return parts + _evidence(found, origins_ns)
+
+
+def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list[RenderableType]:
+    rows = found.evidence
+    if rows.is_empty():
+        return []
+    if "window" in rows.columns and rows["window"].fill_null(0).n_unique() == 1:
+        rows = rows.drop("window")
+    shown = paper.frame(words.readable(rows.head(MAX_EVIDENCE_ROWS), origins_ns))
+    more = rows.height - MAX_EVIDENCE_ROWS
+    parts: list[RenderableType] = [paper.indented(shown, 4)]
+    return parts + (
+        [paper.indented(paper.line((f"and {more:,} more rows, in the JSON report", paper.DIM)), 4)] if more > 0 else []
+    )
+
+
+def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
+    """Return one row per kind of finding and one column per run, the costliest first."""
+    impact: dict[str, float] = {}
+    for report, _ in reports:
+        for found in report.findings:
+            impact[found.code] = max(found.impact, impact.get(found.code, 0.0))
+    codes = sorted(impact, key=lambda code: (-impact[code], code))
+    rows = [[words.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
+    rows = rows or [["no rule fired", "", *("" for _ in reports)]]
+    return paper.table(["finding", "", *(run.name for _, run in reports)], rows)
+
+
+def _cell(findings: Sequence[Finding], code: str) -> str:
+    found = [each for each in findings if each.code == code]
+    if not found:
+        return "–"
+    worst = max(found, key=lambda each: (each.severity, each.impact))
+    number = f" ×{len(found)}" if len(found) > 1 else ""
+    costs = [units.share(worst.impact)] if worst.impact else []
+    costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
+    costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []
+    return f"{worst.severity.label}{number}  {' · '.join(costs)}"
+
+
+def _stacked(parts: Sequence[RenderableType]) -> Table:
+    grid = Table.grid()
+    for part in parts:
+        grid.add_row(part)
+    return grid

@@ -1,0 +1,64 @@
+"""Files of any size, piece by piece: read (through gzip where they are), cut where no pattern can match across."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+from isal import igzip
+
+from tracekit.errors import BadTraceError, InputError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_PIECE_BYTES = 4 << 20
+_GZIP_LEVEL = 6
+
+
+def is_gzip(path: Path) -> bool:
+    """Return whether a file is gzip, by its first bytes."""
+    with path.open("rb") as file:
+        return file.read(2) == _GZIP_MAGIC
+
+
+def pieces(path: Path) -> Iterator[bytes]:
+    """Yield a JSON file's text in pieces that end after a line or before a quote that follows a comma.
+
+    No string of JSON is cut in two there. Raises BadTraceError where the file cannot be read to its end.
+    """
+    held = b""
+    try:
+        with _opened(path) as file:
+            while block := file.read(_PIECE_BYTES):
+                held += block
+                end = _safe_end(held)
+                if end:
+                    yield held[:end]
+                    held = held[end:]
+    except (EOFError, zlib.error, gzip.BadGzipFile, igzip.BadGzipFile) as error:
+        raise BadTraceError(f"{path}: cannot be read to its end: {error}; take it out or record it again") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if held:
+        yield held
+
+
+def write(path: Path, text: Iterator[bytes], *, compressed: bool) -> None:
+    """Write pieces to a new file. Gzip's header names no file and no time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as plain:
+        if not compressed:
+            plain.writelines(text)
+            return
+        with gzip.GzipFile(filename="", fileobj=plain, mode="wb", compresslevel=_GZIP_LEVEL, mtime=0) as packed:
+            for piece in text:
+                packed.write(piece)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", igzip.open(path, "rb")) if is_gzip(path) else path.open("rb")
+
+
+def _safe_end(text: bytes) -> int:
+    """Return where to cut: JSON has no line's end within a string, and a quote after a comma is never inside one."""
+    return max(text.rfind(b"\n") + 1, text.rfind(b',"') + 1)
