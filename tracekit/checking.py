@@ -1,23 +1,26 @@
 """Run the rules over a run and sort what they find."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tracekit
 from tracekit.errors import RuleError
 from tracekit.rule import Finding, Input, Report, Rule
 from tracekit.rules import all_rules
-from tracekit.trace import Run
+from tracekit.trace import Run, Source
 
 
-def check(run: Run, rules: Iterable[Rule] | None = None) -> Report:
+def check(
+    run: Run, rules: Iterable[Rule] | None = None, *, on_progress: Callable[[Source], None] | None = None
+) -> Report:
     """Judge a run by `rules`, all of them with their default thresholds unless told.
 
-    All rules share one pass over the traces. Raises RuleError, naming the rule, if a rule crashes.
+    All rules share one pass over the traces; `on_progress` is called after each trace of it. Raises RuleError, naming
+    the rule, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    run.measure(fact for rule in chosen for fact in rule.facts)
+    run.measure((fact for rule in chosen for fact in rule.facts), on_progress)
     findings: list[Finding] = []
     notes: list[str] = []
     for rule in chosen:

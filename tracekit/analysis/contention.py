@@ -16,9 +16,9 @@ DEVICE_COLUMNS = {"devices": pl.Int64}
 def preparation(trace: Trace) -> pl.DataFrame:
     """Return the work other than collectives on the communication lanes of devices.
 
-    Columns step, lane, name, start_ns, dur_ns, overlapped_ns (time of it during which other lanes computed), gap_ns (time
-    of it during which no collective ran on the device), idle_ns (time within the collective right after it in which
-    nothing computed); one row per activity. Empty on a CPU run.
+    Columns step, lane, name, start_ns, dur_ns, overlapped_ns (time of it during which other lanes computed), gap_ns
+    (time of it during which no collective ran on the device), idle_ns (time within the collective right after it
+    in which nothing computed); one row per activity. Empty on a CPU run.
     """
     lanes = trace.lanes.filter(pl.col("device").is_not_null())
     communicating = lanes.filter(pl.col("role") == "communication").select("lane", "device")

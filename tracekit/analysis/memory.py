@@ -25,12 +25,14 @@ def device_calls(trace: Trace) -> pl.DataFrame:
 
 
 def unit_buffers(trace: Trace) -> pl.DataFrame:
-    """Return the allocations of at least 1 MiB made inside FSDP's gather and reduce spans of a step.
+    """Return the allocations of at least 1 MiB made in FSDP's gather and reduce spans, not by the backend itself.
 
     Columns step, unit, span, start_ns, dur_ns (0: a moment), bytes; one row per allocation.
     """
     span = pl.col("span")
-    taken = trace.allocations.filter(
+    # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).
+    by_backend = trace.ops.filter(pl.col("name").str.starts_with("c10d::")).select(pl.col("id").alias("op_id"))
+    taken = trace.allocations.join(by_backend, on="op_id", how="anti", maintain_order="left").filter(
         pl.col("delta_bytes") >= _MIB,
         pl.col("step").is_not_null(),
         span.str.contains("all_gather|reduce|unshard|pre_forward|pre_backward|post_backward"),

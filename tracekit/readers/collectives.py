@@ -80,7 +80,7 @@ def _row(source: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _from_shapes(op: str | None, dims: str, types: str | None) -> tuple[str | None, int | None, int | None]:
-    """Return dtype, sent and received bytes of a c10d op from its recorded shapes: (output, input, …) or (tensors, …)."""
+    """Return dtype, sent and received bytes of a c10d op by its shapes: (output, input, …) or (tensors, …)."""
     try:
         shapes, kinds = json.loads(dims), json.loads(types or "[]")
     except ValueError:

@@ -288,9 +288,9 @@ def _allocations(frame: pl.DataFrame, ops: pl.DataFrame, lanes: pl.DataFrame, st
 def _enclosing(ops: pl.DataFrame, lane: pl.Series, at_ns: pl.Series) -> pl.Series:
     """Return the innermost op on `lane` at each moment; null where there is none."""
     asked = pl.DataFrame({"lane": lane.cast(pl.Int64), "start_ns": at_ns}).with_row_index("asked").sort("start_ns")
-    latest = asked.join_asof(ops.select("id", "lane", "start_ns").sort("start_ns"), on="start_ns", by="lane").sort(
-        "asked"
-    )
+    latest = asked.join_asof(
+        ops.select("id", "lane", "start_ns").sort("start_ns"), on="start_ns", by="lane", check_sortedness=False
+    ).sort("asked")
     current = latest["id"].fill_null(-1).to_numpy().copy()
     ends, parent = (ops["start_ns"] + ops["dur_ns"]).to_numpy(), ops["parent_id"].to_numpy()
     times = at_ns.to_numpy()
@@ -308,15 +308,15 @@ def _doubts(frame: pl.DataFrame, steps: pl.DataFrame, base: int) -> pl.DataFrame
         rows.append(
             (
                 "no_steps",
-                "No ProfilerStep marks: the trace is taken as one window without steps; call profiler.step() once a step.",
+                "No ProfilerStep marks: the trace is one window without steps; call profiler.step() once a step.",
                 0.0,
             )
         )
-    if not base and frame["ts_ns"].max() is not None and int(frame["ts_ns"].max() or 0) > 2**53:  # type: ignore[call-overload]
+    if not base and (frame["ts_ns"] > 2**53).any():
         rows.append(
             (
                 "clock_resolution",
-                "Times are epoch microseconds in JSON numbers, so they resolve only 0.25 µs: shorter spans are uncertain.",
+                "Times are epoch microseconds in JSON numbers, so they resolve only 0.25 µs.",
                 0.0,
             )
         )

@@ -14,7 +14,7 @@ _PLACE = ("step", "rank")
 
 
 def read_beside(trace_path: str, rank: int) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Return the checkpoints, metrics and doubts of the logs in the folder of a trace (or the one above, for a window)."""
+    """Return checkpoints, metrics and doubts from the logs in the folder of a trace (for a window, the one above)."""
     bad: list[str] = []
     checkpoints = list(_lines(trace_path, rank, conventions.CHECKPOINT_LOG_SUFFIX, bad))
     metrics = [
@@ -24,7 +24,7 @@ def read_beside(trace_path: str, rank: int) -> tuple[pl.DataFrame, pl.DataFrame,
         if name not in _PLACE and isinstance(line.get("step"), int) and _is_number(value)
     ]
     doubts = pl.DataFrame([("bad_log", message, 0.0) for message in bad], schema=schema.DOUBTS.schema, orient="row")
-    return _conform(schema.CHECKPOINTS, checkpoints, bad), _conform(schema.METRICS, metrics, bad), doubts
+    return _conform(schema.CHECKPOINTS, checkpoints), _conform(schema.METRICS, metrics), doubts
 
 
 def _lines(trace_path: str, rank: int, suffix: str, bad: list[str]) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _conform(table: schema.Table, rows: list[dict[str, Any]], bad: list[str]) -> pl.DataFrame:
+def _conform(table: schema.Table, rows: list[dict[str, Any]]) -> pl.DataFrame:
     if not rows:
         return table.empty()
     picked = {c.name: pl.Series(c.name, [row.get(c.name) for row in rows], strict=False) for c in table.columns}

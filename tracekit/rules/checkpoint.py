@@ -13,9 +13,9 @@ from tracekit.trace import Fact, Run
 
 _FIXES = {
     conventions.PLAN: "Cache plans: DefaultSavePlanner(enable_plan_caching=True).",
-    conventions.STAGE: "Stage into pinned memory once allocated: async_save(async_stager=DefaultStager(...)) with pinned memory.",
+    conventions.STAGE: "Stage into pinned memory that is kept: async_save(async_stager=DefaultStager(...)).",
     conventions.SERIALIZE: "Save fewer, larger tensors and more threads: FileSystemWriter(thread_count=…).",
-    conventions.WRITE: "Write in the background: dcp.async_save; spread the shards over more writers or faster storage.",
+    conventions.WRITE: "Write in the background: dcp.async_save; spread the shards over more writers.",
     conventions.FSYNC: "Take fsync off the training thread: dcp.async_save.",
     conventions.FINISH: "Take the metadata off the training thread: dcp.async_save.",
     conventions.WAIT: "Even out the shards' bytes over ranks, and save in the background: dcp.async_save.",
@@ -63,14 +63,14 @@ class BlockingCheckpoint(Rule):
         )
         by_stage = parts.group_by("stage").agg(pl.col("dur_ns").sum()).sort("dur_ns", "stage", descending=[True, False])
         stage = by_stage["stage"].first() if len(by_stage) else None
-        share = by_stage["dur_ns"].first() / critical["dur_ns"].sum() if stage else 0.0  # type: ignore[operator]
+        share = by_stage.select("dur_ns").row(0)[0] / critical["dur_ns"].sum() if stage else 0.0
         per_step = self._per_step(run, blocked, critical)
         yield Finding(
             self.code,
             Severity.WARNING if overhead > self.max_overhead_ratio else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked)} (median of {critical.height})"
             + (f", {units.share(overhead)} of the time" if interval else "")
-            + (f"; the stage {stage} takes {units.share(share)} of it." if stage else "."),
+            + (f"; the stage {stage!s} takes {units.share(share)} of it." if stage else "."),
             "Save in the background with dcp.async_save. " + _FIXES.get(str(stage), ""),
             impact=overhead,
             cost_ns=per_step,
@@ -86,7 +86,7 @@ class BlockingCheckpoint(Rule):
 
 
 def _interval_ns(run: Run, critical: pl.DataFrame) -> float:
-    """Return the training time between two saves in ns: the median step without a save times steps per save; 0 if unknown."""
+    """Return the training time between saves in ns: the median plain step times the steps per save; 0 if unknown."""
     times = run.table(checkpoint.step_times).group_by("step").agg(pl.col("step_time_ns").max())
     done = critical["step"].drop_nulls().sort()
     if times.is_empty() or done.is_empty():

@@ -19,7 +19,8 @@ class AllocatorChurn(Rule):
     What it does: reports cudaMalloc, cudaFree and the like inside profiled steps, and, as information, buffers of at
     least 1 MiB that FSDP's gather and reduce spans allocate every step.
 
-    Why it costs: a device malloc or free stalls the host and often all streams. Buffers that come and go fragment memory.
+    Why it costs: a device malloc or free stalls the host and often all streams. Buffers that come and go fragment
+    memory.
 
     How it is measured: the runtime calls inside steps with their duration; allocations of 1 MiB or more inside spans
     of FSDP units, by step.
@@ -52,8 +53,8 @@ class AllocatorChurn(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"{worst['calls'] / worst['steps']:.0f} device malloc and free calls a step block the host for "
-            f"{units.duration(cost)} on rank {worst['rank']}.",
+            f"{worst['calls'] / worst['steps']:.0f} device malloc and free calls a step block the host "
+            f"for {units.duration(cost)} on rank {worst['rank']}.",
             "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak, and keep torch.cuda.empty_cache() out "
             "of the loop.",
             impact=min(cost / worst["step_ns"], 1.0),
@@ -74,8 +75,8 @@ class AllocatorChurn(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"FSDP's gathers and reductions allocate {worst['calls'] / worst['steps']:.0f} buffers of 1 MiB or more a step, "
-            f"{units.size(worst['cost'] / worst['steps'])} in all on rank {worst['rank']}.",
+            f"FSDP's gathers and reductions allocate {worst['calls'] / worst['steps']:.0f} buffers of 1 MiB or more "
+            f"a step, {units.size(worst['cost'] / worst['steps'])} in all on rank {worst['rank']}.",
             "Buffers allocated once serve all units: YaFSDP keeps two for weights and two for gradients.",
             cost_bytes=int(worst["cost"] / worst["steps"]),
             confidence=0.8,

@@ -26,8 +26,8 @@ class GiveWay(Rule):
     overlapped by compute, against the median of instances that compute does not touch. The cost is the excess time in
     which no collective ran, per step.
 
-    How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP), fewer
-    casts and divides before the reduce-scatter, gradients kept in the reduce dtype.
+    How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP),
+    fewer casts and divides before the reduce-scatter, gradients kept in the reduce dtype.
 
     Blind spots: needs device streams, and instances of the same kernel alone; kernels of one name may differ in size.
     """
@@ -80,10 +80,10 @@ class GiveWay(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Preparatory kernels on a communication stream take {inflation:.1f} times as long beside compute as alone and "
-            f"hold up collectives for {units.duration(worst['cost_ns'])} a step on rank {worst['rank']}.",
-            "Prepare gradients on the compute stream into pre-allocated flat buffers (YaFSDP), or drop casts and divides "
-            "before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
+            f"Preparatory kernels on a communication stream take {inflation:.1f} times as long beside compute as alone "
+            f"and hold up collectives for {units.duration(worst['cost_ns'])} a step on rank {worst['rank']}.",
+            "Prepare gradients on the compute stream into pre-allocated flat buffers (YaFSDP), or drop casts and "
+            "divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
             impact=min(impact, 1.0),
             cost_ns=int(worst["cost_ns"]),
             confidence=0.7,
