@@ -4,6 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from enum import IntEnum
 from typing import ClassVar
 
@@ -77,3 +78,37 @@ class Rule(ABC):
     @abstractmethod
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield the findings of this rule on `run`; nothing where all is well."""
+
+    def blind_spot(self, run: Run) -> str | None:  # noqa: ARG002
+        """Return one sentence on why this rule cannot judge `run`; None where it can."""
+        return None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file that was read, with its hash, so that a report says what it speaks of."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class Ignored:
+    """A finding that the configuration accepts: why, and until when (None: for good)."""
+
+    finding: Finding
+    reason: str
+    until: date | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What `check` found of one run: findings by severity and impact, notes, and the inputs it rests on."""
+
+    run: Run
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    inputs: tuple[Input, ...]
+    tool_version: str
+    ignored: tuple[Ignored, ...] = ()

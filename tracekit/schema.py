@@ -125,7 +125,7 @@ ACTIVITIES = Table(
         _column("kind", _TEXT, "compute, communication, memcpy or memset."),
         _ns("start_ns", "Start."),
         _ns("dur_ns", "Duration."),
-        _bytes("bytes", "Bytes copied or set; null for kernels."),
+        _bytes("bytes", "Bytes copied or set; null where not known."),
         _STEP,
         _PHASE,
         _UNIT,

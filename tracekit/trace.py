@@ -126,14 +126,22 @@ class Run:
                 on_progress(source)
         self._facts |= {fact: pl.concat(frames) for fact, frames in parts.items()}
 
+    def keep(self, traces: Mapping[Source, Trace]) -> None:
+        """Take traces that were read already, so that they are not read again while they fit in `keep_bytes`."""
+        self._kept |= traces
+        self._shed()
+
     def _open(self, source: Source) -> Trace:
         trace = self._kept.pop(source, None) or source.read()
         self._kept[source] = trace  # last in order: the most recently used
+        self._shed()
+        return trace
+
+    def _shed(self) -> None:
         held = sum(_size_bytes(kept) for kept in self._kept.values())
         while held > self._keep_bytes and len(self._kept) > 1:
             oldest = next(iter(self._kept))
             held -= _size_bytes(self._kept.pop(oldest))
-        return trace
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {len(self.ranks)} ranks, {len(self.sources)} traces>"

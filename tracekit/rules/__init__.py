@@ -1,1 +1,23 @@
 """Judgements, one family per module. `RULES` lists them all."""
+
+from importlib.metadata import entry_points
+
+from tracekit.rule import Rule
+from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.comm import ExposedCommunication
+from tracekit.rules.data import DoubtfulTrace
+from tracekit.rules.memory import AllocatorChurn
+from tracekit.rules.stream import GiveWay
+
+RULES: tuple[type[Rule], ...] = (
+    ExposedCommunication,
+    GiveWay,
+    AllocatorChurn,
+    BlockingCheckpoint,
+    DoubtfulTrace,
+)
+
+
+def all_rules() -> tuple[type[Rule], ...]:
+    """Return our rules and those that other distributions add by the entry point group ``tracekit.rules``."""
+    return RULES + tuple(point.load() for point in entry_points(group="tracekit.rules"))

@@ -1,0 +1,35 @@
+"""Collectives: how much of each no compute hides."""
+
+import polars as pl
+
+from tracekit import intervals
+from tracekit.analysis import breakdown
+from tracekit.trace import Trace
+
+COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "name": pl.String, "op": pl.String, "unit": pl.String,
+    "phase": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
+}  # fmt: skip
+
+
+def exposed(trace: Trace) -> pl.DataFrame:
+    """Return every communication activity with the part of it during which its device computed nothing.
+
+    Columns step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity. Where several
+    run at once, each counts the same exposed moment, so sums over activities may exceed the breakdown's.
+    """
+    work = trace.activities.join(trace.lanes.select("lane", "device"), on="lane")
+    known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
+    parts = []
+    for device in breakdown.devices(trace):
+        compute, _, _ = breakdown.busy(trace, device)
+        mine = work.filter(pl.col("device").eq_missing(device), pl.col("kind") == "communication")
+        spans = intervals.from_columns(mine["start_ns"], mine["dur_ns"])
+        hidden = pl.Series("hidden", intervals.coverage(spans, compute), pl.Int64)
+        parts.append(
+            mine.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns")).join(
+                known, on="id", how="left", maintain_order="left"
+            )
+        )
+    empty = pl.DataFrame(schema=COLUMNS)
+    return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])

@@ -1,0 +1,44 @@
+"""Run the rules over a run and sort what they find."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import tracekit
+from tracekit.errors import RuleError
+from tracekit.rule import Finding, Input, Report, Rule
+from tracekit.rules import all_rules
+from tracekit.trace import Run, Source
+
+
+def check(
+    run: Run, rules: Iterable[Rule] | None = None, *, on_progress: Callable[[Source], None] | None = None
+) -> Report:
+    """Judge a run by `rules`, all of them with their default thresholds unless told.
+
+    All rules share one pass over the traces; `on_progress` is called after each trace of it. Raises RuleError, naming
+    the rule, if a rule crashes.
+    """
+    chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
+    run.measure((fact for rule in chosen for fact in rule.facts), on_progress)
+    findings: list[Finding] = []
+    notes: list[str] = []
+    for rule in chosen:
+        try:
+            blind = rule.blind_spot(run)
+            findings += rule.check(run)
+        except Exception as error:
+            raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
+        notes += [f"{rule.code}: {blind}"] if blind else []
+    findings.sort(key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject))
+    inputs = tuple(_input(source.path) for source in run.sources)
+    return Report(run, tuple(findings), tuple(notes), inputs, tracekit.__version__)
+
+
+def _input(path: str) -> Input:
+    file = Path(path)
+    if not file.is_file():
+        return Input(path, 0, "")
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return Input(path, file.stat().st_size, digest)

@@ -1,0 +1,50 @@
+"""Numbers as people read them. The one place where "12.4 ms" is made."""
+
+from collections.abc import Iterable
+
+
+def duration(ns: float) -> str:
+    """Return a time in ns with its best unit and three digits.
+
+    >>> duration(12_400_000)
+    '12.4 ms'
+    """
+    return _scaled(ns, ((1e9, "s"), (1e6, "ms"), (1e3, "µs")), "ns")
+
+
+def size(n: float) -> str:
+    """Return a number of bytes with its best binary unit and three digits.
+
+    >>> size(3 << 20)
+    '3 MiB'
+    """
+    return _scaled(n, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")), "B")
+
+
+def share(ratio: float) -> str:
+    """Return a ratio as a percentage with one decimal.
+
+    >>> share(0.234)
+    '23.4%'
+    """
+    return f"{100 * ratio:.1f}%"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges.
+
+    >>> ranges([0, 1, 2, 5])
+    '0–2, 5'
+    """
+    known = set(numbers)
+    starts = sorted(n for n in known if n - 1 not in known)
+    ends = sorted(n for n in known if n + 1 not in known)
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True)) or "none"
+
+
+def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:
+    for scale, unit in scales:
+        if abs(value) >= scale:
+            scaled = value / scale
+            return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.3g} {unit}"
+    return f"{value:.0f} {base}"
