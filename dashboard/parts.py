@@ -54,7 +54,11 @@ def choose(listed: Sequence[Entry]) -> tuple[Entry, tuple[Entry, ...]]:
             usable = [other for other in rest if not by_name[other].problem]
             st.session_state[OTHERS] = usable if len(names) <= MAX_PRESELECTED else []
         st.session_state[OTHERS] = [other for other in st.session_state[OTHERS] if other in rest]
-        others = st.multiselect("Compare with", rest, key=OTHERS, format_func=markup.inert) if rest else []
+        others = (
+            st.multiselect("Compare with", rest, key=OTHERS, format_func=markup.inert, placeholder="Choose runs")
+            if rest
+            else []
+        )
     if len(names) > 1:
         st.query_params[RUN] = name
     return by_name[name], tuple(by_name[other] for other in others)

@@ -59,7 +59,7 @@ CONFIG = {
 """Plotly's own configuration, the same wherever a figure is shown."""
 
 MAX_SLICES = 5000
-MAX_LABELS = 400
+MAX_LABELS = 100
 MAX_MARKS = 500
 MAX_BANDS = 40
 EVIDENCE_TRACK = "findings"
@@ -146,7 +146,7 @@ def timeline(
     )
     figure.update_yaxes(
         tickvals=list(ticks),
-        ticktext=[markup.escape(name, 34) for name in ticks.values()],
+        ticktext=[markup.escape(name, 42) for name in ticks.values()],
         range=[last_y + 0.7, -0.7],
         fixedrange=True,
         showgrid=False,

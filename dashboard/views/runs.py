@@ -10,6 +10,10 @@ from dashboard.catalog import Entry
 from tracekit import markup
 
 
+ROW_PX = 35
+MAX_HEIGHT_PX = 740
+
+
 def page(listed: Sequence[Entry]) -> None:
     """List the runs; a click on a row opens that run."""
     st.html(f'<div class="tk-title"><b>Runs</b><span>{len(listed):,} listed, none loaded for it</span></div>')
@@ -37,6 +41,7 @@ def page(listed: Sequence[Entry]) -> None:
             "size": st.column_config.NumberColumn(format="%.1f MiB"),
             "recorded": st.column_config.DatetimeColumn("recorded (UTC)", format="YYYY-MM-DD HH:mm"),
         },
+        height=min(ROW_PX * (len(listed) + 1) + 3, MAX_HEIGHT_PX),
         key="runs_table",
     )
     rows = chosen["selection"]["rows"]

@@ -29,7 +29,7 @@ COLUMNS = {
 }
 
 
-def slices(trace: Trace, window: Window, *, max_depth: int = 5, max_host_tracks: int = 3) -> pl.DataFrame:
+def slices(trace: Trace, window: Window, *, max_depth: int = 7, max_host_tracks: int = 3) -> pl.DataFrame:
     """Return the slices that touch `window`, each with the track it is drawn on.
 
     Columns track, track_name, lane (null for phases), role, depth, kind, name, start_ns, dur_ns, step, phase, unit,
@@ -50,7 +50,7 @@ def thin(table: pl.DataFrame, window: Window, *, max_slices: int) -> tuple[pl.Da
     """
     if table.height <= max_slices:
         return table, 0
-    quantum_ns = max((window[1] - window[0]) // 2000, 1)
+    quantum_ns = max((window[1] - window[0]) // 20_000, 1)
     merged = _merge(table, quantum_ns)
     while merged.height > max_slices and quantum_ns < window[1] - window[0]:
         quantum_ns *= 2

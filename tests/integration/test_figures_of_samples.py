@@ -1,0 +1,53 @@
+"""Figures and report of runs that were really recorded."""
+
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tracekit import charts
+from tracekit.analysis import breakdown, slices
+from tracekit.reports import html
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared" / "traces"
+SAMPLES = ("demo-fsdp2", "demo-yafsdp")
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_recorded_step_is_drawn_with_phases_work_and_host(sample):
+    run = tracekit.load(ROOT / "sample_traces" / sample)
+    row = slices.typical_step(run.table(breakdown.by_step))
+    window = (row["start_ns"], row["start_ns"] + row["duration_ns"])
+    figure = charts.timeline(run.trace(row["rank"]), window)
+    tracks = figure.layout.yaxis.ticktext
+    assert tracks[0] == "phases"
+    assert [track.split(" · ")[0] for track in tracks[1:3]] == ["compute", "communication"]
+    phases = next(bar for bar in figure.data if bar.name == charts.KIND_LABELS["phase"])
+    assert {"forward", "backward", "optimizer"} <= {name for name, _ in phases.customdata}
+    assert sum(len(bar.x) for bar in figure.data) <= charts.MAX_SLICES
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_the_report_of_a_recorded_run_tells_its_findings_and_inputs(sample):
+    run = tracekit.load(ROOT / "sample_traces" / sample)
+    report = tracekit.check(run)
+    page = html.render(report, run)
+    for found in report.findings:
+        assert f'id="{found.id}"' in page
+    for entry in report.inputs:
+        assert entry.sha256 in page
+    assert page.count("plotly.js v") == 1
+    assert len(page) < 7_000_000
+
+
+def test_eight_gpus_are_drawn_one_bar_each():
+    folder = SHARED / "nanogpt_h100_8ranks"
+    if not folder.exists():
+        pytest.skip("needs ../shared/traces/nanogpt_h100_8ranks, which is not part of the project")
+    run = tracekit.load(folder)
+    summary = run.table(breakdown.by_rank)
+    figure = charts.breakdown(summary)
+    assert figure.layout.yaxis.ticktext == tuple(f"rank {rank}" for rank in range(8))
+    for row, duration_ns in enumerate(summary["duration_ns"]):
+        assert sum(bar.x[row] for bar in figure.data) == pytest.approx(duration_ns / 1e6)
