@@ -135,7 +135,9 @@ def timeline(
     for kind in (kind for kind in COLOURS if kind in set(drawn["kind"])):
         _draw(figure, drawn.filter(pl.col("kind") == kind), kind=kind)
     _mark_steps(figure, trace, window, origin_ns)
-    ticks = dict(rows.sort("y").unique("track", keep="first").select("y", "track_name").iter_rows())
+    ticks = dict(
+        rows.sort("y").unique("track", keep="first", maintain_order=True).select("y", "track_name").iter_rows()
+    )
     ticks |= {0.0: EVIDENCE_TRACK} if marks.height else {}
     last_y = max([0.0, *rows["y"]])
     figure.update_layout(barmode="overlay", dragmode="zoom", uniformtext={"minsize": 9, "mode": "hide"})
