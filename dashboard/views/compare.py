@@ -28,8 +28,8 @@ def page(chosen: Sequence[Entry]) -> None:
         st.info("None of these runs has a step to break down.")
     st.subheader("Medians")
     st.caption("Over all ranks and steps. A difference within the noise means nothing: `tracekit compare` judges that.")
-    table = _medians({entry.name: opened.measured(entry) for entry in usable})
-    st.html(markup.html_table(*table))
+    header, rows = _medians({entry.name: opened.measured(entry) for entry in usable})
+    st.html(markup.html_table(header, rows, right=[False, *(True for _ in header[1:])]))
 
 
 def _opens(entry: Entry) -> bool:
@@ -51,7 +51,7 @@ def _medians(measured: dict[str, pl.DataFrame]) -> tuple[list[str], list[list[st
         name: dict(table.group_by("metric").agg(pl.col("value").median()).iter_rows())
         for name, table in measured.items()
     }
-    header = ["", *(name for name in medians)]
+    header = ["metric", *medians]
     rows = []
     for metric in samples.LOWER_IS_BETTER:
         values = [of_run.get(metric) for of_run in medians.values()]
@@ -62,8 +62,12 @@ def _medians(measured: dict[str, pl.DataFrame]) -> tuple[list[str], list[list[st
 
 def _cells(metric: str, values: Sequence[float | None]) -> list[str]:
     first = values[0]
-    cells = [markup.cell(metric, first)]
-    for value in values[1:]:
-        change = f"  ({value / first - 1:+.1%})" if value is not None and first else ""
-        cells.append(markup.cell(metric, value) + change)
-    return cells
+    return [markup.cell(metric, first), *(markup.cell(metric, v) + _change(metric, first, v) for v in values[1:])]
+
+
+def _change(metric: str, first: float | None, value: float | None) -> str:
+    if first is None or value is None:
+        return ""
+    if metric.endswith("_ratio"):
+        return f"  ({100 * (value - first):+.1f} points)".replace("-", "−")
+    return f"  ({value / first - 1:+.1%})".replace("-", "−") if first else ""

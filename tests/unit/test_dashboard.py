@@ -114,3 +114,34 @@ def test_all_steps_of_a_rank_can_be_drawn_at_once(runs):
     next(box for box in shown.selectbox if box.label == "Step").select("all").run()
     assert not shown.exception
     assert "all steps" in shown.caption[0].value
+
+
+def test_a_comparison_tells_medians_and_how_they_differ(runs):
+    def script(folder):
+        from dashboard import catalog
+        from dashboard.views import compare
+
+        compare.page(catalog.entries([folder]))
+
+    shown = testing.AppTest.from_function(script, args=(str(runs),), default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    assert len(shown.error) == 1  # the truncated run
+    assert len(shown.get("plotly_chart")) == 1
+    row = _html(shown).split("exposed communication</td>")[1].split("</tr>")[0]
+    assert "4 ms" in row
+    assert "6 ms" in row
+    assert "+50.0%" in row
+    share = _html(shown).split("exposed communication share</td>")[1].split("</tr>")[0]
+    assert "points" in share
+
+
+def test_one_run_alone_is_not_compared(runs):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import compare
+
+        compare.page(catalog.entries([path]))
+
+    path = str(runs / recorded.GOOD)
+    shown = testing.AppTest.from_function(script, args=(path,), default_timeout=TIMEOUT_S).run()
+    assert "Compare with" in shown.info[0].value

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import polars as pl
 import pytest
@@ -33,8 +35,6 @@ def test_tracks_come_in_order_phases_compute_communication_copies_host():
 
 
 def _with_lanes(trace, lanes):
-    import dataclasses
-
     return dataclasses.replace(trace, lanes=lanes)
 
 
@@ -103,3 +103,13 @@ def test_there_is_no_typical_step_where_there_are_no_steps():
 @pytest.mark.parametrize("window", [(0, 1), (5, 5)])
 def test_a_trace_without_work_has_no_slices(window):
     assert slices.slices(drawn.trace("compute  ."), window).columns == list(slices.COLUMNS)
+
+
+def test_what_a_collectives_thread_does_on_the_host_has_no_track_of_its_own():
+    trace = drawn.trace(
+        "comm  xx", on_device=False, ops=schema.OPS.conform(_host(("gloo:all_gather", "annotation", 0, 2)))
+    )
+    lanes = trace.lanes.with_columns(lane=pl.lit(9))
+    activities = trace.activities.with_columns(lane=pl.lit(9, pl.Int64))
+    trace = dataclasses.replace(trace, lanes=schema.LANES.conform(lanes), activities=activities)
+    assert slices.slices(trace, (0, 2))["role"].to_list() == ["communication"]

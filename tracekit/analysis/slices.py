@@ -34,8 +34,9 @@ def slices(trace: Trace, window: Window, *, max_depth: int = 7, max_host_tracks:
 
     Columns track, track_name, lane (null for phases), role, depth, kind, name, start_ns, dur_ns, step, phase, unit,
     bytes, count (1); one row per slice. Tracks are numbered from the top: phases of the step, then lanes with work
-    (compute, communication, copies), then the `max_host_tracks` busiest host threads. Slices that run at once on one
-    track lie at different depths; those deeper than `max_depth` are left out. Python frames are left out.
+    (compute, communication, copies), then the `max_host_tracks` busiest host threads that are no communication lanes.
+    Slices that run at once on one track lie at different depths; those deeper than `max_depth` are left out. Python
+    frames are left out.
     """
     parts = (_phases(trace, window), _work(trace, window), _host(trace, window, max_host_tracks))
     found = pl.concat([pl.DataFrame(schema=COLUMNS), *(_conform(part) for part in parts if part.height)])
@@ -101,7 +102,9 @@ def _work(trace: Trace, window: Window) -> pl.DataFrame:
 
 
 def _host(trace: Trace, window: Window, max_tracks: int) -> pl.DataFrame:
-    ops = _inside(trace.ops.filter(pl.col("kind").is_in(HOST_KINDS)), window)
+    # What a thread of collectives runs on the host is part of the collective, which has its own track.
+    others = trace.lanes.filter(pl.col("role").ne_missing("communication")).select("lane")
+    ops = _inside(trace.ops.filter(pl.col("kind").is_in(HOST_KINDS)).join(others, on="lane", how="semi"), window)
     busiest = ops.group_by("lane").len().sort("len", "lane", descending=[True, False]).head(max_tracks)
     named = busiest.join(trace.lanes, on="lane").select(
         "lane", pl.format("host · {}", "name").alias("track_name"), pl.lit("host").alias("role")
