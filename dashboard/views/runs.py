@@ -9,7 +9,6 @@ from dashboard import parts
 from dashboard.catalog import Entry
 from tracekit import markup
 
-
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
 
