@@ -155,7 +155,8 @@ def test_unusable_input_is_one_clear_line_and_exit_2(name, tmp_path):
 def test_one_bad_rank_among_good_ones_is_a_finding(tmp_path):
     run_folder = tmp_path / "run"
     shutil.copytree(SAMPLES / "demo-fsdp2", run_folder)
-    cut(run_folder / "rank00001.pt.trace.json.gz")
+    second = run_folder / "rank00001.pt.trace.json.gz"
+    second.write_bytes(second.read_bytes()[: second.stat().st_size // 2])
     run = load(run_folder)
     assert run.ranks == (0,)
     found = [f for f in check(run).findings if f.code == "DATA001"]
