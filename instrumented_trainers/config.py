@@ -1,0 +1,244 @@
+"""What a training run is asked to do, and the command line that asks it."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from instrumented_trainers.model import PRESETS
+from instrumented_trainers.strategies import STRATEGIES
+
+PRECISIONS = ("fp32", "bf16", "fp64")
+NEWEST = "newest"
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """One training run. Every field is the option of that name; what each means stands there."""
+
+    strategy: str
+    out: Path
+    overwrite: bool = False
+    world_size: int = 2
+    device: str = "cpu"
+    timeout_s: float = 300.0
+    model: str = "tiny"
+    data: tuple[Path, ...] = ()
+    steps: int = 20
+    batch: int = 4
+    tokens: int = 128
+    micro_batches: int = 1
+    precision: str = "fp32"
+    checkpoint_layers: int = 0
+    reentrant: bool = False
+    keep_gathered: bool = False
+    learning_rate: float = 1e-3
+    warmup_steps: int = 5
+    final_learning_rate_ratio: float = 0.1
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    seed: int = 0
+    profile_wait: int = 3
+    profile_warmup: int = 2
+    profile_active: int = 5
+    stacks: bool = False
+    memory: bool = True
+    checkpoint_every: int = 0
+    keep: int = 2
+    resume: str | None = None
+    log_every: int = 5
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return how many tokens all ranks together train on in one optimizer step."""
+        return self.world_size * self.batch * self.tokens * self.micro_batches
+
+
+def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
+    """Return the run that the command line asks for. Exits with code 2 and one line if it makes no sense."""
+    parser = _parser()
+    options = vars(parser.parse_args(arguments))
+    options["device"] = _device(options["device"])
+    options["world_size"] = _world_size(options["world_size"], options["device"])
+    options["data"] = tuple(options["data"] or ())
+    config = TrainingConfig(**{field.name: options[field.name] for field in fields(TrainingConfig)})
+    complaint = _complaint(config)
+    if complaint:
+        parser.error(complaint)
+    return config
+
+
+class RefusedError(ValueError):
+    """The run cannot be done as asked. The message says why and what to change, on one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"instrumented_trainers: {message} (--help lists the options)\n")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or isinstance(action.default, bool):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m instrumented_trainers",
+        usage="%(prog)s --strategy NAME --out RUN [options]",
+        description="Train a Llama-style model and record the run: one trace per rank of some steps, metrics of every "
+        "step, and where each checkpoint's time went. Starts the ranks itself; under torchrun it is one of them.",
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument("--strategy", required=True, choices=tuple(STRATEGIES), help="how the ranks share the model")
+    parser.add_argument("--out", required=True, type=Path, metavar="RUN", help="folder to write the run to")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that is there already")
+    for title, add in (
+        ("ranks", _add_ranks),
+        ("model and data", _add_model),
+        ("optimization", _add_optimization),
+        ("recording", _add_recording),
+        ("checkpoints", _add_checkpoints),
+    ):
+        add(parser.add_argument_group(title))
+    return parser
+
+
+def _add_ranks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--world-size", type=_positive, metavar="N", help="ranks to start; by default one per GPU, or 2 on the CPU"
+    )
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    group.add_argument(
+        "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another"
+    )
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--model", choices=tuple(PRESETS), default="tiny", help="size of the model, by name")
+    group.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text to train on, byte by byte; by default the sources of Python's own standard library",
+    )
+    group.add_argument("--batch", type=_positive, default=4, metavar="N", help="sequences per rank and micro-batch")
+    group.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens in a sequence")
+    group.add_argument(
+        "--micro-batches", type=_positive, default=1, metavar="N", help="micro-batches whose gradients add up in a step"
+    )
+    group.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of computation; bf16 reduces in fp32")
+    group.add_argument(
+        "--checkpoint-layers",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="layers, from the first, that recompute their activations in backward to save memory",
+    )
+    group.add_argument("--reentrant", action="store_true", help="recompute in torch's older, reentrant way")
+    group.add_argument(
+        "--keep-gathered", action="store_true", help="keep gathered weights from forward to backward (fsdp*, yafsdp)"
+    )
+
+
+def _add_optimization(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--steps", type=_positive, default=20, metavar="N", help="optimizer steps to train for")
+    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="highest learning rate")
+    group.add_argument("--warmup-steps", type=_natural, default=5, metavar="N", help="steps in which it rises")
+    group.add_argument(
+        "--final-learning-rate-ratio", type=float, default=0.1, metavar="X", help="share of it left at the last step"
+    )
+    group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="of AdamW, on all weights")
+    group.add_argument("--max-norm", type=float, default=1.0, metavar="X", help="gradient norm to clip at; 0: don't")
+    group.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the weights and the order of the data")
+    group.add_argument("--log-every", type=_positive, default=5, metavar="N", help="steps between two lines of output")
+
+
+def _add_recording(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--profile-wait", type=_natural, default=3, metavar="N", help="steps before the profiler")
+    group.add_argument("--profile-warmup", type=_natural, default=2, metavar="N", help="steps it warms up for")
+    group.add_argument("--profile-active", type=_positive, default=5, metavar="N", help="steps in the trace")
+    group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
+    group.add_argument("--no-memory", dest="memory", action="store_false", help="record no allocator events")
+
+
+def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--checkpoint-every", type=_natural, default=0, metavar="N", help="steps between two checkpoints; 0: none"
+    )
+    group.add_argument("--keep", type=_positive, default=2, metavar="N", help="checkpoints to keep, the newest")
+    group.add_argument(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="CHECKPOINT",
+        help="go on from this checkpoint; without a name, from the newest whole one in RUN",
+    )
+
+
+def _device(asked: str) -> str:
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def _world_size(asked: int | None, device: str) -> int:
+    """Return the number of ranks: the launcher's word counts, then the user's, then one per GPU or two."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return asked or (torch.cuda.device_count() if device == "cuda" else 2) or 1
+
+
+def _complaint(config: TrainingConfig) -> str | None:
+    """Return what is wrong with a run before it starts, or None."""
+    launched = "RANK" in os.environ
+    if config.device == "cuda" and not torch.cuda.is_available():
+        return "--device cuda: torch sees no GPU here"
+    if config.device == "cuda" and not launched and config.world_size > torch.cuda.device_count():
+        return f"--world-size {config.world_size}: there are {torch.cuda.device_count()} GPUs; each rank needs its own"
+    missing = [str(path) for path in config.data if not path.is_file()]
+    if missing:
+        return f"--data {missing[0]}: no such file"
+    if config.checkpoint_layers > PRESETS[config.model].layers:
+        return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
+    if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
+        return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
+    if config.out.exists() and not config.out.is_dir():
+        return f"--out {config.out}: is a file"
+    if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
+        return f"--out {config.out}: holds a run already; name another folder, or add --overwrite or --resume"
+    return None
+
+
+def _has_run(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _positive(text: str) -> int:
+    return _whole_number(text, at_least=1)
+
+
+def _natural(text: str) -> int:
+    return _whole_number(text, at_least=0)
+
+
+def _whole_number(text: str, *, at_least: int) -> int:
+    if not text.lstrip("-").isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {at_least} or more")
+    return int(text)

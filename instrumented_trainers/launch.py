@@ -1,0 +1,158 @@
+"""Start the ranks of a run, or be one that a launcher has started."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from instrumented_trainers.config import RefusedError, TrainingConfig
+
+_GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
+
+
+def run(config: TrainingConfig, command: list[str]) -> int:
+    """Run the training to its end and return the exit code: in this process under a launcher, else in new ones.
+
+    If a rank fails, its traceback is shown once, the other ranks are ended, and the code is 1; where the run cannot be
+    done as asked, one line says so, and the code is 2.
+    """
+    if "RANK" in os.environ:
+        return _train_launched(config, int(os.environ["RANK"]), command)
+    try:
+        if config.overwrite and config.resume is None and config.out.is_dir():
+            shutil.rmtree(config.out)
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.stderr.write(f"instrumented_trainers: --out {config.out}: cannot be written: {error.strerror}\n")
+        return 2
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _processors() // config.world_size)))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        return _run_ranks(config, Path(folder), command)
+
+
+def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> int:
+    try:
+        _train_rank(config, rank, "env://", command)
+    except RefusedError as refusal:
+        if rank == 0:
+            sys.stderr.write(f"instrumented_trainers: {refusal}\n")
+        return 2
+    return 0
+
+
+def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [
+        spawn.Process(target=_serve, args=(config, rank, folder, command), name=f"rank {rank}", daemon=True)
+        for rank in range(config.world_size)
+    ]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for process in ranks:
+            process.start()
+        _join(ranks)
+    except KeyboardInterrupt:
+        _end(ranks)
+        return 130
+    failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
+    if not failed:
+        return 0
+    _end(ranks)
+    code, words = _cause(folder, failed)
+    sys.stderr.write(f"instrumented_trainers: {words}\n")
+    return code
+
+
+def _join(ranks: list[BaseProcess]) -> None:
+    """Wait until all ranks have ended, or some time after the first has failed."""
+    deadline = None
+    while alive := [process.sentinel for process in ranks if process.exitcode is None]:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        connection.wait(alive, left)
+        if deadline is None and any(process.exitcode for process in ranks):
+            deadline = time.monotonic() + _GRACE_S
+
+
+def _end(ranks: list[BaseProcess]) -> None:
+    """End the ranks that still run."""
+    running = [process for process in ranks if process.exitcode is None]
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.join(_GRACE_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+def _cause(folder: Path, failed: Mapping[int, int]) -> tuple[int, str]:
+    """Return exit code and words of the rank that failed first; one that was killed had no time to leave any."""
+    for rank, code in failed.items():
+        if code < 0:
+            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}"
+    left = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
+    if not left:
+        return 1, "no reason given by " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items())
+    first = min(left, key=lambda failure: failure["at_ns"])
+    return first["code"], first["words"]
+
+
+def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:
+    try:
+        _train_rank(config, rank, f"file://{folder}/rendezvous", command)
+    except RefusedError as refusal:
+        _leave(folder, rank, code=2, words=str(refusal))
+    except BaseException:  # noqa: BLE001 the process ends here and leaves its reason to the one that started it
+        _leave(folder, rank, code=1, words=f"rank {rank} failed\n{traceback.format_exc()}")
+
+
+def _leave(folder: Path, rank: int, *, code: int, words: str) -> NoReturn:
+    failure = {"at_ns": time.time_ns(), "code": code, "words": words}
+    (folder / f"rank{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
+    sys.stdout.flush()
+    # Not by sys.exit: the process group's threads may wait for ranks that are gone.
+    os._exit(code)
+
+
+def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: list[str]) -> None:
+    # Imported here, where it is needed, so that --help and bad arguments answer at once.
+    from instrumented_trainers.loop import train
+
+    # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none is for the user.
+    warnings.filterwarnings("ignore", module="torch")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    cuda = config.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=config.world_size,
+        timeout=timedelta(seconds=config.timeout_s),
+        device_id=torch.device("cuda", local_rank) if cuda else None,
+    )
+    train(config, init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",)), command)
+    dist.destroy_process_group()
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,182 @@
+"""The training loop, one for all strategies, and the recorder around it."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.optim import AdamW, Optimizer
+
+from instrumented_trainers import checkpoint, data
+from instrumented_trainers.config import NEWEST, RefusedError, TrainingConfig
+from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.progress import Progress, Reading
+from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm
+from tracekit import conventions
+from tracekit.capture import Recorder
+
+
+def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str]) -> None:
+    """Train as asked on this rank of the mesh, recording into ``config.out``."""
+    rank = mesh.get_rank()
+    batches = _batches(config, rank)
+    model, optimizer = _build(config, mesh)
+    first_step = _resume(config, model, optimizer)
+    progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
+    progress.say(_introduction(config, first_step))
+    with Recorder(
+        config.out,
+        device=config.device,
+        first_step=first_step,
+        wait=config.profile_wait,
+        warmup=config.profile_warmup,
+        active=config.profile_active,
+        memory=config.memory,
+        stacks=config.stacks,
+        manifest={**_manifest(config, mesh), "command": command},
+    ) as recorder:
+        for step in range(first_step, config.steps):
+            _set_learning_rate(optimizer, learning_rate(step, config))
+            loss = Reading(_step(step, config, model, optimizer, batches=batches, recorder=recorder))
+            saved = _save_if_due(step + 1, config, model, optimizer, recorder=recorder)
+            recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step)
+            progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
+            if saved:
+                progress.say(f"saved {saved}")
+    progress.flush()
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Return the learning rate of a step: it rises in a line for the warm-up, then falls along half a cosine."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress_ratio = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    height_ratio = 0.5 * (1 + math.cos(math.pi * min(1.0, progress_ratio)))
+    floor_ratio = config.final_learning_rate_ratio
+    return config.learning_rate * (floor_ratio + (1 - floor_ratio) * height_ratio)
+
+
+def _step(
+    step: int,
+    config: TrainingConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    batches: data.Batches,
+    recorder: Recorder,
+) -> Tensor:
+    """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
+    losses = []
+    device = torch.device(config.device)
+    for index in range(config.micro_batches):
+        with recorder.span(conventions.DATA):
+            tokens, targets = _to(device, *batches.batch_at(step * config.micro_batches + index))
+        with accumulate(model, last=index == config.micro_batches - 1):
+            with recorder.span(conventions.FORWARD):
+                logits = model(tokens)
+                if logits.dtype in (torch.bfloat16, torch.float16):
+                    logits = logits.float()
+                loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / config.micro_batches
+            with recorder.span(conventions.BACKWARD):
+                loss.backward()
+        losses.append(loss.detach())
+    if config.max_norm > 0:
+        with recorder.span(conventions.CLIP):
+            clip_grad_norm(model, config.max_norm)
+    with recorder.span(conventions.OPTIMIZER):
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+def _batches(config: TrainingConfig, rank: int) -> data.Batches:
+    tokens = data.read_tokens(config.data or data.standard_library())
+    return data.Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed)
+
+
+def _build(config: TrainingConfig, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+    """Return the sharded model and its optimizer; every rank draws the same weights."""
+    torch.manual_seed(config.seed)
+    model: nn.Module = Llama(_model_config(config))
+    if config.precision == "fp64":
+        model = model.double()
+    lower = config.precision == "bf16"
+    options = ShardOptions(
+        param_dtype=torch.bfloat16 if lower else None,
+        reduce_dtype=torch.float32 if lower else None,
+        reshard_after_forward=not config.keep_gathered,
+    )
+    model = STRATEGIES[config.strategy](model, mesh, options)
+    optimizer = AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    )
+    return model, optimizer
+
+
+def _model_config(config: TrainingConfig) -> ModelConfig:
+    return dataclasses.replace(
+        PRESETS[config.model], checkpointed_layers=config.checkpoint_layers, reentrant=config.reentrant
+    )
+
+
+def _resume(config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> int:
+    """Load the checkpoint that was asked for, if any, and return the steps done by then."""
+    if config.resume is None:
+        return 0
+    if config.resume != NEWEST:
+        if not checkpoint.is_whole(Path(config.resume)):
+            raise RefusedError(f"--resume {config.resume}: no whole checkpoint")
+        return checkpoint.load(Path(config.resume), model, optimizer)
+    found = checkpoint.whole(config.checkpoints)
+    if not found:
+        raise RefusedError(f"--resume: no whole checkpoint in {config.checkpoints}; name one, or leave --resume out")
+    return checkpoint.load(found[-1], model, optimizer)
+
+
+def _save_if_due(
+    steps_done: int, config: TrainingConfig, model: nn.Module, optimizer: Optimizer, *, recorder: Recorder
+) -> Path | None:
+    """Save a checkpoint if this is the step for one, and return where."""
+    if config.checkpoint_every == 0 or steps_done % config.checkpoint_every:
+        return None
+    path = checkpoint.save(config.checkpoints, model, optimizer, step=steps_done, recorder=recorder)
+    if recorder.rank == 0:
+        checkpoint.prune(config.checkpoints, config.keep)
+    return path
+
+
+def _set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if device.type == "cpu":
+        return tensors
+    return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+
+
+def _manifest(config: TrainingConfig, mesh: DeviceMesh) -> Mapping[str, Any]:
+    sizes = dataclasses.asdict(_model_config(config))
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
+    return {
+        "strategy": config.strategy,
+        "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
+        "model": {"name": config.model, "parameters": PRESETS[config.model].parameters, **sizes},
+        "arguments": arguments,
+    }
+
+
+def _introduction(config: TrainingConfig, first_step: int) -> str:
+    parameters = PRESETS[config.model].parameters
+    where = f"{config.world_size} {'GPUs' if config.device == 'cuda' else 'CPU processes'}"
+    since = f" from step {first_step}" if first_step else ""
+    return (
+        f"{config.strategy}: {config.model} ({parameters / 1e6:,.1f} M parameters) in {config.precision} on {where}, "
+        f"{config.tokens_per_step:,} tokens a step{since}"
+    )

@@ -1,0 +1,187 @@
+"""A Llama-style decoder that knows nothing of parallelism.
+
+Letters in shapes:
+    B  sequences in a batch          H  query heads            F  width of the feed-forward layer
+    T  tokens in a sequence          K  key and value heads    V  vocabulary
+    D  width of the model            E  width of a head
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a model. `checkpointed_layers` is how many layers, counted from the first, recompute activations."""
+
+    width: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    hidden_width: int
+    vocabulary: int
+    rotary_base: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    tied: bool = False
+    """Whether head and embedding share one weight."""
+    checkpointed_layers: int = 0
+    reentrant: bool = False
+    """Which of torch's two ways of activation checkpointing the checkpointed layers use."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or self.heads % self.key_value_heads or self.head_width % 2:
+            raise ValueError(
+                f"width {self.width}, heads {self.heads} and key_value_heads {self.key_value_heads} do not fit: "
+                "heads must divide the width into an even number, key_value_heads must divide heads"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Return the width of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters, each shared weight counted once."""
+        attention = 2 * self.width * self.head_width * (self.heads + self.key_value_heads)
+        layer = attention + 3 * self.width * self.hidden_width + 2 * self.width
+        outside = self.vocabulary * self.width * (1 if self.tied else 2) + self.width
+        return self.layers * layer + outside
+
+
+# A unit (layer; embedding, norm and head together) of `tiny` holds at least 1 MiB in fp32, so that its buffers stand
+# out of the allocator's events in a trace. The sizes from 1b up are those of Llama 2, Code Llama (34b) and Llama 3.
+PRESETS: Mapping[str, ModelConfig] = {
+    "tiny": ModelConfig(256, 4, 8, 2, 704, 512),
+    "small": ModelConfig(512, 8, 8, 4, 1408, 512),
+    "125m": ModelConfig(768, 12, 12, 12, 2048, 32_000),
+    "1b": ModelConfig(2048, 16, 32, 8, 8192, 128_256, 500_000.0, tied=True),
+    "3b": ModelConfig(3072, 28, 24, 8, 8192, 128_256, 500_000.0, tied=True),
+    "7b": ModelConfig(4096, 32, 32, 32, 11_008, 32_000),
+    "8b": ModelConfig(4096, 32, 32, 8, 14_336, 128_256, 500_000.0),
+    "13b": ModelConfig(5120, 40, 40, 40, 13_824, 32_000),
+    "34b": ModelConfig(8192, 48, 64, 8, 22_016, 32_000, 1_000_000.0),
+    "70b": ModelConfig(8192, 80, 64, 8, 28_672, 32_000),
+    "70b-llama3": ModelConfig(8192, 80, 64, 8, 28_672, 128_256, 500_000.0),
+}
+
+
+class Llama(nn.Module):
+    """Embedding, `layers`, norm, head. Called with tokens (B, T), it returns logits (B, T, V).
+
+    Weights are drawn from torch's generator of the device (seed it for the same weights on every rank). A model built
+    on the meta device has none until `to_empty` and `initialize`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(
+            Layer(config, recomputed=index < config.checkpointed_layers) for index in range(config.layers)
+        )
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        if not self.head.weight.is_meta:
+            self.initialize()
+
+    def initialize(self) -> None:
+        """Draw the weights: normal with deviation 0.02, less for what each layer adds to the stream; norms are 1."""
+        residual_deviation = 0.02 / (2 * self.config.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                added = name.endswith(("output.weight", "down.weight"))
+                nn.init.normal_(parameter, std=residual_deviation if added else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rotation = rotations(tokens.shape[1], self.config, tokens.device)
+        stream = self.embedding(tokens)
+        for layer in self.layers:
+            stream = layer(stream, rotation)
+        return self.head(self.norm(stream))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each added to the stream (B, T, D) after a norm."""
+
+    def __init__(self, config: ModelConfig, *, recomputed: bool) -> None:
+        super().__init__()
+        self.recomputed = recomputed
+        self.reentrant = config.reentrant
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, stream: Tensor, rotation: Tensor) -> Tensor:
+        if self.recomputed and self.training:
+            return checkpoint(self._add, stream, rotation, use_reentrant=self.reentrant)
+        return self._add(stream, rotation)
+
+    def _add(self, stream: Tensor, rotation: Tensor) -> Tensor:
+        stream = stream + self.attention(self.attention_norm(stream), rotation)
+        return stream + self.feed_forward(self.feed_forward_norm(stream))
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions, each key and value head shared by H / K query heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        shared_width = config.key_value_heads * config.head_width
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, shared_width, bias=False)
+        self.value = nn.Linear(config.width, shared_width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, stream: Tensor, rotation: Tensor) -> Tensor:
+        query = rotate(self._heads(self.query(stream)), rotation)
+        key = rotate(self._heads(self.key(stream)), rotation)
+        value = self._heads(self.value(stream))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        # (B, T, H * E) to (B, H, T, E)
+        return projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.hidden_width, bias=False)
+        self.up = nn.Linear(config.width, config.hidden_width, bias=False)
+        self.down = nn.Linear(config.hidden_width, config.width, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(stream)) * self.up(stream))
+
+
+def rotations(tokens: int, config: ModelConfig, device: torch.device) -> Tensor:
+    """Return cosine and sine of each position's angles, shape (2, T, E / 2), in fp64.
+
+    Made anew in each forward pass: a buffer would need care under every way of sharding and on the meta device.
+    """
+    exponents = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float64) / config.head_width
+    positions = torch.arange(tokens, device=device, dtype=torch.float64)
+    angles = torch.outer(positions, config.rotary_base**-exponents)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
+    """Return `heads` (B, H, T, E) with each pair (e, e + E / 2) turned by its position's angle."""
+    cosine, sine = rotation.to(heads.dtype)
+    left, right = heads.chunk(2, dim=-1)
+    return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)

@@ -1,0 +1,19 @@
+"""What can be asked of every strategy."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """Precision and memory. A strategy that cannot do what is asked says so."""
+
+    param_dtype: torch.dtype | None = None
+    """What weights are gathered and computed in; None: the dtype they have. The optimizer's weights keep theirs."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are summed over ranks in; None: param_dtype."""
+    reshard_after_forward: bool = True
+    """Whether weights are let go after forward and gathered again for backward. (DDP never shards them.)"""
+    buffers: int = 2
+    """How many buffers for weights, and for gradients, the layers share in turn. (YaFSDP only.)"""

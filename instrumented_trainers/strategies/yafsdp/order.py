@@ -1,0 +1,62 @@
+"""The order in which units run: recorded in each forward pass, it predicts the next one and the way back.
+
+Predictions decide only what is gathered ahead. They follow from the program's order alone, never from what has arrived
+by now, so every rank predicts the same; a wrong one costs a gather, not the result.
+"""
+
+from typing import Generic, TypeVar
+
+U = TypeVar("U")
+
+
+class ExecutionOrder(Generic[U]):
+    """What ran in the last pass and in this one, and how far the backward pass has come back through it."""
+
+    def __init__(self) -> None:
+        self._predicted: list[U] = []
+        self._position = 0  # in the prediction: what should run next
+        self._ran: list[U] = []
+        self._cursor = 0  # in what ran: the unit whose backward is running; past the end before the first
+
+    def begin(self) -> None:
+        """Begin a forward pass; the one before becomes the prediction."""
+        self._predicted = self._ran or self._predicted
+        self._position = 0
+        self._ran = []
+        self._cursor = 0
+
+    def enter(self, unit: U) -> None:
+        """Note that the forward of `unit` begins. Predicted units that did not run before it are passed over."""
+        self._ran.append(unit)
+        self._cursor = len(self._ran)
+        if unit in self._predicted[self._position :]:
+            self._position = self._predicted.index(unit, self._position) + 1
+
+    def ahead(self, count: int) -> list[U]:
+        """Return up to `count` units that should run next in forward, the nearest first."""
+        return self._predicted[self._position : self._position + count]
+
+    def turn_back(self) -> None:
+        """Note that a backward pass is over: the next one starts from the end again."""
+        self._cursor = len(self._ran)
+
+    def leave(self, unit: U) -> bool:
+        """Note that the backward of `unit` begins. Return whether this is news: it can be said more than once."""
+        if self._cursor > 0 and self._ran[self._cursor - 1] == unit:
+            self._cursor -= 1
+            return True
+        if self._cursor < len(self._ran) and self._ran[self._cursor] == unit:
+            return False
+        for index in range(self._cursor - 1, -1, -1):
+            if self._ran[index] == unit:
+                self._cursor = index
+                return True
+        return False
+
+    def is_next_back(self, unit: U) -> bool:
+        """Return whether the backward of `unit` should be the next to begin."""
+        return self._cursor > 0 and self._ran[self._cursor - 1] == unit
+
+    def behind(self, count: int) -> list[U]:
+        """Return up to `count` units whose backward should come next, the nearest first."""
+        return self._ran[max(0, self._cursor - count) : self._cursor][::-1]

@@ -1,0 +1,196 @@
+"""Train a toy under YaFSDP on all ranks and, on each rank, the same toy alone on all ranks' data; compare. Not a test.
+
+Both are in fp64, where the two may differ by rounding only. Run it with a world size other than 1, 2 and 4: dividing by
+a power of two is exact, so a wrong order of dividing and summing could hide.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
+from instrumented_trainers.strategies.yafsdp.module import units_in
+from tests.integration.toy import VOCABULARY, Toy
+
+SEQUENCES, TOKENS = 2, 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. Every field is what differs from the plain way."""
+
+    path: str = "plain"
+    tied: bool = False
+    prepare: Callable[[Toy], None] | None = None
+    """Done to the model before it is sharded."""
+    units: str = "layers"
+    """What is sharded by itself: layers, root (nothing), all (every child), nested (feed-forwards in layers, too)."""
+    buffers: int = 2
+    reshard_after_forward: bool = True
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    dtype: torch.dtype = torch.float64
+    optimizer: str = "sgd"
+    """SGD shows errors of scale that Adam hides; weight decay shows steps that should not have been."""
+    micro_batches: int = 1
+    max_norm: float | None = None
+    passes: int = 1
+    """How many forward passes, on different data, one backward pass goes through."""
+    evaluate: bool = False
+    """Whether a forward pass without gradients follows each micro-batch's forward and each step."""
+    set_to_none: bool = True
+    clear_every: int = 1
+    """After how many steps gradients are cleared; until then they add up."""
+    divisor_error: float = 1.0
+    """The factor by which gradients are made too small: the negative control."""
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest relative differences between the sharded run and the reference."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    norm: float
+
+    @property
+    def largest(self) -> float:
+        """Return the largest of them."""
+        return max(self.loss, self.gradient, self.parameter, self.norm)
+
+
+def compare(case: Case) -> Difference:
+    """Train both, return how far they are apart. Raises AssertionError if only one of them has some gradient."""
+    sharded, reference = _models(case)
+    optimizers = [_optimizer(case, model) for model in (sharded, reference)]
+    losses, gradients, norms = [0.0], [0.0], [0.0]
+    for step in range(case.steps):
+        batches = _batches(case, step)
+        loss = _train(case, sharded, batches[dist.get_rank()][None], step=step, ranks=[dist.get_rank()])
+        reference_loss = _train(case, reference, batches, step=step, ranks=range(dist.get_world_size()))
+        losses.append(_relative(_mean_over_ranks(loss), reference_loss))
+        if case.max_norm is not None:
+            norm = sharded.clip_grad_norm_(case.max_norm)
+            norms.append(_relative(norm, nn.utils.clip_grad_norm_(reference.parameters(), case.max_norm)))
+        gradients.append(_gradient_difference(case, sharded, reference))
+        for optimizer in optimizers:
+            optimizer.step()
+            if (step + 1) % case.clear_every == 0:
+                optimizer.zero_grad(set_to_none=case.set_to_none)
+    return Difference(max(losses), max(gradients), _parameter_difference(sharded, reference), max(norms))
+
+
+def shard(toy: nn.Module, case: Case) -> nn.Module:
+    """Shard the toy as the case says."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options = {"mp_policy": case.policy, "buffers": case.buffers}
+    inner: list[nn.Module] = []
+    if case.units == "nested":
+        inner += [layer.feed_forward for layer in toy.layers]
+    if case.units in ("layers", "nested", "all"):
+        inner += toy.layers
+    if case.units == "all":
+        inner += [toy.embedding, toy.norm, toy.head]
+    for module in inner:
+        fully_shard(module, mesh, reshard_after_forward=case.reshard_after_forward, **options)
+    return fully_shard(toy, mesh, **options)
+
+
+def _models(case: Case) -> tuple[Toy, Toy]:
+    torch.manual_seed(0)
+    toy = Toy(case.path, tied=case.tied).to(case.dtype)
+    if case.prepare is not None:
+        case.prepare(toy)
+    reference = copy.deepcopy(toy)
+    shard(toy, case)
+    return toy, reference
+
+
+def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _batches(case: Case, step: int) -> Tensor:
+    shape = dist.get_world_size(), case.micro_batches, SEQUENCES, TOKENS + 1
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
+
+
+def _train(case: Case, toy: Toy, batches: Tensor, *, step: int, ranks: list[int] | range) -> Tensor:
+    """Run all micro-batches of the given ranks forward and backward and return the mean loss."""
+    total = torch.zeros((), dtype=torch.float64)
+    for rank, micro_batches in zip(ranks, batches, strict=True):
+        toy.situation.step, toy.situation.rank = step, rank
+        for index, tokens in enumerate(micro_batches):
+            if isinstance(toy, YaFSDPModule):
+                toy.set_requires_gradient_sync(index == case.micro_batches - 1)
+            losses = [_loss(toy, tokens.roll(number, 1)) for number in range(case.passes)]
+            loss = torch.stack(losses).sum() / (case.micro_batches * len(ranks))
+            if case.evaluate:
+                _evaluate(toy, tokens)
+            (loss / case.divisor_error if isinstance(toy, YaFSDPModule) else loss).backward()
+            total += loss.detach()
+    if case.evaluate:
+        _evaluate(toy, batches[0, 0])
+    return total
+
+
+def _loss(toy: Toy, tokens: Tensor) -> Tensor:
+    logits = toy(tokens[:, :-1]).to(torch.float64)
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _evaluate(toy: Toy, tokens: Tensor) -> None:
+    toy.eval()
+    with torch.no_grad():
+        _loss(toy, tokens.flip(0))
+    with torch.inference_mode():
+        _loss(toy, tokens)
+    toy.train()
+
+
+def _mean_over_ranks(value: Tensor) -> Tensor:
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def _relative(value: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+    scale = expected if scale is None else scale
+    return float((value - expected).abs().max() / scale.abs().max().clamp(min=1e-30))
+
+
+def _pairs(sharded: nn.Module, reference: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
+    """Yield each shard, the reference's parameter, and which of its elements the shard holds."""
+    parameters = dict(reference.named_parameters())
+    parts = {id(p.shard): p.part for unit in units_in(sharded) for p in unit.parameters}
+    for name, shard_ in sharded.named_parameters():
+        part = parts[id(shard_)]
+        yield shard_, parameters[name], slice(part.origin, part.origin + part.stop - part.start)
+
+
+def _gradient_difference(case: Case, sharded: nn.Module, reference: nn.Module) -> float:
+    largest = 0.0
+    for shard_, parameter, elements in _pairs(sharded, reference):
+        assert (shard_.grad is None) == (parameter.grad is None), "a gradient on one side only"
+        if parameter.grad is not None and shard_.numel():
+            difference = _relative(shard_.grad, parameter.grad.flatten()[elements], scale=parameter.grad)
+            largest = max(largest, difference)
+    return largest
+
+
+def _parameter_difference(sharded: nn.Module, reference: nn.Module) -> float:
+    differences = [
+        _relative(shard_.detach(), parameter.detach().flatten()[elements], scale=parameter.detach())
+        for shard_, parameter, elements in _pairs(sharded, reference)
+        if shard_.numel()
+    ]
+    return max(differences, default=0.0)

@@ -1,0 +1,98 @@
+"""A sharded model's state survives a checkpoint exactly: on other ranks, by another strategy, optimizer included."""
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests import ranks
+from tests.integration import training
+from tests.integration.training import Training
+
+YAFSDP, FSDP2 = Training("yafsdp", steps=3), Training("fsdp2", steps=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder: Path) -> dict[str, ranks.Outcome]:
+    save, load = (functools.partial(f, path=str(folder / "yafsdp")) for f in (training.save, training.load))
+    cases = {
+        "save": functools.partial(save, YAFSDP),
+        "load": functools.partial(load, YAFSDP),
+        "load into a trained model": functools.partial(load, YAFSDP, steps_before=2),
+        "save in the background": functools.partial(training.save_while_training, YAFSDP, str(folder / "background")),
+        "save fsdp2": functools.partial(training.save, FSDP2, str(folder / "fsdp2")),
+    }
+    return ranks.run_cases(2, cases)
+
+
+@pytest.fixture(scope="module")
+def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict[str, ranks.Outcome]:
+    for name in ("save", "save fsdp2"):
+        on_two_ranks[name].results()
+
+    def move(by: Training, path: str) -> Any:
+        return functools.partial(
+            training.load, by, str(folder / path), save_to=str(folder / f"{path} by {by.strategy}")
+        )
+
+    return ranks.run_cases(
+        3,
+        {
+            "yafsdp to yafsdp": move(YAFSDP, "yafsdp"),
+            "yafsdp to fsdp2": move(FSDP2, "yafsdp"),
+            "fsdp2 to yafsdp": move(YAFSDP, "fsdp2"),
+        },
+    )
+
+
+def whole(path: Path) -> dict[str, Any]:
+    """Read a checkpoint on one process, every tensor whole."""
+    dcp_to_torch_save(path, path / "whole.pt")
+    return torch.load(path / "whole.pt")
+
+
+def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, f"{name}/{key}")
+    else:
+        yield name, state
+
+
+def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    found, wanted = dict(leaves(state)), dict(leaves(expected))
+    assert found.keys() == wanted.keys()
+    assert sum(isinstance(value, torch.Tensor) for value in wanted.values()) > 30
+    for name, value in wanted.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+
+
+@pytest.mark.parametrize("name", ["load", "load into a trained model"])
+def test_a_loaded_run_goes_on_exactly_as_the_saved_one(on_two_ranks: dict[str, ranks.Outcome], name: str) -> None:
+    assert on_two_ranks[name].results() == on_two_ranks["save"].results()
+
+
+def test_saving_in_the_background_saves_the_moment_it_began(
+    folder: Path, on_two_ranks: dict[str, ranks.Outcome]
+) -> None:
+    on_two_ranks["save in the background"].results()
+    assert_same(whole(folder / "background"), whole(folder / "yafsdp"))
+
+
+@pytest.mark.parametrize("name", ["yafsdp to yafsdp", "yafsdp to fsdp2", "fsdp2 to yafsdp"])
+def test_a_checkpoint_moves_to_other_ranks_and_strategies(
+    folder: Path, on_three_ranks: dict[str, ranks.Outcome], name: str
+) -> None:
+    on_three_ranks[name].results()
+    origin, by = name.split(" to ")
+    assert_same(whole(folder / f"{origin} by {by}"), whole(folder / origin))

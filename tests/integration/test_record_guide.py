@@ -1,0 +1,25 @@
+"""The guide's own example, run as the guide says, must leave the run that the guide promises."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
+    guide = (REPOSITORY / "docs" / "record.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "train.py").write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    run = tmp_path / "runs" / "today"
+    promised = {f"rank0000{rank}{suffix}" for rank in (0, 1) for suffix in (".pt.trace.json.gz", ".metrics.jsonl")}
+    promised |= {"run.json", "rank00000.checkpoint.jsonl", "rank00001.checkpoint.jsonl"}
+    assert {path.name for path in run.iterdir()} == promised
+    steps = [json.loads(line)["step"] for line in (run / "rank00001.metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(12))

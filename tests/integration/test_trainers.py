@@ -1,0 +1,195 @@
+"""Trainings on 2 real gloo processes, started as a user starts them; what they leave on disk."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tracekit import conventions
+
+REPOSITORY = Path(__file__).parents[2]
+LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]
+ACTIVE = ["--profile-wait", "1", "--profile-warmup", "1", "--profile-active", "2"]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def start(*arguments: str, program: tuple[str, ...] = ("-m", "instrumented_trainers")) -> "subprocess.Popen[str]":
+    command = [sys.executable, *program, *arguments]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(*arguments: str, program: tuple[str, ...] = ("-m", "instrumented_trainers")) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of a training."""
+    process = start(*arguments, program=program)
+    out, err = process.communicate(timeout=180)
+    return process.returncode, out, err
+
+
+def trace(run: Path, rank: int) -> list[dict[str, Any]]:
+    with gzip.open(run / conventions.rank_file(rank, conventions.TRACE_SUFFIX)) as packed:
+        events: list[dict[str, Any]] = json.load(packed)["traceEvents"]
+    return events
+
+
+def lines(run: Path, rank: int, suffix: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / conventions.rank_file(rank, suffix)).read_text().splitlines()]
+
+
+def losses(run: Path) -> list[list[float]]:
+    """Return each rank's losses, by step."""
+    return [[row["loss"] for row in lines(run, rank, conventions.METRICS_SUFFIX)] for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run of 12 steps, steps 2 and 3 profiled, checkpoints after 3, 6, 9 and 12 steps, the last two kept."""
+    run = tmp_path_factory.mktemp("runs") / "fsdp2"
+    wanted = ["--strategy", "fsdp2", "--out", str(run), "--steps", "12", "--checkpoint-every", "3"]
+    code, out, err = train(*wanted, *LEAN, *ACTIVE, "--learning-rate", "3e-3")
+    assert code == 0, err
+    return run, out, err
+
+
+def test_a_run_holds_these_files_and_no_half_ones(fsdp2: tuple[Path, str, str]) -> None:
+    run, _, _ = fsdp2
+    assert {path.name for path in run.iterdir()} == {
+        "run.json",
+        "checkpoints",
+        *(f"rank0000{rank}{suffix}" for rank in (0, 1) for suffix in (".pt.trace.json.gz", ".checkpoint.jsonl")),
+        *(f"rank0000{rank}.metrics.jsonl" for rank in (0, 1)),
+    }
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000009", "step-000012"}
+
+
+def test_the_manifest_describes_the_run(fsdp2: tuple[Path, str, str]) -> None:
+    manifest = json.loads((fsdp2[0] / conventions.MANIFEST_FILE).read_text())
+    assert (manifest["strategy"], manifest["world_size"], manifest["device"]) == ("fsdp2", 2, "cpu")
+    assert manifest["mesh"] == {"axes": ["dp"], "shape": [2]}
+    assert manifest["model"]["name"] == "tiny"
+    assert manifest["model"]["parameters"] == 3_082_496
+    assert manifest["arguments"]["steps"] == 12
+    assert manifest["command"][:4] == ["python", "-m", "instrumented_trainers", "--strategy"]
+    assert manifest["windows"] == [{"window": 0, "first_step": 2, "steps": 2}]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_trace_shows_steps_phases_collectives_and_memory(fsdp2: tuple[Path, str, str], rank: int) -> None:
+    events = trace(fsdp2[0], rank)
+    count = Counter(event["name"] for event in events)
+    assert (count["ProfilerStep#2"], count["ProfilerStep#3"], count["ProfilerStep#4"]) == (1, 1, 0)
+    phases = ("data", "forward", "backward", "clip", "optimizer")
+    assert [count[conventions.span_name(phase)] for phase in phases] == [2] * 5
+    assert count[conventions.span_name(conventions.CHECKPOINT)] == 1
+    assert count["FSDP::all_gather (layers.3)"] == 4
+    assert count["c10d::_reduce_scatter_base_"] == 2 * 5
+    assert count["gloo:all_gather"] >= 2 * 9
+    assert count["[memory]"] > 100
+    issued = [event for event in events if event["name"] == "c10d::_reduce_scatter_base_"]
+    assert all(
+        event["args"]["Input Dims"][1] == [2 * size for size in event["args"]["Input Dims"][0]] for event in issued
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_checkpoint_log_agrees_with_the_trace_and_the_folder(fsdp2: tuple[Path, str, str], rank: int) -> None:
+    run, _, _ = fsdp2
+    rows = lines(run, rank, conventions.CHECKPOINT_LOG_SUFFIX)
+    totals = {row["checkpoint"]: row for row in rows if row["stage"] == conventions.TOTAL}
+    assert list(totals) == ["step-000003", "step-000006", "step-000009", "step-000012"]
+    for name in ("step-000009", "step-000012"):
+        folder = run / "checkpoints" / name
+        own = [folder / f"__{rank}_0.distcp", *([folder / ".metadata"] if rank == 0 else [])]
+        assert totals[name]["bytes"] == sum(path.stat().st_size for path in own)
+        stages = {row["stage"] for row in rows if row["checkpoint"] == name}
+        absent = set() if rank == 0 else {conventions.FINISH}
+        assert stages == set(conventions.CHECKPOINT_STAGES) - absent
+    # The save after step 3 lies in the profiled window; log and trace share one clock.
+    with gzip.open(run / conventions.rank_file(rank, conventions.TRACE_SUFFIX)) as packed:
+        recorded = json.load(packed)
+    (span,) = [e for e in recorded["traceEvents"] if e["name"] == conventions.span_name(conventions.CHECKPOINT)]
+    span_ns = recorded["baseTimeNanoseconds"] + span["ts"] * 1000
+    assert totals["step-000003"]["start_ns"] == pytest.approx(span_ns, abs=20e6)
+    assert totals["step-000003"]["dur_ns"] == pytest.approx(span["dur"] * 1000, rel=0.1, abs=20e6)
+
+
+def test_the_loss_falls_on_real_text(fsdp2: tuple[Path, str, str]) -> None:
+    by_step = [sum(both) / 2 for both in zip(*losses(fsdp2[0]), strict=True)]
+    assert len(by_step) == 12
+    assert sum(by_step[-3:]) / 3 < by_step[0] - 1.5
+
+
+def test_the_training_says_little_and_its_recorder_nothing(fsdp2: tuple[Path, str, str]) -> None:
+    _, out, err = fsdp2
+    assert err == ""
+    assert out.count("\n") == 1 + 12 + 4
+    assert "step   11 of 12" in out
+
+
+def test_a_resumed_training_is_the_uninterrupted_one_also_under_torchrun(
+    fsdp2: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    run, _, _ = fsdp2
+    wanted = ["--strategy", "fsdp2", "--out", str(tmp_path / "on"), "--steps", "12", "--learning-rate", "3e-3"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "instrumented_trainers")
+    resumed = ["--resume", str(run / "checkpoints" / "step-000009")]
+    code, out, err = train(*wanted, *LEAN, *ACTIVE, *resumed, program=launcher)
+    assert code == 0, err
+    assert "from step 9" in out
+    assert losses(tmp_path / "on") == [of_rank[9:] for of_rank in losses(run)]
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    process = start("--strategy", "ddp", "--out", str(tmp_path), "--steps", "100000", *LEAN)
+    assert process.stdout is not None
+    while "step    1 of" not in process.stdout.readline():
+        assert process.poll() is None
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "instrumented_trainers: rank 1 was killed by SIGKILL"
+    assert ranks_of(process.pid) == []
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the processes that a training started for its ranks, in order of rank."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.exists():
+        return []
+    pids = sorted(int(child) for child in children.read_text().split())
+    return [child for child in pids if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # Where rank 1's shard should go stands a folder.
+    (run / "checkpoints" / "step-000001" / "__1_0.distcp").mkdir(parents=True)
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            import sys
+            from pathlib import Path
+            from instrumented_trainers import launch
+            from instrumented_trainers.config import TrainingConfig
+
+            if __name__ == "__main__":
+                config = TrainingConfig("ddp", Path({str(run)!r}), steps=3, batch=1, tokens=16, checkpoint_every=1)
+                sys.exit(launch.run(config, ["train.py"]))
+        """)
+    )
+    code, _, err = train(program=(str(script),))
+    assert code == 1
+    assert err.startswith("instrumented_trainers: rank ")
+    assert err.count("in _serve") == 1
+    assert "IsADirectoryError" in err

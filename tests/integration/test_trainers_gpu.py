@@ -1,0 +1,38 @@
+"""The same trainings on GPUs."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tracekit import conventions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "yafsdp"])
+def test_a_run_on_gpus_records_kernels_stream_waits_and_the_allocator(tmp_path: Path, strategy: str) -> None:
+    wanted = ["--strategy", strategy, "--out", str(tmp_path), "--device", "cuda", "--precision", "bf16", "--steps", "8"]
+    window = ["--profile-wait", "1", "--profile-warmup", "1", "--profile-active", "3", "--checkpoint-every", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "instrumented_trainers", *wanted, *window]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    with gzip.open(tmp_path / conventions.rank_file(0, conventions.TRACE_SUFFIX)) as packed:
+        kinds = {event.get("cat") for event in json.load(packed)["traceEvents"]}
+    assert {"kernel", "cuda_runtime", "cuda_sync"} <= kinds
+    lines = (tmp_path / conventions.rank_file(0, conventions.METRICS_SUFFIX)).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == list(range(8))
+    assert all(row[conventions.ALLOCATED_METRIC] > 0 and row[conventions.RESERVED_METRIC] > 0 for row in rows)
+    manifest = json.loads((tmp_path / conventions.MANIFEST_FILE).read_text())
+    assert manifest["device"] == "cuda"
+    assert manifest["versions"]["nccl"]

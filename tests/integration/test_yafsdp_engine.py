@@ -1,0 +1,295 @@
+"""How YaFSDP behaves besides computing the right thing: memory, failures, and what it refuses by name."""
+
+import copy
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, fully_shard
+from instrumented_trainers.strategies.yafsdp.module import units_in
+from tests import ranks
+from tests.integration import parity
+from tests.integration.parity import Case
+from tests.integration.toy import LAYERS, VOCABULARY, WIDTH, Block, Toy
+
+WORLD_SIZE = 2
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(tokens()).logsumexp(-1).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sharded_toy(case: Case | None = None) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = parity.shard(Toy(), case or Case(dtype=torch.float32))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def buffer_addresses(case: Case) -> list[Any]:
+    """After each of some steps: the addresses of all buffers, and of the gradients in them."""
+    model, optimizer = sharded_toy(case)
+    seen = []
+    for _ in range(4):
+        model(tokens()).logsumexp(-1).sum().backward()
+        buffers = model.communication_buffers
+        gradients = [parameter.grad.data_ptr() for parameter in model.parameters() if parameter.grad is not None]
+        kinds = (buffers.weights, buffers.gradients, buffers.own_weights, buffers.own_gradients)
+        seen.append(([[buffer.data_ptr() for buffer in kind] for kind in kinds], gradients))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def weights_in_buffers() -> list[tuple[int, int]]:
+    """By layer, which weight and which gradient buffer it uses."""
+    model, optimizer = sharded_toy()
+    train_step(model, optimizer)
+    buffers = model.communication_buffers
+    weights = [buffer.data_ptr() for buffer in buffers.weights]
+    gradients = [buffer.data_ptr() for buffer in buffers.gradients]
+    units = [unit for unit in units_in(model) if unit.name.startswith("layers.")]
+    return [(weights.index(u.whole_weights.data_ptr()), gradients.index(u.whole_gradients.data_ptr())) for u in units]
+
+
+def shard_sizes() -> tuple[int, int]:
+    model, _ = sharded_toy()
+    whole = sum(parameter.numel() for parameter in Toy().parameters())
+    return whole, sum(unit.master.numel() for unit in units_in(model))
+
+
+def gradient_of_a_stored_activation() -> bool:
+    """Go backward from what a hook kept, not from what the model returned."""
+    model, _ = sharded_toy()
+    kept: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda _, args, output: kept.append(output))
+    model(tokens())
+    kept[0].sum().backward()
+    return model.embedding.weight.grad is not None and all(p.grad is None for p in model.layers.parameters())
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+def train_on_after(failure: str) -> tuple[str, float]:
+    """Fail on every rank at the same place, then train on; return the failure and how far off one process it is."""
+    model, _ = sharded_toy()
+    torch.manual_seed(0)
+    reference = Toy()
+    message = ""
+    try:
+        FAILURES[failure](model)
+    except RuntimeError as error:
+        message = str(error)
+    model(tokens()).logsumexp(-1).sum().backward()
+    for rank in range(WORLD_SIZE):
+        data = torch.randint(VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(rank))
+        (reference(data).logsumexp(-1).sum() / WORLD_SIZE).backward()
+    norm = nn.utils.get_total_norm(
+        [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+    )
+    return message, abs(model.clip_grad_norm_(1e9).item() / norm.item() - 1)
+
+
+def fail_in_forward(model: Any) -> None:
+    handle = model.layers[2].norm.register_forward_pre_hook(_raise)
+    try:
+        model(tokens())
+    finally:
+        handle.remove()
+
+
+def fail_in_backward(model: Any) -> None:
+    handle = model.layers[1].norm.register_full_backward_pre_hook(_raise)
+    logits = model(tokens())
+    try:
+        logits.logsumexp(-1).sum().backward()
+    finally:
+        handle.remove()
+
+
+def only_forward(model: Any) -> None:
+    model(tokens())
+    model(tokens()).sum()
+
+
+FAILURES: dict[str, Callable[[Any], None]] = {
+    "in forward": fail_in_forward,
+    "in backward": fail_in_backward,
+    "never went backward": only_forward,
+}
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("as it was told")
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def refuse(name: str) -> str:
+    """Do what is not supported and return the error's class and words."""
+    try:
+        REFUSALS[name][0]()
+    except Exception as error:  # noqa: BLE001 -- the error is the result
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def tie_across_units() -> None:
+    toy = Toy()
+    toy.layers[1].norm.weight = toy.norm.weight
+    parity.shard(toy, Case())
+
+
+def shard_on_meta() -> None:
+    with torch.device("meta"):
+        toy = Toy()
+    fully_shard(toy)
+
+
+def mix_dtypes() -> None:
+    block = Block()
+    block.norm.double()
+    fully_shard(block)
+
+
+def run_inside_another() -> None:
+    class Caller(nn.Module):
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.others = nn.Linear(4, 4), [other]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.others[0](self.linear(x))
+
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(Caller(inner), inner)
+    for module in model:
+        fully_shard(module, buffers=1)
+    fully_shard(model, buffers=1)(torch.ones(2, 4))
+
+
+def differentiate_twice() -> None:
+    sharded_toy()[0](tokens()).logsumexp(-1).sum().backward(create_graph=True)
+
+
+def run_another_layer_in_backward() -> None:
+    model, _ = sharded_toy()
+    first, third = model.layers[0], model.layers[2]
+
+    def run_first(*_: Any) -> None:
+        with torch.no_grad():
+            first(torch.ones(1, 2, WIDTH))
+
+    third.feed_forward.register_full_backward_hook(run_first)
+    model(tokens()).logsumexp(-1).sum().backward()
+
+
+def run_a_layer_first() -> None:
+    model, _ = sharded_toy()
+    model.layers[0](torch.ones(1, 2, WIDTH))
+    model(tokens())
+
+
+def mix_buffers() -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), buffers=3), nn.Linear(4, 4))
+    fully_shard(model)(torch.ones(2, 4))
+
+
+def mix_precisions() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), mp_policy=policy), fully_shard(nn.Linear(4, 4)))
+    fully_shard(model)(torch.ones(2, 4))
+
+
+REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
+    "tied across units": (tie_across_units, "ValueError: .*'weight' of LayerNorm in Toy is tied"),
+    "meta device": (shard_on_meta, "NotImplementedError: .*meta device"),
+    "mixed dtypes": (mix_dtypes, "ValueError: .*one dtype.*float32.*float64"),
+    "sharded twice": (lambda: fully_shard(fully_shard(Block())), "ValueError: .*sharded already"),
+    "a list": (lambda: fully_shard([Block()]), "TypeError: .*one module at a time"),
+    "no buffers": (lambda: fully_shard(Block(), buffers=0), "ValueError: .*at least 1 buffer"),
+    "two-dim mesh": (
+        lambda: fully_shard(Block(), init_device_mesh("cpu", (1, WORLD_SIZE))),
+        "NotImplementedError: .*replicating",
+    ),
+    "copied": (lambda: copy.deepcopy(sharded_toy()[0]), "NotImplementedError: .*copied"),
+    "cast": (lambda: sharded_toy()[0].double(), "NotImplementedError: .*float64"),
+    "run inside another unit": (run_inside_another, "RuntimeError: .*reshard_after_forward=False"),
+    "another layer run in backward": (run_another_layer_in_backward, "RuntimeError: .*took the weight buffer"),
+    "create_graph": (differentiate_twice, "NotImplementedError: .*create_graph"),
+    "layer before root": (run_a_layer_first, "RuntimeError: .*run the root first"),
+    "unequal buffers": (mix_buffers, "ValueError: .*same number of buffers"),
+    "unequal precisions": (mix_precisions, "ValueError: .*share a precision"),
+}
+
+
+# Tests ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, ranks.Outcome]:
+    cases: dict[str, Callable[[], Any]] = {
+        "addresses": functools.partial(buffer_addresses, Case()),
+        "addresses, micro-batches in bf16": functools.partial(
+            buffer_addresses, Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        ),
+        "weights in buffers": weights_in_buffers,
+        "shard sizes": shard_sizes,
+        "stored activation": gradient_of_a_stored_activation,
+    }
+    cases |= {failure: functools.partial(train_on_after, failure) for failure in FAILURES}
+    cases |= {name: functools.partial(refuse, name) for name in REFUSALS}
+    return ranks.run_cases(WORLD_SIZE, cases)
+
+
+@pytest.mark.parametrize("name", ["addresses", "addresses, micro-batches in bf16"])
+def test_buffers_are_allocated_once(outcomes: dict[str, ranks.Outcome], name: str) -> None:
+    for seen in outcomes[name].results():
+        (weights, gradients, own_weights, own_gradients), _ = seen[0]
+        assert [len(kind) for kind in (weights, gradients, own_weights, own_gradients)] == [2, 2, 1, 1]
+        assert all(step == seen[0] for step in seen)
+
+
+def test_layers_use_the_two_buffers_in_turn(outcomes: dict[str, ranks.Outcome]) -> None:
+    for by_layer in outcomes["weights in buffers"].results():
+        assert by_layer == [(index % 2, index % 2) for index in range(LAYERS)]
+
+
+def test_a_rank_keeps_its_share_of_the_weights_and_little_more(outcomes: dict[str, ranks.Outcome]) -> None:
+    for whole, kept in outcomes["shard sizes"].results():
+        padding = 8 * (LAYERS + 1)
+        assert whole / WORLD_SIZE <= kept <= whole / WORLD_SIZE + padding
+
+
+def test_gradients_need_no_output_of_the_model(outcomes: dict[str, ranks.Outcome]) -> None:
+    assert all(outcomes["stored activation"].results())
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_trains_on_after_a_pass_that_did_not_end(outcomes: dict[str, ranks.Outcome], failure: str) -> None:
+    for message, difference in outcomes[failure].results():
+        assert message == ("" if failure == "never went backward" else "as it was told")
+        assert difference < 1e-5
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses_by_name(outcomes: dict[str, ranks.Outcome], name: str) -> None:
+    for words in outcomes[name].results():
+        assert re.match(REFUSALS[name][1], words), words

@@ -1,0 +1,160 @@
+import contextlib
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tracekit import conventions
+from tracekit.capture import Recorder
+
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="counts the events of a CPU run")
+
+
+def train(recorder: Recorder, steps: int) -> None:
+    weight = torch.ones(64, 64, requires_grad=True)
+    for step in range(steps):
+        with recorder.span(conventions.FORWARD):
+            loss = (weight @ weight).mean()
+        with recorder.span(conventions.BACKWARD):
+            loss.backward()
+        recorder.step({conventions.LOSS_METRIC: float(step)}, tokens=128)
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    with gzip.open(path) as packed:
+        trace: dict[str, Any] = json.load(packed)
+    return trace
+
+
+def names(trace: dict[str, Any]) -> list[str]:
+    spans = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    return [event["name"] for event in sorted(spans, key=lambda event: event["ts"])]
+
+
+def metrics(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    lines = (run / conventions.rank_file(rank, conventions.METRICS_SUFFIX)).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    given = {"strategy": "ddp", "arguments": {"lr": 0.1, "hf_token": "abc"}, "command": ["train.py", "--key=abc"]}
+    with Recorder(folder, first_step=100, wait=1, warmup=1, active=2, windows=2, manifest=given) as recorder:
+        train(recorder, 10)
+    return folder
+
+
+def test_a_run_is_complete_and_nothing_else_is_left(run: Path) -> None:
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert files == {
+        "run.json",
+        "rank00000.metrics.jsonl",
+        "rank00000.pt.trace.json.gz",
+        "window001/rank00000.pt.trace.json.gz",
+    }
+
+
+def test_the_trace_marks_the_optimizer_steps_of_its_window_and_their_phases(run: Path) -> None:
+    phases = ["tracekit::forward", "tracekit::backward"]
+    first = names(read_trace(run / "rank00000.pt.trace.json.gz"))
+    second = names(read_trace(run / "window001" / "rank00000.pt.trace.json.gz"))
+    assert first == ["ProfilerStep#102", *phases, "ProfilerStep#103", *phases]
+    assert second == ["ProfilerStep#106", *phases, "ProfilerStep#107", *phases]
+
+
+@CPU_ONLY
+def test_allocations_and_shapes_are_recorded(run: Path) -> None:
+    events = read_trace(run / "rank00000.pt.trace.json.gz")["traceEvents"]
+    allocations = [event for event in events if event["name"] == "[memory]"]
+    matmuls = [event for event in events if event["name"] == "aten::mm"]
+    assert any(event["args"]["Bytes"] == 64 * 64 * 4 for event in allocations)
+    assert matmuls[0]["args"]["Input Dims"][:2] == [[64, 64], [64, 64]]
+
+
+def test_the_manifest_tells_the_run_and_no_secret(run: Path) -> None:
+    manifest = json.loads((run / "run.json").read_text())
+    assert manifest["schema"] == conventions.RUN_SCHEMA
+    assert manifest["strategy"] == "ddp"
+    assert manifest["world_size"] == 1
+    assert manifest["arguments"] == {"lr": 0.1, "hf_token": "[redacted]"}
+    assert manifest["command"] == ["train.py", "--key=[redacted]"]
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["simulated"] is False
+    assert manifest["windows"] == [
+        {"window": 0, "first_step": 102, "steps": 2},
+        {"window": 1, "first_step": 106, "steps": 2},
+    ]
+
+
+def test_each_step_has_a_line_of_metrics(run: Path) -> None:
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == list(range(100, 110))
+    assert [row["loss"] for row in rows] == [float(step) for step in range(10)]
+    assert all(row["tokens_per_second"] == 128e9 / row["step_time_ns"] for row in rows)
+
+
+def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def loss(step: int) -> float:
+        asked.append(step)
+        return float(step)
+
+    with Recorder(tmp_path, wait=100) as recorder:
+        recorder.step({"loss": lambda: loss(0)})
+        assert asked == []
+        recorder.step({"loss": lambda: loss(1)})
+        assert asked == [0]
+    assert [row["loss"] for row in metrics(tmp_path)] == [0.0, 1.0]
+
+
+def test_a_resumed_run_keeps_the_metrics_of_earlier_steps(tmp_path: Path) -> None:
+    for first_step, steps in ((0, 4), (2, 3)):
+        with Recorder(tmp_path, first_step=first_step, wait=100) as recorder:
+            for step in range(first_step, first_step + steps):
+                recorder.step({"loss": 10.0 * first_step + step})
+    assert [(row["step"], row["loss"]) for row in metrics(tmp_path)] == [(0, 0), (1, 1), (2, 22), (3, 23), (4, 24)]
+
+
+def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_path: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), Recorder(tmp_path, wait=0, warmup=1, active=5) as recorder:
+        train(recorder, 3)
+        raise KeyboardInterrupt
+    assert "ProfilerStep#2" in names(read_trace(tmp_path / "rank00000.pt.trace.json.gz"))
+    assert not list(tmp_path.glob("*" + conventions.PARTIAL_SUFFIX))
+
+
+@pytest.mark.parametrize("wait", [0, 2])
+def test_the_trainings_own_profiler_is_left_alone(tmp_path: Path, wait: int, capfd: pytest.CaptureFixture[str]) -> None:
+    own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with own, Recorder(tmp_path, wait=wait, warmup=1, active=1) as recorder:
+        train(recorder, 6)
+    assert sum(event.name == "aten::mm" for event in own.events()) >= 6
+    complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
+    assert len(complaints) == 1
+    assert "another profiler is running" in complaints[0]
+    assert len(metrics(tmp_path)) == 6
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Path:
+    """A run folder in which no trace can be written: a folder stands where the file should."""
+    for name in ("rank00000.pt.trace.json.gz", "rank00000.metrics.jsonl.partial"):
+        (tmp_path / name / "occupied").mkdir(parents=True)
+    return tmp_path
+
+
+def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
+    full_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Recorder(full_disk, wait=0, warmup=1, active=1) as recorder:
+        train(recorder, 4)
+    complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
+    assert len(complaints) == 2
+    assert "metrics are not recorded" in complaints[0]
+    assert "rank00000.pt.trace.json.gz was not written" in complaints[1]
+    assert all(line.endswith("training goes on") for line in complaints)

@@ -1,0 +1,47 @@
+import time
+
+from tracekit.capture.stages import StageClock, share_out
+
+
+def clock_with(**spent_ns: int) -> StageClock:
+    clock = StageClock(None)
+    clock.spent_ns.update(spent_ns)
+    clock.first_ns.update({stage: index for index, stage in enumerate(spent_ns)})
+    return clock
+
+
+def test_every_moment_belongs_to_one_stage() -> None:
+    before_ns = time.time_ns()
+    clock = StageClock("plan")
+    clock.switch("serialize")
+    with clock.inside("write"):
+        with clock.inside("fsync"):
+            sum(range(1000))
+        assert clock.stage == "write"
+    assert clock.stage == "serialize"
+    end_ns = clock.stop()
+    start_ns = clock.first_ns["plan"]
+    assert before_ns <= start_ns <= clock.first_ns["serialize"] <= clock.first_ns["write"] <= clock.first_ns["fsync"]
+    assert sum(clock.spent_ns.values()) == end_ns - start_ns
+
+
+def test_time_inside_another_stage_is_not_charged_to_the_outer_one() -> None:
+    clock = StageClock("serialize")
+    with clock.inside("write"):
+        time.sleep(0.05)
+    clock.stop()
+    assert clock.spent_ns["write"] >= 50_000_000 > 10 * clock.spent_ns["serialize"]
+
+
+def test_a_window_is_shared_out_as_its_threads_spent_their_time() -> None:
+    # thread 1  write write fsync
+    # thread 2  write
+    shares = share_out(100, [clock_with(write=20, fsync=10), clock_with(write=10)])
+    assert {stage: share for stage, (_, share) in shares.items()} == {"write": 75, "fsync": 25}
+
+
+def test_time_in_no_stage_takes_no_share() -> None:
+    waiting = StageClock(None)
+    waiting.stop()
+    assert share_out(100, [waiting]) == {}
+    assert share_out(100, [waiting, clock_with(write=1)])["write"][1] == 100

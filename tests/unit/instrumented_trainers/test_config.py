@@ -1,0 +1,91 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from instrumented_trainers import loop
+from instrumented_trainers.config import TrainingConfig, parse
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+REQUIRED = ["--strategy", "ddp", "--out", "runs/x"]
+
+
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_options_become_the_run() -> None:
+    config = parse([*REQUIRED, "--world-size", "3", "--steps", "7", "--precision", "bf16", "--no-memory", "--resume"])
+    assert (config.strategy, config.out, config.world_size, config.steps) == ("ddp", Path("runs/x"), 3, 7)
+    assert (config.precision, config.memory, config.resume) == ("bf16", False, "newest")
+
+
+def test_what_is_not_asked_is_the_default_of_the_run() -> None:
+    asked = parse(REQUIRED)
+    default = TrainingConfig(strategy="ddp", out=Path("runs/x"), device=asked.device, world_size=asked.world_size)
+    assert asked == default
+
+
+def test_under_a_launcher_its_world_size_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert parse([*REQUIRED, "--device", "cpu"]).world_size == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "x"], "--strategy"),
+        (["--strategy", "zero9", "--out", "x"], "zero9"),
+        ([*REQUIRED, "--steps", "0"], "--steps: '0' is not a whole number of 1 or more"),
+        ([*REQUIRED, "--batch", "two"], "--batch: 'two'"),
+        ([*REQUIRED, "--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
+        ([*REQUIRED, "--checkpoint-layers", "9"], "--checkpoint-layers 9: tiny has 4"),
+        ([*REQUIRED, "--stepz", "9"], "--stepz"),
+        (["--strategy", "fsdp1", "--out", "x", "--precision", "fp64"], "add --max-norm 0"),
+        pytest.param([*REQUIRED, "--device", "cuda"], "no GPU", marks=NO_CUDA),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_argument_is_one_clear_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(arguments)
+    complaint = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert words in complaint
+    assert len(complaint.splitlines()) == 1
+
+
+def test_a_run_that_is_there_is_not_overwritten_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/x").mkdir(parents=True)
+    parse(REQUIRED)
+    Path("runs/x/run.json").touch()
+    with pytest.raises(SystemExit):
+        parse(REQUIRED)
+    assert "--overwrite" in capsys.readouterr().err
+    assert parse([*REQUIRED, "--overwrite"]).overwrite
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert "None" not in text
+    for field in dataclasses.fields(TrainingConfig):
+        option = "--no-memory" if field.name == "memory" else "--" + field.name.replace("_", "-")
+        assert option in text
+
+
+def test_the_learning_rate_rises_and_then_falls_to_its_floor() -> None:
+    config = TrainingConfig("ddp", Path("x"), steps=101, warmup_steps=10, learning_rate=1.0)
+    rates = [loop.learning_rate(step, config) for step in range(config.steps)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
