@@ -85,7 +85,7 @@ def problem(message: str) -> None:
 
 def heading(entry: Entry, held: opened.Opened) -> None:
     """Show which run a page is about."""
-    about = markup.escape(fragments.subtitle(held.run))
+    about = markup.escape(words.subtitle(held.run))
     st.html(f'<div class="tk-title"><b>{markup.escape(entry.name)}</b><span>{about}</span></div>')
 
 

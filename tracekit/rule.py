@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import polars as pl
 
+from tracekit import markup
 from tracekit.trace import Fact, Run
 
 
@@ -55,6 +56,24 @@ class Finding:
         if not self.subject:
             return self.code
         return f"{self.code}-{hashlib.sha256(self.subject.encode()).hexdigest()[:8]}"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: severity, message, fix and the first rows of evidence."""
+        head = f"<b>{markup.escape(f'{self.severity.label} {self.id}')}</b> {markup.escape(self.message, 1000)}"
+        fix = f"<br><b>Fix</b> {markup.escape(self.fix, 1000)}" if self.fix else ""
+        more = self.evidence.height - _MAX_SHOWN
+        rows = markup.frame(_from_first(self.evidence.head(_MAX_SHOWN))) if self.evidence.height else ""
+        return f"<div>{head}{fix}</div>{rows}" + (f"<p>and {more:,} more rows</p>" if more > 0 else "")
+
+
+_MAX_SHOWN = 10
+
+
+def _from_first(evidence: pl.DataFrame) -> pl.DataFrame:
+    # Nobody can read a Unix time in ns.
+    start_ns = pl.col("start_ns")
+    after_first = (start_ns - start_ns.min()).alias("after_first_ns")
+    return evidence.select(after_first if name == "start_ns" else name for name in evidence.columns)
 
 
 @dataclass(frozen=True)

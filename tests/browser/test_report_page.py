@@ -11,6 +11,7 @@ from tracekit import checking, loading
 from tracekit.reports import html
 
 pytestmark = pytest.mark.browser
+WAIT_S = 40
 BARS = "#figure-{} .barlayer .point"
 
 
@@ -26,7 +27,7 @@ def pages(tmp_path_factory):
 
 def _open(browser, page):
     browser.get(page.as_uri())
-    WebDriverWait(browser, 20).until(lambda b: b.find_elements(By.CSS_SELECTOR, BARS.format("timeline")))
+    WebDriverWait(browser, WAIT_S).until(lambda b: b.find_elements(By.CSS_SELECTOR, BARS.format("timeline")))
 
 
 def test_it_shows_the_verdict_and_draws_its_figures_without_any_network(browser, pages):
@@ -65,7 +66,7 @@ def test_dragging_across_the_timeline_zooms_into_it(browser, pages):
     ActionChains(browser).move_to_element_with_offset(plot, -100, 0).click_and_hold().move_by_offset(
         100, 0
     ).move_by_offset(100, 0).release().perform()
-    WebDriverWait(browser, 10).until(lambda b: b.execute_script(shown) != before)
+    WebDriverWait(browser, WAIT_S).until(lambda b: b.execute_script(shown) != before)
     left, right = browser.execute_script(shown)
     assert before[0] < left < right < before[1]
 
@@ -76,7 +77,7 @@ def test_figures_are_legible_on_a_dark_page_and_on_paper(browser, pages):
         return browser.execute_script("return getComputedStyle(arguments[0]).fill", label)
 
     def wait_for(colour):
-        WebDriverWait(browser, 10).until(lambda _: ink() == colour)
+        WebDriverWait(browser, WAIT_S).until(lambda _: ink() == colour)
 
     def prefer(scheme):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
