@@ -116,17 +116,21 @@ def find_rule(name: str, catalog: Catalog) -> type[Rule]:
 
 
 def set_aside(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date) -> Report:
-    """Return the report with what the settings ignore moved out of its findings, and a note on each that expired."""
-    found = {finding.id: ignore_for(finding, ignores, catalog, today=today) for finding in report.findings}
-    aside = [Ignored(each, ignore.reason, ignore.until) for each in report.findings if (ignore := found[each.id])]
-    notes = [
-        f"The ignore of {each.code} ({each.reason}) ended on {each.until}: it no longer holds."
+    """Return the report with what the settings ignore moved out of its findings, and notes that say so.
+
+    An ignore whose time has passed is said aloud too, and ignores nothing.
+    """
+    pairs = [(each, ignore_for(each, ignores, catalog, today=today)) for each in report.findings]
+    aside = [Ignored(each, ignore.reason, ignore.until) for each, ignore in pairs if ignore]
+    notes = [f"{each.finding.id} is ignored{_until(each.until)}: {each.reason}" for each in aside]
+    notes += [
+        f"The ignore of {each.code} ({each.reason}) ended on {each.until} and no longer holds."
         for each in ignores
         if is_expired(each, today)
     ]
     return replace(
         report,
-        findings=tuple(each for each in report.findings if not found[each.id]),
+        findings=tuple(each for each, ignore in pairs if not ignore),
         ignored=(*report.ignored, *aside),
         notes=(*report.notes, *notes),
     )
@@ -145,6 +149,10 @@ def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *,
 def is_expired(ignore: Ignore, today: date) -> bool:
     """Return whether an ignore no longer holds: it holds through the day it names."""
     return ignore.until is not None and today > ignore.until
+
+
+def _until(day: date | None) -> str:
+    return f" until {day}" if day else ""
 
 
 @dataclass(frozen=True)

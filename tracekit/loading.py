@@ -57,7 +57,7 @@ def load(path: str | Path, *, on_progress: Progress | None = None) -> Run:
     if not kept:
         raise BadTraceError(doubts[0].message)
     manifest = _manifest(root if root.is_dir() else root.parent, doubts)
-    doubts += _missing_ranks(kept, manifest)
+    doubts += _missing_ranks(kept, manifest, doubts)
     run = Run(str(root), kept, manifest=manifest, doubts=_table(doubts))
     run.keep(kept)
     return run
@@ -140,16 +140,17 @@ def _manifest(folder: Path, doubts: list[_Doubt]) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _missing_ranks(kept: dict[Source, Trace], manifest: dict[str, Any]) -> list[_Doubt]:
+def _missing_ranks(kept: dict[Source, Trace], manifest: dict[str, Any], doubts: list[_Doubt]) -> list[_Doubt]:
     told = [manifest.get("world_size")]
     for trace in kept.values():
         info = trace.header.get("distributedInfo")
         told.append(info.get("world_size") if isinstance(info, dict) else None)
     world_size = max((size for size in told if isinstance(size, int)), default=0)
-    have = len({source.rank for source in kept})
+    unreadable = {doubt.rank for doubt in doubts if doubt.kind == "unreadable"}  # said already
+    have = len({source.rank for source in kept} | unreadable)
     if have >= world_size:
         return []
-    message = f"{have} of {world_size} ranks have a readable trace; what the others did is not known."
+    message = f"{have} of {world_size} ranks have a trace; what the others did is not known."
     return [_Doubt("missing_ranks", message, doubtful_ratio=1 - have / world_size)]
 
 

@@ -8,7 +8,8 @@ def test_help_loads_nothing_heavy():
         "from tracekit.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "print(sorted({'torch', 'pandas', 'plotly', 'streamlit', 'polars', 'duckdb'} & set(sys.modules)), file=sys.stderr)"
+        "heavy = {'torch', 'pandas', 'plotly', 'streamlit', 'polars', 'duckdb'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "check" in done.stdout

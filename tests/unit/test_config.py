@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import pytest
 
+from tests import drawn
 from tracekit import config
 from tracekit.config import Config, Ignore
 from tracekit.errors import ConfigError
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Report, Rule, Severity
 from tracekit.trace import Run
 
 
@@ -198,3 +199,30 @@ def test_an_ignore_holds_through_its_day_and_not_after() -> None:
     ignores = [Ignore("BOOT001", "known", until=date(2026, 1, 1))]
     assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 1)) is not None
     assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 2)) is None
+
+
+def test_what_is_ignored_leaves_the_findings_and_is_said_aloud() -> None:
+    slow = Finding("BOOT001", Severity.ERROR, "slow", "start faster", impact=0.5)
+    cold = Finding("BOOT002", Severity.INFO, "cold", "warm it")
+    report = Report(run=drawn.run(), findings=(slow, cold), notes=("n",), inputs=(), tool_version="0")
+    ignores = [Ignore("slow-start", "known", date(2027, 1, 31)), Ignore("BOOT002", "so it is", date(2025, 1, 1))]
+
+    told = config.set_aside(report, ignores, CATALOG, today=date(2026, 1, 1))
+
+    assert told.findings == (cold,)
+    assert [(each.finding, each.reason, each.until) for each in told.ignored] == [(slow, "known", date(2027, 1, 31))]
+    assert told.notes == (
+        "n",
+        "BOOT001 is ignored until 2027-01-31: known",
+        "The ignore of BOOT002 (so it is) ended on 2025-01-01 and no longer holds.",
+    )
+
+
+@pytest.mark.parametrize("name", ["BOOT001", "slow-start", "BOOT001-5feceb66"])
+def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
+    assert config.find_rule(name, CATALOG) is SlowStart
+
+
+def test_a_rule_that_is_not_there_is_not_found() -> None:
+    with pytest.raises(ConfigError, match="did you mean slow-start"):
+        config.find_rule("slow-strat", CATALOG)

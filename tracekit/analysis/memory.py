@@ -1,7 +1,9 @@
 """What the allocator does in steady state: device mallocs and frees, and unit buffers that come and go."""
 
+import numpy as np
 import polars as pl
 
+from tracekit import intervals
 from tracekit.trace import Trace
 
 _DEVICE_CALL = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MallocAsync|FreeAsync)"
@@ -31,8 +33,12 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
     """
     span = pl.col("span")
     # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).
-    by_backend = trace.ops.filter(pl.col("name").str.starts_with("c10d::")).select(pl.col("id").alias("op_id"))
-    taken = trace.allocations.join(by_backend, on="op_id", how="anti", maintain_order="left").filter(
+    calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
+    at_ns = trace.allocations["at_ns"].to_numpy()
+    inside = intervals.coverage(
+        np.stack((at_ns, at_ns + 1), axis=1), intervals.from_columns(calls["start_ns"], calls["dur_ns"])
+    )
+    taken = trace.allocations.filter(pl.Series(inside == 0)).filter(
         pl.col("delta_bytes") >= _MIB,
         pl.col("step").is_not_null(),
         span.str.contains("all_gather|reduce|unshard|pre_forward|pre_backward|post_backward"),

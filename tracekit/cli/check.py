@@ -10,7 +10,7 @@ import typer
 
 from tracekit.cli import opening, output
 from tracekit.cli.output import Output
-from tracekit.errors import ConfigError, InputError
+from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.config import Catalog, Config
@@ -83,8 +83,6 @@ def check(
         raise InputError("no run is named: tracekit check RUN…, or --sample to see one")
     if report_format is ReportFormat.HTML:
         output.refuse_to_flood_terminal(out, "an HTML report")
-        if len(paths) > 1:
-            raise ConfigError("an HTML report shows one run: name one, or use the dashboard for several")
 
     from tracekit import config as settings_of
     from tracekit.rules import all_rules
@@ -124,7 +122,7 @@ def _render(told: "list[tuple[Report, Run]]", report_format: ReportFormat, out: 
     if report_format is ReportFormat.HTML:
         from tracekit.reports import html
 
-        return html.render(*told[0])
+        return html.render_several(told)
     if report_format is ReportFormat.JSON:
         from tracekit.reports import json
 

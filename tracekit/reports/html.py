@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 import plotly.io
@@ -32,23 +32,40 @@ def render(report: Report, run: Run) -> str:
 
     The page holds its scripts, fetches nothing, and forbids the browser to run any script but its own.
     """
-    by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
-    figures = {"breakdown": charts.breakdown(by_rank)} if by_rank.height else {}
-    typical = slices.typical_step(by_step if by_step.height else by_rank)
-    if by_step.height > by_rank.height:
-        figures["steps"] = charts.step_times(by_step)
-    if typical:
-        figures["timeline"] = _timeline(run, report, typical)
+    return render_several([(report, run)])
+
+
+def render_several(reports: Sequence[tuple[Report, Run]]) -> str:
+    """Return several reports as one page, one below the other, with their mean steps beside each other on top."""
+    figures: dict[str, go.Figure] = {}
+    body = _contents(reports, figures) if len(reports) > 1 else []
+    for number, (report, run) in enumerate(reports):
+        body += _body(report, run, figures, f"run{number}-" if len(reports) > 1 else "")
     scripts = (get_plotlyjs(), _BOOT)
     return _PAGE.format(
-        title=markup.escape(run.name),
+        title=markup.escape(", ".join(run.name for _, run in reports)),
         policy=_policy(scripts),
         style=_STYLE + fragments.STYLE,
-        body="\n".join(_body(report, run, figures, typical)),
+        body="\n".join([*body, f"<footer>tracekit {markup.escape(reports[0][0].tool_version)}</footer>"]),
         figures=_json({name: json.loads(plotly.io.to_json(figure)) for name, figure in figures.items()}),
         config=_json(charts.CONFIG),
         scripts="".join(f"<script>{script}</script>" for script in scripts),
     )
+
+
+def _contents(reports: Sequence[tuple[Report, Run]], figures: dict[str, go.Figure]) -> list[str]:
+    """Return links to each report and, where there are steps, a figure of the mean steps; it goes into `figures`."""
+    names = [run.name for _, run in reports]
+    # Runs of one name are told apart by their place.
+    names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
+    links = [f'<a href="#run{number}-top">{markup.escape(name)}</a>' for number, name in enumerate(names)]
+    steps = {name: run.table(breakdown.by_step) for name, (_, run) in zip(names, reports, strict=True)}
+    drawn = {name: table for name, table in steps.items() if table.height}
+    parts = [f"<header><p>tracekit reports</p><p>{' · '.join(links)}</p></header>"]
+    if len(drawn) > 1:
+        figures["comparison"] = charts.comparison(drawn)
+        parts.append(_figure("comparison", "The mean step", ""))
+    return parts
 
 
 def _timeline(run: Run, report: Report, typical: Mapping[str, int | None]) -> go.Figure:
@@ -59,38 +76,42 @@ def _timeline(run: Run, report: Report, typical: Mapping[str, int | None]) -> go
     return charts.timeline(run.trace(rank, window), span, evidence=marks)
 
 
-def _body(
-    report: Report, run: Run, figures: Mapping[str, go.Figure], typical: Mapping[str, int | None] | None
-) -> list[str]:
+def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str) -> list[str]:
+    """Return one run's part of the page; its figures go into `figures`, their names beginning with `place`."""
+    by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     parts = [
-        f"<header><p>tracekit report</p><h1>{markup.escape(run.name)}</h1>"
+        f'<header id="{place}top"><p>tracekit report</p><h1>{markup.escape(run.name)}</h1>'
         f'<p class="subtitle">{markup.escape(words.subtitle(run))}</p></header>',
         fragments.verdict(report.findings),
         fragments.numbers(fragments.headline_numbers(run)),
     ]
-    parts += ["<h2>Findings</h2>", *_findings(report, run)]
-    if "breakdown" in figures:
-        parts += [_figure("breakdown", "Where the time goes", "Each rank from its first activity to its last.")]
-        parts += [_details("The same in numbers", markup.frame(run.table(breakdown.by_rank).select(SUMMARY_COLUMNS)))]
-    if "steps" in figures:
-        parts += [_figure("steps", "Step time", "")]
+    parts += ["<h2>Findings</h2>", *_findings(report, run, place)]
+    if by_rank.height:
+        figures[f"{place}breakdown"] = charts.breakdown(by_rank)
+        caption = "Each rank from its first activity to its last."
+        parts += [_figure(f"{place}breakdown", "Where the time goes", caption)]
+        parts += [_details("The same in numbers", markup.frame(by_rank.select(SUMMARY_COLUMNS)))]
+    if by_step.height > by_rank.height:
+        figures[f"{place}steps"] = charts.step_times(by_step)
+        parts += [_figure(f"{place}steps", "Step time", "")]
+    typical = slices.typical_step(by_step if by_step.height else by_rank)
     if typical:
-        parts += [_figure("timeline", "A typical step", _timeline_caption(typical))]
-    parts += [*_notes(report), "<h2>Inputs</h2>", _inputs(report)]
-    return [*parts, f"<footer>tracekit {markup.escape(report.tool_version)}</footer>"]
+        figures[f"{place}timeline"] = _timeline(run, report, typical)
+        parts += [_figure(f"{place}timeline", "A typical step", _timeline_caption(typical))]
+    return [*parts, *_notes(report), "<h2>Inputs</h2>", _inputs(report)]
 
 
-def _findings(report: Report, run: Run) -> list[str]:
+def _findings(report: Report, run: Run, place: str) -> list[str]:
     if not report.findings:
         return ["<p>No rule fired on this run.</p>"]
     origins_ns = words.origins(run)
-    return [_card(found, origins_ns) for found in report.findings]
+    return [_card(found, origins_ns, place) for found in report.findings]
 
 
-def _card(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> str:
+def _card(found: Finding, origins_ns: Mapping[tuple[int, int], int], place: str) -> str:
     rows = fragments.evidence(found, origins_ns)
     more = _details(f"Evidence, {found.evidence.height:,} rows", rows) if rows else ""
-    return f'<section class="card" id="{markup.escape(found.id)}">{fragments.finding(found)}{more}</section>'
+    return f'<section class="card" id="{place}{markup.escape(found.id)}">{fragments.finding(found)}{more}</section>'
 
 
 def _figure(name: str, heading: str, caption: str) -> str:

@@ -62,7 +62,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
     """
     sides = right or [False] * len(header)
     columns = [
-        Column(name, header_style=DIM, justify="right" if side else "left", no_wrap=side)
+        Column(
+            "\n".join(map(markup.inert, name.split("\n"))),
+            header_style=DIM,
+            justify="right" if side else "left",
+            no_wrap=side,
+        )
         for name, side in zip(header, sides, strict=True)
     ]
     made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))

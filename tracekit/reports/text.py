@@ -16,12 +16,13 @@ WIDTH = 100
 MAX_RANKS = 16
 MAX_EVIDENCE_ROWS = 3
 _MIN_SIDE_WIDTH = 76
+_MAX_WIDTH = 120  # longer lines are hard to read
 _GAP = 4
 
 
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
     """Return the report as text at most `width` columns wide."""
-    return paper.print_to_string(_report(report, run), width=width, color=color)
+    return paper.print_to_string(_report(report, run), width=min(width, _MAX_WIDTH), color=color)
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
@@ -141,18 +142,17 @@ def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list
     shown = paper.frame(words.readable(rows.head(MAX_EVIDENCE_ROWS), origins_ns))
     more = rows.height - MAX_EVIDENCE_ROWS
     parts: list[RenderableType] = [paper.indented(shown, 4)]
-    return parts + (
-        [paper.indented(paper.line((f"and {more:,} more rows, in the JSON report", paper.DIM)), 4)] if more > 0 else []
-    )
+    return parts + ([paper.indented(paper.line((f"and {more:,} more rows", paper.DIM)), 4)] if more > 0 else [])
 
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
     """Return one row per kind of finding and one column per run, the costliest first."""
-    impact: dict[str, float] = {}
+    worst: dict[str, tuple[float, int, int]] = {}
     for report, _ in reports:
         for found in report.findings:
-            impact[found.code] = max(found.impact, impact.get(found.code, 0.0))
-    codes = sorted(impact, key=lambda code: (-impact[code], code))
+            weight = (found.impact, int(found.severity), found.cost_bytes)
+            worst[found.code] = max(weight, worst.get(found.code, weight))
+    codes = sorted(worst, key=lambda code: worst[code], reverse=True)
     rows = [[words.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
     rows = rows or [["no rule fired", "", *("" for _ in reports)]]
     return paper.table(["finding", "", *(run.name for _, run in reports)], rows)

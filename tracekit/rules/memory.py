@@ -55,8 +55,7 @@ class AllocatorChurn(Rule):
             Severity.WARNING,
             f"{worst['calls'] / worst['steps']:.0f} device malloc and free calls a step block the host "
             f"for {units.duration(cost)} on rank {worst['rank']}.",
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak, and keep torch.cuda.empty_cache() out "
-            "of the loop.",
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak, keep empty_cache() out of the loop.",
             impact=min(cost / worst["step_ns"], 1.0),
             cost_ns=int(cost),
             confidence=0.8,

@@ -1,0 +1,408 @@
+"""The command line as a shell sees it: real processes, their exit codes, their stdout and their stderr."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.browser import recorded
+from tracekit import __version__
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+HEAVY = ("torch", "pandas", "plotly", "streamlit", "polars", "duckdb", "numpy", "rich")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "TRACEKIT_DEBUG")}
+    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | extra
+
+
+def tracekit(*arguments: object, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tracekit", *map(str, arguments)]
+    # A folder of the test's own: settings are looked for going up from there.
+    return subprocess.run(
+        command,
+        cwd=cwd or "/",
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two runs: in `good` 4 of 10 ms a step are exposed communication, in `better` 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    recorded.write_run(folder / "good", kernel="gemm")
+    recorded.write_run(folder / "better", kernel="gemm", communication_us=2000)
+    return folder
+
+
+def only_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the one line of stderr of a command that wrote nothing to stdout."""
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("tracekit: ")
+    return lines[0]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from tracekit.cli import main; sys.argv = ['tracekit', '--help']\n"
+        "try: main()\n"
+        f"except SystemExit as leaving: print([leaving.code, [m for m in {HEAVY} if m in sys.modules]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert "compare" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[0, []]"
+
+
+def test_importing_tracekit_loads_nothing_heavy() -> None:
+    code = f"import sys, tracekit; print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_the_version_is_the_packages() -> None:
+    assert tracekit("--version").stdout == f"tracekit {__version__}\n"
+
+
+# Exit codes ----------------------------------------------------------------------------------------------------------
+
+
+def test_findings_fail_from_the_bar_on_and_are_named(runs: Path) -> None:
+    never = tracekit("check", runs / "good", "--fail-on", "never")
+    assert (never.returncode, never.stderr) == (0, "")
+    assert "exposed-communication" in never.stdout
+    info = tracekit("check", runs / "good", "--fail-on", "info")
+    assert info.returncode == 1
+    assert info.stdout == never.stdout
+    assert "at or above info: " in info.stderr
+    assert "COMM001" in info.stderr
+
+
+def test_a_run_without_findings_exits_with_0(runs: Path) -> None:
+    done = tracekit(
+        "check", runs / "good", "--select", "COMM001", "--set", "COMM001.max_exposed_ratio=1", "--fail-on", "info"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Nothing to fix was found\n")
+
+
+def bad_inputs(folder: Path) -> dict[str, Path]:
+    recorded.write_run(folder / "cut", kernel="gemm", ranks=(0,))
+    whole = (folder / "cut" / "rank00000.pt.trace.json.gz").read_bytes()
+    (folder / "cut" / "rank00000.pt.trace.json.gz").write_bytes(whole[: len(whole) // 2])
+    (folder / "nothing").mkdir()
+    (folder / "empty.json").touch()
+    (folder / "settings.json").write_text('{"learning_rate": 0.1}')
+    (folder / "words.json").write_text("not JSON at all")
+    names = ("absent", "nothing", "empty.json", "cut", "cut/rank00000.pt.trace.json.gz", "settings.json", "words.json")
+    return {name: folder / name for name in names}
+
+
+BAD = ("absent", "nothing", "empty.json", "cut", "cut/rank00000.pt.trace.json.gz", "settings.json", "words.json")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_input_that_cannot_be_used_exits_with_2_and_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+    path = bad_inputs(tmp_path)[name]
+    done = tracekit("check", path)
+    assert done.returncode == 2
+    assert str(path) in only_line(done)
+
+
+def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recorded.write_run(run, kernel="gemm", ranks=(0, 1, 2))
+    path = run / "rank00001.pt.trace.json.gz"
+    path.write_bytes(path.read_bytes()[:200])
+    done = tracekit("check", run, "--format", "json", "--fail-on", "never")
+    report = json.loads(done.stdout)
+    assert {row["rank"] for row in report["summary"]} == {0, 2}
+    assert [found["ranks"] for found in report["findings"] if found["code"].startswith("DATA")] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["check"], "no run is named"),
+        (["check", "RUN", "--select", "COMM01"], "no rule is called 'COMM01': did you mean COMM001?"),
+        (["check", "RUN", "--set", "COMM001.max=1"], "max is no threshold of COMM001"),
+        (["check", "RUN", "--config", "absent.toml"], "absent.toml: cannot be read"),
+        (["check", "RUN", "--output", "no/such/folder/report"], "report: cannot be written"),
+        (["compare", "RUN", "RUN", "--fail-if", "step_time"], "expected METRIC>NUMBER"),
+        (["compare", "RUN", "absent"], "absent"),
+        (["explain", "COMM01"], "did you mean COMM001?"),
+        (["dashboard", "absent"], "absent: there is no such file or folder"),
+        (["scrub", "RUN", "RUN"], "name another place"),
+    ],
+)
+def test_options_that_cannot_be_used_exit_with_2_and_one_line(runs: Path, arguments: list[str], expected: str) -> None:
+    done = tracekit(*[str(runs / "good") if each == "RUN" else each for each in arguments])
+    assert done.returncode == 2
+    assert expected in only_line(done)
+
+
+def test_an_option_that_is_not_there_exits_with_2() -> None:
+    done = tracekit("check", "--fale-on", "never")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--fail-on" in done.stderr
+
+
+def test_runs_that_cannot_be_compared_exit_with_4_and_the_field(runs: Path, tmp_path: Path) -> None:
+    recorded.write_run(tmp_path / "small", kernel="gemm", ranks=(0,))
+    done = tracekit("compare", runs / "good", tmp_path / "small")
+    assert done.returncode == 4
+    assert "world_size differs: 2 in good, 1 in small" in only_line(done)
+    assert tracekit("compare", runs / "good", tmp_path / "small", "--allow-different").returncode == 0
+
+
+CRASHING_RULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from tracekit.rule import Rule
+
+@dataclass(frozen=True)
+class AlwaysCrashes(Rule):
+    '''Crashes.'''
+    code: ClassVar[str] = "CRASH001"
+
+    def check(self, run):
+        raise ZeroDivisionError("of all things")
+        yield
+"""
+
+
+def test_a_rule_that_crashes_exits_with_3_and_a_traceback_only_for_those_who_ask(runs: Path, tmp_path: Path) -> None:
+    # A rule from outside, as another distribution would install it.
+    (tmp_path / "crashing.py").write_text(CRASHING_RULE)
+    metadata = tmp_path / "crashing-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: crashing\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[tracekit.rules]\ncrashing = crashing:AlwaysCrashes\n")
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+
+    done = tracekit("check", runs / "good", PYTHONPATH=path)
+    assert done.returncode == 3
+    assert "CRASH001" in only_line(done)
+    assert "of all things" in done.stderr
+    assert "please report it" in done.stderr
+
+    for asked in (
+        tracekit("--debug", "check", runs / "good", PYTHONPATH=path),
+        tracekit("check", runs / "good", PYTHONPATH=path, TRACEKIT_DEBUG="1"),
+    ):
+        assert asked.returncode == 3
+        assert "ZeroDivisionError" in asked.stderr
+        assert "Traceback" in asked.stderr
+
+
+def test_a_reader_that_has_gone_is_no_trouble(runs: Path) -> None:
+    command = [sys.executable, "-m", "tracekit", "summary", str(runs / "good"), "--by", "step", "--format", "json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
+    # Scrubbing a log that is a pipe waits for its writer: us.
+    (tmp_path / "run").mkdir()
+    log = tmp_path / "run" / "rank00000.metrics.jsonl"
+    os.mkfifo(log)
+    command = [sys.executable, "-m", "tracekit", "scrub", str(tmp_path / "run"), str(tmp_path / "out")]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        with log.open("w"):  # opens once the command has
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_S) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+# What goes where -----------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_nearest_file_count_and_options_win(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.tracekit]\nfail_on = "info"\nselect = ["COMM001"]\n')
+    below = tmp_path / "below"
+    below.mkdir()
+    assert tracekit("check", runs / "good", cwd=below).returncode == 1
+    assert tracekit("check", runs / "good", "--fail-on", "never", cwd=below).returncode == 0
+    (tmp_path / "pyproject.toml").write_text('[tool.tracekit]\nfail_in = "info"\n')
+    done = tracekit("check", runs / "good", cwd=below)
+    assert done.returncode == 2
+    assert only_line(done).endswith("fail_in is no setting: did you mean fail_on?")
+
+
+def test_what_is_ignored_does_not_fail_and_is_told(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "tracekit.toml").write_text(
+        'fail_on = "info"\nselect = ["COMM001"]\nignore = [{code = "COMM001", reason = "waiting for the new switch"}]\n'
+    )
+    done = tracekit("check", runs / "good", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "COMM001 is ignored: waiting for the new switch" in done.stdout
+
+
+def test_output_goes_to_a_file_that_appears_whole(runs: Path, tmp_path: Path) -> None:
+    done = tracekit(
+        "check", runs / "good", "--format", "json", "--fail-on", "never", "--output", tmp_path / "report.json"
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert json.loads((tmp_path / "report.json").read_text())["schema"] == "tracekit.report/1"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_several_runs_are_told_together(runs: Path) -> None:
+    done = tracekit("check", runs / "good", runs / "better", "--fail-on", "never", "--format", "json")
+    assert [report["run"]["name"] for report in json.loads(done.stdout)["reports"]] == ["good", "better"]
+    text = tracekit("check", runs / "good", runs / "better", "--fail-on", "never").stdout
+    assert text.splitlines()[0].split() == ["finding", "good", "better"]
+
+
+def test_a_page_for_the_browser_holds_every_run(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    done = tracekit("check", runs / "good", runs / "better", "--fail-on", "never", "--format", "html", "-o", page)
+    assert done.returncode == 0
+    assert {">good<", ">better<"} <= {name for name in (">good<", ">better<") if name in page.read_text()}
+
+
+def test_summary_is_by_rank_and_by_step(runs: Path) -> None:
+    by_rank = json.loads(tracekit("summary", runs / "good", "--format", "json").stdout)
+    by_step = json.loads(tracekit("summary", runs / "good", "--by", "step", "--format", "json").stdout)
+    assert [(row["rank"], row["step"]) for row in by_rank] == [(0, None), (1, None)]
+    assert [(row["rank"], row["step"]) for row in by_step] == [
+        (rank, step) for rank in (0, 1) for step in recorded.STEPS
+    ]
+    assert tracekit("summary", runs / "good").stdout.count("\n") == 4
+
+
+def test_a_bar_fails_only_past_it_and_says_how_it_went(runs: Path) -> None:
+    done = tracekit("compare", runs / "good", runs / "better", "--fail-if", "step_time>3%", "--format", "json")
+    changes = {change["metric"]: change for change in json.loads(done.stdout)["changes"]}
+    assert done.returncode == 0
+    assert done.stderr.startswith("tracekit: step_time>3%: ")
+    # Three steps are too few, and both ways are told.
+    assert changes["exposed_communication_ns"]["verdict"] == "cannot tell"
+    assert changes["exposed_communication_ns"]["more_samples"] == 2
+
+
+def test_a_bar_on_what_was_not_measured_exits_with_2(runs: Path) -> None:
+    done = tracekit("compare", runs / "good", runs / "better", "--fail-if", "checkpoint_blocked>3%")
+    assert done.returncode == 2
+    assert "checkpoint_blocked>3%: not measured in both runs" in done.stderr
+
+
+def test_a_saved_report_stands_for_its_run(runs: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "good.json"
+    tracekit("check", runs / "good", "--format", "json", "--fail-on", "never", "--output", saved)
+    of_report = tracekit("compare", saved, runs / "better", "--format", "markdown")
+    of_run = tracekit("compare", runs / "good", runs / "better", "--format", "markdown")
+    assert of_report.stdout == of_run.stdout != ""
+
+
+def test_rules_are_listed_and_explained() -> None:
+    listed = json.loads(tracekit("rules", "--format", "json").stdout)
+    assert {"code", "name", "summary", "documentation", "thresholds"} <= set(listed[0])
+    assert "COMM001" in tracekit("rules").stdout
+    explained = tracekit("explain", "exposed-communication").stdout
+    for heading in ("What it does", "Why it costs", "How it is measured", "How to fix", "Blind spots", "Thresholds"):
+        assert heading in explained
+
+
+def test_the_schema_is_printed() -> None:
+    assert json.loads(tracekit("check", "--print-schema").stdout)["$id"] == "tracekit.report/1"
+
+
+def test_scrubbing_lists_what_it_removed_but_not_the_words(runs: Path, tmp_path: Path) -> None:
+    manifest = json.loads((runs / "good" / "run.json").read_text()) | {"host": "node-of-alice"}
+    recorded.write_run(tmp_path / "run", kernel="gemm")
+    (tmp_path / "run" / "run.json").write_text(json.dumps(manifest))
+    done = tracekit("scrub", tmp_path / "run", tmp_path / "out")
+    assert done.returncode == 0
+    assert "1 host name in 1 place" in done.stdout
+    assert "alice" not in done.stdout + done.stderr + (tmp_path / "out" / "run.json").read_text()
+    before, after = (tracekit("summary", tmp_path / name, "--by", "step").stdout for name in ("run", "out"))
+    assert before == after != ""
+
+
+@pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colours_are_for_terminals_that_want_them(runs: Path, extra: dict[str, str], *, coloured: bool) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tracekit", "rules"]
+    with subprocess.Popen(
+        command, env=environment(**{"TERM": "xterm"} | extra), stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while block := os.read(ours, 1 << 16):
+                shown += block
+        except OSError:  # how a terminal says that its last writer has gone
+            pass
+        assert process.wait(TIMEOUT_S) == 0
+    os.close(ours)
+    assert (b"\x1b[" in shown) is coloured
+    assert b"COMM001" in shown
+
+
+# The dashboard's command ---------------------------------------------------------------------------------------------
+
+
+def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int) -> None:
+    pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
+    command = [sys.executable, "-m", "tracekit", "dashboard", str(runs), "--no-browser", "--port", str(free_port)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if str(free_port) in line:
+                    assert "127.0.0.1" in line
+                    break
+            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/_stcore/health", timeout=TIMEOUT_S) as answer:
+                assert answer.read() == b"ok"
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_without_streamlit_the_message_says_how_to_get_it(runs: Path) -> None:
+    # Python is told that Streamlit is not installed; tracekit itself is as it is.
+    code = (
+        "import importlib.util as util, sys; find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'streamlit' else find(name, *rest)\n"
+        f"sys.argv = ['tracekit', 'dashboard', {str(runs)!r}]\n"
+        "from tracekit.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'torch-tracekit[dashboard]'" in only_line(done)

@@ -1,0 +1,86 @@
+"""Reports as text: readable at every width, plain where colours are not wanted, inert whatever the names in a trace."""
+
+import re
+from collections.abc import Callable
+
+import polars as pl
+import pytest
+
+from tests import drawn, reported
+from tracekit.reports import text
+from tracekit.rule import Finding, Severity
+
+Golden = Callable[[str, str], None]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_report_reads_as_its_golden_file(golden: Golden, width: int) -> None:
+    run = reported.run()
+    golden(f"report_{width}.txt", text.render(reported.report(run), run, width=width))
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_two_reports_stand_side_by_side_where_there_is_room(golden: Golden, width: int) -> None:
+    pairs = [
+        (reported.report(today), today)
+        for today in (reported.run("runs/fsdp2"), reported.run("runs/yafsdp", strategy="yafsdp"))
+    ]
+    pairs[1] = (reported.report(pairs[1][1], found=reported.findings()[1:]), pairs[1][1])
+    golden(f"reports_{width}.txt", text.render_several(pairs, width=width))
+
+
+def test_a_run_without_findings_says_so_first(golden: Golden) -> None:
+    run = reported.run()
+    golden("report_clean.txt", text.render(reported.report(run, found=()), run, width=80))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160, 220])
+def test_no_line_is_wider_than_asked(width: int) -> None:
+    run = reported.run("runs/" + "a_very_long_name_of_a_run_" * 5)
+    pairs = [(reported.report(run), run)] * 3
+    for told in (text.render(*pairs[0], width=width), text.render_several(pairs, width=width)):
+        assert max(map(len, told.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_numbers_of_evidence_are_whole_at_every_width(width: int) -> None:
+    run = reported.run()
+    told = text.render(reported.report(run), run, width=width)
+    assert re.search(r"6 ms +2 ms +50\.0%", told)
+
+
+def test_colours_are_there_only_where_asked_for() -> None:
+    run = reported.run()
+    assert "\x1b[" in text.render(reported.report(run), run, color=True)
+    assert "\x1b" not in text.render(reported.report(run), run, color=False)
+
+
+def test_colours_change_no_letter() -> None:
+    run = reported.run()
+    coloured = text.render(reported.report(run), run, width=80, color=True)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in plain.splitlines()] == text.render(
+        reported.report(run), run, width=80
+    ).splitlines()
+
+
+def test_names_in_a_trace_cannot_steer_the_terminal() -> None:
+    nasty = "\x1b[2J\x1b]0;owned\x07[bold red]x[/]\u202e"
+    evidence = pl.DataFrame({"rank": [0], "name": [nasty]})
+    found = Finding("COMM001", Severity.WARNING, f"bad {nasty}", nasty, evidence=evidence)
+    run = reported.run(f"runs/{nasty}", strategy=nasty)
+    report = reported.report(run, found=(found,))
+    told = text.render(report, run, width=100) + text.render_several([(report, run)] * 2, width=100)
+    assert not set(told) & set("\x1b\x07\u202e")
+    assert "[bold red]x[/]" in told  # no markup language is read from it either
+
+
+def test_a_run_of_many_ranks_shows_some_and_says_where_the_rest_is() -> None:
+    many = drawn.run(*(drawn.trace(reported.PICTURE, rank=rank) for rank in range(40)), path="runs/many")
+    told = text.render(reported.report(many), many)
+    assert "and 24 more ranks: tracekit summary runs/many" in told
+
+
+def test_a_run_without_work_says_so() -> None:
+    empty = drawn.run(drawn.trace("compute ...."), path="runs/empty")
+    assert "no work to break down" in text.render(reported.report(empty, found=()), empty)
