@@ -1,11 +1,12 @@
 """Two runs, one question: did it get better or worse, or can these steps not tell?"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
+from tracekit import units
 from tracekit.analysis.samples import LOWER_IS_BETTER, samples
 from tracekit.change import Change, Values, compare_samples
 from tracekit.errors import NotComparableError
@@ -123,21 +124,9 @@ def _common_ranks(reference: Side, candidate: Side, *, allow_different: bool) ->
     a, b = (set(side.samples["rank"].unique().to_list()) for side in (reference, candidate))
     if a == b:
         return None, []
-    told = f"{reference.name} has ranks {_listed(a)}, {candidate.name} {_listed(b)}"
+    told = f"{reference.name} has ranks {units.ranges(a)}, {candidate.name} {units.ranges(b)}"
     if a & b:
-        return sorted(a & b), [f"{told}: only ranks {_listed(a & b)} are compared"]
+        return sorted(a & b), [f"{told}: only ranks {units.ranges(a & b)} are compared"]
     if not allow_different:
         raise NotComparableError(f"{told}: no rank in common; pass --allow-different to compare all the same")
     return None, [f"{told}: all of each are compared"]
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    """Return ranks in words, runs of them shortened.
-
-    >>> _listed({0, 1, 2, 5})
-    '0–2, 5'
-    """
-    rows = sorted(ranks)
-    starts = [rank for rank in rows if rank - 1 not in rows]
-    ends = [rank for rank in rows if rank + 1 not in rows]
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True)) or "none"

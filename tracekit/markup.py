@@ -68,12 +68,14 @@ def cell(column: str, value: object) -> str:
 
     >>> cell("exposed_ratio", 0.25)
     '25.0%'
+    >>> cell("bytes", 3 << 20)
+    '3 MiB'
     """
     if value is None:
         return "—"
     if isinstance(value, int | float) and not isinstance(value, bool):
         for ending, write in (("_ns", units.duration), ("_bytes", units.size), ("_ratio", units.share)):
-            if column.endswith(ending):
+            if column.endswith(ending) or column == ending[1:]:
                 return write(value)
     if isinstance(value, float):
         return f"{value:,.4g}"

@@ -4,8 +4,10 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -369,25 +371,41 @@ def test_colours_are_for_terminals_that_want_them(runs: Path, extra: dict[str, s
 def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int) -> None:
     pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
     command = [sys.executable, "-m", "tracekit", "dashboard", str(runs), "--no-browser", "--port", str(free_port)]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert answer_of(f"http://127.0.0.1:{free_port}/_stcore/health", process) == b"ok"
+        assert listening_addresses(free_port) == {"0100007F"}  # 127.0.0.1, as the kernel writes it
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT_S)
+
+
+def answer_of(url: str, process: subprocess.Popen[bytes]) -> bytes:
+    """Return what a server answers, once it does; fail where its process ends or a minute passes."""
+    until_s = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until_s:
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if str(free_port) in line:
-                    assert "127.0.0.1" in line
-                    break
-            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/_stcore/health", timeout=TIMEOUT_S) as answer:
-                assert answer.read() == b"ok"
-        finally:
-            process.terminate()
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return bytes(answer.read())
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"no answer from {url}; exit code of the server: {process.poll()}")
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Return the local addresses that listen on a port, IPv4 and IPv6, in hexadecimal as /proc/net writes them."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.add(address)
+    return found
 
 
 @pytest.fixture
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -49,6 +49,21 @@ def test_numbers_of_evidence_are_whole_at_every_width(width: int) -> None:
     assert re.search(r"6 ms +2 ms +50\.0%", told)
 
 
+def test_evidence_spares_columns_that_say_nothing_and_then_the_least_telling() -> None:
+    row = {"rank": [0], "device": [None], "lane": [7], "name": ["gloo:all_gather"], "op": ["all_gather"]}
+    row |= {"unit": ["model.decoder.layers.11.feed_forward"], "dur_ns": [31_400_000]}
+    run = reported.run()
+    found = Finding("COMM001", Severity.WARNING, "slow", "hurry", evidence=pl.DataFrame(row))
+    report = reported.report(run, found=(found,))
+
+    def header(width: int) -> list[str]:
+        told = text.render(report, run, width=width)
+        return next(line.split() for line in told.splitlines() if "duration" in line)
+
+    assert header(120) == ["rank", "lane", "name", "op", "unit", "duration"]
+    assert header(80) == ["rank", "op", "unit", "duration"]
+
+
 def test_colours_are_there_only_where_asked_for() -> None:
     run = reported.run()
     assert "\x1b[" in text.render(reported.report(run), run, color=True)

@@ -16,11 +16,14 @@ SECTIONS = ("What it does", "Why it costs", "How it is measured", "How to fix", 
 
 def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> str:
     """Return one line per rule, its thresholds below."""
-    parts: list[RenderableType] = []
+    rows: list[list[RenderableType]] = []
     for rule in rules:
-        parts.append(paper.line((rule.code, paper.DIM), "  ", (rule.name(), paper.BOLD), "  ", _first_line(rule)))
+        rows.append(
+            [paper.line((rule.code, paper.DIM)), paper.line((rule.name(), paper.BOLD)), paper.line(_first_line(rule))]
+        )
         values = "  ".join(f"{name} = {_written(value)}" for name, value in thresholds(rule).items())
-        parts += [paper.indented(paper.line((values, paper.DIM)), len(rule.code) + 2)] if values else []
+        rows += [["", "", paper.line((values, paper.DIM))]] if values else []
+    parts: list[RenderableType] = [paper.grid(rows)]
     parts += ["", paper.line(("tracekit explain CODE tells more about one.", paper.DIM))]
     return paper.print_to_string(parts, width=width, color=color)
 
@@ -69,14 +72,13 @@ def _first_line(rule: type[Rule]) -> str:
 
 
 def _paragraph(text: str) -> list[RenderableType]:
-    """Return a paragraph of a docstring: a heading in bold, prose reflowed, indented lines as they are."""
+    """Return a paragraph of a docstring: prose reflowed, the section it opens in bold, indented lines as they are."""
     lines = text.splitlines()
-    parts: list[RenderableType] = []
-    if lines and lines[0].strip().rstrip(":.") in SECTIONS:
-        parts.append(paper.line((lines.pop(0).strip().rstrip(":."), paper.BOLD)))
     if any(each.startswith((" ", "-", "*")) for each in lines):
-        return parts + [paper.indented(paper.line(each)) for each in lines]
-    return parts + ([paper.indented(paper.line(" ".join(lines)))] if lines else [])
+        return [paper.indented(paper.line(each)) for each in lines]
+    prose = " ".join(lines)
+    section = next((each for each in SECTIONS if prose.startswith(each)), "")
+    return [paper.indented(paper.line((section, paper.BOLD), prose.removeprefix(section)))]
 
 
 def _written(value: object) -> str:

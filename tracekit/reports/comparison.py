@@ -17,6 +17,7 @@ from tracekit.reports.json import plain
 SCHEMA = "tracekit.comparison/1"
 _STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
 _MAX_NAME = 14
+_NARROW = 100
 
 
 def as_json(found: Comparison) -> str:
@@ -34,7 +35,9 @@ def as_json(found: Comparison) -> str:
 
 def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
     """Return the comparison as a table, one row per metric, and what to know when reading it."""
-    made = paper.table(*_table(found), right=[False, True, True, True, True, False])
+    gap = 1 if width < _NARROW else 2
+    made = paper.table(*_table(found), right=[False, True, True, True, True, False], gap=gap)
+    made.columns[0].no_wrap = True
     for change, cell in zip(found.changes, list(made.columns[-1].cells), strict=True):
         assert isinstance(cell, Text)
         cell.stylize(_STYLES[change.verdict])
@@ -63,7 +66,9 @@ def outcome(bar: Bar, change: Change) -> str:
     if bar.is_crossed(change):
         return f"{told}: past the bar"
     if bar.is_beyond(change):
-        return f"{told}: past the bar, but it may be noise: {_wanting(change)}"
+        counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"
+        more = f"; about {_more(change)} more a side would" if change.more_samples else ""
+        return f"{told}: past the bar, but it may be noise: {counts}{more}"
     return f"{told}: within the bar"
 
 
@@ -105,13 +110,17 @@ _LABELS = {
 def _change(change: Change) -> str:
     if change.change is None:
         return "from 0" if change.difference else "none"
-    return f"{100 * change.change:+.1f}{_unit(change)}"
+    return f"{_percent(change.change)}{_unit(change)}"
 
 
 def _interval(change: Change) -> str:
     if change.low is None or change.high is None:
         return "—"
-    return f"{100 * change.low:+.1f} to {100 * change.high:+.1f}{_unit(change)}"
+    return f"{_percent(change.low)} to {_percent(change.high)}{_unit(change)}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:+.1f}" if abs(ratio) < 0.1 else f"{100 * ratio:+.0f}"
 
 
 def _unit(change: Change) -> str:
@@ -120,19 +129,13 @@ def _unit(change: Change) -> str:
 
 def _remarks(found: Comparison) -> Sequence[str]:
     """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
-    unsure: dict[str, list[str]] = {}
-    for change in found.changes:
-        if change.verdict is Verdict.CANNOT_TELL:
-            unsure.setdefault(_wanting(change), []).append(_label(change.metric))
-    return [*(f"{', '.join(metrics)}: {wanting}" for wanting, metrics in unsure.items()), *found.notes]
+    unsure = [change for change in found.changes if change.verdict is Verdict.CANNOT_TELL]
+    more = ", ".join(f"{_label(change.metric)} {_more(change)}" for change in unsure)
+    return [*([f"about how many more samples a side would tell: {more}"] if more else []), *found.notes]
 
 
-def _wanting(change: Change) -> str:
-    counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"
-    if not change.more_samples:
-        return counts
-    more = f"{change.more_samples:,}" if change.more_samples < MAX_MORE_SAMPLES else f"{MAX_MORE_SAMPLES:,} or more"
-    return f"{counts}; about {more} more a side would"
+def _more(change: Change) -> str:
+    return f"{change.more_samples:,}" + ("+" if change.more_samples >= MAX_MORE_SAMPLES else "")
 
 
 def _row(cells: Sequence[str]) -> str:

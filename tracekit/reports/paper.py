@@ -76,6 +76,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
     return made
 
 
+def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
+    """Return rows whose last cell wraps within its own column, and whose others never do."""
+    made = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for number in range(len(rows[0]) if rows else 0):
+        made.add_column(no_wrap=number < len(rows[0]) - 1)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def natural_width(part: RenderableType) -> int:
+    """Return how many columns a part takes where it has all the room it wants."""
+    return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
+
+
 def frame(rows: pl.DataFrame) -> Table:
     """Return a frame as a table, its numbers in readable units by the endings of the column names."""
     return table(

@@ -18,11 +18,15 @@ MAX_EVIDENCE_ROWS = 3
 _MIN_SIDE_WIDTH = 76
 _MAX_WIDTH = 120  # longer lines are hard to read
 _GAP = 4
+_EVIDENCE_INDENT = 4
+# What evidence can spare where there is no room for all of it, the first to go first.
+_SPARED = ("lane", "device", "blocking", "name", "phase")
 
 
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
     """Return the report as text at most `width` columns wide."""
-    return paper.print_to_string(_report(report, run), width=min(width, _MAX_WIDTH), color=color)
+    width = min(width, _MAX_WIDTH)
+    return paper.print_to_string(_report(report, run, width), width=width, color=color)
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
@@ -33,19 +37,19 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
         grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         for _ in reports:
             grid.add_column(width=side)
-        grid.add_row(*(_stacked(_report(report, run)) for report, run in reports))
+        grid.add_row(*(_stacked(_report(report, run, side)) for report, run in reports))
         parts.append(grid)
     else:
         for report, run in reports:
             parts += [
                 paper.line((f"── {run.name} ".ljust(min(width, WIDTH), "─"), paper.DIM)),
-                *_report(report, run),
+                *_report(report, run, width),
                 "",
             ]
     return paper.print_to_string(parts, width=width, color=color)
 
 
-def _report(report: Report, run: Run) -> list[RenderableType]:
+def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [
         *_verdict(report.findings),
         paper.line((f"{run.name}  {words.subtitle(run)}", paper.DIM)),
@@ -53,7 +57,7 @@ def _report(report: Report, run: Run) -> list[RenderableType]:
     parts += ["", *_breakdown(run)]
     origins_ns = words.origins(run)
     for found in report.findings:
-        parts += ["", *_finding(found, origins_ns)]
+        parts += ["", *_finding(found, origins_ns, width)]
     if report.notes:
         parts += ["", paper.line(("Notes", paper.BOLD))]
         parts += [paper.hanging("·", paper.line(note)) for note in report.notes]
@@ -70,9 +74,8 @@ def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
 
 
 def _costliest(findings: Sequence[Finding]) -> str:
-    found = max(findings, key=lambda found: (found.impact, found.cost_bytes))
-    cost = words.cost(found)
-    return f"costliest: {words.rule_name(found.code)}, {cost}" if cost else ""
+    found = max(findings, key=lambda found: found.impact)
+    return f"costliest: {words.rule_name(found.code)}, {units.share(found.impact)} of step time" if found.impact else ""
 
 
 def _breakdown(run: Run) -> list[RenderableType]:
@@ -114,7 +117,7 @@ def _steps(run: Run) -> str:
     return f"  median step {units.duration(median_ns)}, steps {units.ranges(steps['step'].to_list())}"
 
 
-def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list[RenderableType]:
+def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:
     label = found.severity.label
     heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     heading.add_column()
@@ -130,19 +133,31 @@ def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list[
     if found.fix:
         parts.append(paper.hanging("Fix", paper.line(found.fix)))
     parts.append(paper.indented(paper.line((words.place(found), paper.DIM))))
-    return parts + _evidence(found, origins_ns)
+    return parts + _evidence(found, origins_ns, width - _EVIDENCE_INDENT)
 
 
-def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> list[RenderableType]:
+def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:
     rows = found.evidence
     if rows.is_empty():
         return []
-    if "window" in rows.columns and rows["window"].fill_null(0).n_unique() == 1:
-        rows = rows.drop("window")
-    shown = paper.frame(words.readable(rows.head(MAX_EVIDENCE_ROWS), origins_ns))
-    more = rows.height - MAX_EVIDENCE_ROWS
-    parts: list[RenderableType] = [paper.indented(shown, 4)]
-    return parts + ([paper.indented(paper.line((f"and {more:,} more rows", paper.DIM)), 4)] if more > 0 else [])
+    shown = _fitted(words.readable(rows.head(MAX_EVIDENCE_ROWS), origins_ns), width)
+    parts: list[RenderableType] = [paper.frame(shown)]
+    more = rows.height - shown.height
+    parts += [paper.line((f"and {more:,} more rows", paper.DIM))] if more else []
+    return [paper.indented(part, _EVIDENCE_INDENT) for part in parts]
+
+
+def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
+    """Return rows without columns that say nothing in them, and as few of the others as the width demands."""
+    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    if "window" in shown.columns and shown["window"].n_unique() == 1:
+        shown = shown.drop("window")
+    for name in _SPARED:
+        if paper.natural_width(paper.frame(shown)) <= width:
+            break
+        if name in shown.columns and (name != "name" or "op" in shown.columns):
+            shown = shown.drop(name)
+    return shown
 
 
 def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
