@@ -25,6 +25,9 @@ _HOST_KINDS = {
 _UNIT_SPAN = r"^(?:FSDP|YaFSDP)::(\w+)"
 _UNIT_NAME = r"^(?:FSDP|YaFSDP)::\w+ (?:\((.*)\)|for (.*))$"
 _STEP = r"^ProfilerStep#(\d+)$"
+_OPTIMIZER_STEP = "Optimizer.step#"
+_BACKWARD_OP = "autograd::engine::evaluate_function"
+_NO_STEPS = pl.DataFrame(schema={"step": pl.Int64, "host_start_ns": pl.Int64, "host_end_ns": pl.Int64})
 
 
 def read(path: str, *, rank: int, window: int = 0) -> Trace:
@@ -63,7 +66,7 @@ def read(path: str, *, rank: int, window: int = 0) -> Trace:
         allocations=schema.ALLOCATIONS.conform(_allocations(frame, ops, lanes, spans)),
         checkpoints=checkpoints,
         metrics=metrics,
-        doubts=pl.concat([doubts, _doubts(frame, spans, base)]),
+        doubts=pl.concat([doubts, _doubts(frame, ops, spans, base)]),
         header=events.header,
     )
 
@@ -145,8 +148,10 @@ def _ops(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _steps(ops: pl.DataFrame) -> pl.DataFrame:
-    """Return the host windows of the steps: columns step, host_start_ns, host_end_ns, sorted; empty if not marked."""
+    """Return the host windows of the steps: columns step, host_start_ns, host_end_ns, sorted; empty if not told."""
     marks = ops.filter(pl.col("kind").is_in(["annotation", "cpu_op"]), pl.col("name").str.contains(_STEP))
+    if marks.is_empty():
+        return _optimizer_steps(ops)
     return (
         marks.select(
             pl.col("name").str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
@@ -156,6 +161,29 @@ def _steps(ops: pl.DataFrame) -> pl.DataFrame:
         .drop_nulls()
         .sort("host_start_ns")
         .unique("step", keep="first", maintain_order=True)
+    )
+
+
+def _optimizer_steps(ops: pl.DataFrame) -> pl.DataFrame:
+    """Return steps that end where an optimizer's step does, counted from 0; what follows the last is in none.
+
+    Several optimizers with no backward between them end one step.
+    """
+    ends = ops.filter(pl.col("name").str.starts_with(_OPTIMIZER_STEP)).select(
+        (pl.col("start_ns") + pl.col("dur_ns")).alias("host_end_ns")
+    )
+    if ends.is_empty():
+        return _NO_STEPS
+    end_ns = ends["host_end_ns"].sort().to_numpy()
+    backward = ops.filter(pl.col("name").str.starts_with(_BACKWARD_OP))["start_ns"].sort().to_numpy()
+    if len(backward):
+        # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
+        following = np.searchsorted(backward, end_ns)
+        end_ns = end_ns[np.append(following[1:] > following[:-1], True)]
+    first_ns = int(ops["start_ns"].min())  # type: ignore[arg-type]
+    return pl.DataFrame(
+        {"step": np.arange(len(end_ns)), "host_start_ns": np.append(first_ns, end_ns[:-1]), "host_end_ns": end_ns},
+        schema=_NO_STEPS.schema,
     )
 
 
@@ -213,7 +241,7 @@ def _phase(ops: pl.DataFrame) -> pl.Series:
     backward = nesting.nearest(
         ops["parent_id"].to_numpy(), ops["name"].str.starts_with("autograd::engine::").to_numpy()
     )
-    optimizer = nesting.nearest(ops["parent_id"].to_numpy(), ops["name"].str.starts_with("Optimizer.step#").to_numpy())
+    optimizer = nesting.nearest(ops["parent_id"].to_numpy(), ops["name"].str.starts_with(_OPTIMIZER_STEP).to_numpy())
     told = pl.select(
         pl.when(pl.Series(optimizer >= 0))
         .then(pl.lit(conventions.OPTIMIZER))
@@ -302,7 +330,7 @@ def _enclosing(ops: pl.DataFrame, lane: pl.Series, at_ns: pl.Series) -> pl.Serie
     return pl.Series("id", current).replace(-1, None)
 
 
-def _doubts(frame: pl.DataFrame, steps: pl.DataFrame, base: int) -> pl.DataFrame:
+def _doubts(frame: pl.DataFrame, ops: pl.DataFrame, steps: pl.DataFrame, base: int) -> pl.DataFrame:
     rows = []
     if steps.is_empty():
         rows.append(
@@ -312,6 +340,9 @@ def _doubts(frame: pl.DataFrame, steps: pl.DataFrame, base: int) -> pl.DataFrame
                 0.0,
             )
         )
+    elif not ops["name"].str.contains(_STEP).any():
+        message = "No ProfilerStep marks: a step is taken to end where the optimizer's step does, counted from 0."
+        rows.append(("steps_from_optimizer", message, 0.0))
     if not base and (frame["ts_ns"] > 2**53).any():
         rows.append(
             (
