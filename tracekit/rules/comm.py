@@ -107,5 +107,5 @@ def _fix(run: Run, evidence: pl.DataFrame) -> str:
             return _FIXES_ON_HOST[str(strategy)]
         if strategy in _FIXES:
             return _FIXES[str(strategy)]
-    what = f"the {op} calls" if op else "the collectives"
+    what = f"the {op!s} calls" if op else "the collectives"
     return f"Start {what} in the evidence earlier (async_op=True), or give each rank more compute per byte sent."
