@@ -1,7 +1,7 @@
 """Train a toy under YaFSDP on all ranks and, on each rank, the same toy alone on all ranks' data; compare. Not a test.
 
-Both are in fp64, where the two may differ by rounding only. Run it with a world size other than 1, 2 and 4: dividing by
-a power of two is exact, so a wrong order of dividing and summing could hide.
+Both are in fp64, where the two may differ by rounding only. One of the world sizes must be other than 1, 2 and 4:
+dividing by a power of two is exact, so a wrong order of dividing and summing could hide.
 """
 
 import copy
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
+from instrumented_trainers.strategies.yafsdp.checkpoint import restore_model
 from instrumented_trainers.strategies.yafsdp.module import units_in
 from tests.integration.toy import VOCABULARY, Toy
 
@@ -31,6 +32,12 @@ class Case:
     """Done to the model before it is sharded."""
     units: str = "layers"
     """What is sharded by itself: layers, root (nothing), all (every child), nested (feed-forwards in layers, too)."""
+    norms_once: bool = False
+    """Whether the layers leave their norms to the root."""
+    replicas: int = 1
+    """Over how many ranks each shard is replicated, if the world size can be divided by that."""
+    meta: bool = False
+    """Whether the model is sharded on the meta device and then given the reference's weights."""
     buffers: int = 2
     reshard_after_forward: bool = True
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -41,6 +48,8 @@ class Case:
     max_norm: float | None = None
     passes: int = 1
     """How many forward passes, on different data, one backward pass goes through."""
+    backwards: str = "one"
+    """one: for all passes together; each: for each of them; two: for all together, each of half the loss."""
     evaluate: bool = False
     """Whether a forward pass without gradients follows each micro-batch's forward and each step."""
     set_to_none: bool = True
@@ -87,9 +96,9 @@ def compare(case: Case) -> Difference:
     return Difference(max(losses), max(gradients), _parameter_difference(sharded, reference), max(norms))
 
 
-def shard(toy: nn.Module, case: Case) -> nn.Module:
+def shard(toy: nn.Module, case: Case, *, device: str = "cpu") -> nn.Module:
     """Shard the toy as the case says."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = _mesh(case, device)
     options = {"mp_policy": case.policy, "buffers": case.buffers}
     inner: list[nn.Module] = []
     if case.units == "nested":
@@ -99,17 +108,31 @@ def shard(toy: nn.Module, case: Case) -> nn.Module:
     if case.units == "all":
         inner += [toy.embedding, toy.norm, toy.head]
     for module in inner:
-        fully_shard(module, mesh, reshard_after_forward=case.reshard_after_forward, **options)
+        norms = [p for part in module.modules() if isinstance(part, nn.LayerNorm) for p in part.parameters()]
+        left_out = norms if case.norms_once else []
+        keep = {"reshard_after_forward": case.reshard_after_forward}
+        fully_shard(module, mesh, left_out=left_out, **keep, **options)
     return fully_shard(toy, mesh, **options)
+
+
+def _mesh(case: Case, device: str) -> DeviceMesh:
+    world_size = dist.get_world_size()
+    replicas = case.replicas if world_size % case.replicas == 0 else 1
+    shape = (world_size,) if case.replicas == 1 else (replicas, world_size // replicas)
+    return init_device_mesh(device, shape)
 
 
 def _models(case: Case) -> tuple[Toy, Toy]:
     torch.manual_seed(0)
-    toy = Toy(case.path, tied=case.tied).to(case.dtype)
+    reference = Toy(case.path, tied=case.tied).to(case.dtype)
     if case.prepare is not None:
-        case.prepare(toy)
-    reference = copy.deepcopy(toy)
-    shard(toy, case)
+        case.prepare(reference)
+    if not case.meta:
+        return shard(copy.deepcopy(reference), case), reference
+    with torch.device("meta"):
+        toy = Toy(case.path, tied=case.tied).to(case.dtype)
+    shard(toy, case).to_empty(device="cpu")
+    restore_model(toy, reference.state_dict())
     return toy, reference
 
 
@@ -133,14 +156,27 @@ def _train(case: Case, toy: Toy, batches: Tensor, *, step: int, ranks: list[int]
             if isinstance(toy, YaFSDPModule):
                 toy.set_requires_gradient_sync(index == case.micro_batches - 1)
             losses = [_loss(toy, tokens.roll(number, 1)) for number in range(case.passes)]
-            loss = torch.stack(losses).sum() / (case.micro_batches * len(ranks))
+            share = case.micro_batches * len(ranks) * (case.divisor_error if isinstance(toy, YaFSDPModule) else 1)
             if case.evaluate:
                 _evaluate(toy, tokens)
-            (loss / case.divisor_error if isinstance(toy, YaFSDPModule) else loss).backward()
-            total += loss.detach()
+            _go_back(case, [loss / share for loss in losses])
+            loss = torch.stack(losses).detach().sum() / (case.micro_batches * len(ranks))
+            total += loss
     if case.evaluate:
         _evaluate(toy, batches[0, 0])
     return total
+
+
+def _go_back(case: Case, losses: list[Tensor]) -> None:
+    if case.backwards == "each":
+        for loss in losses:
+            loss.backward()
+        return
+    loss = torch.stack(losses).sum()
+    if case.backwards == "two":
+        loss = loss / 2
+        loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def _loss(toy: Toy, tokens: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from instrumented_trainers.strategies.options import ShardOptions
 from instrumented_trainers.strategies.yafsdp.api import fully_shard
+from instrumented_trainers.strategies.yafsdp.materialize import materialize
 from instrumented_trainers.strategies.yafsdp.module import CommunicationBuffers, YaFSDPModule
 from instrumented_trainers.strategies.yafsdp.policy import MixedPrecisionPolicy
 
-__all__ = ["CommunicationBuffers", "MixedPrecisionPolicy", "YaFSDPModule", "fully_shard", "shard"]
+__all__ = ["CommunicationBuffers", "MixedPrecisionPolicy", "YaFSDPModule", "fully_shard", "materialize", "shard"]
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
