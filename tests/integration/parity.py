@@ -5,7 +5,7 @@ dividing by a power of two is exact, so a wrong order of dividing and summing co
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
 from instrumented_trainers.strategies.yafsdp.checkpoint import restore_model
 from instrumented_trainers.strategies.yafsdp.module import units_in
-from tests.integration.toy import VOCABULARY, Toy
+from tests.integration.toy import RANK_DEPENDENT_PATHS, VOCABULARY, Toy
 
 SEQUENCES, TOKENS = 2, 9
 
@@ -82,8 +82,10 @@ def compare(case: Case) -> Difference:
     losses, gradients, norms = [0.0], [0.0], [0.0]
     for step in range(case.steps):
         batches = _batches(case, step)
-        loss = _train(case, sharded, batches[dist.get_rank()][None], step=step, ranks=[dist.get_rank()])
-        reference_loss = _train(case, reference, batches, step=step, ranks=range(dist.get_world_size()))
+        rank, together = dist.get_rank(), case.path not in RANK_DEPENDENT_PATHS
+        loss = _train(case, sharded, {rank: batches[rank]}, step)
+        everything = {0: torch.cat(list(batches), dim=1)} if together else dict(enumerate(batches))
+        reference_loss = _train(case, reference, everything, step)
         losses.append(_relative(_mean_over_ranks(loss), reference_loss))
         if case.max_norm is not None:
             norm = sharded.clip_grad_norm_(case.max_norm)
@@ -147,23 +149,23 @@ def _batches(case: Case, step: int) -> Tensor:
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
 
 
-def _train(case: Case, toy: Toy, batches: Tensor, *, step: int, ranks: list[int] | range) -> Tensor:
+def _train(case: Case, toy: Toy, batches: Mapping[int, Tensor], step: int) -> Tensor:
     """Run all micro-batches of the given ranks forward and backward and return the mean loss."""
     total = torch.zeros((), dtype=torch.float64)
-    for rank, micro_batches in zip(ranks, batches, strict=True):
+    shares = case.micro_batches * len(batches)
+    error = case.divisor_error if isinstance(toy, YaFSDPModule) else 1
+    for rank, micro_batches in batches.items():
         toy.situation.step, toy.situation.rank = step, rank
         for index, tokens in enumerate(micro_batches):
             if isinstance(toy, YaFSDPModule):
                 toy.set_requires_gradient_sync(index == case.micro_batches - 1)
-            losses = [_loss(toy, tokens.roll(number, 1)) for number in range(case.passes)]
-            share = case.micro_batches * len(ranks) * (case.divisor_error if isinstance(toy, YaFSDPModule) else 1)
+            losses = [_loss(toy, tokens.roll(number, 1)) / shares for number in range(case.passes)]
             if case.evaluate:
                 _evaluate(toy, tokens)
-            _go_back(case, [loss / share for loss in losses])
-            loss = torch.stack(losses).detach().sum() / (case.micro_batches * len(ranks))
-            total += loss
+            _go_back(case, [loss / error for loss in losses])
+            total += torch.stack(losses).detach().sum()
     if case.evaluate:
-        _evaluate(toy, batches[0, 0])
+        _evaluate(toy, tokens)
     return total
 
 

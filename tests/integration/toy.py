@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+RANK_DEPENDENT_PATHS = ("spare on one rank",)
 VOCABULARY, WIDTH, LAYERS, HEADS = 67, 24, 5, 2
 
 
