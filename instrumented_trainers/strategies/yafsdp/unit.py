@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from instrumented_trainers.strategies.yafsdp.lane import Lane, Ranks
 from instrumented_trainers.strategies.yafsdp.layout import Layout, Part
+from instrumented_trainers.strategies.yafsdp.optimizers import mark
 from instrumented_trainers.strategies.yafsdp.policy import MixedPrecisionPolicy
 from instrumented_trainers.strategies.yafsdp.slots import Slots
 
@@ -25,6 +26,7 @@ class UnitParameter:
         self.part = part
         self.shard = nn.Parameter(shard, requires_grad=original.requires_grad)
         self.shard.__dict__.update(original.__dict__)  # marks such as "no weight decay" that users put on parameters
+        mark(self.shard)
         self.weight: nn.Parameter | None = None
 
     def replace_shard(self, values: Tensor) -> None:
