@@ -47,7 +47,14 @@ class Job:
     ) -> None:
         """Let the group do one collective, after its ranks have come at times up to `spread_ns` apart."""
         self.now_ns += int(self.random.integers(MS // 2, 5 * MS))
-        arrivals = {rank: self.now_ns + int(self.random.integers(0, spread_ns)) for rank in self.groups[group]}
+        come = {rank: int(self.random.integers(0, spread_ns)) for rank in self.groups[group]}
+        self.collect(group, op, size, come, step=step, transfer_ns=transfer_ns)
+
+    def collect(
+        self, group: str, op: str, size: int | None, come: Mapping[int, int], *, step: int = 0, transfer_ns: int = MS
+    ) -> None:
+        """Let the group do one collective now; `come` says how long from now each rank comes."""
+        arrivals = {rank: self.now_ns + after_ns for rank, after_ns in come.items()}
         self.now_ns = max(arrivals.values()) + transfer_ns
         self.done.append(Collective(len(self.done), op, group, size, arrivals, self.now_ns, step))
 

@@ -44,9 +44,7 @@ def shifted(run):
         trace = source.read()
         return replace(trace, activities=trace.activities.with_columns(pl.col("start_ns") - shift_ns))
 
-    sources = [
-        Source(s.rank, s.window, s.path, s.size_bytes, partial(read, s, SHIFTS_NS[s.rank])) for s in run.sources
-    ]
+    sources = [Source(s.rank, s.window, s.path, s.size_bytes, partial(read, s, SHIFTS_NS[s.rank])) for s in run.sources]
     return Run(run.path, sources, align=align.offsets)
 
 
@@ -65,8 +63,10 @@ def test_ranks_of_one_host_were_on_one_clock_already(eight):
 
 
 def test_each_instance_is_the_same_collective_on_every_rank(eight):
-    rows = eight.across(match.matched).drop_nulls("instance").with_columns(
-        (pl.col("start_ns").rank("ordinal").over("rank", "op")).alias("place")
+    rows = (
+        eight.across(match.matched)
+        .drop_nulls("instance")
+        .with_columns((pl.col("start_ns").rank("ordinal").over("rank", "op")).alias("place"))
     )
     of = rows.group_by("instance").agg(
         pl.col("rank").is_unique().all().alias("one_each"),

@@ -35,7 +35,7 @@ def checked(paths: Sequence[str], rules: "Sequence[Rule]") -> "list[tuple[Report
     found = []
     with output.progress() as bar:
         for path in paths:
-            run = loading.load(path)
+            run = loading.load(path, on_progress=bar.listed)
             found.append((checking.check(run, rules, on_progress=bar.measured(len(run.sources))), run))
     return found
 
@@ -44,7 +44,8 @@ def opened(path: str) -> "Run":
     """Return a run. Raises InputError where it cannot be used."""
     from tracekit import loading
 
-    return loading.load(path)
+    with output.progress() as bar:
+        return loading.load(path, on_progress=bar.listed)
 
 
 def side(path: str) -> "Side":
