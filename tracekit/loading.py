@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from tracekit import conventions
+from tracekit.cache import cached
 from tracekit.errors import BadTraceError, InputError
 from tracekit.readers import kineto, stream
 from tracekit.trace import RUN_DOUBTS, Run, Source, Trace
@@ -30,11 +31,12 @@ class _Doubt:
     doubtful_ratio: float = 0.0
 
 
-def load(path: str | Path, *, on_progress: Progress | None = None) -> Run:
+def load(path: str | Path, *, on_progress: Progress | None = None, cache: bool = True) -> Run:
     """Load a run folder, a folder of trace files, or one trace file.
 
     A file that cannot be read while others can becomes a row of ``run.doubts``. `on_progress(done, total)` is called
-    after each file. Raises InputError if the path is missing or holds no trace, BadTraceError if none can be read.
+    after each file. With `cache`, tables parsed before come from the user's cache, and new ones go there. Raises
+    InputError if the path is missing or holds no trace, BadTraceError if none can be read.
     """
     root = Path(path)
     files = list(_find(root))
@@ -44,6 +46,8 @@ def load(path: str | Path, *, on_progress: Progress | None = None) -> Run:
         )
     doubts: list[_Doubt] = []
     placed = _place(files, doubts)
+    if cache:
+        placed = [cached(source) for source in placed]
     kept: dict[Source, Trace] = {}
     for done, source in enumerate(placed, 1):
         try:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Format, Output, TextOrJson
 
 
@@ -21,6 +22,7 @@ def summary(
     *,
     by: Annotated[By, typer.Option("--by", help="One row per rank, or one per rank and step.")] = By.RANK,
     table_format: TextOrJson = Format.TEXT,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Show where the time goes: compute, communication, copies, what overlaps and what is exposed, idle.
@@ -32,7 +34,7 @@ def summary(
     from tracekit.analysis import summary as measured
     from tracekit.reports import tables
 
-    opened = opening.opened(run)
+    opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
         opened.measure((breakdown.by_rank, breakdown.by_step), bar.measured(len(opened.sources)))
     rows = measured.by_rank(opened) if by is By.RANK else measured.by_step(opened)
