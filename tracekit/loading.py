@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from tracekit import align, conventions, files, listing
+from tracekit.cache import cached
 from tracekit.files import File, Where
 from tracekit.listing import Doubt, Listed
 from tracekit.readers import kineto
@@ -17,19 +18,20 @@ from tracekit.trace import RUN_DOUBTS, Run, Source, Trace
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-def load(where: Where, *, on_progress: Progress | None = None) -> Run:
+def load(where: Where, *, on_progress: Progress | None = None, cache: bool = True) -> Run:
     """Load a run: a folder of trace files, one trace file, a list or glob of them, or a URL (s3://, gs://, …).
 
     Only headers are read now; traces are read when a table or fact is asked for. What was left out, missing or guessed
-    stands in ``run.doubts``. `on_progress(done, total)` is called after each file. Raises InputError if something named
-    does not exist or holds no trace, BadTraceError if none can be read.
+    stands in ``run.doubts``. `on_progress(done, total)` is called after each file. With `cache`, tables parsed before
+    come from the user's cache, and new ones go there. Raises InputError if something named does not exist or holds no
+    trace, BadTraceError if none can be read.
     """
     found = files.find(where)
     manifests = {file.folder: file for file in found.manifests}
     listed, doubts = listing.tell(found.traces, manifests=manifests, on_progress=on_progress)
     manifest = _manifest(listed, manifests, doubts)
     kept: dict[Source, Trace] = {}
-    sources = _merged(listed, kept) or [_source(t) for t in listed]
+    sources = _merged(listed, kept) or [_source(t, cache) for t in listed]
     if len(sources) == 1 and not kept:
         kept = {sources[0]: sources[0].read()}  # it is read in any case, and its faults are heard of at once
     absent = {doubt.rank for doubt in doubts if doubt.kind == "unreadable"}
@@ -41,14 +43,16 @@ def load(where: Where, *, on_progress: Progress | None = None) -> Run:
     return run
 
 
-def _source(listed: Listed) -> Source:
+def _source(listed: Listed, use_cache: bool) -> Source:
     file = listed.file
-    return Source(
-        listed.rank, listed.window, file.path, file.size_bytes, partial(_read, file, listed.rank, listed.window)
-    )
+    read = partial(_read, file, listed.rank, listed.window)
+    source = Source(listed.rank, listed.window, file.path, file.size_bytes, read)
+    return cached(source) if use_cache and file.system is None else source
 
 
 def _read(file: File, rank: int, window: int) -> Trace:
+    if file.system is None:
+        return kineto.read(file.path, rank=rank, window=window)
     logs = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
     with file.local(beside=[conventions.rank_file(rank, suffix) for suffix in logs]) as path:
         return replace(kineto.read(path, rank=rank, window=window), path=file.path)

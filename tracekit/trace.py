@@ -283,4 +283,5 @@ def _with_place(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
 
 
 def _size_bytes(trace: Trace) -> int:
-    return int(sum(table.estimated_size() for table in trace.tables.values()))
+    # Of what is in memory: a trace from the cache reads a table when it is asked for.
+    return int(sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame)))

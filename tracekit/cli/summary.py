@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Format, Output, TextOrJson
 
 
@@ -24,6 +25,7 @@ def summary(
         By, typer.Option("--by", help="One row per rank, per rank and step, or per collective and rank.")
     ] = By.RANK,
     table_format: TextOrJson = Format.TEXT,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Show where the time goes: compute, communication, copies, what overlaps and what is exposed, idle.
@@ -37,7 +39,7 @@ def summary(
     from tracekit.analysis import summary as measured
     from tracekit.reports import tables
 
-    opened = opening.opened(run)
+    opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
         facts = (match.calls,) if by is By.COLLECTIVE else (breakdown.by_rank, breakdown.by_step)
         opened.measure(facts, bar.measured(len(opened.sources)))
