@@ -10,7 +10,7 @@ from tracekit.errors import BadTraceError
 
 _READ_BYTES = 1 << 18
 _BLOCK_BYTES = 1 << 18  # small enough to stay in a core's cache until it is parsed
-_IGZIP_ERROR: type[Exception] = igzip_lib.error
+_IGZIP_ERROR = cast("type[Exception]", igzip_lib.error)
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -65,7 +65,7 @@ class Blocks:
             packed = member.unused_data.lstrip(b"\0") or file.read(_READ_BYTES)
 
     def _unzstd(self, file: BinaryIO) -> Iterator[bytes]:
-        import pyarrow as pa  # noqa: PLC0415  (heavy, and few traces are zstd)
+        import pyarrow as pa  # heavy, and few traces are zstd
 
         file.seek(0)
         try:
@@ -78,7 +78,7 @@ class Blocks:
 
 def _open(path: str) -> BinaryIO:
     if "://" in path:
-        import fsspec  # noqa: PLC0415  (only URLs need it)
+        import fsspec
 
         return cast("BinaryIO", cast("Any", fsspec).open(path, "rb").open())
     return Path(path).open("rb")

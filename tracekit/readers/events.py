@@ -141,9 +141,7 @@ BEGINS = frozenset({Begin, ExactBegin})
 ENDS = frozenset({End, ExactEnd})
 INSTANTS = frozenset({Instant, OldInstant, ExactInstant, ExactOldInstant})
 _COUNTED: tuple[type[Any], ...] = (FlowStart, FlowEnd, Counter)
-PHASES: Mapping[type[Any], str] = {
-    kind: str(kind.__struct_config__.tag) for kind in (*_KINDS, *_EXACT, *_COUNTED)
-}
+PHASES: Mapping[type[Any], str] = {kind: str(kind.__struct_config__.tag) for kind in (*_KINDS, *_EXACT, *_COUNTED)}
 
 _DECODER = msgspec.json.Decoder(
     list[Slice | Begin | End | Instant | OldInstant | Metadata | FlowStart | FlowEnd | Counter]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from tracekit.readers import events, numbers
+from tracekit.readers import events, numbers, pairs
 from tracekit.readers.events import Args, Event
 from tracekit.readers.numbers import Ints
 
@@ -224,7 +224,7 @@ class Gather:
 
     def finish(self) -> None:
         """Make slices of what began and ended in events of its own, after the last batch."""
-        paired, self.unmatched = _paired(self._pairs)
+        paired, self.unmatched = pairs.slices(self._pairs)
         if paired:
             known = self.counts.copy()
             self.add(paired)
@@ -292,35 +292,3 @@ def _frame(parts: list[dict[str, Any]]) -> pl.DataFrame:
 def _with_nulls(column: pl.Series) -> pl.Series:
     missing = column == numbers.MISSING
     return column.set(missing, None) if missing.any() else column
-
-
-def _paired(found: list[Any]) -> tuple[list[Event], int]:
-    """Return slices made of begin and end events, innermost first on each thread, and the number left without a mate.
-
-    An end ends the last begun slice of its name, or of any name where it gives none.
-    """
-    open_slices: dict[tuple[Any, Any], list[Any]] = {}
-    made: list[Event] = []
-    unmatched = 0
-    clock = numbers.Clock()
-    for event in found:
-        stack = open_slices.setdefault((_text(event.pid), _text(event.tid)), [])
-        if type(event) in events.BEGINS:
-            stack.append(event)
-            continue
-        at = next((i for i in reversed(range(len(stack))) if event.name in (None, stack[i].name)), None)
-        if at is None:
-            unmatched += 1
-            continue
-        unmatched += len(stack) - at - 1
-        begin = stack[at]
-        del stack[at:]
-        start_ns, end_ns = (clock.one(e.ts) for e in (begin, event))
-        dur = None if start_ns is None or end_ns is None else _us(end_ns - start_ns)
-        ts = None if start_ns is None else _us(start_ns)
-        made.append(events.Slice(begin.cat, begin.name, begin.pid, begin.tid, ts, dur, begin.args or event.args))
-    return made, unmatched + sum(map(len, open_slices.values()))
-
-
-def _us(ns: int) -> str:
-    return f"{'-' * (ns < 0)}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"

@@ -133,45 +133,49 @@ class Scan:
         text, kept = held[:whole].decode("utf-8", "replace"), held[whole:]
         self.damage.stray_bytes |= "\ufffd" in text
         found: list[Event] = []
-        at = 0
-        while True:
-            between = _BETWEEN.match(text, at)
-            assert between
-            start = between.end()
-            if start >= len(text):
-                self._need_comma &= not between[1]
-                at = start
-                break
-            if text[start] == "]" and not between[1]:
-                after = _AFTER_ARRAY.match(text, start + 1)
-                if after and after.end() == len(text) and not last:
-                    break  # whether the array ends here is told by what follows
-                if after:
-                    self._closed = True
-                    at = start + 1
-                    break
-            at = start
-            if self._need_comma and not between[1]:
-                self.damage.lost_bytes += 1
-            self._need_comma = False
-            try:
-                item, at = _parse(text, start)
-            except (ValueError, RecursionError):
-                if not last and len(text) - start < _PATIENCE_BYTES:
-                    break
-                resumed = _next_event(text, start + 1)
-                if resumed is None:
-                    at = self._give_up(text, start)
-                    break
-                self._lose(text[start:resumed])
-                at = resumed
-                continue
-            self._need_comma = True
-            if isinstance(item, dict):
-                found.append(events.from_object(item))
-            else:
-                self.damage.not_events += 1
-        return found, text[at:].encode("utf-8", "replace") + kept
+        at: int | None = 0
+        rest = 0
+        while at is not None:
+            rest = at
+            at, rest = self._step(text, at, found, last=last)
+        return found, text[rest:].encode("utf-8", "replace") + kept
+
+    def _step(self, text: str, at: int, found: list[Event], *, last: bool) -> tuple[int | None, int]:
+        """Read one event, or step over what is none; return where to go on (None: nowhere) and where the rest begins."""
+        between = _BETWEEN.match(text, at)
+        assert between
+        comma, start = between[1], between.end()
+        if start >= len(text):
+            self._need_comma &= not comma
+            return None, start
+        if text[start] == "]" and not comma:
+            after = _AFTER_ARRAY.match(text, start + 1)
+            if after:
+                sure = last or after.end() < len(text)  # else what follows may yet show that the array goes on
+                self._closed = sure
+                return None, start + 1 if sure else at
+        try:
+            item, end = _parse(text, start)
+        except (ValueError, RecursionError):
+            if not last and len(text) - start < _PATIENCE_BYTES:
+                return None, at
+            return self._resume(text, start)
+        self.damage.lost_bytes += self._need_comma and not comma
+        self._need_comma = True
+        if isinstance(item, dict):
+            found.append(events.from_object(item))
+        else:
+            self.damage.not_events += 1
+        return end, end
+
+    def _resume(self, text: str, start: int) -> tuple[int | None, int]:
+        """Step over an event that is damaged, to the next that is whole."""
+        self._need_comma = False
+        resumed = _next_event(text, start + 1)
+        if resumed is None:
+            return None, self._give_up(text, start)
+        self._lose(text[start:resumed])
+        return resumed, resumed
 
     def _give_up(self, text: str, start: int) -> int:
         """Nothing after `start` is an event: count it lost up to the end of the array, if there is one."""

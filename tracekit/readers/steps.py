@@ -49,6 +49,6 @@ def _by_optimizer(told: HostNames, named: Ints, start: Ints, end: Ints) -> Steps
     if len(backward):
         # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
         following = np.searchsorted(backward, end_ns)
-        end_ns = end_ns[np.append(following[1:] > following[:-1], True)]  # noqa: FBT003
+        end_ns = end_ns[np.append(following[1:] > following[:-1], True)]
     start_ns = np.append(start.min(), end_ns[:-1])
     return Steps(np.arange(len(end_ns)), start_ns, end_ns, from_optimizer=True)
