@@ -32,8 +32,9 @@ class Finding:
     """A claim about where a run loses time or memory, with its numbers, its evidence and what to change.
 
     `impact` is the share of step time lost (0 to 1), `cost_ns` the time lost per step on the worst rank, `cost_bytes`
-    the memory it wastes per rank. What costs memory only has impact 0. `confidence` runs from 0 to 1. `evidence` holds
-    the rows that prove it: with columns window, rank, start_ns and dur_ns where a moment in the trace can be shown.
+    the memory it takes per rank, or takes anew every step: the message says which. What costs memory only has impact 0.
+    `confidence` runs from 0 to 1. `evidence` holds the rows that prove it: with columns window, rank, start_ns and
+    dur_ns where a moment in the trace can be shown.
     """
 
     code: str

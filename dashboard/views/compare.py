@@ -1,19 +1,20 @@
-"""Compare: several runs side by side."""
+"""Compare: several runs side by side, judged as `tracekit compare` judges them."""
 
 from collections.abc import Sequence
 
-import polars as pl
 import streamlit as st
 
 from dashboard import opened, parts
 from dashboard.catalog import Entry
 from tracekit import charts, markup
-from tracekit.analysis import samples
-from tracekit.errors import RuleError, TracekitError
+from tracekit.change import Change
+from tracekit.compare import Comparison, Side, compare
+from tracekit.errors import NotComparableError, RuleError, TracekitError
+from tracekit.reports import comparison
 
 
 def page(chosen: Sequence[Entry]) -> None:
-    """Show the mean step of each chosen run, and the medians of what runs are compared by."""
+    """Show the mean step of each chosen run, and how the others differ from the first."""
     st.html('<div class="tk-title"><b>Compare</b></div>')
     if len(chosen) < 2:
         st.info("Pick one or more runs under 'Compare with' in the sidebar.")
@@ -26,10 +27,20 @@ def page(chosen: Sequence[Entry]) -> None:
         parts.chart(charts.comparison(drawn), key="comparison")
     else:
         st.info("None of these runs has a step to break down.")
-    st.subheader("Medians")
-    st.caption("Over all ranks and steps. A difference within the noise means nothing: `tracekit compare` judges that.")
-    header, rows = _medians({entry.name: opened.measured(entry) for entry in usable})
-    st.html(markup.html_table(header, rows, right=[False, *(True for _ in header[1:])]))
+    if len(usable) < 2:
+        return
+    st.subheader(f"Against {parts.plain(usable[0].name)}")
+    st.caption(
+        "Medians over steps; the interval holds 95% of the changes that other steps of the same runs would have shown. "
+        "Another run of the same program may differ by more."
+    )
+    reference = _side(usable[0])
+    found = [each for entry in usable[1:] if (each := _compared(reference, _side(entry)))]
+    if found:
+        header, rows = _table(found)
+        st.html(markup.html_table(header, rows, right=[False, *(True for _ in header[1:])]))
+    for note in dict.fromkeys(note for each in found for note in each.notes):
+        st.caption(parts.plain(note))
 
 
 def _opens(entry: Entry) -> bool:
@@ -45,29 +56,34 @@ def _opens(entry: Entry) -> bool:
     return True
 
 
-def _medians(measured: dict[str, pl.DataFrame]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: one row per metric that any run tells, one column per run, the first the reference."""
-    medians = {
-        name: dict(table.group_by("metric").agg(pl.col("value").median()).iter_rows())
-        for name, table in measured.items()
-    }
-    header = ["metric", *medians]
+def _side(entry: Entry) -> Side:
+    return Side(entry.name, opened.opened(entry).run.manifest, opened.measured(entry))
+
+
+def _compared(reference: Side, candidate: Side) -> Comparison | None:
+    """Return the comparison; runs of different kind are compared too, with a word on it."""
+    try:
+        return compare(reference, candidate, allow_different=True)
+    except NotComparableError as error:
+        parts.problem(str(error))
+        return None
+
+
+def _table(found: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: one row per metric that any two runs share, the reference's median, then each other's."""
+    by_metric = [{change.metric: change for change in each.changes} for each in found]
+    metrics = dict.fromkeys(change.metric for each in found for change in each.changes)
+    header = ["metric", found[0].reference, *(each.candidate for each in found)]
     rows = []
-    for metric in samples.LOWER_IS_BETTER:
-        values = [of_run.get(metric) for of_run in medians.values()]
-        if any(value is not None for value in values):
-            rows.append([markup.heading(metric), *_cells(metric, values)])
+    for metric in metrics:
+        changes = [of_run.get(metric) for of_run in by_metric]
+        reference = next(change.reference for change in changes if change)
+        rows.append([comparison.label(metric), markup.cell(metric, reference), *(_cell(change) for change in changes)])
     return header, rows
 
 
-def _cells(metric: str, values: Sequence[float | None]) -> list[str]:
-    first = values[0]
-    return [markup.cell(metric, first), *(markup.cell(metric, v) + _change(metric, first, v) for v in values[1:])]
-
-
-def _change(metric: str, first: float | None, value: float | None) -> str:
-    if first is None or value is None:
-        return ""
-    if metric.endswith("_ratio"):
-        return f"  ({100 * (value - first):+.1f} points)".replace("-", "−")
-    return f"  ({value / first - 1:+.1%})".replace("-", "−") if first else ""
+def _cell(change: Change | None) -> str:
+    if change is None:
+        return parts.MISSING
+    told = f"{markup.cell(change.metric, change.candidate)}  {comparison.change_in_words(change)}"
+    return f"{told}: {change.verdict.value}".replace("-", "−")

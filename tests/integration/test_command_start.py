@@ -1,3 +1,6 @@
+"""What `tracekit --help` costs."""
+
+import resource
 import subprocess
 import sys
 
@@ -14,3 +17,13 @@ def test_help_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert "check" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+def test_help_answers_in_a_third_of_a_second():
+    used_s = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "tracekit", "--help"], stdout=subprocess.DEVNULL, check=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(used_s) < 0.3  # of processor time, which other work on the machine does not lengthen

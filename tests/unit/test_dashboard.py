@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
+from tracekit.change import Verdict
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
@@ -116,7 +117,7 @@ def test_all_steps_of_a_rank_can_be_drawn_at_once(runs):
     assert "all steps" in shown.caption[0].value
 
 
-def test_a_comparison_tells_medians_and_how_they_differ(runs):
+def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(runs):
     def script(folder):
         from dashboard import catalog
         from dashboard.views import compare
@@ -130,9 +131,10 @@ def test_a_comparison_tells_medians_and_how_they_differ(runs):
     row = _html(shown).split("exposed communication</td>")[1].split("</tr>")[0]
     assert "4 ms" in row
     assert "6 ms" in row
-    assert "+50.0%" in row
-    share = _html(shown).split("exposed communication share</td>")[1].split("</tr>")[0]
-    assert "points" in share
+    assert "+50%" in row
+    assert any(verdict.value in row for verdict in Verdict)
+    share = _html(shown).split("exposed share of step</td>")[1].split("</tr>")[0]
+    assert " pt" in share
 
 
 def test_one_run_alone_is_not_compared(runs):

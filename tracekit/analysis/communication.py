@@ -1,8 +1,8 @@
-"""Collectives: how much of each no compute hides."""
+"""Collectives of training, which leaves out those of checkpoint saves: how much of them no compute hides."""
 
 import polars as pl
 
-from tracekit import intervals
+from tracekit import conventions, intervals
 from tracekit.analysis import breakdown
 from tracekit.trace import Trace
 
@@ -11,19 +11,24 @@ COLUMNS = {
     "phase": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
 }  # fmt: skip
 
+STEP_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "duration_ns": pl.Int64, "communication_ns": pl.Int64,
+    "exposed_ns": pl.Int64,
+}  # fmt: skip
+
 
 def exposed(trace: Trace) -> pl.DataFrame:
-    """Return every communication activity with the part of it during which its device computed nothing.
+    """Return every communication activity of training with the part of it during which its device computed nothing.
 
     Columns step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity. Where several
     run at once, each counts the same exposed moment, so sums over activities may exceed the breakdown's.
     """
-    work = trace.activities.join(trace.lanes.select("lane", "device"), on="lane")
+    work = _of_training(trace)
     known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
     parts = []
     for device in breakdown.devices(trace):
         compute, _, _ = breakdown.busy(trace, device)
-        mine = work.filter(pl.col("device").eq_missing(device), pl.col("kind") == "communication")
+        mine = work.filter(pl.col("device").eq_missing(device))
         spans = intervals.from_columns(mine["start_ns"], mine["dur_ns"])
         hidden = pl.Series("hidden", intervals.coverage(spans, compute), pl.Int64)
         parts.append(
@@ -33,3 +38,31 @@ def exposed(trace: Trace) -> pl.DataFrame:
         )
     empty = pl.DataFrame(schema=COLUMNS)
     return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])
+
+
+def by_step(trace: Trace) -> pl.DataFrame:
+    """Return the collectives' time within each step's device window, and the part of it that no compute hides.
+
+    Columns step, device, start_ns, duration_ns (of the window), communication_ns, exposed_ns (both interval unions);
+    one row per step and device. It differs from the breakdown's by what a checkpoint's save sends.
+    """
+    work = _of_training(trace)
+    parts: dict[int | None, tuple[intervals.Spans, intervals.Spans]] = {}
+    rows = []
+    for step, start, end, device in trace.steps.select("step", "start_ns", "end_ns", "device").iter_rows():
+        if start is None or end is None:
+            continue
+        if device not in parts:
+            mine = work.filter(pl.col("device").eq_missing(device))
+            sent = intervals.union(intervals.from_columns(mine["start_ns"], mine["dur_ns"]))
+            parts[device] = sent, intervals.subtract(sent, breakdown.busy(trace, device)[0])
+        lengths = (intervals.length(intervals.clip(spans, (start, end))) for spans in parts[device])
+        rows.append((step, device, start, end - start, *lengths))
+    return pl.DataFrame(rows, schema=STEP_COLUMNS, orient="row")
+
+
+def _of_training(trace: Trace) -> pl.DataFrame:
+    """Return the communication activities but those of checkpoint saves, with their device."""
+    return trace.activities.filter(
+        pl.col("kind") == "communication", pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    ).join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")

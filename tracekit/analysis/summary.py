@@ -36,6 +36,16 @@ def by_rank(run: Run) -> pl.DataFrame:
     return windows.group_by("rank").agg(pl.col("step").first(), pl.col(COLUMNS[2:]).sum()).select(COLUMNS).sort("rank")
 
 
+def step_time_ns(run: Run) -> float | None:
+    """Return the median over steps of the slowest rank's device window, in ns: all ranks wait for that one.
+
+    None where no trace marks steps.
+    """
+    steps = run.table(breakdown.by_step).drop_nulls("step")
+    slowest = steps.group_by("window", "step").agg(pl.col("duration_ns").max())
+    return None if slowest.is_empty() else float(slowest.select(pl.col("duration_ns").median()).item())
+
+
 def _slowest_device(table: pl.DataFrame) -> pl.DataFrame:
     slowest = pl.col("duration_ns").arg_max()
     return table.group_by("window", "rank", "step", maintain_order=True).agg(pl.all().get(slowest))

@@ -77,11 +77,16 @@ def change_in_words(change: Change) -> str:
     return f"{_change(change)} ({_interval(change)})" if change.low is not None else _change(change)
 
 
+def label(metric: str) -> str:
+    """Return what people call a metric: "overlap_ratio" is "hidden communication"."""
+    return _LABELS.get(metric, markup.heading(metric))
+
+
 def _table(found: Comparison) -> tuple[list[str], list[list[str]]]:
     names = [markup.inert(name, _MAX_NAME) for name in (found.reference, found.candidate)]
     rows = [
         [
-            _label(change.metric),
+            label(change.metric),
             markup.cell(change.metric, change.reference),
             markup.cell(change.metric, change.candidate),
             _change(change),
@@ -91,10 +96,6 @@ def _table(found: Comparison) -> tuple[list[str], list[list[str]]]:
         for change in found.changes
     ]
     return ["", *names, "change", "95% interval", "verdict"], rows
-
-
-def _label(metric: str) -> str:
-    return _LABELS.get(metric, markup.heading(metric))
 
 
 _LABELS = {
@@ -130,7 +131,7 @@ def _unit(change: Change) -> str:
 def _remarks(found: Comparison) -> Sequence[str]:
     """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
     unsure = [change for change in found.changes if change.verdict is Verdict.CANNOT_TELL]
-    more = ", ".join(f"{_label(change.metric)} {_more(change)}" for change in unsure)
+    more = ", ".join(f"{label(change.metric)} {_more(change)}" for change in unsure)
     return [*([f"about how many more samples a side would tell: {more}"] if more else []), *found.notes]
 
 

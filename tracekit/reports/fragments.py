@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import polars as pl
 
 from tracekit import charts, markup, units
-from tracekit.analysis import breakdown
+from tracekit.analysis import breakdown, summary
 from tracekit.reports import words
 from tracekit.rule import Finding
 from tracekit.trace import Run
@@ -63,19 +63,25 @@ def numbers(figures: Mapping[str, tuple[str, str]]) -> str:
 
 
 def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
-    """Return the numbers to see first, as `numbers` shows them: medians over all ranks and steps."""
+    """Return the numbers to see first, as `numbers` shows them: the step time, and shares over all ranks and steps."""
     steps = run.table(breakdown.by_step)
     table = steps if steps.height else run.table(breakdown.by_rank)
-    if table.is_empty():
+    totals = table.select(pl.col(*charts.PARTS, "duration_ns", "communication_ns", "overlapped_ns").sum().cast(float))
+    total = totals.row(0, named=True)
+    if not total["duration_ns"]:
         return {}
-    duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
-    shares = table.select((pl.col(*charts.PARTS) / duration_ns).median()).row(0, named=True)
-    hidden = table.filter(communication_ns > 0).select((pl.col("overlapped_ns") / communication_ns).median()).item()
-    length = units.duration(table.select(duration_ns.median()).item())
-    shown = {"step time, median" if steps.height else "time traced, median": (length, "")}
+    step_ns = summary.step_time_ns(run)
+    shown = (
+        {"time traced, longest rank": (units.duration(table.select(pl.col("duration_ns").max()).item()), "")}
+        if step_ns is None
+        else {"step time, median": (units.duration(step_ns), "")}
+    )
     for column, (label, kind) in charts.PARTS.items():
-        shown[label] = (units.share(shares[column]), charts.COLOURS[kind])
-    return shown | ({} if hidden is None else {"of communication hidden": (units.share(hidden), "")})
+        shown[label] = (units.share(total[column] / total["duration_ns"]), charts.COLOURS[kind])
+    if total["communication_ns"]:
+        hidden = total["overlapped_ns"] / total["communication_ns"]
+        shown["of communication hidden"] = (units.share(hidden), "")
+    return shown
 
 
 def moments(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFrame:

@@ -110,11 +110,11 @@ def _breakdown(run: Run) -> list[RenderableType]:
 
 
 def _steps(run: Run) -> str:
-    steps = summary.by_step(run).drop_nulls("step")
-    if steps.is_empty():
+    step_ns = summary.step_time_ns(run)
+    if step_ns is None:
         return "  the traces mark no steps"
-    median_ns = steps.select(pl.col("duration_ns").median()).item()
-    return f"  median step {units.duration(median_ns)}, steps {units.ranges(steps['step'].to_list())}"
+    steps = summary.by_step(run)["step"].drop_nulls()
+    return f"  median step {units.duration(step_ns)}, steps {units.ranges(steps.to_list())}"
 
 
 def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:

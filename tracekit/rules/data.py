@@ -12,13 +12,20 @@ from tracekit.trace import RUN_DOUBTS, Fact, Run
 
 _FIXES = {
     "unreadable": "Record that rank again, or copy its file again.",
+    "truncated": "Let the profiler finish writing before the job ends, or copy the file again.",
     "missing_ranks": "Collect the traces of all ranks in one folder.",
+    "duplicate_rank": "Keep one job's traces in a folder of their own.",
     "no_steps": "Call profiler.step() once per training step, or record with tracekit.capture.Recorder.",
+    "steps_from_optimizer": "Call profiler.step() once per training step, or record with tracekit.capture.Recorder.",
+    "no_work": "Profile ProfilerActivity.CPU and the device's, and steps in which the model runs.",
     "clock_resolution": "Record with a newer PyTorch, which writes times relative to baseTimeNanoseconds.",
     "rank_guessed": "Record with torch.distributed initialized, so that the trace states its rank.",
     "outside_steps": "Record at least one warm-up step before the first active one.",
+    "bad_times": "Record again with a newer PyTorch; the profiler wrote events without a usable time.",
+    "bad_manifest": "Write run.json again, or remove it.",
+    "not_a_trace": "Keep other JSON files out of the run's folder.",
 }
-_INFO_KINDS = ("clock_resolution", "rank_guessed", "not_a_trace", "no_steps")
+_INFO_KINDS = ("clock_resolution", "rank_guessed", "not_a_trace", "no_steps", "steps_from_optimizer", "bad_manifest")
 
 
 @dataclass(frozen=True)
