@@ -14,7 +14,7 @@ gives the step that each moment's work was launched in.
 
 import polars as pl
 
-from tracekit import schema
+from tracekit import align, schema
 from tracekit.trace import Run, Source, Trace
 
 KINDS = {"compute": "compute", "comm": "communication", "copy": "memcpy", "set": "memset"}
@@ -62,7 +62,7 @@ def trace(
 def run(*traces: Trace, path: str = "drawn", **manifest: object) -> Run:
     """Return a run of drawn traces."""
     sources = [Source(t.rank, t.window, t.path, 0, lambda t=t: t) for t in traces]
-    return Run(path, sources, manifest=manifest)
+    return Run(path, sources, manifest=manifest, align=align.offsets)
 
 
 def _runs(cells: str) -> list[tuple[str, int, int]]:

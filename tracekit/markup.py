@@ -57,7 +57,7 @@ def heading(column: str) -> str:
     >>> heading("exposed_communication_ns")
     'exposed communication'
     """
-    for ending, spoken in (("_ns", ""), ("_bytes", ""), ("_ratio", " share")):
+    for ending, spoken in (("_ns", ""), ("_bytes", ""), ("_ratio", " share"), ("_bytes_per_s", " bandwidth")):
         if column.endswith(ending):
             column = column.removesuffix(ending) + spoken
     return {"dur": "duration"}.get(column, column.replace("_", " "))
@@ -74,7 +74,7 @@ def cell(column: str, value: object) -> str:
     if value is None:
         return "—"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        for ending, write in (("_ns", units.duration), ("_bytes", units.size), ("_ratio", units.share)):
+        for ending, write in _WRITTEN:
             if column.endswith(ending) or column == ending[1:]:
                 return write(value)
     if isinstance(value, float):
@@ -82,5 +82,11 @@ def cell(column: str, value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+_WRITTEN = (
+    ("_ns", units.duration),
+    ("_bytes", units.size),
+    ("_ratio", units.share),
+    ("_bytes_per_s", units.rate),
+)
 # Control characters, format characters (right-to-left overrides among them), surrogates, private use, unassigned.
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")

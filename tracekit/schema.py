@@ -111,6 +111,9 @@ OPS = Table(
         _PHASE,
         _UNIT,
         _SPAN,
+        _column(
+            "forward_id", _INT, "ops.id of the forward op whose gradient a backward op computes; null if not known."
+        ),
     ),
 )
 

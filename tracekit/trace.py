@@ -1,15 +1,22 @@
 """Trace: one rank in one profiled window. Run: all that a job left behind."""
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import polars as pl
 
 from tracekit import markup, schema, units
+from tracekit.errors import BadTraceError
 
 Fact: TypeAlias = Callable[["Trace"], pl.DataFrame]
 """A measurement of one trace: a pure function to a table. `Run.table` maps it over all traces of a run."""
+
+Survey: TypeAlias = Callable[["Run"], pl.DataFrame]
+"""A measurement that needs several ranks at once: a function of a run's tables to a table. See `Run.across`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +78,25 @@ class Run:
         *,
         manifest: Mapping[str, Any] | None = None,
         doubts: pl.DataFrame | None = None,
-        keep_bytes: int = 1 << 30,
+        align: Survey | None = None,
+        keep_bytes: int = 256 << 20,
+        readers: int | None = None,
     ) -> None:
         """Build a run from `sources`; `doubts` are those of the run as a whole (columns rank, path and DOUBTS').
 
-        Traces already read are kept until together they hold more than `keep_bytes`.
+        `align` finds each trace's offset to the run's clock. Traces already read are kept until together they hold more
+        than `keep_bytes`. `readers` traces are read side by side: as many as there are processors, at most four.
         """
         self.path = path
         self.sources = tuple(sorted(sources, key=lambda s: (s.window, s.rank)))
         self.manifest: Mapping[str, Any] = manifest or {}
-        self.doubts = RUN_DOUBTS.empty() if doubts is None else RUN_DOUBTS.conform(doubts)
+        self._doubts = RUN_DOUBTS.empty() if doubts is None else RUN_DOUBTS.conform(doubts)
+        self._align = align
         self._keep_bytes = keep_bytes
+        self._readers = min(os.cpu_count() or 1, _MAX_READERS) if readers is None else readers
         self._kept: dict[Source, Trace] = {}
         self._facts: dict[Fact, pl.DataFrame] = {}
+        self._surveys: dict[Survey, pl.DataFrame] = {}
 
     @property
     def name(self) -> str:
@@ -95,6 +108,22 @@ class Run:
         """Return the ranks that have a trace, in order."""
         return tuple(sorted({source.rank for source in self.sources}))
 
+    @property
+    def doubts(self) -> pl.DataFrame:
+        """Return the reasons to doubt the run as a whole or a file of it, columns as RUN_DOUBTS.
+
+        A trace that turns out unreadable when it is measured is left out of `sources` and said here from then on.
+        """
+        return self._doubts
+
+    @property
+    def offsets(self) -> pl.DataFrame:
+        """Return what to add to each trace's times to be on the run's clock, columns as OFFSETS.
+
+        Found when first asked. Without a way to align, every trace keeps its own clock: offset 0, residual null.
+        """
+        return self.across(self._align or _unaligned)
+
     def trace(self, rank: int, window: int | None = None) -> Trace:
         """Return the trace of one rank, of its first window unless told. Raises KeyError if there is none."""
         for source in self.sources:
@@ -105,23 +134,35 @@ class Run:
     def traces(self) -> Iterator[Trace]:
         """Yield every trace, by window and rank, one at a time."""
         for source in self.sources:
-            yield self._open(source)
+            try:
+                yield self._open(source)
+            except BadTraceError as error:
+                self._leave_out(source, error)
 
     def table(self, fact: Fact) -> pl.DataFrame:
         """Return the fact measured on every trace: its columns after window and rank; one measurement, then kept."""
         self.measure((fact,))
         return self._facts[fact]
 
+    def across(self, survey: Survey) -> pl.DataFrame:
+        """Return what is measured on the run as a whole, such as its collectives; one measurement, then kept."""
+        if survey not in self._surveys:
+            self._surveys[survey] = survey(self)
+        return self._surveys[survey]
+
     def measure(self, facts: Iterable[Fact], on_progress: Callable[[Source], None] | None = None) -> None:
-        """Measure several facts in one pass over the traces, so that `table` answers at once afterwards."""
+        """Measure several facts in one pass over the traces, so that `table` answers at once afterwards.
+
+        Some traces are read side by side, never more than `readers`, nor than 256 MiB of files beyond the first.
+        Raises BadTraceError if no trace can be read.
+        """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
         if not wanted:
             return
         parts: dict[Fact, list[pl.DataFrame]] = {fact: [] for fact in wanted}
-        for source in self.sources:
-            trace = self._open(source)
-            for fact in wanted:
-                parts[fact].append(_with_place(fact(trace), trace))
+        for source, measured in self._side_by_side(wanted):
+            for fact, frame in zip(wanted, measured, strict=False):
+                parts[fact].append(frame)
             if on_progress:
                 on_progress(source)
         self._facts |= {fact: pl.concat(frames) for fact, frames in parts.items()}
@@ -131,11 +172,46 @@ class Run:
         self._kept |= traces
         self._shed()
 
+    def _side_by_side(self, facts: list[Fact]) -> Iterator[tuple[Source, list[pl.DataFrame]]]:
+        """Yield each source, in order, with its facts; nothing for one that cannot be read."""
+        waiting: deque[Source] = deque(self.sources)
+        running: deque[tuple[Source, Future[tuple[Trace, list[pl.DataFrame]]]]] = deque()
+        with ThreadPoolExecutor(max_workers=self._readers) as pool:
+            while waiting or running:
+                while waiting and self._has_room(waiting[0], [source for source, _ in running]):
+                    source = waiting.popleft()
+                    running.append((source, pool.submit(_measured, source, self._kept.get(source), facts)))
+                source, future = running.popleft()
+                try:
+                    trace, measured = future.result()
+                except BadTraceError as error:
+                    self._leave_out(source, error)
+                    measured = []
+                else:
+                    self._take(source, trace)
+                yield source, measured
+
+    def _has_room(self, source: Source, running: list[Source]) -> bool:
+        ahead_bytes = sum(other.size_bytes for other in running)
+        return not running or (len(running) < self._readers and ahead_bytes + source.size_bytes < _MAX_AHEAD_BYTES)
+
+    def _leave_out(self, source: Source, error: BadTraceError) -> None:
+        if len(self.sources) == 1:
+            raise error
+        row = {"rank": source.rank, "path": source.path, "kind": "unreadable", "message": str(error)}
+        row |= {"doubtful_ratio": 1 / len(self.sources)}
+        self.sources = tuple(other for other in self.sources if other != source)
+        self._doubts = pl.concat([self._doubts, pl.DataFrame([row], schema=RUN_DOUBTS.schema)])
+
     def _open(self, source: Source) -> Trace:
-        trace = self._kept.pop(source, None) or source.read()
+        trace = self._kept.get(source) or source.read()
+        self._take(source, trace)
+        return trace
+
+    def _take(self, source: Source, trace: Trace) -> None:
+        self._kept.pop(source, None)
         self._kept[source] = trace  # last in order: the most recently used
         self._shed()
-        return trace
 
     def _shed(self) -> None:
         held = sum(_size_bytes(kept) for kept in self._kept.values())
@@ -156,6 +232,8 @@ class Run:
 
 
 _MAX_SHOWN = 16
+_MAX_READERS = 4
+_MAX_AHEAD_BYTES = 256 << 20
 
 
 RUN_DOUBTS = schema.Table(
@@ -169,10 +247,41 @@ RUN_DOUBTS = schema.Table(
 )
 
 
+OFFSETS = schema.Table(
+    "offsets",
+    "trace: rank and window",
+    (
+        schema.Column("window", pl.Int64(), "", "Window of the trace."),
+        schema.Column("rank", pl.Int64(), "", "Rank of the trace."),
+        schema.Column("offset_ns", pl.Int64(), "ns", "What to add to the trace's times to be on the run's clock."),
+        schema.Column("residual_ns", pl.Int64(), "ns", "Nothing across ranks is told below it; null: not aligned."),
+        schema.Column("drift", pl.Float64(), "ratio", "Further ns per ns since at_ns; null for spans under 10 s."),
+        schema.Column("at_ns", pl.Int64(), "ns", "Time of the trace at which offset_ns holds; null without drift."),
+        schema.Column("pairs", pl.Int64(), "", "Collectives that it shares with others and that it was aligned on."),
+        schema.Column("part", pl.Int64(), "", "Traces of a window are on one clock only within a part."),
+        schema.Column("how", pl.String(), "", "seq, order: how collectives were matched; none: on its own clock."),
+    ),
+)
+
+
+def _unaligned(run: Run) -> pl.DataFrame:
+    rows = [
+        {"window": s.window, "rank": s.rank, "offset_ns": 0, "pairs": 0, "part": part, "how": "none"}
+        for part, s in enumerate(run.sources)
+    ]
+    return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else OFFSETS.empty()
+
+
+def _measured(source: Source, kept: Trace | None, facts: list[Fact]) -> tuple[Trace, list[pl.DataFrame]]:
+    trace = kept or source.read()
+    return trace, [_with_place(fact(trace), trace) for fact in facts]
+
+
 def _with_place(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
     place = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
     return frame.select(*place, pl.all().exclude("window", "rank"))
 
 
 def _size_bytes(trace: Trace) -> int:
-    return int(sum(table.estimated_size() for table in trace.tables.values()))
+    # Of what is in memory: a trace from the cache reads a table when it is asked for.
+    return int(sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame)))

@@ -21,6 +21,15 @@ def size(n: float) -> str:
     return _scaled(n, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")), "B")
 
 
+def rate(bytes_per_s: float) -> str:
+    """Return a bandwidth with its best unit and three digits: decimal ones, as NCCL and network cards are spoken of.
+
+    >>> rate(312.4e9)
+    '312 GB/s'
+    """
+    return _scaled(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")), "B/s")
+
+
 def share(ratio: float) -> str:
     """Return a ratio as a percentage with one decimal.
 

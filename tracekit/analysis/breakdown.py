@@ -3,12 +3,13 @@
 import polars as pl
 
 from tracekit import intervals
-from tracekit.intervals import Spans, Window
+from tracekit.intervals import Spans
 from tracekit.trace import Trace
 
 COPY_KINDS = ("memcpy", "memset")
 
 _INT = pl.Int64
+_WINDOW = {"step": _INT, "device": _INT, "start_ns": _INT, "end_ns": _INT}
 COLUMNS = {
     "step": _INT,
     "device": _INT,
@@ -33,12 +34,9 @@ def by_step(trace: Trace) -> pl.DataFrame:
     compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
     copy + idle = duration, exactly. overlapped = communication ∩ compute.
     """
-    rows = []
-    for step, start, end, device in trace.steps.select("step", "start_ns", "end_ns", "device").iter_rows():
-        if start is None or end is None:
-            continue
-        rows.append((step, device, *_split(busy(trace, device), (start, end))))
-    return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+    steps = trace.steps.drop_nulls(["start_ns", "end_ns"]).with_row_index("order")
+    parts = [_split(busy(trace, device), mine) for (device,), mine in steps.group_by("device", maintain_order=True)]
+    return pl.concat(parts).sort("order").select(*COLUMNS) if parts else pl.DataFrame(schema=COLUMNS)
 
 
 def by_rank(trace: Trace) -> pl.DataFrame:
@@ -46,13 +44,14 @@ def by_rank(trace: Trace) -> pl.DataFrame:
 
     Columns as in `by_step`; one row per device.
     """
-    rows = []
+    parts = []
     for device in devices(trace):
         sets = busy(trace, device)
         covered = intervals.union(*sets)
         if len(covered):
-            rows.append((None, device, *_split(sets, (int(covered[0, 0]), int(covered[-1, 1])))))
-    return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+            whole = {"step": None, "device": device, "start_ns": int(covered[0, 0]), "end_ns": int(covered[-1, 1])}
+            parts.append(_split(sets, pl.DataFrame([whole], schema=_WINDOW)).select(*COLUMNS))
+    return pl.concat(parts) if parts else pl.DataFrame(schema=COLUMNS)
 
 
 def devices(trace: Trace) -> tuple[int | None, ...]:
@@ -63,11 +62,10 @@ def devices(trace: Trace) -> tuple[int | None, ...]:
 
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
-    work = trace.activities.join(trace.lanes.select("lane", "device"), on="lane").filter(
-        pl.col("device").eq_missing(device)
-    )
+    lanes = trace.lanes.filter(pl.col("device").eq_missing(device))["lane"].to_list()
+    mine = trace.activities.lazy().filter(pl.col("lane").is_in(lanes)).select("kind", "start_ns", "dur_ns").collect()
     compute, communication, copy = (
-        _spans(work.filter(pl.col("kind").is_in(kinds))) for kinds in (("compute",), ("communication",), COPY_KINDS)
+        _spans(mine.filter(pl.col("kind").is_in(kinds))) for kinds in (("compute",), ("communication",), COPY_KINDS)
     )
     return compute, communication, copy
 
@@ -76,20 +74,22 @@ def _spans(activities: pl.DataFrame) -> Spans:
     return intervals.union(intervals.from_columns(activities["start_ns"], activities["dur_ns"]))
 
 
-def _split(sets: tuple[Spans, Spans, Spans], window: Window) -> tuple[int, ...]:
-    compute, communication, copy = (intervals.clip(spans, window) for spans in sets)
-    length = intervals.length
-    duration = window[1] - window[0]
-    exposed_communication = length(intervals.subtract(communication, compute))
-    exposed_copy = length(intervals.subtract(copy, intervals.union(compute, communication)))
-    return (
-        window[0],
-        duration,
-        length(compute),
-        length(communication),
-        length(copy),
-        length(intervals.intersect(communication, compute)),
-        exposed_communication,
-        exposed_copy,
-        duration - length(compute) - exposed_communication - exposed_copy,
+def _split(sets: tuple[Spans, Spans, Spans], windows: pl.DataFrame) -> pl.DataFrame:
+    """Return `windows` (columns start_ns and end_ns among others) with what their time goes into."""
+    compute, communication, copy = sets
+    terms = {
+        "compute_ns": compute,
+        "communication_ns": communication,
+        "copy_ns": copy,
+        "overlapped_ns": intervals.intersect(communication, compute),
+        "exposed_communication_ns": intervals.subtract(communication, compute),
+        "exposed_copy_ns": intervals.subtract(copy, intervals.union(compute, communication)),
+    }
+    spans = windows.select("start_ns", "end_ns").to_numpy()
+    duration = pl.col("end_ns") - pl.col("start_ns")
+    measured = windows.with_columns(
+        duration.alias("duration_ns"),
+        *(pl.Series(name, intervals.coverage(spans, term), pl.Int64) for name, term in terms.items()),
     )
+    busy_ns = pl.sum_horizontal("compute_ns", "exposed_communication_ns", "exposed_copy_ns")
+    return measured.with_columns((pl.col("duration_ns") - busy_ns).alias("idle_ns"))

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from tracekit import __version__
+from tracekit.cli.cache import cache
 from tracekit.cli.check import check
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
@@ -38,6 +39,7 @@ for command, in_short in (
     (rules, "List the rules and their thresholds."),
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),
+    (cache, "Show or clear the cache of parsed traces."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
     app.command(short_help=in_short)(command)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import InputError
 
@@ -67,6 +68,7 @@ def check(
     ] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Say why runs are slow, what it costs and what to change.
@@ -93,7 +95,7 @@ def check(
     today = datetime.datetime.now(datetime.UTC).date()
     told = [
         (settings_of.set_aside(report, settled.ignore, catalog, today=today), run)
-        for report, run in opening.checked(paths, rules)
+        for report, run in opening.checked(paths, rules, cache=cache)
     ]
     output.emit(_render(told, report_format, out), out)
     _fail(told, settled)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import InputError
 
@@ -42,6 +43,7 @@ def compare(
     allow_different: Annotated[
         bool, typer.Option("--allow-different", help="Compare even where model, world size or device differ.")
     ] = False,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Compare two runs by the medians of their steps, with 95% intervals.
@@ -54,7 +56,8 @@ def compare(
     from tracekit.reports import comparison as told
 
     wanted = [bars.parse(text) for text in fail_if or []]
-    found = comparing.compare(opening.side(reference), opening.side(candidate), allow_different=allow_different)
+    sides = [opening.side(path, cache=cache) for path in (reference, candidate)]
+    found = comparing.compare(*sides, allow_different=allow_different)
     if comparison_format is ComparisonFormat.JSON:
         output.emit(told.as_json(found), out)
     elif comparison_format is ComparisonFormat.MARKDOWN:

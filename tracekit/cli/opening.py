@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from tracekit.cli import output
 from tracekit.errors import InputError
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from tracekit.rule import Report, Rule
     from tracekit.trace import Run
 
+UseCache = Annotated[
+    bool, typer.Option("--cache/--no-cache", help="Use the tables that were parsed before, and keep those parsed now.")
+]
 SAMPLE = "sample_run"
 CHECKOUT_SAMPLES = "sample_traces"
 
@@ -28,26 +33,27 @@ def sample() -> Path:
     return min(runs, key=lambda run: sum(file.stat().st_size for file in run.rglob("*") if file.is_file()))
 
 
-def checked(paths: Sequence[str], rules: "Sequence[Rule]") -> "list[tuple[Report, Run]]":
+def checked(paths: Sequence[str], rules: "Sequence[Rule]", *, cache: bool = True) -> "list[tuple[Report, Run]]":
     """Return each run with its report, in the order named. Raises InputError where one cannot be used."""
     from tracekit import checking, loading
 
     found = []
     with output.progress() as bar:
         for path in paths:
-            run = loading.load(path)
+            run = loading.load(path, on_progress=bar.listed, cache=cache)
             found.append((checking.check(run, rules, on_progress=bar.measured(len(run.sources))), run))
     return found
 
 
-def opened(path: str) -> "Run":
+def opened(path: str, *, cache: bool = True) -> "Run":
     """Return a run. Raises InputError where it cannot be used."""
     from tracekit import loading
 
-    return loading.load(path)
+    with output.progress() as bar:
+        return loading.load(path, on_progress=bar.listed, cache=cache)
 
 
-def side(path: str) -> "Side":
+def side(path: str, *, cache: bool = True) -> "Side":
     """Return a run or a saved report as a side of a comparison. Raises InputError where it is neither."""
     from tracekit.analysis.samples import samples
     from tracekit.compare import Side
@@ -55,7 +61,7 @@ def side(path: str) -> "Side":
 
     if json.is_report(Path(path)):
         return json.read(Path(path))
-    run = opened(path)
+    run = opened(path, cache=cache)
     with output.progress() as bar:
         run.measure((samples,), bar.measured(len(run.sources)))
     return Side.of(run)

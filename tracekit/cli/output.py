@@ -95,6 +95,10 @@ class Bar:
 
         return step
 
+    def listed(self, done: int, total: int) -> None:
+        """Show how many of the files of a run were looked at."""
+        self._show("looking at files", done, total)
+
     def _show(self, what: str, done: int, total: int) -> None:
         if self._progress is None:
             if not sys.stderr.isatty() or time.monotonic() - self._began_s < _SILENT_S:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Format, Output, TextOrJson
 
 
@@ -14,28 +15,36 @@ class By(StrEnum):
 
     RANK = "rank"
     STEP = "step"
+    COLLECTIVE = "collective"
 
 
 def summary(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
     *,
-    by: Annotated[By, typer.Option("--by", help="One row per rank, or one per rank and step.")] = By.RANK,
+    by: Annotated[
+        By, typer.Option("--by", help="One row per rank, per rank and step, or per collective and rank.")
+    ] = By.RANK,
     table_format: TextOrJson = Format.TEXT,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Show where the time goes: compute, communication, copies, what overlaps and what is exposed, idle.
 
     compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's whole device
-    window, first activity to last; by step, each step's.
+    window, first activity to last; by step, each step's. By collective: how long each rank waited for the last one to
+    come, how often it was that one, and how fast the data then moved.
     """
-    from tracekit.analysis import breakdown
+    from tracekit import match
+    from tracekit.analysis import breakdown, instances
     from tracekit.analysis import summary as measured
     from tracekit.reports import tables
 
-    opened = opening.opened(run)
+    opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
-        opened.measure((breakdown.by_rank, breakdown.by_step), bar.measured(len(opened.sources)))
-    rows = measured.by_rank(opened) if by is By.RANK else measured.by_step(opened)
+        facts = (match.calls,) if by is By.COLLECTIVE else (breakdown.by_rank, breakdown.by_step)
+        opened.measure(facts, bar.measured(len(opened.sources)))
+    measure = {By.RANK: measured.by_rank, By.STEP: measured.by_step, By.COLLECTIVE: instances.by_collective}[by]
+    rows = measure(opened)
     if table_format is Format.JSON:
         output.emit(tables.as_json(rows), out)
     else:

@@ -3,12 +3,16 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import polars as pl
 
 from tracekit import schema
+from tracekit.readers.events import Args
+from tracekit.readers.host import Host
+from tracekit.readers.work import Speaker
 
 _OPS = (
     ("reduce_scatter", "reduce_scatter"),
@@ -32,15 +36,32 @@ _ITEM_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4,
     "half": 2, "float16": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "short": 2, "byte": 1, "int8": 1,
     "char": 1, "signed char": 1, "unsigned char": 1, "uint8": 1, "bool": 1, "long int": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1, "int16": 2,
 }  # fmt: skip
+# NCCL names its old kernels …_Sum_float(…) and its new ones …_Sum_f32_….
+_KERNEL_DTYPE = re.compile(
+    r"_(?:sum|prod|min|max|minmax|avg|premulsum|sumpostdiv)_(b?f16|f32|f64|f8e4m3|f8e5m2|[iu](?:8|32|64)|u?int\d+_t|float|double|"
+    r"half|__nv_bfloat16)(?=_|\(|$)",
+    re.I,
+)
+_DTYPE_NAMES = {
+    "bf16": "BFloat16", "f16": "Half", "f32": "Float", "f64": "Double", "__nv_bfloat16": "BFloat16", "half": "Half",
+    "float": "Float", "double": "Double", "f8e4m3": "Float8_e4m3fn", "f8e5m2": "Float8_e5m2",
+}  # fmt: skip
+# A gather or a send moves bytes of any type, and NCCL runs it as int8: its kernel's name tells no dtype.
+_TYPED = ("all_reduce", "reduce_scatter", "reduce")
 
 
-def table(sources: pl.DataFrame) -> pl.DataFrame:
-    """Return the collectives table from what the reader knows of each communication activity."""
-    rows = [_row(source) for source in sources.iter_rows(named=True)]
+def table(speakers: Iterable[Speaker], host: Host, saying: Mapping[int, Args]) -> pl.DataFrame:
+    """Return the collectives table; one row per communication activity, from the best that describes it.
+
+    That is the activity's own arguments, those of the slice that issued it, its shapes, the kernel's name.
+    """
+    rows = [_row(speaker, host, saying) for speaker in speakers]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
+@lru_cache(maxsize=4096)
 def op_of(name: str) -> str | None:
     """Return the collective that a kernel, slice or c10d op runs, by the field's name; None where it isn't told.
 
@@ -51,48 +72,99 @@ def op_of(name: str) -> str | None:
     return next((op for part, op in _OPS if part in short), None)
 
 
-def groups(header: Mapping[str, Any]) -> pl.DataFrame:
-    """Return the groups table from a trace header's distributedInfo; empty where it lists none."""
+def groups(header: Mapping[str, Any], spoken: Iterable[Args]) -> pl.DataFrame:
+    """Return the groups table from a header's distributedInfo, and from what collectives say of other groups."""
     info = header.get("distributedInfo")
-    listed = info.get("pg_config") if isinstance(info, dict) else None
-    rows = []
+    info = info if isinstance(info, dict) else {}
+    listed = info.get("pg_config")
+    listed = list(listed.values()) if isinstance(listed, dict) else listed
+    rows: dict[str, tuple[Any, ...]] = {}
     for group in listed if isinstance(listed, list) else ():
-        if not isinstance(group, dict):
-            continue
-        ranks = group.get("ranks")
-        known = [r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else None
-        rows.append((str(group.get("pg_name")), group.get("pg_desc"), group.get("backend_config"), known))
-    return pl.DataFrame(rows, schema=schema.GROUPS.schema, orient="row", strict=False)
+        if isinstance(group, dict):
+            name = str(group.get("pg_name"))
+            backend = _text(group.get("backend_config"))
+            rows[name] = (name, _text(group.get("pg_desc")), backend, _ranks(group, info.get("world_size")))
+    for args in spoken:
+        if args.group is not None and str(args.group) not in rows:
+            name = str(args.group)
+            rows[name] = (name, _text(args.group_description), None, _listed(args.group_ranks))
+    return pl.DataFrame(list(rows.values()), schema=schema.GROUPS.schema, orient="row", strict=False)
 
 
-def _row(source: Mapping[str, Any]) -> tuple[Any, ...]:
-    dtype = source.get("arg_dtype")
-    item = _ITEM_BYTES.get(str(dtype).lower())
-    sent, received = source.get("arg_in_nelems"), source.get("arg_out_nelems")
-    op = op_of(source.get("arg_collective") or source.get("issuer") or source["name"])
-    if source.get("input_dims"):
-        dtype, sent_bytes, received_bytes = _from_shapes(op, source["input_dims"], source.get("input_type"))
+def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
+    ranks = group.get("ranks")
+    known = [r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else None
+    # PyTorch lists no ranks for the group of all.
+    if not known and isinstance(world_size, int) and group.get("pg_size") == world_size:
+        return list(range(world_size))
+    return known
+
+
+def _listed(ranks: object) -> list[int] | None:
+    """Return the ranks in text such as "[0, 1, 2, 3]"; None where it is cut ("[0, 1, ...]") or no list."""
+    try:
+        found = json.loads(ranks) if isinstance(ranks, str) else ranks
+    except ValueError:
+        return None
+    return [int(r) for r in found] if isinstance(found, list) and all(isinstance(r, int) for r in found) else None
+
+
+def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any, ...]:
+    around = saying.get(speaker.issuer)
+    own = speaker.args or _SILENT
+    told = own if own.collective is not None or around is None or around.collective is None else around
+    issuer = host.names.name[int(host.named[speaker.issuer])] if speaker.issuer >= 0 else None
+    op = op_of(str(told.collective)) if told.collective is not None else None
+    op = op or op_of(speaker.name) if _is_kernel(speaker.name) else op or op_of(issuer or speaker.name)
+    op = op or op_of(issuer or "")
+    place = (_text(told.group), _whole(told.seq))
+    if told.dtype is not None or told.in_nelems is not None:
+        dtype = _text(told.dtype)
+        item = _ITEM_BYTES.get(str(dtype).lower())
+        sizes = tuple(
+            None if item is None or n is None else item * n for n in map(_whole, (told.in_nelems, told.out_nelems))
+        )
     else:
-        sent_bytes = None if item is None or sent is None else item * sent
-        received_bytes = None if item is None or received is None else item * received
-    place = (source.get("arg_group"), source.get("arg_seq"))
-    return (source["id"], op, *place, dtype, sent_bytes, received_bytes, source.get("arg_group_size"))
+        dtype, *sizes = _from_shapes(op, _shapes(around) or _shapes(own))  # type: ignore[assignment]
+    if dtype is None and op in _TYPED:
+        dtype = _kernel_dtype(speaker.name)
+    return (speaker.activity_id, op, *place, dtype, *sizes, _whole(told.group_size))
 
 
-def _from_shapes(op: str | None, dims: str, types: str | None) -> tuple[str | None, int | None, int | None]:
+_SILENT = Args()
+
+
+def _is_kernel(name: str) -> bool:
+    return ":" not in name.partition("(")[0] and op_of(name) is not None
+
+
+def _shapes(args: Args | None) -> tuple[str, str] | None:
+    if args is None or not bytes(args.input_dims):
+        return None
+    return bytes(args.input_dims).decode("utf-8", "replace"), bytes(args.input_type).decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=4096)
+def _from_shapes(op: str | None, shapes: tuple[str, str] | None) -> tuple[str | None, int | None, int | None]:
     """Return dtype, sent and received bytes of a c10d op by its shapes: (output, input, …) or (tensors, …)."""
     try:
-        shapes, kinds = json.loads(dims), json.loads(types or "[]")
-    except ValueError:
+        dims, types = json.loads(shapes[0]), json.loads(shapes[1] or "[]")  # type: ignore[index]
+    except (TypeError, ValueError):
         return None, None, None
-    dtype = _first(kinds)
+    dtype = _first(types)
     item = _ITEM_BYTES.get(str(dtype).lower())
-    if item is None or not isinstance(shapes, list) or not shapes:
+    if item is None or not isinstance(dims, list) or not dims:
         return dtype, None, None
-    first = _elements(shapes[0])
-    if op in ("all_gather", "reduce_scatter") and len(shapes) > 1:
-        return dtype, item * _elements(shapes[1]), item * first
+    first = _elements(dims[0])
+    if op in ("all_gather", "reduce_scatter", "all_to_all") and len(dims) > 1 and _elements(dims[1]):
+        return dtype, item * _elements(dims[1]), item * first
     return dtype, item * first, item * first
+
+
+@lru_cache(maxsize=4096)
+def _kernel_dtype(name: str) -> str | None:
+    found = _KERNEL_DTYPE.search(name.partition("(")[0])
+    return _DTYPE_NAMES.get(found[1].lower(), found[1]) if found else None
 
 
 def _first(kinds: object) -> str | None:
@@ -107,3 +179,15 @@ def _elements(shape: object) -> int:
     if all(isinstance(n, int) for n in shape):
         return math.prod(shape)
     return sum(_elements(inner) for inner in shape)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) < 1 << 53 else None

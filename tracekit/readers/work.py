@@ -1,117 +1,140 @@
 """Activities: what ran on device streams, or, where no device activity was recorded, on host threads."""
 
-import re
+from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from tracekit import intervals
-from tracekit.readers import nesting
+from tracekit.readers import gather, issuing, names, nesting
+from tracekit.readers.events import Args
+from tracekit.readers.host import Host, first_of, nulled
+from tracekit.readers.nesting import Flags, Ints
 
-DEVICE_KINDS = {"kernel": "compute", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
-_COLLECTIVE_KERNEL = r"(?i)^(nccl|rccl|mscclpp)|nccl(Dev)?Kernel"
-_HOST_COLLECTIVE = r"^(gloo|mpi|ucc):"
-_DISPATCHER_OP = r"^\w+::"
-_NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
-_CONTEXT = ("step", "phase", "unit", "span")
+_KINDS = pl.Series(("compute", "communication", "memcpy", "memset"))
+_COMPUTE, _COMMUNICATION = 0, 1
+_KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of gather.DEVICE_KINDS
+_KERNEL = gather.DEVICE_KINDS.index("kernel")
 
 
-def streams(device: pl.DataFrame, first_lane: int) -> pl.DataFrame:
-    """Return the device lanes, numbered from `first_lane`."""
-    known = device.select(_device(), _stream()).unique().sort("device", "stream")
-    return known.with_row_index("lane", offset=first_lane).with_columns(
-        pl.col("lane").cast(pl.Int64),
+@dataclass(frozen=True)
+class Speaker:
+    """A communication activity with what may describe it: its own arguments, and the op that issued it."""
+
+    activity_id: int
+    name: str
+    args: Args | None
+    issuer: int
+    """Id of the host slice that issued it; -1 where not known."""
+
+
+def streams(device: pl.DataFrame, threads: list[tuple[str | None, str | None]], first_lane: int) -> pl.DataFrame:
+    """Return `device` with columns device, stream filled in and lane numbered from `first_lane`, by device and stream.
+
+    Where arguments don't tell device or stream, the ids of process and thread do.
+    """
+    ids = pl.DataFrame(
+        {
+            "lane": np.arange(len(threads), dtype=np.int32),
+            "pid": [p for p, _ in threads],
+            "tid": [t for _, t in threads],
+        },
+        schema_overrides={"pid": pl.String, "tid": pl.String},
+    )
+    by_pid = pl.col("pid").cast(pl.Int64, strict=False)
+    by_tid = pl.col("tid").str.extract(r"(\d+)").cast(pl.Int64, strict=False)
+    placed = device.join(ids, on="lane", how="left", maintain_order="left").with_columns(
+        pl.coalesce("device", by_pid, 0).alias("device"), pl.coalesce("stream", by_tid, 0).alias("stream")
+    )
+    lane = pl.struct("device", "stream").rank("dense").cast(pl.Int64) - 1 + first_lane
+    return placed.with_columns(lane.alias("lane"))
+
+
+def lanes_of(placed: pl.DataFrame) -> pl.DataFrame:
+    """Return the lanes table's rows for the streams that `streams` numbered."""
+    known = placed.select("lane", "device", "stream").unique().sort("lane")
+    return known.with_columns(
         pl.col("device").cast(pl.String).alias("pid"),
         pl.col("stream").cast(pl.String).alias("tid"),
         pl.format("stream {}", "stream").alias("name"),
     )
 
 
-def on_device(device: pl.DataFrame, lanes: pl.DataFrame, ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the activities of the streams, and what is known of the collectives among them, one row each."""
-    launches = ops.filter(pl.col("kind") == "runtime").drop_nulls("correlation").unique("correlation", keep="first")
-    owners = ops.filter(pl.col("kind") == "cpu_op").drop_nulls("external_id").unique("external_id", keep="first")
-    lane_of = lanes.drop_nulls("device").select("device", "stream", "lane")
-    is_collective = pl.col("name").str.contains(_COLLECTIVE_KERNEL) | pl.col("arg_collective").is_not_null()
-    work = (
-        device.filter(pl.col("start_ns").is_not_null(), pl.col("dur_ns") >= 0)
-        .with_columns(_device(), _stream())
-        .join(lane_of, on=["device", "stream"], nulls_equal=True)
-        .sort("start_ns", maintain_order=True)
-        .with_row_index("id")
-        .join(
-            launches.select(pl.col("id").alias("launch_id"), pl.col("correlation").alias("arg_correlation"), *_CONTEXT),
-            on="arg_correlation",
-            how="left",
-            maintain_order="left",
-        )
-        .join(
-            owners.select(pl.col("external_id").alias("arg_external_id"), *_CONTEXT),
-            on="arg_external_id",
-            how="left",
-            maintain_order="left",
-            suffix="_owner",
-        )
-        .with_columns(
-            pl.when((pl.col("cat") == "kernel") & is_collective)
-            .then(pl.lit("communication"))
-            .otherwise(pl.col("cat").replace_strict(DEVICE_KINDS))
-            .alias("kind"),
-            *(pl.coalesce(name, name + "_owner").alias(name) for name in _CONTEXT),
-        )
-    )
-    return work, work.filter(pl.col("kind") == "communication")
+def on_device(
+    placed: pl.DataFrame, distinct: pl.Series, host: Host, spoken: dict[int, Args], saying: dict[int, Args]
+) -> tuple[pl.DataFrame, list[Speaker]]:
+    """Return the activities of the streams, and what may describe the collectives among them.
+
+    `spoken` holds what kernels say of collectives by row, `saying` what host slices say by id.
+    """
+    work = placed.sort("start_ns", maintain_order=True)
+    correlation = work["correlation"].to_numpy()
+    runtime, ops = np.flatnonzero(host.is_kind("runtime")), np.flatnonzero(host.is_kind("cpu_op"))
+    launch = _which(runtime, first_of(host.correlation[runtime], correlation))
+    owner = _which(ops, first_of(host.external_id[ops], work["external_id"].to_numpy()))
+    communicates = names.collective_kernels(distinct)[work["name"].to_numpy()] if len(work) else np.empty(0, bool)
+    told = np.isin(work["row"].to_numpy(), np.array(list(spoken), np.int64))
+    kernel = work["kind"].to_numpy() == _KERNEL
+    known = kernel & (communicates | told)
+    known |= _by_annotation(host, launch, kernel, known)
+    kind = np.where(known, _COMMUNICATION, _KIND_OF[work["kind"].to_numpy()])
+    table = pl.DataFrame(
+        {
+            "id": np.arange(len(work), dtype=np.int64),
+            "launch_id": nulled(launch),
+            "lane": work["lane"],
+            "name": distinct.gather(work["name"]),
+            "kind": _KINDS.gather(kind),
+            "start_ns": work["start_ns"],
+            "dur_ns": work["dur_ns"],
+            "bytes": work["bytes"],
+        }
+    ).with_columns(host.context(launch, owner))
+    which = np.flatnonzero(kind == _COMMUNICATION)
+    issuers = issuing.around(host, np.where(launch >= 0, launch, owner)[which], saying)
+    rows, called = work["row"].gather(which).to_list(), table["name"].gather(which).to_list()
+    return table, [
+        Speaker(int(i), name, spoken.get(row), issuer)
+        for i, row, name, issuer in zip(which, rows, called, issuers, strict=True)
+    ]
 
 
-def on_host(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return the activities of a CPU run, and what is known of the collectives among them, one row each.
+def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Speaker]]:
+    """Return the activities of a CPU run, and what may describe the collectives among them.
 
     Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
-    slices inside them. A collective takes step, phase, unit and span of the op that issued it: the i-th issued is the
-    i-th run, by start.
+    slices inside them. A collective takes step, phase, unit and span of the op that issued it.
     """
-    running = ops.filter(pl.col("name").str.contains(_HOST_COLLECTIVE)).sort("start_ns")
-    issued = ops.filter(
-        pl.col("name").str.contains(r"^c10d::"), ~pl.col("name").str.contains("barrier|monitored")
-    ).sort("start_ns")
-    if len(issued) == len(running):
-        context = issued.select("id", *_CONTEXT, "input_dims", "input_type", pl.col("name").alias("issuer")).rename(
-            {"id": "launch_id"}
-        )
-    else:
-        context = running.select(
-            pl.lit(None, pl.Int64).alias("launch_id"),
-            *_CONTEXT,
-            "input_dims",
-            "input_type",
-            pl.col("name").alias("issuer"),
-        )
-    collectives = pl.concat(
-        [running.select("lane", "name", "start_ns", "dur_ns"), context], how="horizontal"
-    ).with_columns(pl.lit("communication").alias("kind"))
-    parent = ops["parent_id"].to_numpy()
-    communicates = ops["lane"].is_in(running["lane"].unique().to_list())
-    dispatches = (
-        (ops["kind"] == "cpu_op")
-        & ops["name"].str.contains(_DISPATCHER_OP)
-        & ~ops["name"].str.contains(_NOT_COMPUTE)
-        & ~communicates
-    )
-    nearest_above = nesting.nearest(parent, dispatches.to_numpy())
-    parent_series = pl.Series(parent)
-    above = pl.Series(nearest_above)[parent_series.clip(0, None)] if len(ops) else parent_series
-    outermost = dispatches & ((parent_series < 0) | (above < 0))
-    compute = ops.filter(outermost).select(
-        "lane",
-        "name",
-        "start_ns",
-        "dur_ns",
-        pl.col("id").alias("launch_id"),
-        *_CONTEXT,
-        pl.lit("compute").alias("kind"),
-    )
-    compute = _without_waits(compute, ops.filter(pl.col("name").str.contains(r"^(c10d|_c10d_functional)::")))
-    work = pl.concat([compute, collectives], how="diagonal_relaxed").sort("start_ns").with_row_index("id")
-    return work, work.filter(pl.col("kind") == "communication")
+    told, named = host.names, host.named
+    running = np.flatnonzero(told.runs[named])
+    running = running[np.argsort(host.start_ns[running], kind="stable")]
+    issuer = issuing.in_order(host, running)
+    dispatches = host.is_kind("cpu_op") & told.dispatches[named] & ~np.isin(host.lane, np.unique(host.lane[running]))
+    above = nesting.nearest(host.parent, dispatches)
+    inside = (host.parent >= 0) & (above[np.maximum(host.parent, 0)] >= 0) if len(named) else dispatches
+    compute = _without_waits(host, np.flatnonzero(dispatches & ~inside))
+    kinds = np.repeat([_COMPUTE, _COMMUNICATION], (len(compute), len(running)))
+    of = np.concatenate((compute[:, 0], np.where(issuer >= 0, issuer, running)))
+    spans = np.concatenate((compute[:, 1:], np.stack((host.start_ns[running], host.end_ns[running]), axis=1)))
+    slices = np.concatenate((compute[:, 0], running))
+    order = np.argsort(spans[:, 0], kind="stable")
+    table = pl.DataFrame(
+        {
+            "id": np.arange(len(order), dtype=np.int64),
+            "launch_id": nulled(np.concatenate((compute[:, 0], issuer))[order]),
+            "lane": host.lane[slices[order]],
+            "name": told.name.gather(named[slices[order]]),
+            "kind": _KINDS.gather(kinds[order]),
+            "start_ns": spans[order, 0],
+            "dur_ns": spans[order, 1] - spans[order, 0],
+        }
+    ).with_columns(host.context(of[order]))
+    which = np.flatnonzero(kinds[order] == _COMMUNICATION)
+    called = table["name"].gather(which).to_list()
+    return table, [
+        Speaker(int(i), name, saying.get(int(slices[order[i]])), int(of[order[i]]))
+        for i, name in zip(which, called, strict=True)
+    ]
 
 
 def roles(activities: pl.DataFrame) -> pl.DataFrame:
@@ -122,32 +145,31 @@ def roles(activities: pl.DataFrame) -> pl.DataFrame:
     return time.group_by("lane", maintain_order=True).first().select("lane", pl.col("kind").alias("role"))
 
 
-def is_collective_name(name: str) -> bool:
-    """Return whether a kernel or slice of this name is a collective."""
-    return bool(re.search(_COLLECTIVE_KERNEL, name) or re.match(_HOST_COLLECTIVE, name))
+def _which(ids: Ints, at: Ints) -> Ints:
+    return np.where(at >= 0, ids[np.maximum(at, 0)], -1) if len(ids) else np.full(len(at), -1, np.int64)
 
 
-def _without_waits(compute: pl.DataFrame, waits: pl.DataFrame) -> pl.DataFrame:
-    """Return `compute` with the ops that contain a c10d slice cut into the pieces outside of it."""
-    parts = []
-    for (lane,), group in compute.group_by("lane", maintain_order=True):
-        mine = waits.filter(pl.col("lane") == lane)
-        blocked = intervals.union(intervals.from_columns(mine["start_ns"], mine["dur_ns"]))
-        spans = intervals.from_columns(group["start_ns"], group["dur_ns"])
-        cut = intervals.coverage(spans, blocked) > 0
-        parts.append(group.filter(~pl.Series(cut)))
-        for row, span in zip(group.filter(pl.Series(cut)).iter_rows(named=True), spans[cut], strict=True):
-            pieces = intervals.subtract(span.reshape(1, 2), blocked)
-            rows = [row | {"start_ns": int(a), "dur_ns": int(b - a)} for a, b in pieces]
-            parts.append(pl.DataFrame(rows, schema=group.schema))
-    return pl.concat(parts) if parts else compute
+def _by_annotation(host: Host, launch: Ints, kernel: Flags, known: Flags) -> Flags:
+    """Return the kernels that a custom backend's slice launched (mine:all_reduce), if it launched no known one."""
+    if not len(host.named) or not host.names.runs.any():
+        return np.zeros(len(launch), bool)
+    around = nesting.nearest(host.parent, host.names.runs[host.named])
+    slice_of = np.where(launch >= 0, around[np.maximum(launch, 0)], -1)
+    return kernel & (slice_of >= 0) & ~np.isin(slice_of, slice_of[known & (slice_of >= 0)])
 
 
-def _device() -> pl.Expr:
-    return pl.coalesce(pl.col("arg_device"), pl.col("pid").cast(pl.Int64, strict=False), pl.lit(0)).alias("device")
-
-
-def _stream() -> pl.Expr:
-    return pl.coalesce(
-        pl.col("arg_stream"), pl.col("tid").str.extract(r"(\d+)").cast(pl.Int64, strict=False), pl.lit(0)
-    ).alias("stream")
+def _without_waits(host: Host, compute: Ints) -> Ints:
+    """Return id, start and end of the given slices; those with c10d slices inside in pieces outside of these."""
+    rows = np.stack((compute, host.start_ns[compute], host.end_ns[compute]), axis=1)
+    waits = np.flatnonzero(host.names.waits[host.named]) if len(host.named) else compute
+    pieces = []
+    for lane in np.unique(host.lane[waits]):
+        mine = waits[host.lane[waits] == lane]
+        blocked = intervals.union(np.stack((host.start_ns[mine], host.end_ns[mine]), axis=1))
+        here = np.flatnonzero(host.lane[compute] == lane)
+        cut = here[intervals.coverage(rows[here, 1:], blocked) > 0]
+        for at in cut:
+            left = intervals.subtract(rows[at : at + 1, 1:], blocked)
+            pieces.append(np.column_stack((np.full(len(left), rows[at, 0]), left)))
+        rows[cut, 0] = -1
+    return np.concatenate([rows[rows[:, 0] >= 0], *pieces])

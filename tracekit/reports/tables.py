@@ -12,6 +12,8 @@ _HEADINGS = {
     "overlapped_ns": "overlap",
     "exposed_communication_ns": "exposed\ncomm",
     "exposed_copy_ns": "exposed\ncopy",
+    "came_last": "came\nlast",
+    "bus_bytes_per_s": "bus\nbandwidth",
 }
 _NARROW = 100
 
@@ -25,8 +27,11 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     """Return the rows as a table in readable units; a column without any value is left out."""
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
     if shown.is_empty():
-        return "The traces hold no work to break down.\n"
+        what = "collectives that ranks share" if "came_last" in rows.columns else "work to break down"
+        return f"The traces hold no {what}.\n"
     cells = [[markup.cell(name, value) for name, value in zip(shown.columns, row, strict=True)] for row in shown.rows()]
     headings = [_HEADINGS.get(name, markup.heading(name)) for name in shown.columns]
-    made = paper.table(headings, cells, right=[True] * len(headings), gap=1 if width < _NARROW else 2)
+    made = paper.table(
+        headings, cells, right=[dtype.is_numeric() for dtype in shown.dtypes], gap=1 if width < _NARROW else 2
+    )
     return paper.print_to_string([made], width=width, color=color)

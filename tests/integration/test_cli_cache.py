@@ -1,0 +1,46 @@
+"""The cache as a shell sees it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.browser import recorded
+from tests.integration.test_cli import tracekit
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "good"
+    recorded.write_run(folder, kernel="gemm")
+    return folder
+
+
+@pytest.mark.parametrize("command", [("summary", 1), ("check", 1), ("compare", 2)], ids=lambda c: c[0])
+def test_a_command_keeps_what_it_parsed_unless_told_not_to(command, run, tmp_path):
+    name, runs = command
+    own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
+    without = tracekit(name, *[run] * runs, "--no-cache", **own)
+    assert list(tmp_path.iterdir()) == []
+    first = tracekit(name, *[run] * runs, **own)
+    kept = {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()}
+    assert kept
+    again = tracekit(name, *[run] * runs, **own)
+    assert {entry.name: entry.read_bytes() for entry in (tmp_path / "traces").iterdir()} == kept
+    assert (without.stdout, without.returncode) == (first.stdout, first.returncode) == (again.stdout, again.returncode)
+    assert without.stderr == first.stderr == again.stderr
+
+
+def test_the_cache_tells_where_it_is_and_what_it_holds_and_can_be_cleared(run, tmp_path):
+    own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
+    assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/traces\n"
+    tracekit("summary", run, **own)
+    assert tracekit("cache", "path", **own).stdout == f"{tmp_path}/traces\n"
+    assert " KiB of 10 GiB in " in tracekit("cache", "size", **own).stdout
+    assert "freed " in tracekit("cache", "clear", **own).stdout
+    assert list((tmp_path / "traces").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_changes_nothing_but_a_debug_note(run, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = tracekit("summary", run, TRACEKIT_CACHE_DIR=str(tmp_path / "file"))
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,184 @@
+"""The files of a run, wherever they are: a folder, a list, a glob or a URL. Found by name; nothing is read for it."""
+
+import contextlib
+import glob
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from tracekit import conventions
+from tracekit.errors import BadTraceError, InputError
+
+Where: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+TRACE_SUFFIXES = (".json", ".json.gz", ".json.zst")
+_MAX_DEPTH = 5
+_GLOB = re.compile(r"[*?\[]")
+_URL = re.compile(r"^[a-z][a-z0-9+.-]+(?:::[a-z0-9+.-]+)*://", re.I)
+
+
+@dataclass(frozen=True)
+class File:
+    """One file: its path or URL, its size, and, behind a URL, the fsspec file system that holds it."""
+
+    path: str
+    size_bytes: int
+    system: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the path."""
+        return self.path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def folder(self) -> str:
+        """Return the path without its last part."""
+        return self.path.rstrip("/").rpartition("/")[0]
+
+    @contextlib.contextmanager
+    def local(self, *, first_bytes: int | None = None, beside: Iterable[str] = ()) -> Iterator[str]:
+        """Give a local path to the file, or to at least its `first_bytes`; a URL's copy lives as long as the block.
+
+        Files named `beside` that lie in the same remote folder are copied along. Raises BadTraceError if that fails.
+        """
+        if self.system is None:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory(prefix="tracekit-") as folder:
+            copy = Path(folder, self.name)
+            try:
+                if first_bytes is None:
+                    self._fetch(copy, beside)
+                else:
+                    copy.write_bytes(self.system.cat_file(self.path, start=0, end=first_bytes))
+            except Exception as error:  # each file system raises errors of its own
+                raise BadTraceError(f"{self.path}: cannot be fetched ({error}); check access to it") from error
+            yield str(copy)
+
+    def _fetch(self, copy: Path, beside: Iterable[str]) -> None:
+        self.system.get_file(self.path, str(copy))
+        for name in beside:
+            other = f"{self.folder}/{name}"
+            if self.system.exists(other):
+                self.system.get_file(other, str(copy.with_name(name)))
+
+    def text(self) -> str:
+        """Return the file's text. Raises OSError or ValueError where it cannot be read as such."""
+        if self.system is None:
+            return Path(self.path).read_text(encoding="utf-8")
+        return cast("bytes", self.system.cat_file(self.path)).decode("utf-8")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a place holds: its own name, the files that may be traces, and the manifests of runs."""
+
+    root: str
+    traces: tuple[File, ...]
+    manifests: tuple[File, ...]
+
+
+def find(where: Where) -> Found:
+    """Find what may be traces under a folder, in a list of paths, behind a glob or a URL (s3://, gs://, memory://, …).
+
+    Folders are searched five levels deep; their hidden folders are not. Raises InputError where something named does
+    not exist or cannot be reached, or where nothing may be a trace.
+    """
+    named = [where] if isinstance(where, str | os.PathLike) else list(where)
+    if not named:
+        raise InputError("no path was named; name a run's folder or its trace files")
+    found: dict[str, File] = {}
+    for each in named:
+        found |= {file.path: file for file in _of(os.fspath(each))}
+    manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
+    traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural(f.path)))
+    root = os.fspath(named[0]) if len(named) == 1 else _common(traces)
+    if not traces:
+        raise InputError(
+            f"{root}: no trace files (*.json, *.json.gz) in this folder; name a run's folder or a trace file"
+        )
+    return Found(root, traces, manifests)
+
+
+def natural(text: str) -> tuple[str | int, ...]:
+    """Return a key that sorts numbers inside names by value.
+
+    >>> sorted(["rank10", "rank9"], key=natural)
+    ['rank9', 'rank10']
+    """
+    return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))
+
+
+def _of(named: str) -> list[File]:
+    if _URL.match(named):
+        return _of_url(named)
+    path = Path(named)
+    if path.is_dir():
+        return list(_walk(path))
+    if path.exists():
+        beside = path.parent / conventions.MANIFEST_FILE
+        return [_file(p) for p in (path, beside) if p.is_file()]
+    if _GLOB.search(named):
+        matched = sorted(glob.glob(named, recursive=True), key=natural)  # noqa: PTH207  (Path.glob needs a relative one)
+        return [file for match in matched for file in _of(match) if _may_be_trace(file.name) or _is_manifest(file)]
+    raise InputError(f"{named}: no such file or folder; check the path")
+
+
+def _walk(root: Path) -> Iterator[File]:
+    for folder, folders, names in os.walk(root):
+        depth = len(Path(folder).relative_to(root).parts)
+        folders[:] = sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
+        for name in sorted(names):
+            path = Path(folder, name)
+            if _may_be_trace(name) and path.is_file():
+                yield _file(path)
+
+
+def _of_url(url: str) -> list[File]:
+    try:
+        import fsspec  # not at the top: half the time of a start, for a case that few meet
+
+        system, path = fsspec.core.url_to_fs(url)
+        if type(system).__name__ == "LocalFileSystem":
+            return _of(path)
+        if _GLOB.search(path):
+            details = system.glob(path, detail=True)
+        else:
+            details = system.find(path, maxdepth=_MAX_DEPTH + 1, detail=True)
+        single = list(details) == [path]
+        if single:
+            beside = f"{path.rpartition('/')[0]}/{conventions.MANIFEST_FILE}"
+            details |= {beside: system.info(beside)} if system.exists(beside) else {}
+    except ImportError as error:
+        raise InputError(f"{url}: {error}; install that package with pip") from error
+    except InputError:
+        raise
+    except Exception as error:  # each file system raises errors of its own
+        raise InputError(f"{url}: cannot be listed ({error}); check the address and your access to it") from error
+    files = [File(name, int(d.get("size") or 0), system) for name, d in details.items() if d.get("type") == "file"]
+    if not files:
+        raise InputError(f"{url}: no such file or folder; check the address")
+    return files if single else [file for file in files if _may_be_trace(file.name)]
+
+
+def _may_be_trace(name: str) -> bool:
+    return name.lower().endswith(TRACE_SUFFIXES) and not name.startswith(".")
+
+
+def _is_manifest(file: File) -> bool:
+    return file.name == conventions.MANIFEST_FILE
+
+
+def _file(path: Path) -> File:
+    return File(str(path), path.stat().st_size)
+
+
+def _common(traces: tuple[File, ...]) -> str:
+    folders = sorted({file.folder or "." for file in traces})
+    with contextlib.suppress(ValueError):  # some are absolute and some are not
+        return os.path.commonpath(folders)
+    return folders[0] if folders else "."

@@ -1,0 +1,96 @@
+"""The bytes of a file, block by block: plain, gzip (one member or many) or zstd, from a path or a URL."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from isal import igzip_lib
+
+from tracekit.errors import BadTraceError
+
+_READ_BYTES = 1 << 18
+_BLOCK_BYTES = 1 << 18  # small enough to stay in a core's cache until it is parsed
+_IGZIP_ERROR = cast("type[Exception]", igzip_lib.error)
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class Blocks:
+    """What a file holds, unpacked, in blocks of some 256 KiB; iterate once.
+
+    `broken` says afterwards in a few words why the packed bytes could not be unpacked to their end; None where they
+    could. Raises BadTraceError where the file is missing or cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.broken: str | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            with _open(self.path) as file:
+                yield from _without_mark(self._unpacked(file))
+        except FileNotFoundError:
+            raise BadTraceError(f"{self.path}: no such file; check the path") from None
+        except OSError as error:
+            raise BadTraceError(f"{self.path}: {error.strerror or error}; check the path and its permissions") from None
+
+    def _unpacked(self, file: BinaryIO) -> Iterator[bytes]:
+        first = file.read(_READ_BYTES)
+        if first.startswith(_GZIP):
+            return self._gunzipped(file, first)
+        if first.startswith(_ZSTD):
+            return self._unzstd(file)
+        return _rest(file, first)
+
+    def _gunzipped(self, file: BinaryIO, packed: bytes) -> Iterator[bytes]:
+        """Unpack all members; zeros or rubbish after the last are padding, as gzip itself takes them."""
+        while packed.startswith(_GZIP):
+            member = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+            while not member.eof:
+                try:
+                    block = member.decompress(packed, _BLOCK_BYTES)
+                except (_IGZIP_ERROR, OSError, ValueError) as error:
+                    self.broken = f"the gzip file is damaged ({error})"
+                    return
+                if block:
+                    yield block
+                packed = b""
+                if not member.eof and member.needs_input:
+                    packed = file.read(_READ_BYTES)
+                    if not packed:
+                        self.broken = "the gzip file ends early"
+                        return
+            packed = member.unused_data.lstrip(b"\0") or file.read(_READ_BYTES)
+
+    def _unzstd(self, file: BinaryIO) -> Iterator[bytes]:
+        import pyarrow as pa  # heavy, and few traces are zstd
+
+        file.seek(0)
+        try:
+            with pa.CompressedInputStream(pa.PythonFile(file), "zstd") as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    yield block
+        except OSError as error:
+            self.broken = f"the zstd file is damaged or ends early ({error})"
+
+
+def _open(path: str) -> BinaryIO:
+    if "://" in path:
+        import fsspec
+
+        return cast("BinaryIO", cast("Any", fsspec).open(path, "rb").open())
+    return Path(path).open("rb")
+
+
+def _rest(file: BinaryIO, block: bytes) -> Iterator[bytes]:
+    while block:
+        yield block
+        block = file.read(_READ_BYTES)
+
+
+def _without_mark(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    first = next(blocks, b"")
+    yield first.removeprefix(_BYTE_ORDER_MARK)
+    yield from blocks

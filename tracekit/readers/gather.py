@@ -1,0 +1,294 @@
+"""Events to columns, batch by batch: host slices, device work, allocator events, names of threads."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.readers import events, numbers, pairs
+from tracekit.readers.events import Args, Event
+from tracekit.readers.numbers import Ints
+
+HOST_KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
+DEVICE_KINDS = ("kernel", "memcpy", "memset", "collective")
+_FIRST_DEVICE, _UNUSED, _UNKNOWN = 8, 16, 24
+_CPU_OP, _RUNTIME = 0, 2
+_PLACES = {
+    "cpu_op": 0, "operator": 0, "user_annotation": 1, "python_function": 3, "overhead": 4,
+    "runtime": 2, "cuda_runtime": 2, "cuda_driver": 2, "hip_runtime": 2, "hip_api": 2, "xpu_runtime": 2,
+    "xpu_driver": 2, "mtia_runtime": 2, "glow_runtime": 2, "privateuse1_runtime": 2, "privateuse1_driver": 2,
+    "kernel": 8, "concurrent_kernel": 8, "mtia_ccp_events": 8, "hpu_op": 8, "gpu_memcpy": 9, "memcpy": 9,
+    "gpu_memset": 10, "memset": 10, "collective_comm": 11,
+    "trace": 16, "gpu_user_annotation": 16, "cuda_sync": 16, "cuda_event": 16, "cuda_profiler_range": 16,
+    "external_correlation": 16, "gpu_pm_counter": 16, "mtia_insight": 16, "cpu_instant_event": 16, "mtia_counters": 16,
+}  # fmt: skip
+_SPEAKS = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
+_MEMORY = "[memory]"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What an event says of a collective: the row it belongs to and its arguments."""
+
+    row: int
+    args: Args
+
+
+_Thread = tuple[str | None, str | None]
+
+
+def states_ranks(batch: list[Event]) -> bool:
+    """Return whether nearly all slices of a batch name a rank in their arguments, as in a file merged of several."""
+    args = [e.args for e in batch if isinstance(e, events.Slice | events.Exact) and e.args is not None]
+    told = sum(type(a.rank) is int for a in args)
+    return told > 0 and told >= _ENOUGH_RANKS * len(args)
+
+
+def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
+    """Add how many events of each (ph, cat) a batch holds."""
+    try:
+        seen = Counter([(type(e), e.cat) for e in batch])
+    except TypeError:  # a list or object where a category should be
+        mend(batch)
+        seen = Counter([(type(e), e.cat) for e in batch])
+    for (kind, category), n in seen.items():
+        if kind is not events.Other:
+            into[events.PHASES[kind], _text(category)] += n
+    if any(kind is events.Other for kind, _ in seen):
+        into.update((_text(e.ph), _text(e.cat)) for e in batch if isinstance(e, events.Other))
+
+
+def mend(batch: list[Event]) -> None:
+    """Put text in place of lists and objects where an event's names should be."""
+    for event in batch:
+        for name in ("ph", "cat", "name", "pid", "tid"):
+            value = getattr(event, name, None)
+            if isinstance(value, list | dict):
+                setattr(event, name, json.dumps(value))
+
+
+class _Places(dict[Any, int]):
+    """Category to place, remembering every spelling that a file uses."""
+
+    def __missing__(self, category: Any) -> int:
+        place = _PLACES.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN
+        self[category] = place
+        return place
+
+
+class _Speaks(dict[Any, bool]):
+    """Name of a host slice to whether its arguments may describe a collective."""
+
+    def __missing__(self, name: Any) -> bool:
+        self[name] = isinstance(name, str) and _SPEAKS.match(name) is not None
+        return self[name]
+
+
+@dataclass
+class Gather:
+    """Columns that grow batch by batch."""
+
+    clock: numbers.Clock = field(default_factory=numbers.Clock)
+    counts: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    several: bool | None = None
+    unknown: int = 0
+    unmatched: int = 0
+    _names: dict[Any, int] = field(default_factory=dict)
+    _threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
+    thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
+    _places: _Places = field(default_factory=_Places)
+    _speaks: _Speaks = field(default_factory=_Speaks)
+    _host: list[dict[str, Any]] = field(default_factory=list)
+    _device: list[dict[str, Any]] = field(default_factory=list)
+    _memory: list[dict[str, Any]] = field(default_factory=list)
+    host_spoken: list[Spoken] = field(default_factory=list)
+    device_spoken: list[Spoken] = field(default_factory=list)
+    _pairs: list[Event] = field(default_factory=list)
+    _host_rows: int = 0
+    _device_rows: int = 0
+
+    def add(self, batch: list[Event]) -> bool:
+        """Take the events of a batch; False, and nothing is taken, where their times must be parsed as text."""
+        if self.several is None and batch:
+            self.several = states_ranks(batch)
+        try:
+            parts = self._parts(batch)
+        except TypeError:  # a list or object where a name should be
+            mend(batch)
+            parts = self._parts(batch)
+        if parts is None:
+            return False
+        self._keep(*parts)
+        count(self.counts, batch)
+        return True
+
+    def _parts(self, batch: list[Any]) -> tuple[dict[str, Any], ...] | None:
+        slices = [e for e in batch if type(e) in events.SLICES]
+        places = self._places
+        where = [places[e.cat] for e in slices]
+        host = self._host_part([e for e, at in zip(slices, where, strict=True) if at < _FIRST_DEVICE])
+        device = self._device_part([e for e, at in zip(slices, where, strict=True) if _FIRST_DEVICE <= at < _UNUSED])
+        rest = [e for e in batch if type(e) not in _SLICES_AND_FLOWS]
+        memory = self._memory_part([e for e in rest if e.name == _MEMORY and type(e) in events.INSTANTS])
+        if host is None or device is None or memory is None:
+            return None
+        self.unknown += where.count(_UNKNOWN)
+        self._pairs += [e for e in rest if type(e) in events.BEGINS or type(e) in events.ENDS]
+        self._name_threads([e for e in rest if type(e) is events.Metadata and e.name == "thread_name"])
+        return host, device, memory
+
+    def _common(self, found: list[Any]) -> dict[str, Any] | None:
+        start_ns = self.clock.ns([e.ts for e in found])
+        dur_ns = self.clock.ns([e.dur for e in found], missing=0)
+        if start_ns is None or dur_ns is None:
+            return None
+        names, threads = self._names, self._threads
+        return {
+            "name": np.array([names.setdefault(e.name, len(names)) for e in found], np.uint32),
+            "lane": np.array([threads.setdefault((e.pid, e.tid), len(threads)) for e in found], np.int32),
+            "start_ns": start_ns,
+            "dur_ns": dur_ns,
+        } | self._ranks(found)
+
+    def _ranks(self, found: list[Any]) -> dict[str, Any]:
+        if not self.several:
+            return {}
+        return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in found])}
+
+    def _host_part(self, found: list[Any]) -> dict[str, Any] | None:
+        part = self._common(found)
+        if part is None:
+            return None
+        kind = np.array([self._places[e.cat] for e in found], np.uint8)
+        ops, calls = np.flatnonzero(kind == _CPU_OP), np.flatnonzero(kind == _RUNTIME)
+        op_args = [found[i].args or _NO_ARGS for i in ops.tolist()]
+        part |= {
+            "kind": kind,
+            "external_id": _scattered(len(found), ops, [_external_id(a) for a in op_args]),
+            "sequence": _scattered(len(found), ops, [a.sequence or 0 for a in op_args]),
+            "forward_thread": _scattered(len(found), ops, [a.forward_thread or 0 for a in op_args]),
+            "correlation": _scattered(
+                len(found), calls, [(found[i].args or _NO_ARGS).correlation or 0 for i in calls.tolist()]
+            ),
+        }
+        speaks = self._speaks
+        part["spoken"] = [(i, e.args) for i, e in enumerate(found) if speaks[e.name] and e.args is not None]
+        return part
+
+    def _device_part(self, found: list[Any]) -> dict[str, Any] | None:
+        part = self._common(found)
+        if part is None:
+            return None
+        args = [e.args or _NO_ARGS for e in found]
+        return part | {
+            "kind": np.array([self._places[e.cat] - _FIRST_DEVICE for e in found], np.uint8),
+            "device": numbers.ints([a.device for a in args]),
+            "stream": numbers.ints([a.stream for a in args]),
+            "correlation": numbers.ids([a.correlation for a in args]),
+            "external_id": numbers.ids([_external_id(a) for a in args]),
+            "bytes": numbers.ints([a.bytes for a in args]),
+            "spoken": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
+        }
+
+    def _memory_part(self, found: list[Any]) -> dict[str, Any] | None:
+        at_ns = self.clock.ns([e.ts for e in found])
+        if at_ns is None:
+            return None
+        args = [e.args or _NO_ARGS for e in found]
+        threads = self._threads
+        part: dict[str, Any] = {
+            "lane": np.array([threads.setdefault((e.pid, e.tid), len(threads)) for e in found], np.int32),
+            "at_ns": at_ns,
+        }
+        for name in _MEMORY_ARGS:
+            part[name] = numbers.ints([getattr(a, name) for a in args])
+        return part | self._ranks(found)
+
+    def _keep(self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any]) -> None:
+        self.host_spoken += [Spoken(self._host_rows + i, args) for i, args in host.pop("spoken")]
+        self.device_spoken += [Spoken(self._device_rows + i, args) for i, args in device.pop("spoken")]
+        self._host_rows += len(host["kind"])
+        self._device_rows += len(device["kind"])
+        for parts, part in ((self._host, host), (self._device, device), (self._memory, memory)):
+            if not parts or len(part["lane"]):
+                parts.append(part)
+
+    def _name_threads(self, found: list[Any]) -> None:
+        for event in found:
+            if event.args is not None and event.args.name is not None:
+                self.thread_names[_text(event.pid), _text(event.tid)] = str(event.args.name)
+
+    def finish(self) -> None:
+        """Make slices of what began and ended in events of its own, after the last batch."""
+        paired, self.unmatched = pairs.slices(self._pairs)
+        if paired:
+            known = self.counts.copy()
+            self.add(paired)
+            self.counts = known  # they were counted as B and E
+        if not self._host:
+            self.add([])
+
+    def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Return host slices, device work and allocator events, and let their parts go."""
+        return tuple(self._one_thread_each(_frame(parts)) for parts in (self._host, self._device, self._memory))  # type: ignore[return-value]
+
+    def _one_thread_each(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Give a thread that is written now as a number, now as text the one index."""
+        first = {thread: index for index, thread in reversed(list(enumerate(self.threads())))}
+        if len(first) == len(self._threads):
+            return frame
+        canonical = np.array([first[thread] for thread in self.threads()], np.int32)
+        return frame.with_columns(pl.Series("lane", canonical[frame["lane"].to_numpy()]))
+
+    def names(self) -> pl.Series:
+        """Return the distinct names by the index that the frames' `name` holds."""
+        return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
+
+    def threads(self) -> list[_Thread]:
+        """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
+        return [(_text(pid), _text(tid)) for pid, tid in self._threads]
+
+
+_NO_ARGS = Args()
+_SLICES_AND_FLOWS = events.SLICES | events.FLOWS
+_NULLABLE = frozenset(
+    {
+        "rank", "device", "stream", "bytes", "device_type", "device_id", "address", "delta_bytes", "allocated_bytes",
+        "reserved_bytes",
+    }
+)  # fmt: skip
+_MEMORY_ARGS = ("device_type", "device_id", "address", "delta_bytes", "allocated_bytes", "reserved_bytes")
+_ENOUGH_RANKS = 0.9
+
+
+def _external_id(args: Args) -> Any:
+    return args.external_id if args.external_id is not None else args.old_external_id
+
+
+def _scattered(length: int, at: Ints, values: list[Any]) -> Ints:
+    """Return an array with whole numbers at some places and 0, which no profiler uses, at the others."""
+    spread = np.zeros(length, np.int64)
+    spread[at] = numbers.ids(values)
+    return spread
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _frame(parts: list[dict[str, Any]]) -> pl.DataFrame:
+    columns: dict[str, pl.Series] = {}
+    for name in list(parts[0]):
+        column = pl.Series(name, np.concatenate([part.pop(name) for part in parts]))
+        columns[name] = _with_nulls(column) if name in _NULLABLE else column
+    parts.clear()
+    return pl.DataFrame(columns)
+
+
+def _with_nulls(column: pl.Series) -> pl.Series:
+    missing = column == numbers.MISSING
+    return column.set(missing, None) if missing.any() else column

@@ -1,0 +1,96 @@
+"""What the names of slices and kernels say. Each distinct name is judged once, however often it occurs."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import conventions
+
+Flags = npt.NDArray[np.bool_]
+
+_STEP = r"^ProfilerStep#(\d+)$"
+_UNIT_SPAN = r"^(?:FSDP|YaFSDP)::(\w+)"
+_UNIT_NAME = r"^(?:FSDP|YaFSDP)::\w+ (?:\((.*)\)|for (.*))$"
+_FSDP1 = "FullyShardedDataParallel."
+_COLLECTIVE_WORDS = (
+    "all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|reduce|gather|scatter|barrier"
+)
+_COLLECTIVE_SPAN = rf"(?i)^([a-z]\w*):_?(?:{_COLLECTIVE_WORDS})\w*$"
+_COLLECTIVE_KERNEL = (
+    r"(?i)^(?:nccl|rccl|mscclpp|msccl|oneccl|xccl|hccl)|nccl(?:Dev)?Kernel|"
+    r"^(?:void )?(?:[\w:]*::)?(?:(?:one|two)_shot_all_?reduce|multimem_|nvshmem|cross_device_reduce)"
+)
+_DISPATCHER_OP = r"^\w+::"
+_NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
+
+
+@dataclass(frozen=True)
+class HostNames:
+    """For each distinct name of a host slice: the step it marks, its FSDP span and unit, and what kind of slice it is.
+
+    `step`, `span`, `unit` and `phase` are null where the name tells none.
+    """
+
+    name: pl.Series
+    step: pl.Series
+    span: pl.Series
+    unit: pl.Series
+    phase: pl.Series
+    backward: Flags
+    optimizer: Flags
+    issues: Flags
+    """c10d ops: they issue a collective."""
+    waits: Flags
+    """c10d ops, functional ones included: time inside them is not compute."""
+    runs: Flags
+    """Slices that run a collective on the host, such as gloo:all_reduce."""
+    dispatches: Flags
+    """Dispatcher ops that compute."""
+
+
+def host_names(names: pl.Series) -> HostNames:
+    """Judge the distinct names of host slices."""
+    name = pl.col("name")
+    fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
+    backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
+    found = pl.DataFrame({"name": names}).select(
+        "name",
+        name.str.extract(_STEP).cast(pl.Int64, strict=False).alias("step"),
+        pl.coalesce(name.str.extract(_UNIT_SPAN), fsdp1).alias("span"),
+        pl.coalesce(
+            name.str.extract(_UNIT_NAME, 1),
+            name.str.extract(_UNIT_NAME, 2),
+            pl.when(name.str.contains(_UNIT_SPAN)).then(pl.lit("")),
+        ).alias("unit"),
+        name.str.extract(rf"^{conventions.SPAN_PREFIX}({'|'.join(conventions.PHASES)})$").alias("phase"),
+        name.str.starts_with("autograd::engine::").alias("backward"),
+        name.str.starts_with("Optimizer.step#").alias("optimizer"),
+        (name.str.starts_with("c10d::") & ~name.str.contains("barrier|monitored")).alias("issues"),
+        name.str.contains(r"^(c10d|_c10d_functional)::").alias("waits"),
+        (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"])).alias("runs"),
+        (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("dispatches"),
+    )
+    return HostNames(
+        **{key: found[key] for key in ("name", "step", "span", "unit", "phase")},  # type: ignore[arg-type]
+        **{key: found[key].to_numpy() for key in _FLAGS},  # type: ignore[arg-type]
+    )
+
+
+_FLAGS = ("backward", "optimizer", "issues", "waits", "runs", "dispatches")
+
+
+def collective_kernels(names: pl.Series) -> Flags:
+    """Return which of the distinct names of kernels are collectives."""
+    return names.str.contains(_COLLECTIVE_KERNEL).to_numpy()
+
+
+def is_collective_name(name: str) -> bool:
+    """Return whether a kernel or slice of this name is a collective.
+
+    >>> is_collective_name("ncclDevKernel_Generic(ncclDevComm*)"), is_collective_name("hipSync_dma_kernel")
+    (True, False)
+    """
+    return bool(re.search(_COLLECTIVE_KERNEL, name) or re.match(_COLLECTIVE_SPAN, name))

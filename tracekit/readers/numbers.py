@@ -1,0 +1,131 @@
+"""Numbers as trace files write them, many at a time: µs to exact ns, and integers that may be text, null or absurd."""
+
+import math
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+Ints = npt.NDArray[np.int64]
+
+BAD = -(1 << 62)
+"""Stands for a time that is no number; kept inside the reader."""
+
+MISSING = -(1 << 63)
+"""Stands for a whole number that is missing; a null in tables."""
+
+_MOST_NS = 1 << 62
+_EXACT_US = 1 << 43  # a double of µs below this is off by less than half a ns
+_THREE_DECIMALS = r"\.\d{3}"
+
+
+class Clock:
+    """Turns times in µs into ns, exactly, and sees how finely the file resolves them."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.fractions = False
+        """Whether any time is no whole µs."""
+        self.epoch = False
+        """Whether times are since 1970, or else so large that a double would not hold them to the ns."""
+        self.thousandths = False
+        """Whether a large time has three decimals: its writer had the ns."""
+
+    def ns(self, values: list[Any], *, missing: int = BAD) -> Ints | None:
+        """Return `values` in ns, BAD where one is no time, `missing` where it is absent.
+
+        None if some are numbers too large for their fraction to have survived parsing: parse them again as text.
+        """
+        self.times += len(values)
+        if values and isinstance(values[0], msgspec.Raw):
+            return self._from_raw(values, missing)
+        try:
+            given = np.array(values)
+        except (ValueError, OverflowError):
+            return self._one_by_one(values, missing)
+        if given.dtype.kind == "i":
+            self.epoch |= bool((np.abs(given) >= _EXACT_US).any())
+            if (np.abs(given) < _MOST_NS // 1000).all():
+                return np.asarray(given * 1000, np.int64)
+        elif given.dtype.kind == "f" and np.isfinite(given).all():
+            return self._from_floats(given)
+        return self._one_by_one(values, missing)
+
+    def one(self, value: Any) -> int | None:
+        """Return one time in ns; None where it is absent or no time."""
+        ns = self._ns(value, BAD)
+        return None if ns == BAD else ns
+
+    def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints | None:
+        whole = np.floor(us)
+        fraction = us - whole
+        large = np.abs(us) >= _EXACT_US
+        broken = fraction != 0
+        if (large & broken).any():
+            return None
+        self.epoch |= bool(large.any())
+        self.fractions |= bool(broken.any())
+        fits = np.abs(whole) < _MOST_NS // 1000
+        ns = np.where(fits, whole, 0).astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
+        return np.where(fits, ns, BAD)
+
+    def _from_raw(self, values: list[Any], missing: int) -> Ints:
+        if not all(isinstance(value, msgspec.Raw) for value in values):
+            return self._one_by_one(values, missing)
+        texts = pl.Series([bytes(value).decode("utf-8", "replace") for value in values], dtype=pl.String)
+        self.epoch = True
+        self.fractions |= bool(texts.str.contains(".", literal=True).any())
+        self.thousandths = self.thousandths or bool(texts.str.contains(_THREE_DECIMALS).any())
+        parsed = texts.cast(pl.Decimal(38, 3), strict=False).to_physical().cast(pl.Int64, strict=False)
+        if parsed.null_count():
+            return self._one_by_one(values, missing)
+        return parsed.to_numpy()
+
+    def _one_by_one(self, values: list[Any], missing: int) -> Ints:
+        return np.array([self._ns(value, missing) for value in values], np.int64)
+
+    def _ns(self, value: Any, missing: int) -> int:
+        if isinstance(value, msgspec.Raw):
+            value = bytes(value).decode("utf-8", "replace").strip('"')
+            value = None if value in ("", "null") else value
+        if value is None:
+            return missing
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return BAD
+        if isinstance(value, float) and not math.isfinite(value):
+            return BAD
+        try:
+            us = Decimal(value) if not isinstance(value, float) else Decimal(repr(value))
+            ns = round(us * 1000)
+        except (InvalidOperation, ValueError, OverflowError):
+            return BAD
+        self.epoch |= abs(us) >= _EXACT_US
+        self.fractions |= us != us.to_integral_value()
+        self.thousandths |= us.as_tuple().exponent == -3
+        return ns if abs(ns) < _MOST_NS else BAD
+
+
+def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
+    """Return whole numbers, `missing` where one is none or doesn't fit; text that holds one counts."""
+    try:
+        return np.array([missing if value is None else value for value in values], np.int64)
+    except (TypeError, OverflowError, ValueError):
+        return np.array([_int(value, missing) for value in values], np.int64)
+
+
+def ids(values: list[Any]) -> Ints:
+    """Return `values` as identifiers: 0 where one is missing or no whole number (profilers count from 1)."""
+    return ints(values, missing=0)
+
+
+def _int(value: Any, missing: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return missing
+    try:
+        number = int(value)
+    except (ValueError, OverflowError):
+        return missing
+    return number if -(1 << 63) <= number < 1 << 63 else missing
