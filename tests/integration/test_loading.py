@@ -126,7 +126,7 @@ def test_the_checkpoint_inside_a_sample_is_judged(sample):
 
 def cut(path):
     data = (SAMPLES / "demo-fsdp2" / "rank00000.pt.trace.json.gz").read_bytes()
-    path.write_bytes(data[: len(data) // 2])
+    path.write_bytes(data[:100])
 
 
 BAD = {
@@ -159,7 +159,7 @@ def test_one_bad_rank_among_good_ones_is_a_finding(tmp_path):
     run_folder = tmp_path / "run"
     shutil.copytree(SAMPLES / "demo-fsdp2", run_folder)
     second = run_folder / "rank00001.pt.trace.json.gz"
-    second.write_bytes(second.read_bytes()[: second.stat().st_size // 2])
+    second.write_bytes(second.read_bytes()[:100])
     run = load(run_folder)
     found = [f for f in check(run).findings if f.code == "DATA001"]
     assert run.ranks == (0,)

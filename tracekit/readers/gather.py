@@ -80,12 +80,12 @@ class _Places(dict[Any, int]):
         return place
 
 
-class _Speaks(dict[Any, bool]):
-    """Name of a host slice to whether its arguments may describe a collective."""
+class _Codes(dict[Any, int]):
+    """Each distinct key to a number, counted from 0."""
 
-    def __missing__(self, name: Any) -> bool:
-        self[name] = isinstance(name, str) and _SPEAKS.match(name) is not None
-        return self[name]
+    def __missing__(self, key: Any) -> int:
+        self[key] = code = len(self)
+        return code
 
 
 @dataclass
@@ -97,11 +97,11 @@ class Gather:
     several: bool | None = None
     unknown: int = 0
     unmatched: int = 0
-    _names: dict[Any, int] = field(default_factory=dict)
-    _threads: dict[tuple[Any, Any], int] = field(default_factory=dict)
+    _names: _Codes = field(default_factory=_Codes)
+    _threads: _Codes = field(default_factory=_Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
     _places: _Places = field(default_factory=_Places)
-    _speaks: _Speaks = field(default_factory=_Speaks)
+    _speaks: list[bool] = field(default_factory=list)
     _host: list[dict[str, Any]] = field(default_factory=list)
     _device: list[dict[str, Any]] = field(default_factory=list)
     _memory: list[dict[str, Any]] = field(default_factory=list)
@@ -123,22 +123,26 @@ class Gather:
         if parts is None:
             return False
         self._keep(*parts)
-        count(self.counts, batch)
         return True
 
     def _parts(self, batch: list[Any]) -> tuple[dict[str, Any], ...] | None:
         slices = [e for e in batch if type(e) in events.SLICES]
+        rest = [e for e in batch if type(e) not in events.SLICES]
         places = self._places
-        where = [places[e.cat] for e in slices]
-        host = self._host_part([e for e, at in zip(slices, where, strict=True) if at < _FIRST_DEVICE])
-        device = self._device_part([e for e, at in zip(slices, where, strict=True) if _FIRST_DEVICE <= at < _UNUSED])
-        rest = [e for e in batch if type(e) not in _SLICES_AND_FLOWS]
-        memory = self._memory_part([e for e in rest if e.name == _MEMORY and type(e) in events.INSTANTS])
+        categories = [e.cat for e in slices]
+        where = [places[category] for category in categories]
+        host = self._host_part(*_placed(slices, where, 0, _FIRST_DEVICE))
+        device = self._device_part(*_placed(slices, where, _FIRST_DEVICE, _UNUSED))
+        others = [e for e in rest if type(e) not in events.FLOWS]
+        memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
         if host is None or device is None or memory is None:
             return None
         self.unknown += where.count(_UNKNOWN)
-        self._pairs += [e for e in rest if type(e) in events.BEGINS or type(e) in events.ENDS]
-        self._name_threads([e for e in rest if type(e) is events.Metadata and e.name == "thread_name"])
+        self._pairs += [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        self._name_threads([e for e in others if type(e) is events.Metadata and e.name == "thread_name"])
+        for category, n in Counter(categories).items():
+            self.counts[_SLICE_PHASE, _text(category)] += n
+        count(self.counts, rest)
         return host, device, memory
 
     def _common(self, found: list[Any]) -> dict[str, Any] | None:
@@ -148,8 +152,8 @@ class Gather:
             return None
         names, threads = self._names, self._threads
         return {
-            "name": np.array([names.setdefault(e.name, len(names)) for e in found], np.uint32),
-            "lane": np.array([threads.setdefault((e.pid, e.tid), len(threads)) for e in found], np.int32),
+            "name": np.array([names[e.name] for e in found], np.uint32),
+            "lane": np.array([threads[e.pid, e.tid] for e in found], np.int32),
             "start_ns": start_ns,
             "dur_ns": dur_ns,
         } | self._ranks(found)
@@ -159,11 +163,11 @@ class Gather:
             return {}
         return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in found])}
 
-    def _host_part(self, found: list[Any]) -> dict[str, Any] | None:
+    def _host_part(self, found: list[Any], where: list[int]) -> dict[str, Any] | None:
         part = self._common(found)
         if part is None:
             return None
-        kind = np.array([self._places[e.cat] for e in found], np.uint8)
+        kind = np.array(where, np.uint8)
         ops, calls = np.flatnonzero(kind == _CPU_OP), np.flatnonzero(kind == _RUNTIME)
         op_args = [found[i].args or _NO_ARGS for i in ops.tolist()]
         part |= {
@@ -175,17 +179,18 @@ class Gather:
                 len(found), calls, [(found[i].args or _NO_ARGS).correlation or 0 for i in calls.tolist()]
             ),
         }
-        speaks = self._speaks
-        part["spoken"] = [(i, e.args) for i, e in enumerate(found) if speaks[e.name] and e.args is not None]
+        self._speaks += [_speaks(name) for name in list(self._names)[len(self._speaks) :]]
+        speaking = np.flatnonzero(np.array(self._speaks, np.bool_)[part["name"]]) if found else ops
+        part["spoken"] = [(i, found[i].args) for i in speaking.tolist() if found[i].args is not None]
         return part
 
-    def _device_part(self, found: list[Any]) -> dict[str, Any] | None:
+    def _device_part(self, found: list[Any], where: list[int]) -> dict[str, Any] | None:
         part = self._common(found)
         if part is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
         return part | {
-            "kind": np.array([self._places[e.cat] - _FIRST_DEVICE for e in found], np.uint8),
+            "kind": np.array(where, np.uint8) - _FIRST_DEVICE,
             "device": numbers.ints([a.device for a in args]),
             "stream": numbers.ints([a.stream for a in args]),
             "correlation": numbers.ids([a.correlation for a in args]),
@@ -201,7 +206,7 @@ class Gather:
         args = [e.args or _NO_ARGS for e in found]
         threads = self._threads
         part: dict[str, Any] = {
-            "lane": np.array([threads.setdefault((e.pid, e.tid), len(threads)) for e in found], np.int32),
+            "lane": np.array([threads[e.pid, e.tid] for e in found], np.int32),
             "at_ns": at_ns,
         }
         for name in _MEMORY_ARGS:
@@ -254,7 +259,7 @@ class Gather:
 
 
 _NO_ARGS = Args()
-_SLICES_AND_FLOWS = events.SLICES | events.FLOWS
+_SLICE_PHASE = events.PHASES[events.Slice]
 _NULLABLE = frozenset(
     {
         "rank", "device", "stream", "bytes", "device_type", "device_id", "address", "delta_bytes", "allocated_bytes",
@@ -263,6 +268,16 @@ _NULLABLE = frozenset(
 )  # fmt: skip
 _MEMORY_ARGS = ("device_type", "device_id", "address", "delta_bytes", "allocated_bytes", "reserved_bytes")
 _ENOUGH_RANKS = 0.9
+
+
+def _placed(slices: list[Any], where: list[int], first: int, end: int) -> tuple[list[Any], list[int]]:
+    found = [e for e, at in zip(slices, where, strict=True) if first <= at < end]
+    return found, where if len(found) == len(where) else [at for at in where if first <= at < end]
+
+
+def _speaks(name: Any) -> bool:
+    """Return whether the arguments of a host slice of this name may describe a collective."""
+    return isinstance(name, str) and _SPEAKS.match(name) is not None
 
 
 def _external_id(args: Args) -> Any:

@@ -20,14 +20,14 @@ _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
 _WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "traceName")
 
 
-def find_events(path: str, blocks: Iterator[bytes]) -> tuple[bytes, bytes, bool]:
+def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, bool]:
     """Return the bytes before the event array, those read after its bracket, and whether the array is all there is.
 
-    The first are no JSON by themselves. Raises BadTraceError where there is no event.
+    `unread` yields what is left of `blocks`. The bytes before are no JSON by themselves. Raises BadTraceError where there is no event.
     """
     start = bytearray()
     searched = 0
-    for block in blocks:
+    for block in unread:
         start += block
         if _BARE_ARRAY.match(start):
             return b"", bytes(start[start.index(b"[") + 1 :]), True
@@ -40,7 +40,9 @@ def find_events(path: str, blocks: Iterator[bytes]) -> tuple[bytes, bytes, bool]
     lone = _FIRST_EVENT.search(start)
     if lone:  # the bracket or its key is damaged, the events may be whole
         return bytes(start[: lone.start()]), bytes(start[lone.start() :]), False
-    raise BadTraceError(f"{path}: {_what_it_is(bytes(start))}")
+    if blocks.broken:
+        raise BadTraceError(f"{blocks.path}: {blocks.broken}, before its first event; copy or record it again")
+    raise BadTraceError(f"{blocks.path}: {_what_it_is(bytes(start))}")
 
 
 def parse_start(text: bytes) -> tuple[Header, bool]:
@@ -80,7 +82,7 @@ def read_header(path: str) -> Header | None:
     blocks = Blocks(path)
     unread = iter(blocks)
     try:
-        before, after, bare = find_events(path, unread)
+        before, after, bare = find_events(blocks, unread)
     except BadTraceError:
         if not Path(path).is_file() and "://" not in path:
             raise

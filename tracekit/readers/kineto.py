@@ -81,8 +81,8 @@ def _trace(events: Events, path: str, *, rank: int, window: int) -> Trace:
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
     built = host.build(slices, events.names, threads)
-    row_ids = {int(row): index for index, row in enumerate(built.row)} if events.host_spoken else {}
-    saying = {row_ids[s.row]: s.args for s in events.host_spoken if s.row in row_ids}
+    ids = host.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_spoken], np.int64))
+    saying = {int(at): s.args for at, s in zip(ids, events.host_spoken, strict=True) if at >= 0}
     if device.is_empty():
         activities, speakers = work.on_host(built, saying)
     else:

@@ -1,6 +1,7 @@
 """Numbers as trace files write them, many at a time: µs to exact ns, and integers that may be text, null or absurd."""
 
 import math
+from array import array
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -19,6 +20,7 @@ MISSING = -(1 << 63)
 
 _MOST_NS = 1 << 62
 _EXACT_US = 1 << 43  # a double of µs below this is off by less than half a ns
+_WHOLE_US = 1 << 52  # whole µs below this fit a double, and their ns an int64
 _THREE_DECIMALS = r"\.\d{3}"
 
 
@@ -42,15 +44,23 @@ class Clock:
         self.times += len(values)
         if values and isinstance(values[0], msgspec.Raw):
             return self._from_raw(values, missing)
+        return self._from_numbers(values, missing)
+
+    def _from_numbers(self, values: list[Any], missing: int) -> Ints | None:
+        if values and type(values[0]) is int:
+            try:
+                us = np.frombuffer(array("q", values), np.int64)
+            except (TypeError, OverflowError):
+                pass
+            else:
+                size = np.abs(us)
+                self.epoch |= bool((size >= _EXACT_US).any())
+                return us * 1000 if (size < _MOST_NS // 1000).all() else self._one_by_one(values, missing)
         try:
-            given = np.array(values)
-        except (ValueError, OverflowError):
+            given = np.frombuffer(array("d", values), np.float64)
+        except (TypeError, OverflowError):
             return self._one_by_one(values, missing)
-        if given.dtype.kind == "i":
-            self.epoch |= bool((np.abs(given) >= _EXACT_US).any())
-            if (np.abs(given) < _MOST_NS // 1000).all():
-                return np.asarray(given * 1000, np.int64)
-        elif given.dtype.kind == "f" and np.isfinite(given).all():
+        if (np.abs(given) < _WHOLE_US).all():  # false for NaN too
             return self._from_floats(given)
         return self._one_by_one(values, missing)
 
@@ -68,9 +78,7 @@ class Clock:
             return None
         self.epoch |= bool(large.any())
         self.fractions |= bool(broken.any())
-        fits = np.abs(whole) < _MOST_NS // 1000
-        ns = np.where(fits, whole, 0).astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
-        return np.where(fits, ns, BAD)
+        return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
     def _from_raw(self, values: list[Any], missing: int) -> Ints:
         if not all(isinstance(value, msgspec.Raw) for value in values):
@@ -111,8 +119,8 @@ class Clock:
 def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
     """Return whole numbers, `missing` where one is none or doesn't fit; text that holds one counts."""
     try:
-        return np.array([missing if value is None else value for value in values], np.int64)
-    except (TypeError, OverflowError, ValueError):
+        return np.frombuffer(array("q", [missing if value is None else value for value in values]), np.int64)
+    except (TypeError, OverflowError):
         return np.array([_int(value, missing) for value in values], np.int64)
 
 

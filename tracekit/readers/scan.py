@@ -63,7 +63,7 @@ class Scan:
     def __iter__(self) -> Iterator[list[Event]]:
         blocks = Blocks(self.path)
         unread = self._counted(iter(blocks))
-        before, held, self._bare = header.find_events(self.path, unread)
+        before, held, self._bare = header.find_events(blocks, unread)
         self.header, whole = header.parse_start(before)
         self.damage.header = not whole
         some = False
