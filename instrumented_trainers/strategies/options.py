@@ -17,3 +17,5 @@ class ShardOptions:
     """Whether weights are let go after forward and gathered again for backward. (DDP never shards them.)"""
     buffers: int = 2
     """How many buffers for weights, and for gradients, the layers share in turn. (YaFSDP only.)"""
+    gather_norms_once: bool = True
+    """Whether the layers' norms are gathered once a step, all together, not with their layers. (YaFSDP only.)"""

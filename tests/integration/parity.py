@@ -1,22 +1,23 @@
 """Train a toy under YaFSDP on all ranks and, on each rank, the same toy alone on all ranks' data; compare. Not a test.
 
-Both are in fp64, where the two may differ by rounding only. Run it with a world size other than 1, 2 and 4: dividing by
-a power of two is exact, so a wrong order of dividing and summing could hide.
+Both are in fp64, where the two may differ by rounding only. One of the world sizes must be other than 1, 2 and 4:
+dividing by a power of two is exact, so a wrong order of dividing and summing could hide.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
+from instrumented_trainers.strategies.yafsdp.checkpoint import restore_model
 from instrumented_trainers.strategies.yafsdp.module import units_in
-from tests.integration.toy import VOCABULARY, Toy
+from tests.integration.toy import RANK_DEPENDENT_PATHS, VOCABULARY, Toy
 
 SEQUENCES, TOKENS = 2, 9
 
@@ -31,6 +32,12 @@ class Case:
     """Done to the model before it is sharded."""
     units: str = "layers"
     """What is sharded by itself: layers, root (nothing), all (every child), nested (feed-forwards in layers, too)."""
+    norms_once: bool = False
+    """Whether the layers leave their norms to the root."""
+    replicas: int = 1
+    """Over how many ranks each shard is replicated, if the world size can be divided by that."""
+    meta: bool = False
+    """Whether the model is sharded on the meta device and then given the reference's weights."""
     buffers: int = 2
     reshard_after_forward: bool = True
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -41,6 +48,8 @@ class Case:
     max_norm: float | None = None
     passes: int = 1
     """How many forward passes, on different data, one backward pass goes through."""
+    backwards: str = "one"
+    """one: for all passes together; each: for each of them; two: for all together, each of half the loss."""
     evaluate: bool = False
     """Whether a forward pass without gradients follows each micro-batch's forward and each step."""
     set_to_none: bool = True
@@ -73,8 +82,10 @@ def compare(case: Case) -> Difference:
     losses, gradients, norms = [0.0], [0.0], [0.0]
     for step in range(case.steps):
         batches = _batches(case, step)
-        loss = _train(case, sharded, batches[dist.get_rank()][None], step=step, ranks=[dist.get_rank()])
-        reference_loss = _train(case, reference, batches, step=step, ranks=range(dist.get_world_size()))
+        rank, together = dist.get_rank(), case.path not in RANK_DEPENDENT_PATHS
+        loss = _train(case, sharded, {rank: batches[rank]}, step)
+        everything = {0: torch.cat(list(batches), dim=1)} if together else dict(enumerate(batches))
+        reference_loss = _train(case, reference, everything, step)
         losses.append(_relative(_mean_over_ranks(loss), reference_loss))
         if case.max_norm is not None:
             norm = sharded.clip_grad_norm_(case.max_norm)
@@ -87,9 +98,9 @@ def compare(case: Case) -> Difference:
     return Difference(max(losses), max(gradients), _parameter_difference(sharded, reference), max(norms))
 
 
-def shard(toy: nn.Module, case: Case) -> nn.Module:
+def shard(toy: nn.Module, case: Case, *, device: str = "cpu") -> nn.Module:
     """Shard the toy as the case says."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = _mesh(case, device)
     options = {"mp_policy": case.policy, "buffers": case.buffers}
     inner: list[nn.Module] = []
     if case.units == "nested":
@@ -99,17 +110,31 @@ def shard(toy: nn.Module, case: Case) -> nn.Module:
     if case.units == "all":
         inner += [toy.embedding, toy.norm, toy.head]
     for module in inner:
-        fully_shard(module, mesh, reshard_after_forward=case.reshard_after_forward, **options)
+        norms = [p for part in module.modules() if isinstance(part, nn.LayerNorm) for p in part.parameters()]
+        left_out = norms if case.norms_once else []
+        keep = {"reshard_after_forward": case.reshard_after_forward}
+        fully_shard(module, mesh, left_out=left_out, **keep, **options)
     return fully_shard(toy, mesh, **options)
+
+
+def _mesh(case: Case, device: str) -> DeviceMesh:
+    world_size = dist.get_world_size()
+    replicas = case.replicas if world_size % case.replicas == 0 else 1
+    shape = (world_size,) if case.replicas == 1 else (replicas, world_size // replicas)
+    return init_device_mesh(device, shape)
 
 
 def _models(case: Case) -> tuple[Toy, Toy]:
     torch.manual_seed(0)
-    toy = Toy(case.path, tied=case.tied).to(case.dtype)
+    reference = Toy(case.path, tied=case.tied).to(case.dtype)
     if case.prepare is not None:
-        case.prepare(toy)
-    reference = copy.deepcopy(toy)
-    shard(toy, case)
+        case.prepare(reference)
+    if not case.meta:
+        return shard(copy.deepcopy(reference), case), reference
+    with torch.device("meta"):
+        toy = Toy(case.path, tied=case.tied).to(case.dtype)
+    shard(toy, case).to_empty(device="cpu")
+    restore_model(toy, reference.state_dict())
     return toy, reference
 
 
@@ -124,23 +149,36 @@ def _batches(case: Case, step: int) -> Tensor:
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
 
 
-def _train(case: Case, toy: Toy, batches: Tensor, *, step: int, ranks: list[int] | range) -> Tensor:
+def _train(case: Case, toy: Toy, batches: Mapping[int, Tensor], step: int) -> Tensor:
     """Run all micro-batches of the given ranks forward and backward and return the mean loss."""
     total = torch.zeros((), dtype=torch.float64)
-    for rank, micro_batches in zip(ranks, batches, strict=True):
+    shares = case.micro_batches * len(batches)
+    error = case.divisor_error if isinstance(toy, YaFSDPModule) else 1
+    for rank, micro_batches in batches.items():
         toy.situation.step, toy.situation.rank = step, rank
         for index, tokens in enumerate(micro_batches):
             if isinstance(toy, YaFSDPModule):
                 toy.set_requires_gradient_sync(index == case.micro_batches - 1)
-            losses = [_loss(toy, tokens.roll(number, 1)) for number in range(case.passes)]
-            loss = torch.stack(losses).sum() / (case.micro_batches * len(ranks))
+            losses = [_loss(toy, tokens.roll(number, 1)) / shares for number in range(case.passes)]
             if case.evaluate:
                 _evaluate(toy, tokens)
-            (loss / case.divisor_error if isinstance(toy, YaFSDPModule) else loss).backward()
-            total += loss.detach()
+            _go_back(case, [loss / error for loss in losses])
+            total += torch.stack(losses).detach().sum()
     if case.evaluate:
-        _evaluate(toy, batches[0, 0])
+        _evaluate(toy, tokens)
     return total
+
+
+def _go_back(case: Case, losses: list[Tensor]) -> None:
+    if case.backwards == "each":
+        for loss in losses:
+            loss.backward()
+        return
+    loss = torch.stack(losses).sum()
+    if case.backwards == "two":
+        loss = loss / 2
+        loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def _loss(toy: Toy, tokens: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A sharded model's state survives a checkpoint exactly: on other ranks, by another strategy, optimizer included."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests import ranks
 from tests.integration import training
 from tests.integration.training import Training
 
-YAFSDP, FSDP2 = Training("yafsdp", steps=3), Training("fsdp2", steps=3)
+YAFSDP, FSDP2 = Training("yafsdp", steps=3, alike=True), Training("fsdp2", steps=3, alike=True)
+TOLERANCE = 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,14 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict
             "fsdp2 to yafsdp": move(YAFSDP, "fsdp2"),
         },
     )
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(folder: Path, on_three_ranks: dict[str, ranks.Outcome]) -> dict[str, ranks.Outcome]:
+    on_three_ranks["yafsdp to fsdp2"].results()
+    replicated, path = dataclasses.replace(YAFSDP, replicas=2), str(folder / "yafsdp by fsdp2")
+    cases = {"yafsdp": YAFSDP, "yafsdp, replicated shards": replicated}
+    return ranks.run_cases(4, {name: functools.partial(training.load, case, path) for name, case in cases.items()})
 
 
 def whole(path: Path) -> dict[str, Any]:
@@ -96,3 +106,13 @@ def test_a_checkpoint_moves_to_other_ranks_and_strategies(
     on_three_ranks[name].results()
     origin, by = name.split(" to ")
     assert_same(whole(folder / f"{origin} by {by}"), whole(folder / origin))
+
+
+@pytest.mark.parametrize("name", ["yafsdp", "yafsdp, replicated shards"])
+def test_from_two_ranks_by_fsdp2_on_three_to_four_the_next_losses_are_the_same(
+    on_two_ranks: dict[str, ranks.Outcome], on_four_ranks: dict[str, ranks.Outcome], name: str
+) -> None:
+    expected = on_two_ranks["save"].results()[0]
+    for losses in on_four_ranks[name].results():
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3), "a step must change the loss, or it says little"

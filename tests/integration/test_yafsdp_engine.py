@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, fully_shard
+from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, fully_shard, materialize
+from instrumented_trainers.strategies.yafsdp.materialize import reset_parameters
 from instrumented_trainers.strategies.yafsdp.module import units_in
 from tests import ranks
 from tests.integration import parity
@@ -81,6 +82,42 @@ def gradient_of_a_stored_activation() -> bool:
     model(tokens())
     kept[0].sum().backward()
     return model.embedding.weight.grad is not None and all(p.grad is None for p in model.layers.parameters())
+
+
+def materialized(device: str) -> list[Tensor]:
+    """Return this rank's shards of a toy that was sharded on that device, drawn module by module."""
+    with torch.device(device):
+        toy = Toy(tied=True)
+    if device == "meta":
+        parity.shard(toy, Case(norms_once=True))
+        torch.manual_seed(1)
+        materialize(toy)
+    else:
+        torch.manual_seed(1)
+        for module in toy.modules():
+            if list(module.parameters(recurse=False)):
+                reset_parameters(module)
+        parity.shard(toy, Case(norms_once=True))
+    return [parameter.detach() for parameter in toy.parameters()]
+
+
+def most_held_while_materializing() -> tuple[int, int]:
+    """Return the most elements that modules saw whole at once, and how many the model has."""
+    with torch.device("meta"):
+        toy = Toy()
+    whole = sum(parameter.numel() for parameter in toy.parameters())
+    shapes = {name: parameter.shape for name, parameter in toy.named_parameters()}
+    parity.shard(toy, Case())
+    most = 0
+
+    def reset(module: nn.Module) -> None:
+        nonlocal most
+        held = [p for name, p in toy.named_parameters() if p.shape == shapes[name] and p.dim() > 1]
+        most = max(most, sum(parameter.numel() for parameter in held))
+        reset_parameters(module)
+
+    materialize(toy, reset)
+    return most, whole
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -157,10 +194,58 @@ def tie_across_units() -> None:
     parity.shard(toy, Case())
 
 
-def shard_on_meta() -> None:
+def meta_toy() -> Any:
     with torch.device("meta"):
-        toy = Toy()
-    fully_shard(toy)
+        return parity.shard(Toy(tied=True), Case())
+
+
+def run_without_weights() -> None:
+    meta_toy()(tokens())
+
+
+def cast_without_weights() -> None:
+    meta_toy().to_empty(device="cpu").bfloat16()
+
+
+def leave_weights_unfilled() -> None:
+    def reset(module: nn.Module) -> None:
+        if not isinstance(module, nn.LayerNorm):
+            reset_parameters(module)
+
+    materialize(meta_toy(), reset)
+
+
+def draw_what_cannot_be_drawn() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(3, device="meta"))
+
+    materialize(fully_shard(Scale()))
+
+
+def shard_in_three_dims() -> None:
+    fully_shard(Block(), init_device_mesh("cpu", (1, 1, WORLD_SIZE)))
+
+
+def leave_out_for_nobody() -> None:
+    block = Block()
+    fully_shard(block, left_out=list(block.norm.parameters()))(torch.ones(1, 2, WIDTH))
+
+
+def run_by_itself_without_norms() -> None:
+    model, _ = sharded_toy(Case(norms_once=True))
+    model(tokens())
+    model.layers[0](torch.ones(1, 2, WIDTH))
+
+
+def step_with(kind: type[torch.optim.Optimizer]) -> None:
+    model, _ = sharded_toy()
+    train_step(model, kind(model.parameters()))
+
+
+class Shampoo(torch.optim.SGD):
+    """A stand-in of that name: what the engine goes by."""
 
 
 def mix_dtypes() -> None:
@@ -220,15 +305,27 @@ def mix_precisions() -> None:
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "tied across units": (tie_across_units, "ValueError: .*'weight' of LayerNorm in Toy is tied"),
-    "meta device": (shard_on_meta, "NotImplementedError: .*meta device"),
+    "tied across sharded parts": (
+        lambda: parity.shard(Toy(tied=True), Case(units="all")),
+        "ValueError: .*'weight' of Linear in .* is tied to one that the unit of Embedding has",
+    ),
+    "run without weights": (run_without_weights, "RuntimeError: .*no weights yet.*materialize"),
+    "cast without weights": (cast_without_weights, "NotImplementedError: .*bfloat16"),
+    "weights left unfilled": (leave_weights_unfilled, "ValueError: .*'weight' of LayerNorm was not filled"),
+    "nothing to draw with": (draw_what_cannot_be_drawn, "NotImplementedError: .*Scale has no reset_parameters"),
+    "left out for nobody": (leave_out_for_nobody, "ValueError: .*Block left parameters out"),
+    "run by itself without norms": (run_by_itself_without_norms, "RuntimeError: .*unit 'layers.0' was run by itself"),
+    "an optimizer of whole matrices": (
+        functools.partial(step_with, torch.optim.Adafactor),
+        "NotImplementedError: .*Adafactor needs whole tensors",
+    ),
+    "one from elsewhere": (functools.partial(step_with, Shampoo), "NotImplementedError: .*Shampoo needs whole"),
+    "muon": (functools.partial(step_with, torch.optim.Muon), "ValueError: Muon only supports 2D parameters"),
     "mixed dtypes": (mix_dtypes, "ValueError: .*one dtype.*float32.*float64"),
     "sharded twice": (lambda: fully_shard(fully_shard(Block())), "ValueError: .*sharded already"),
     "a list": (lambda: fully_shard([Block()]), "TypeError: .*one module at a time"),
     "no buffers": (lambda: fully_shard(Block(), buffers=0), "ValueError: .*at least 1 buffer"),
-    "two-dim mesh": (
-        lambda: fully_shard(Block(), init_device_mesh("cpu", (1, WORLD_SIZE))),
-        "NotImplementedError: .*replicating",
-    ),
+    "three-dim mesh": (shard_in_three_dims, "NotImplementedError: .*3 dims"),
     "copied": (lambda: copy.deepcopy(sharded_toy()[0]), "NotImplementedError: .*copied"),
     "cast": (lambda: sharded_toy()[0].double(), "NotImplementedError: .*float64"),
     "run inside another unit": (run_inside_another, "RuntimeError: .*reshard_after_forward=False"),
@@ -253,6 +350,9 @@ def outcomes() -> dict[str, ranks.Outcome]:
         "weights in buffers": weights_in_buffers,
         "shard sizes": shard_sizes,
         "stored activation": gradient_of_a_stored_activation,
+        "drawn on meta": functools.partial(materialized, "meta"),
+        "drawn on cpu": functools.partial(materialized, "cpu"),
+        "held while materializing": most_held_while_materializing,
     }
     cases |= {failure: functools.partial(train_on_after, failure) for failure in FAILURES}
     cases |= {name: functools.partial(refuse, name) for name in REFUSALS}
@@ -276,6 +376,18 @@ def test_a_rank_keeps_its_share_of_the_weights_and_little_more(outcomes: dict[st
     for whole, kept in outcomes["shard sizes"].results():
         padding = 8 * (LAYERS + 1)
         assert whole / WORLD_SIZE <= kept <= whole / WORLD_SIZE + padding
+
+
+def test_weights_drawn_after_sharding_on_meta_are_those_drawn_before_sharding(
+    outcomes: dict[str, ranks.Outcome],
+) -> None:
+    for found, expected in zip(outcomes["drawn on meta"].results(), outcomes["drawn on cpu"].results(), strict=True):
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+def test_one_module_at_a_time_is_whole_while_weights_are_drawn(outcomes: dict[str, ranks.Outcome]) -> None:
+    for most, whole in outcomes["held while materializing"].results():
+        assert 0 < most <= whole / LAYERS
 
 
 def test_gradients_need_no_output_of_the_model(outcomes: dict[str, ranks.Outcome]) -> None:

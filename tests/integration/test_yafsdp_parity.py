@@ -1,4 +1,4 @@
-"""YaFSDP computes what one process would compute, whatever the model does: fp64, three ranks, 1e-12 relative."""
+"""YaFSDP computes what one process would compute, whatever the model does: fp64, 1 to 4 ranks, 1e-12 relative."""
 
 import functools
 
@@ -11,7 +11,7 @@ from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import PATHS, Toy
 
-WORLD_SIZE = 3
+WORLD_SIZES = (1, 2, 3, 4)
 TOLERANCE = 1e-12
 
 # bf16 has 8 bits of mantissa: each of the ten or so operations that an activation passes through rounds it by up to
@@ -30,6 +30,14 @@ CASES = {path: Case(path) for path in PATHS} | {
     "one unit for all": Case(units="root"),
     "no parameters in the root": Case(units="all"),
     "units inside units": Case(units="nested"),
+    "norms gathered once": Case(norms_once=True),
+    "norms gathered once, checkpointed": Case("reentrant checkpoint of 2", norms_once=True),
+    "norms gathered once, reused, micro-batches": Case("reused", norms_once=True, micro_batches=2),
+    "replicated shards": Case(replicas=2),
+    "replicated shards, three micro-batches, clipping": Case(replicas=2, micro_batches=3, max_norm=0.1),
+    "replicated shards, spare on one rank": Case("spare on one rank", replicas=2),
+    "replicas only": Case(replicas=4),
+    "from the meta device": Case(meta=True, tied=True),
     "adamw": Case(optimizer="adamw"),
     "tied": Case(tied=True),
     "frozen": Case(prepare=freeze),
@@ -37,6 +45,9 @@ CASES = {path: Case(path) for path in PATHS} | {
     "three micro-batches, reused, tied": Case("reused", micro_batches=3, tied=True),
     "three micro-batches, checkpointed": Case("reentrant checkpoint of 2", micro_batches=3),
     "two passes forward, one back": Case(passes=2),
+    "two passes forward, a backward each": Case(passes=2, backwards="each"),
+    "backward twice through one pass": Case(backwards="two"),
+    "backward twice, checkpointed": Case("non-reentrant checkpoint of 2", backwards="two"),
     "clipping": Case(max_norm=0.1),
     "clipping that does not bite": Case(max_norm=1e9),
     "evaluation in between": Case(evaluate=True, micro_batches=2),
@@ -56,28 +67,30 @@ BF16 = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, ranks.Outcome]:
+@functools.cache
+def outcomes(world_size: int) -> dict[str, ranks.Outcome]:
     cases = CASES | {name: Case(dtype=torch.float32, policy=policy) for name, policy in BF16.items()}
     cases["divisor off by a thousandth"] = Case(divisor_error=1.001)
-    return ranks.run_cases(WORLD_SIZE, {name: functools.partial(parity.compare, case) for name, case in cases.items()})
+    return ranks.run_cases(world_size, {name: functools.partial(parity.compare, case) for name, case in cases.items()})
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(outcomes: dict[str, ranks.Outcome], name: str) -> None:
-    for difference in outcomes[name].results():
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_equals_one_process(world_size: int, name: str) -> None:
+    for difference in outcomes(world_size)[name].results():
         assert difference.largest < TOLERANCE, difference
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_is_as_near_to_one_process_as_bf16_allows(outcomes: dict[str, ranks.Outcome], name: str) -> None:
-    for difference in outcomes[name].results():
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_is_as_near_to_one_process_as_bf16_allows(world_size: int, name: str) -> None:
+    for difference in outcomes(world_size)[name].results():
         assert difference.loss < BF16_LOSS_TOLERANCE, difference
         assert difference.gradient < BF16_GRADIENT_TOLERANCE, difference
 
 
-def test_a_divisor_off_by_a_thousandth_is_seen(outcomes: dict[str, ranks.Outcome]) -> None:
-    for difference in outcomes["divisor off by a thousandth"].results():
-        assert difference.loss > TOLERANCE
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_divisor_off_by_a_thousandth_is_seen(world_size: int) -> None:
+    for difference in outcomes(world_size)["divisor off by a thousandth"].results():
         assert difference.gradient > TOLERANCE
         assert difference.parameter > TOLERANCE

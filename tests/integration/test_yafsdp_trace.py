@@ -31,6 +31,8 @@ class Recorded(NamedTuple):
     overlapped_ns: int
     spans: Counter[str]
     """How often each user annotation came, per step."""
+    allocations: Counter[str]
+    """How many allocations of at least 1 MiB in all steps, by who made them: engine, backend or model."""
 
 
 def record(strategy: str) -> Recorded:
@@ -38,17 +40,18 @@ def record(strategy: str) -> Recorded:
     model, optimizer = training.build(case)
     for number in range(WARM_UP_STEPS):
         training.step(case, model, optimizer, number)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for number in range(STEPS):
             training.step(case, model, optimizer, number)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    return _measure(events)
+        events = json.loads(path.read_text())["traceEvents"]
+    allocations = [event for event in events if event["name"] == "[memory]" and event["args"]["Bytes"] >= 1 << 20]
+    return _measure([event for event in events if event.get("ph") == "X"], allocations)
 
 
-def _measure(events: list[dict[str, Any]]) -> Recorded:
+def _measure(events: list[dict[str, Any]], allocations: list[dict[str, Any]]) -> Recorded:
     is_gloo = [event["name"].startswith("gloo:") for event in events]
     threads = {event["tid"] for event, gloo in zip(events, is_gloo, strict=True) if gloo}
     communication = _spans(event for event, gloo in zip(events, is_gloo, strict=True) if gloo)
@@ -59,7 +62,22 @@ def _measure(events: list[dict[str, Any]]) -> Recorded:
         intervals.length(communication),
         intervals.length(intervals.intersect(communication, compute)),
         Counter({name: count // STEPS for name, count in names.items()}),
+        Counter(_maker(allocation, events) for allocation in allocations),
     )
+
+
+def _maker(allocation: dict[str, Any], events: list[dict[str, Any]]) -> str:
+    """Return whose an allocation is: the backend's if in a collective, else the engine's if in a span of its."""
+    around = [
+        event["name"]
+        for event in events
+        if event["tid"] == allocation["tid"] and event["ts"] <= allocation["ts"] <= event["ts"] + event["dur"]
+    ]
+    if any(name.startswith(("c10d::", "gloo:")) for name in around):
+        return "backend"
+    if any(name.startswith(("YaFSDP::", "FSDP::")) for name in around):
+        return "engine"
+    return "model" if any(name.startswith(("aten::", "autograd::")) for name in around) else "engine"
 
 
 def _spans(events: Iterator[dict[str, Any]]) -> intervals.Spans:
@@ -82,6 +100,17 @@ def test_that_of_fsdp2_does_not(recorded: dict[str, ranks.Outcome]) -> None:
     for rank in recorded["fsdp2"].results():
         assert rank.communication_ns > 0
         assert rank.overlapped_ns < 0.01 * rank.communication_ns
+
+
+def test_in_steady_state_the_engine_allocates_nothing_large(recorded: dict[str, ranks.Outcome]) -> None:
+    for rank in recorded["yafsdp"].results():
+        assert rank.allocations["engine"] == 0
+        assert rank.allocations["backend"] > 0  # gloo copies what it sends: the events are there to be seen
+
+
+def test_fsdp2_allocates_for_every_unit(recorded: dict[str, ranks.Outcome]) -> None:
+    for rank in recorded["fsdp2"].results():
+        assert rank.allocations["engine"] >= STEPS * LAYERS
 
 
 @pytest.mark.parametrize(

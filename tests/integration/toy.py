@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+RANK_DEPENDENT_PATHS = ("spare on one rank",)
 VOCABULARY, WIDTH, LAYERS, HEADS = 67, 24, 5, 2
 
 
@@ -111,6 +112,22 @@ def _embedding_only(toy: Toy, stream: Tensor) -> Tensor:
     return stream
 
 
+def _part_only(toy: Toy, stream: Tensor) -> Tensor:
+    """All layers run, and backward goes through the first ones only."""
+    stream = _in_turn(list(toy.layers[:2]), stream)
+    _in_turn(list(toy.layers[2:]), stream)
+    return stream
+
+
+def _first_two_checkpointed(*, reentrant: bool) -> Callable[[Toy, Tensor], Tensor]:
+    def path(toy: Toy, stream: Tensor) -> Tensor:
+        for layer in toy.layers[:2]:
+            stream = checkpoint(layer, stream, use_reentrant=reentrant)
+        return _in_turn(list(toy.layers[2:]), stream)
+
+    return path
+
+
 def _checkpointed(layers_at_once: int, *, reentrant: bool) -> Callable[[Toy, Tensor], Tensor]:
     def path(toy: Toy, stream: Tensor) -> Tensor:
         for first in range(0, LAYERS, layers_at_once):
@@ -132,6 +149,9 @@ PATHS: Mapping[str, Callable[[Toy, Tensor], Tensor]] = MappingProxyType(
         "spare on one rank": _spare_on_one_rank,
         "detached": _detached,
         "layers without effect": _embedding_only,
+        "backward of part only": _part_only,
+        "non-reentrant checkpoint of the first two": _first_two_checkpointed(reentrant=False),
+        "reentrant checkpoint of the first two": _first_two_checkpointed(reentrant=True),
     }
     | {
         f"{'reentrant' if reentrant else 'non-reentrant'} checkpoint of {count}": _checkpointed(

@@ -35,12 +35,18 @@ class Training:
     dtype: torch.dtype = torch.float64
     config: ModelConfig = CONFIG
     options: ShardOptions = field(default_factory=ShardOptions)
+    alike: bool = False
+    """Whether all ranks train on the same tokens, so that the loss doesn't depend on how many there are."""
+    replicas: int = 1
+    """Over how many ranks each shard is replicated."""
 
 
 def build(training: Training, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the sharded model and its optimizer."""
     torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    shape = (ranks,) if training.replicas == 1 else (training.replicas, ranks // training.replicas)
+    mesh = init_device_mesh("cpu", shape)
     model = STRATEGIES[training.strategy](Llama(training.config).to(training.dtype), mesh, training.options)
     return model, OPTIMIZERS[training.optimizer](model)
 
@@ -108,4 +114,5 @@ def _batch(training: Training, number: int) -> Tensor:
     """Return this rank's tokens of a step, (micro-batches, B, T + 1). Five batches come again and again."""
     generator = torch.Generator().manual_seed(number % 5)
     shape = dist.get_world_size(), training.micro_batches, SEQUENCES, TOKENS + 1
-    return torch.randint(training.config.vocabulary, shape, generator=generator)[dist.get_rank()]
+    tokens = torch.randint(training.config.vocabulary, shape, generator=generator)
+    return tokens[0 if training.alike else dist.get_rank()]

@@ -109,7 +109,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def restore_model(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give the model what was loaded: shards were loaded in place, buffers may not have been."""
+    """Give the model what was loaded: shards were loaded in place, buffers may not have been.
+
+    `state` may hold whole tensors, too, such as another model's ``state_dict()``; each rank takes its part of them.
+    """
     own = model_state(model)
     if missing := own.keys() - state.keys():
         raise KeyError(f"YaFSDP: the loaded state lacks {', '.join(sorted(missing))}")
@@ -137,11 +140,15 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, A
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    if isinstance(target, FlatShard):
-        assert isinstance(source, FlatShard)
+    if isinstance(target, FlatShard) and isinstance(source, FlatShard):
         for (_, mine), (_, loaded) in zip(target.pieces, source.pieces, strict=True):
             if mine.data_ptr() != loaded.data_ptr():
                 mine.copy_(loaded)
+    elif isinstance(target, FlatShard):
+        if source.shape != target.shape:
+            raise ValueError(f"YaFSDP: cannot load {tuple(source.shape)} into a parameter of {tuple(target.shape)}")
+        for offsets, mine in target.pieces:
+            mine.copy_(source[tuple(slice(o, o + n) for o, n in zip(offsets, mine.shape, strict=True))])
     elif source is not target:
         target.copy_(source)
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from instrumented_trainers.strategies.yafsdp.lane import lane_for
 from instrumented_trainers.strategies.yafsdp.order import ExecutionOrder
@@ -27,6 +25,7 @@ from instrumented_trainers.strategies.yafsdp.policy import tensors_in
 from instrumented_trainers.strategies.yafsdp.slots import GradientSlot, Slots, WeightSlot, allocate
 from instrumented_trainers.strategies.yafsdp.unit import Unit
 from instrumented_trainers.strategies.yafsdp.usage import Usage
+from instrumented_trainers.strategies.yafsdp.watch import named, refuse_lost_weights, span, watch_inputs
 
 
 class Engine:
@@ -39,7 +38,7 @@ class Engine:
         `owns_slots` says have slots of their own.
         """
         self.root, self.units = root, tuple(units)
-        self.lane = lane_for(root.device, root.group)
+        self.lane = lane_for(root.device, root.ranks)
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.usage = Usage(self.units, self.lane)
         filled = [unit for unit in self.units if unit.layout.numel]
@@ -60,18 +59,18 @@ class Engine:
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Bring the unit's weights, start gathering what should run next, and watch the inputs for backward's end."""
-        with _span("pre_forward", unit):
+        with span("pre_forward", unit):
             if _in_backward():
                 self._recompute(unit)
             else:
                 self._enter(unit)
             self._await_weights(unit)
             args, kwargs = unit.policy.cast_inputs((args, kwargs))
-            return self._watch_inputs(unit, (args, kwargs))
+            return watch_inputs(unit, (args, kwargs))
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
         """Give the unit's slot free and watch its outputs for backward's begin."""
-        with _span("post_forward", unit):
+        with span("post_forward", unit):
             if not _in_backward():
                 unit.in_forward = max(0, unit.in_forward - 1)
                 if not unit.in_forward:
@@ -85,7 +84,7 @@ class Engine:
 
     def pre_backward(self, unit: Unit, gradient: Tensor) -> Tensor:
         """Bring the unit's weights back, and start gathering those of the unit whose backward should be next."""
-        with _span("pre_backward", unit):
+        with span("pre_backward", unit):
             self._queue_callback()
             unit.in_backward = True
             self._gather(unit)
@@ -98,8 +97,8 @@ class Engine:
         """Move a gradient that autograd has finished into the unit's gradient slot, waiting until the slot is free."""
         gradient = unit.parameters[index].weight.grad  # type: ignore[union-attr]
         if gradient is not None and gradient.requires_grad:
-            raise NotImplementedError(f"YaFSDP: {_named(unit)}: backward with create_graph=True is not supported")
-        _refuse_lost_weights(unit)
+            raise NotImplementedError(f"YaFSDP: {named(unit)}: backward with create_graph=True is not supported")
+        refuse_lost_weights(unit)
         self._queue_callback()  # no output of a unit may have been part of this backward pass
         assert unit.slots is not None
         slot = unit.slots.gradients
@@ -107,7 +106,7 @@ class Engine:
             if slot.owner is not None:
                 self._reduce(slot.owner)
             if slot.leaving is not None:
-                with _span("grad_slot_wait", unit):
+                with span("grad_slot_wait", unit):
                     self._receive(slot)
             slot.owner = unit
         unit.take_gradient(index)
@@ -117,7 +116,7 @@ class Engine:
         if unit.slots is not None and unit.slots.gradients.owner is unit:
             self._reduce(unit)
         if unit.in_backward:
-            with _span("post_backward_reshard", unit):
+            with span("post_backward_reshard", unit):
                 unit.in_backward = unit.lost_weights = False
                 unit.show_shards()
 
@@ -126,14 +125,15 @@ class Engine:
     def _enter(self, unit: Unit) -> None:
         if unit is self.root:
             self._begin_pass()
-        elif not self.root.in_forward and unit.slots is not None:
-            self._forget(unit.slots.weights)  # run by itself: the optimizer may have stepped since it was gathered
+        elif not self.root.in_forward:
+            self._begin_alone(unit)
         unit.in_forward += 1
         self._place(unit)
         self._gather(unit)
         if not unit.encloses_units:
             self.order.enter(unit)
-        self._prefetch(self.order.ahead(self._depth), "forward")
+        # The root computes nothing before the first unit that could hide the second's gather, so both are sent for.
+        self._prefetch(self.order.ahead(self._depth + (unit is self.root)), "forward")
 
     def _begin_pass(self) -> None:
         if self._callback_queued:
@@ -146,6 +146,15 @@ class Engine:
         self._turn = -1
         self.order.begin()
 
+    def _begin_alone(self, unit: Unit) -> None:
+        if unit.leaves_to is not None:
+            raise RuntimeError(
+                f"YaFSDP: {named(unit)} was run by itself, but {named(unit.leaves_to)} has the parameters that it left "
+                "out; run that one"
+            )
+        if unit.slots is not None:
+            self._forget(unit.slots.weights)  # the optimizer may have stepped since they were gathered
+
     def _place(self, unit: Unit) -> None:
         """Give a unit that runs for the first time its slots: the ones after those of the unit that ran before it."""
         if unit.slots is None and unit.layout.numel:
@@ -154,17 +163,6 @@ class Engine:
         if unit.slots in self.shared_slots:
             self._turn = self.shared_slots.index(unit.slots)
 
-    def _watch_inputs(self, unit: Unit, inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inputs
-        leaves, tree = tree_flatten(inputs)
-        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not watched:
-            return inputs
-        for i, tensor in zip(watched, _BackwardEnd.apply(unit, *(leaves[i] for i in watched)), strict=True):
-            leaves[i] = tensor
-        return tree_unflatten(leaves, tree)
-
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit) -> None:
@@ -172,7 +170,7 @@ class Engine:
             return
         slot = unit.slots.weights
         self._take(slot, unit)
-        with _span("all_gather", unit):
+        with span("all_gather", unit):
             slot.owner = unit
             slot.arriving = self.lane.all_gather(unit.stage(self.lane))
         unit.lost_weights = False
@@ -182,7 +180,7 @@ class Engine:
             return
         slot = unit.slots.weights
         if slot.arriving is not None:
-            with _span("all_gather_wait", unit):
+            with span("all_gather_wait", unit):
                 slot.arriving.wait()
             slot.arriving = None
         unit.show_weights()
@@ -206,7 +204,7 @@ class Engine:
             return
         if slot.owner.in_forward:
             raise RuntimeError(
-                f"YaFSDP: {_named(taker)} needs the weight buffer of {_named(slot.owner)}, whose forward is under way "
+                f"YaFSDP: {named(taker)} needs the weight buffer of {named(slot.owner)}, whose forward is under way "
                 "and does not hold it; shard one of them with reshard_after_forward=False, which gives it a buffer of "
                 "its own"
             )
@@ -229,6 +227,10 @@ class Engine:
     def _recompute(self, unit: Unit) -> None:
         """Bring the weights of a unit whose forward is run again for activation checkpointing."""
         self._queue_callback()
+        if unit.leaves_to is not None and not unit.leaves_to.in_backward:
+            unit.leaves_to.in_backward = True  # until the whole backward pass is over, as it is the root
+            self._gather(unit.leaves_to)
+            self._await_weights(unit.leaves_to)
         unit.in_backward = True
         self._place(unit)
         self._gather(unit)
@@ -239,7 +241,7 @@ class Engine:
     def _reduce(self, unit: Unit) -> None:
         assert unit.slots is not None
         slot = unit.slots.gradients
-        with _span("post_backward_reduce", unit):
+        with span("post_backward_reduce", unit):
             slot.leaving = (unit, self.lane.reduce_scatter(unit.fill_gaps()))
         slot.owner = None
         slot.written.clear()
@@ -254,7 +256,7 @@ class Engine:
     def _receive_all(self) -> None:
         for slots in self.slots:
             if slots.gradients.leaving is not None:
-                with _span("post_backward_rs_wait", slots.gradients.leaving[0]):
+                with span("post_backward_rs_wait", slots.gradients.leaving[0]):
                     self._receive(slots.gradients)
 
     def _queue_callback(self) -> None:
@@ -293,40 +295,6 @@ class Engine:
             unit.in_backward = unit.lost_weights = False
             unit.discard_gradients()
         self._callback_queued = False
-
-
-class _BackwardEnd(torch.autograd.Function):
-    """The identity on a unit's inputs; their gradients are there when the unit's backward is over."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_lost_weights(ctx.unit)
-        ctx.unit.engine.post_backward(ctx.unit)
-        return (None, *gradients)
-
-
-def _span(label: str, unit: Unit) -> record_function:
-    """Return a span named as FSDP2 names its own: the root has no suffix."""
-    return record_function(f"YaFSDP::{label} ({unit.name})" if unit.name else f"YaFSDP::{label}")
-
-
-def _refuse_lost_weights(unit: Unit) -> None:
-    if unit.lost_weights:
-        raise RuntimeError(
-            f"YaFSDP: another unit took the weight buffer of {_named(unit)} during its backward; shard it with "
-            "reshard_after_forward=False, which gives it a buffer of its own"
-        )
-
-
-def _named(unit: Unit) -> str:
-    return f"unit {unit.name!r}" if unit.name else "the root unit"
 
 
 def _in_backward() -> bool:

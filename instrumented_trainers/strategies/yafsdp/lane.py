@@ -5,11 +5,13 @@ after it, and is over, for whoever computes next, once its token was waited for.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renamed both and warns at the old names, which are all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,39 +25,114 @@ class Token(Protocol):
         """Let what is computed after this call start only when the collective is over."""
 
 
-class Lane:
-    """Issues the collectives of one process group. `_issue` says how they run beside the computation."""
+@dataclass(frozen=True)
+class Ranks:
+    """Who a model is sharded over and, where each shard is on several ranks, who has the same shard."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.world_size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Self:
+        """Return the ranks of a mesh: one dim is the shards, of two the first is the replicas.
+
+        Raises NotImplementedError for a mesh of more dims.
+        """
+        if mesh.ndim == 1:
+            return cls(mesh.get_group())
+        if mesh.ndim == 2:
+            return cls(mesh.get_group(1), mesh.get_group(0) if mesh.size(0) > 1 else None)
+        raise NotImplementedError(
+            f"YaFSDP shards over the last dim of a mesh and replicates over the first; this one has {mesh.ndim} dims "
+            f"{mesh.mesh_dim_names or ''}, so hand it the part that is data-parallel: mesh['dp_replicate', 'dp_shard']"
+        )
+
+    @property
+    def count(self) -> int:
+        """Return over how many ranks gradients are averaged."""
+        return self.shards.size() * (self.replicas.size() if self.replicas is not None else 1)
+
+    @property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Return the global numbers of the ranks; equal for two groups of the same ranks."""
+        groups = (self.shards, self.replicas)
+        return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups if group is not None)
+
+
+class Lane:
+    """Issues the collectives of one model. A subclass says how they run beside the computation.
+
+    Where shards have replicas, a sum over the shards' ranks is summed over the replicas' ranks next: what goes there is
+    a shard, not the whole.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.world_size = ranks.shards.size()
+        self.rank = ranks.shards.rank()
 
     def all_gather(self, whole: Tensor) -> Token:
         """Gather every rank's chunk of `whole` in place; this rank's own chunk must lie there already."""
-        return self._issue(_all_gather, whole, self.chunk(whole))
+        raise NotImplementedError
 
     def reduce_scatter(self, whole: Tensor) -> Token:
         """Sum this rank's chunk of every rank's `whole` in place; the rest of `whole` is undefined afterwards."""
-        return self._issue(_reduce_scatter, self.chunk(whole), whole)
+        raise NotImplementedError
 
     def maximum(self, values: Tensor) -> Token:
-        """Replace each value, in place, by its maximum over the ranks."""
-        return self._issue(dist.all_reduce, values, op=dist.ReduceOp.MAX)
+        """Replace each value, in place, by its maximum over all ranks."""
+        raise NotImplementedError
 
     def chunk(self, whole: Tensor) -> Tensor:
         """Return this rank's chunk of a flat tensor: one of world_size equal parts."""
         return whole.view(self.world_size, -1)[self.rank]
 
-    def _issue(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Token:
-        raise NotImplementedError
-
 
 class HostLane(Lane):
     """For gloo: its threads run the collectives, and a token is gloo's own Work."""
 
-    def _issue(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Token:
-        return collective(*tensors, group=self.group, async_op=True, **options)
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._halfway: _ThenReplicas | None = None
+
+    def all_gather(self, whole: Tensor) -> Token:
+        return _all_gather(whole, self.chunk(whole), group=self.ranks.shards, async_op=True)
+
+    def reduce_scatter(self, whole: Tensor) -> Token:
+        work = _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards, async_op=True)
+        if self.ranks.replicas is None:
+            return work
+        # The second sum cannot be issued before the first is over. By now the one of the unit before should be: at
+        # this place of the program, the same on all ranks, it goes on.
+        if self._halfway is not None:
+            self._halfway.go_on()
+        self._halfway = _ThenReplicas(work, self.chunk(whole), self.ranks.replicas)
+        return self._halfway
+
+    def maximum(self, values: Tensor) -> Token:
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.shards, async_op=True)
+        if self.ranks.replicas is None:
+            return work
+        work.wait()
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.replicas, async_op=True)
+
+
+class _ThenReplicas:
+    """A sum over the shards' ranks that is to be summed over the replicas' ranks when it is over."""
+
+    def __init__(self, work: dist.Work, values: Tensor, replicas: dist.ProcessGroup) -> None:
+        self._work, self._values, self._replicas = work, values, replicas
+        self._went_on = False
+
+    def go_on(self) -> None:
+        if not self._went_on:
+            self._work.wait()
+            self._work = dist.all_reduce(self._values, group=self._replicas, async_op=True)
+            self._went_on = True
+
+    def wait(self) -> None:
+        self.go_on()
+        self._work.wait()
 
 
 class StreamLane(Lane):
@@ -65,14 +142,33 @@ class StreamLane(Lane):
     ``record_stream``.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group)
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def _issue(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Token:
+    def all_gather(self, whole: Tensor) -> Token:
+        return self._issue(lambda: _all_gather(whole, self.chunk(whole), group=self.ranks.shards))
+
+    def reduce_scatter(self, whole: Tensor) -> Token:
+        def sum_up() -> None:
+            _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards)
+            if self.ranks.replicas is not None:
+                dist.all_reduce(self.chunk(whole), group=self.ranks.replicas)
+
+        return self._issue(sum_up)
+
+    def maximum(self, values: Tensor) -> Token:
+        def over_all() -> None:
+            for group in (self.ranks.shards, self.ranks.replicas):
+                if group is not None:
+                    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+
+        return self._issue(over_all)
+
+    def _issue(self, collectives: Callable[[], Any]) -> Token:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            collective(*tensors, group=self.group, **options)
+            collectives()
         return _Passed(self.stream.record_event())
 
 
@@ -86,10 +182,10 @@ class _Passed:
         torch.cuda.current_stream().wait_event(self._event)
 
 
-def lane_for(device: torch.device, group: dist.ProcessGroup) -> Lane:
+def lane_for(device: torch.device, ranks: Ranks) -> Lane:
     """Return the lane for a device. Raises NotImplementedError where there is none for its kind."""
     if device.type == "cpu":
-        return HostLane(group)
+        return HostLane(ranks)
     if device.type == "cuda":
-        return StreamLane(group, device)
+        return StreamLane(ranks, device)
     raise NotImplementedError(f"YaFSDP runs on cpu and cuda, not on {device.type}")

@@ -58,10 +58,10 @@ class YaFSDPModule:
         gradients = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
         norm = nn.utils.get_total_norm(gradients, norm_type).to(unit.master)
         if norm_type == torch.inf:
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=unit.group)
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=unit.ranks.shards)
         else:
             norm.pow_(norm_type)
-            dist.all_reduce(norm, group=unit.group)
+            dist.all_reduce(norm, group=unit.ranks.shards)
             norm.pow_(1 / norm_type)
         nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
         return norm
@@ -85,6 +85,8 @@ class YaFSDPModule:
         return list(units_in(self))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if any(unit.master.is_meta for unit in self._units()):
+            return self._leave_meta(fn)
         for unit in self._units():
             before, after = unit.master[:0], fn(unit.master[:0])
             if (after.dtype, after.device) != (before.dtype, before.device):
@@ -92,7 +94,26 @@ class YaFSDPModule:
                     f"YaFSDP: a sharded module cannot become {after.dtype} on {after.device}; cast and move it before "
                     "fully_shard"
                 )
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for unit in self._units():
+            unit.keep_master()
+        return self
+
+    def _leave_meta(self, fn: Callable[[Tensor], Tensor]) -> Any:
+        assert isinstance(self, nn.Module)
+        for unit in self._units():
+            after = fn(unit.master[:0])
+            if after.is_meta or after.device.type != unit.device.type or after.dtype != unit.dtype:
+                raise NotImplementedError(
+                    f"YaFSDP: a module that was sharded on the meta device can only leave it, for {unit.device} and "
+                    f"in {unit.dtype}: call to_empty(device={str(unit.device)!r})"
+                )
+            unit.leave_meta()
+        for inner in self.modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    inner._buffers[name] = fn(buffer)
+        return self
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError("YaFSDP: a sharded module cannot be copied; copy it before fully_shard")

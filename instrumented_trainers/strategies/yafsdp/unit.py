@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from instrumented_trainers.strategies.yafsdp.lane import Lane
+from instrumented_trainers.strategies.yafsdp.lane import Lane, Ranks
 from instrumented_trainers.strategies.yafsdp.layout import Layout, Part
+from instrumented_trainers.strategies.yafsdp.optimizers import mark
 from instrumented_trainers.strategies.yafsdp.policy import MixedPrecisionPolicy
 from instrumented_trainers.strategies.yafsdp.slots import Slots
 
@@ -25,7 +26,20 @@ class UnitParameter:
         self.part = part
         self.shard = nn.Parameter(shard, requires_grad=original.requires_grad)
         self.shard.__dict__.update(original.__dict__)  # marks such as "no weight decay" that users put on parameters
+        mark(self.shard)
         self.weight: nn.Parameter | None = None
+
+    def replace_shard(self, values: Tensor) -> None:
+        """Let optimizers see a new parameter with these values, of the shard's shape."""
+        old = self.shard
+        self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
+        self.shard.__dict__.update(old.__dict__)
+        self.show(self.shard)
+
+    @torch.no_grad()
+    def cut(self, whole: Tensor) -> None:
+        """Give the shard its part of the whole parameter."""
+        self.shard.copy_(whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()])
 
     def show(self, parameter: nn.Parameter) -> None:
         """Put `parameter` wherever the modules look for this one."""
@@ -48,15 +62,15 @@ class Unit:
         module: nn.Module,
         parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]],
         *,
-        group: torch.distributed.ProcessGroup,
+        ranks: Ranks,
         device: torch.device,
         policy: MixedPrecisionPolicy,
         buffers: int,
     ) -> None:
-        self.module, self.group, self.device, self.policy, self.buffers = module, group, device, policy, buffers
+        self.module, self.ranks, self.device, self.policy, self.buffers = module, ranks, device, policy, buffers
         self.name = ""
-        self.rank = torch.distributed.get_rank(group)
-        self.layout = Layout.of([p.shape for p in parameters], torch.distributed.get_world_size(group))
+        self.rank = ranks.shards.rank()
+        self.layout = Layout.of([p.shape for p in parameters], ranks.shards.size())
         self.dtype = next((p.dtype for p in parameters), torch.get_default_dtype())
         self.weight_dtype = policy.param_dtype or self.dtype
         self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
@@ -66,6 +80,10 @@ class Unit:
             UnitParameter(original, sites, part, self.master[part.start : part.stop])
             for (original, sites), part in zip(parameters.items(), self._parts(), strict=True)
         ]
+        self.left_out = False
+        """Whether the module has parameters that were left for a unit around it."""
+        self.leaves_to: Unit | None = None
+        """The unit that has them."""
         self.engine: Engine | None = None
         self.slots: Slots | None = None
         self.encloses_units = False
@@ -88,11 +106,29 @@ class Unit:
 
     def _cut(self, originals: list[nn.Parameter]) -> Tensor:
         """Return this rank's shard of the flat tensor, without ever making the whole one."""
+        if any(original.is_meta for original in originals):
+            return torch.empty(self.layout.shard_numel, dtype=self.dtype, device="meta")
         shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
         for original, part in zip(originals, self._parts(), strict=True):
             piece = original.detach().reshape(-1)[part.origin : part.origin + part.stop - part.start]
             shard[part.start : part.stop] = piece
         return shard
+
+    def leave_meta(self) -> None:
+        """Make the shard on the device, if it is on the meta device still, with zeros in it."""
+        if self.master.is_meta:
+            self.master = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+            for parameter in self.parameters:
+                parameter.replace_shard(self.master[parameter.part.start : parameter.part.stop])
+
+    @torch.no_grad()
+    def keep_master(self) -> None:
+        """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
+        for parameter in self.parameters:
+            own = self.master[parameter.part.start : parameter.part.stop]
+            if parameter.shard.data_ptr() != own.data_ptr():
+                own.copy_(parameter.shard)
+                parameter.shard.data = own
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -200,7 +236,7 @@ class Unit:
         if not self._divided:
             self.gradient.add_(chunk)
         elif self._adopt_published():
-            self.gradient.add_(chunk, alpha=1 / self.layout.world_size)
+            self.gradient.add_(chunk, alpha=1 / self.ranks.count)
         else:
             self.gradient.copy_(chunk)
             self._divided = False
@@ -211,7 +247,7 @@ class Unit:
         """Divide the sum by the number of ranks, once, and show it to the optimizer; `unused` parameters get none."""
         assert self.gradient is not None
         if not self._divided:
-            self.gradient.div_(self.layout.world_size)
+            self.gradient.div_(self.ranks.count)
         self._divided, self.awaits_publication = True, False
         for index, parameter in enumerate(self.parameters):
             if parameter.shard.requires_grad and (index not in unused or parameter.shard.grad is not None):

@@ -28,7 +28,7 @@ class Usage:
 
     def send(self, units: Sequence[Unit]) -> None:
         """Send which trainable parameters of the units, whose gradients are due, got a gradient on this rank."""
-        if not units or self._lane.world_size == 1:
+        if not units or self._lane.ranks.count == 1:
             return
         if self._arriving is not None:
             self._arriving.wait()  # nobody may have waited for the last one, and the flags are used again
