@@ -56,7 +56,7 @@ class File:
                 else:
                     copy.write_bytes(self.system.cat_file(self.path, start=0, end=first_bytes))
             except Exception as error:  # each file system raises errors of its own
-                raise BadTraceError(f"{self.path}: cannot be fetched ({error}); check access to it") from error
+                raise BadTraceError(f"{self.path}: cannot be fetched ({_line(error)}); check access to it") from error
             yield str(copy)
 
     def _fetch(self, copy: Path, beside: Iterable[str]) -> None:
@@ -154,15 +154,21 @@ def _of_url(url: str) -> list[File]:
             beside = f"{path.rpartition('/')[0]}/{conventions.MANIFEST_FILE}"
             details |= {beside: system.info(beside)} if system.exists(beside) else {}
     except ImportError as error:
-        raise InputError(f"{url}: {error}; install that package with pip") from error
+        raise InputError(f"{url}: {_line(error)}; install that package with pip") from error
     except InputError:
         raise
     except Exception as error:  # each file system raises errors of its own
-        raise InputError(f"{url}: cannot be listed ({error}); check the address and your access to it") from error
+        raise InputError(
+            f"{url}: cannot be listed ({_line(error)}); check the address and your access to it"
+        ) from error
     files = [File(name, int(d.get("size") or 0), system) for name, d in details.items() if d.get("type") == "file"]
     if not files:
         raise InputError(f"{url}: no such file or folder; check the address")
     return files if single else [file for file in files if _may_be_trace(file.name)]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _may_be_trace(name: str) -> bool:

@@ -5,23 +5,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
-
-from isal import igzip
 
 from tracekit.errors import BadTraceError
 from tracekit.files import File, natural
-from tracekit.readers import kineto, stream
+from tracekit.readers import blocks, kineto, stream
 
 _RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d+)/")
 _FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
-_HEAD_BYTES = 1 << 20
 _REMOTE_HEAD_BYTES = 4 << 20
-_MAX_STRAY_BYTES = 1 << 20  # a larger file without events is a damaged trace rather than somebody's settings
+_TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
 _HOUR_NS = 3_600_000_000_000
 _SAME_START_NS = 1_000_000
 
@@ -46,6 +42,7 @@ class Listed:
     begins_ns: int | None = None
     rank: int = -1
     window: int = 0
+    is_merged: bool = False
     job: tuple[object, ...] = ()
 
     @property
@@ -107,11 +104,12 @@ def _look(file: File, count: int, doubts: list[Doubt]) -> Listed | None:
     try:
         with file.local(first_bytes=_REMOTE_HEAD_BYTES) as path:
             header = stream.read_header(path)
-            if header is None and count > 1 and file.size_bytes < _MAX_STRAY_BYTES:
-                doubts.append(_stray(file, count))
+            if header is None and count > 1:
+                doubts.append(_stray(file, path, count))
                 return None
-            header = header or {}
-            return Listed(file, header, _begins_ns(path, header))
+            is_silent = not _info(header or {}) and file.system is None
+            is_merged = header is not None and is_silent and kineto.is_merged(path)
+            return Listed(file, header or {}, _begins_ns(path, header or {}), is_merged=is_merged)
     except BadTraceError as error:
         if count == 1:
             raise
@@ -119,28 +117,23 @@ def _look(file: File, count: int, doubts: list[Doubt]) -> Listed | None:
         return None
 
 
-def _stray(file: File, count: int) -> Doubt:
+def _stray(file: File, path: str, count: int) -> Doubt:
+    """Return what to say of a file without events: that it is somebody else's, or that it should have been a trace."""
     rank = _word_rank(file)
-    if file.size_bytes and rank is None:
+    if rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME):
         return Doubt("not_a_trace", f"{file.path}: not a profiler trace, left out", file.path)
-    what = "has no traceEvents" if file.size_bytes else "is empty"
-    return Doubt("unreadable", f"{file.path}: the file {what}; record it again", file.path, rank, 1 / count)
+    try:
+        kineto.is_merged(path)
+    except BadTraceError as error:
+        return Doubt("unreadable", str(error), file.path, rank, 1 / count)
+    return Doubt("unreadable", f"{file.path}: holds no events; record it again", file.path, rank, 1 / count)
 
 
 def _begins_ns(path: str, header: Mapping[str, Any]) -> int | None:
     """Return about when the recording began: its first event's time, which is close to the first in time."""
-    found = _FIRST_TIME.search(_head(path))
+    found = _FIRST_TIME.search(next(iter(blocks.Blocks(path)), b""))
     base = _whole(header.get("baseTimeNanoseconds")) or 0
     return None if found is None else base + round(float(found[1]) * 1000)
-
-
-def _head(path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as raw:
-            zipped = raw.peek(2)[:2] == b"\x1f\x8b"
-            return cast("bytes", igzip.IGzipFile(fileobj=raw).read(_HEAD_BYTES) if zipped else raw.read(_HEAD_BYTES))
-    except (OSError, EOFError, igzip.isal_zlib.error):
-        return b""  # cut: the reader will say so
 
 
 def _info(header: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -251,11 +244,12 @@ def _difference(job: tuple[object, ...], chosen: tuple[object, ...]) -> str:
 
 def _without_copies(listed: list[Listed], doubts: list[Doubt]) -> list[Listed]:
     """Leave out second files of one recording: the same recording's id, the same bytes, or the same start."""
-    by_rank: dict[int, list[Listed]] = defaultdict(list)
+    by_rank: dict[tuple[int, int], list[Listed]] = defaultdict(list)
     for t in sorted(listed, key=lambda t: (-t.file.size_bytes, natural(t.file.path))):
-        first = next((kept for kept in by_rank[t.rank] if _same_recording(kept, t)), None)
+        alike = by_rank[t.rank, _window_folder(t) or 0]
+        first = next((kept for kept in alike if _same_recording(kept, t)), None)
         if first is None:
-            by_rank[t.rank].append(t)
+            alike.append(t)
             continue
         message = f"{t.file.path}: a second trace of rank {t.rank}, the same recording as {first.file.name}; left out"
         doubts.append(Doubt("duplicate_rank", message, t.file.path, t.rank))
@@ -273,9 +267,8 @@ def _same_recording(a: Listed, b: Listed) -> bool:
 
 def _windows(listed: list[Listed], doubts: list[Doubt]) -> list[Listed]:
     """Number the windows: by the folders that the recorder makes, else by time, else by folder."""
-    by_folder = [_WINDOW_FOLDER.search(f"/{t.file.path}") for t in listed]
-    if any(by_folder):
-        placed = [replace(t, window=int(f[1]) if f else 0) for t, f in zip(listed, by_folder, strict=True)]
+    if any(_window_folder(t) is not None for t in listed):
+        placed = [replace(t, window=_window_folder(t) or 0) for t in listed]
     elif (times := _times(listed)) is not None:
         placed = _by_time(listed, times, doubts)
     else:
@@ -286,6 +279,11 @@ def _windows(listed: list[Listed], doubts: list[Doubt]) -> list[Listed]:
     return _one_each(placed, doubts)
 
 
+def _window_folder(listed: Listed) -> int | None:
+    found = _WINDOW_FOLDER.search(f"/{listed.file.path}")
+    return int(found[1]) if found else None
+
+
 def _say_folders(placed: list[Listed], doubts: list[Doubt]) -> None:
     """Say that folders were taken as windows of one job, unless their names differ in numbers only."""
     folders = {t.window: t.file.folder for t in placed}
@@ -293,7 +291,7 @@ def _say_folders(placed: list[Listed], doubts: list[Doubt]) -> None:
     if (
         len(set(folders.values())) == len(folders) > 1
         and len(stems) > 1
-        and not any(_WINDOW_FOLDER.search(f"/{t.file.path}") for t in placed)
+        and not any(_window_folder(t) is not None for t in placed)
     ):
         told = ", ".join(f"{folder} as window {window}" for window, folder in sorted(folders.items()))
         doubts.append(

@@ -31,7 +31,9 @@ def load(where: Where, *, on_progress: Progress | None = None, cache: bool = Tru
     listed, doubts = listing.tell(found.traces, manifests=manifests, on_progress=on_progress)
     manifest = _manifest(listed, manifests, doubts)
     kept: dict[Source, Trace] = {}
-    sources = _merged(listed, kept) or [_source(t, cache) for t in listed]
+    sources = _merged(listed, kept, doubts)
+    taken = {(source.window, source.rank) for source in sources}
+    sources += [_source(t, cache) for t in listed if not t.is_merged and (t.window, t.rank) not in taken]
     if len(sources) == 1 and not kept:
         kept = {sources[0]: sources[0].read()}  # it is read in any case, and its faults are heard of at once
     absent = {doubt.rank for doubt in doubts if doubt.kind == "unreadable"}
@@ -58,30 +60,23 @@ def _read(file: File, rank: int, window: int) -> Trace:
         return replace(kineto.read(path, rank=rank, window=window), path=file.path)
 
 
-def _merged(listed: Sequence[Listed], kept: dict[Source, Trace]) -> list[Source]:
-    """Return a source for each rank of a file that holds several; empty where there is no such file."""
-    silent = [t for t in listed if kineto.rank_of(t.header) is None]
-    if len(listed) > 1 or not silent or not _is_merged(listed[0].file.path):
-        return []
-    file = listed[0].file
-    for rank, trace in sorted(_read_merged(file.path).items()):
-        source = Source(rank, 0, file.path, file.size_bytes, partial(_of_merged, file.path, rank))
-        kept[source] = trace
-    return list(kept)
+def _merged(listed: Sequence[Listed], kept: dict[Source, Trace], doubts: list[Doubt]) -> list[Source]:
+    """Return the sources of files that hold several ranks each. All are read, into `kept`: only then are ranks known."""
+    found: dict[tuple[int, int], Source] = {}
+    for t in (t for t in listed if t.is_merged):
+        for rank, trace in sorted(kineto.read_merged(t.file.path, window=t.window).items()):
+            read = partial(_of_merged, t.file.path, rank, t.window)
+            source = Source(rank, t.window, t.file.path, t.file.size_bytes, read)
+            if found.setdefault((t.window, rank), source) is source:
+                kept[source] = trace
+            else:
+                message = f"{t.file.path}: a second trace of rank {rank} in window {t.window}, left out"
+                doubts.append(Doubt("duplicate_rank", message, t.file.path, rank))
+    return list(found.values())
 
 
-def _of_merged(path: str, rank: int) -> Trace:
-    return _read_merged(path)[rank]
-
-
-def _is_merged(path: str) -> bool:
-    is_merged: Callable[[str], bool] | None = getattr(kineto, "is_merged", None)
-    return is_merged is not None and is_merged(path)
-
-
-def _read_merged(path: str) -> dict[int, Trace]:
-    read_merged: Callable[[str], dict[int, Trace]] = getattr(kineto, "read_merged")  # noqa: B009
-    return read_merged(path)
+def _of_merged(path: str, rank: int, window: int) -> Trace:
+    return kineto.read_merged(path, window=window)[rank]
 
 
 def _manifest(listed: Sequence[Listed], manifests: dict[str, File], doubts: list[Doubt]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Run:
         manifest: Mapping[str, Any] | None = None,
         doubts: pl.DataFrame | None = None,
         align: Survey | None = None,
-        keep_bytes: int = 256 << 20,
+        keep_bytes: int = 64 << 20,
         readers: int | None = None,
     ) -> None:
         """Build a run from `sources`; `doubts` are those of the run as a whole (columns rank, path and DOUBTS').

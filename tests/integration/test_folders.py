@@ -1,0 +1,369 @@
+"""Runs as people keep them: folders, lists, globs and URLs, with all that lies around in them."""
+
+import json
+import shutil
+import weakref
+from pathlib import Path
+
+import fsspec
+import polars as pl
+import pytest
+
+from tests import drawn
+from tests.kineto_files import trace, write
+from tracekit.analysis import breakdown
+from tracekit.checking import check
+from tracekit.errors import BadTraceError, InputError
+from tracekit.loading import load
+from tracekit.trace import Run, Source
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = ROOT / "sample_traces" / "demo-fsdp2"
+MERGED = ROOT.parent / "shared" / "traces" / "merged_ddp_mi300_4ranks"
+HOUR_US = 3_600e6
+
+
+def kinds(run):
+    return sorted(run.doubts["kind"].unique().to_list())
+
+
+def places(run):
+    return [(source.window, source.rank) for source in run.sources]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path / "run" / f"rank{rank}.json", trace(rank, start_us=100.0 + rank))
+    return tmp_path / "run"
+
+
+# Where ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_a_list_and_a_glob_are_the_same_run(pair, monkeypatch):
+    named = [load(pair), load(sorted(pair.iterdir())), load(str(pair / "*.json")), load(f"file://{pair}")]
+    monkeypatch.chdir(pair.parent)
+    named += [load("run"), load("run/rank*.json"), load(["run/rank0.json", pair / "rank1.json"])]
+    for run in named:
+        assert run.ranks == (0, 1)
+        assert run.doubts.is_empty()
+        assert run.table(breakdown.by_rank)["communication_ns"].to_list() == [400_000, 400_000]
+
+
+def test_a_run_behind_a_url_is_read_with_manifest_and_logs():
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{SAMPLE}/", "memory://bucket/run/", recursive=True)
+    try:
+        far, near = load("memory://bucket/run"), load(SAMPLE)
+        assert far.name == "run"
+        assert far.ranks == near.ranks
+        assert far.manifest == near.manifest
+        assert far.table(breakdown.by_step).equals(near.table(breakdown.by_step))
+        assert far.trace(0).checkpoints.height == near.trace(0).checkpoints.height > 0
+        assert far.trace(0).metrics.equals(near.trace(0).metrics)
+        assert load("memory://bucket/run/rank*.json.gz").ranks == (0, 1)
+        assert load("memory://bucket/run/rank00001.pt.trace.json.gz").ranks == (1,)
+    finally:
+        memory.rm("memory://bucket", recursive=True)
+
+
+@pytest.mark.parametrize("url", ["memory://nothing/here", "nosuch://bucket/run", "hdfs://nowhere/run"])
+def test_a_url_that_cannot_be_reached_is_one_clear_line(url):
+    with pytest.raises(InputError) as caught:
+        load(url)
+    assert str(caught.value).startswith(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_exist_is_named(tmp_path):
+    for missing in (tmp_path / "gone", [tmp_path / "gone"], str(tmp_path / "*.json"), []):
+        with pytest.raises(InputError):
+            load(missing)
+
+
+def test_nested_folders_hidden_ones_apart(tmp_path):
+    write(tmp_path / "a" / "b" / "rank0.json.gz", trace(0))
+    write(tmp_path / "a" / "c" / "rank1.json.gz", trace(1, start_us=101))
+    write(tmp_path / ".git" / "rank2.json.gz", trace(2))
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (0, 1)]
+    assert run.doubts.is_empty()
+
+
+def test_ranks_are_known_before_anything_is_parsed(pair):
+    run = load(pair)
+    (pair / "rank0.json").unlink()
+    assert run.ranks == (0, 1)
+    assert run.doubts.is_empty()
+
+
+# Whose ----------------------------------------------------------------------------------------------------------------
+
+
+def test_hta_fault_03_ranks_come_from_the_header_alone(tmp_path):
+    # compact JSON, an event's argument named rank, a settings file with a rank, and names that say otherwise
+    content = trace(1)
+    content["traceEvents"][0]["args"] = {"rank": 7, "distributedInfo": {"rank": 9}}
+    write(tmp_path / "rank0.json", content)
+    write(tmp_path / "rank1.json", trace(0, start_us=103), indent=2)
+    write(tmp_path / "config.json", {"rank": 0, "lr": 1e-3})
+    run = load(tmp_path)
+    assert [(s.rank, Path(s.path).name) for s in run.sources] == [(0, "rank1.json"), (1, "rank0.json")]
+    assert kinds(run) == ["not_a_trace"]
+
+
+def test_hta_fault_03_a_second_file_of_a_rank_overwrites_nothing(pair):
+    shutil.copy(pair / "rank1.json", pair / "rank1 (copy).json")
+    run = load(pair)
+    assert places(run) == [(0, 0), (0, 1)]
+    row = run.doubts.row(0, named=True)
+    assert (row["kind"], row["rank"]) == ("duplicate_rank", 1)
+    assert "rank1" in row["message"]
+
+
+def test_hta_fault_04_a_truncated_an_empty_and_a_garbled_file_leave_the_other_ranks(tmp_path):
+    for rank in range(6):
+        write(tmp_path / f"rank{rank}.json", trace(rank, 6, start_us=100 + rank))
+    whole = (tmp_path / "rank1.json").read_bytes()
+    (tmp_path / "rank1.json").write_bytes(whole[: len(whole) * 2 // 3])
+    (tmp_path / "rank2.json").write_bytes(b"")
+    (tmp_path / "rank3.json").write_bytes((tmp_path / "rank3.json").read_bytes().replace(b"gemm", b"ge\xff\xfe"))
+    (tmp_path / "rank4.json").write_bytes(b"\x1f\x8b\x08\x00 no gzip at all")
+    run = load(tmp_path)
+    rows = run.table(breakdown.by_rank)
+    assert {0, 1, 3, 5} <= set(rows["rank"])
+    assert rows.filter(pl.col("rank").is_in([0, 3, 5]))["communication_ns"].to_list() == [400_000] * 3
+    assert {2, 4} == set(run.doubts.filter(pl.col("kind") == "unreadable")["rank"])
+    assert "missing_ranks" not in kinds(run)
+
+
+def test_hta_fault_05_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="no trace files"):
+        load(tmp_path)
+
+
+def test_hta_fault_06_a_rank_without_a_device_leaves_the_other_ranks(tmp_path):
+    write(tmp_path / "rank0.json", trace(0))
+    write(tmp_path / "rank1.json", trace(1, start_us=101, on_device=False))
+    run = load(tmp_path)
+    rows = run.table(breakdown.by_rank)
+    assert rows.select("rank", "device").rows() == [(0, 0), (1, None)]
+    check(run)
+    assert run.offsets["how"].to_list() == ["none", "none"]
+
+
+def test_hta_fault_07_the_last_step_counts(tmp_path):
+    run = load(write(tmp_path / "one.json", trace(0, 1, steps=3)))
+    assert run.table(breakdown.by_step)["step"].to_list() == [0, 1, 2]
+
+
+def test_ranks_from_names_are_said_to_be_guessed(tmp_path):
+    for i, name in enumerate(("job_rank-0.json", "job_rank-1.json")):
+        write(tmp_path / name, trace(None, start_us=100 + i))
+    run = load(tmp_path)
+    assert run.ranks == (0, 1)
+    assert kinds(run) == ["rank_guessed"]
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (("trace_0_of.json", "trace_3_of.json"), (0, 3)),
+        (("kineto_9.json", "kineto_10.json"), (9, 10)),
+        (("host_29220.json", "host_29221.json"), (0, 1)),  # process ids
+        (("2026_11_21_0.json", "2026_11_21_1.json"), (0, 1)),
+        (("a.json", "b.json"), (0, 1)),
+    ],
+)
+def test_the_number_that_tells_names_apart_is_the_rank(tmp_path, names, ranks):
+    for i, name in enumerate(names):
+        write(tmp_path / name, trace(None, start_us=100 + i))
+    assert load(tmp_path).ranks == ranks
+
+
+def test_a_rank_stated_after_the_events_counts(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path / f"rank{1 - rank}.json.gz", trace(rank, last=True, start_us=100 + rank))
+    run = load(tmp_path)
+    assert [Path(s.path).name for s in run.sources] == ["rank1.json.gz", "rank0.json.gz"]
+    assert run.doubts.is_empty()
+
+
+def test_missing_ranks_are_named(tmp_path):
+    for rank in (0, 2, 5):
+        write(tmp_path / f"rank{rank}.json", trace(rank, 8, start_us=100 + rank))
+    row = load(tmp_path).doubts.row(0, named=True)
+    assert row["kind"] == "missing_ranks"
+    assert "3 of 8 ranks have a trace (not 1, 3-4, 6-7)" in row["message"]
+    assert row["doubtful_ratio"] == 5 / 8
+
+
+def test_gaps_in_names_are_missing_ranks_too(tmp_path):
+    for rank in (0, 1, 3):
+        write(tmp_path / f"rank{rank}.json", trace(None, start_us=100 + rank))
+    assert "missing_ranks" in kinds(load(tmp_path))
+
+
+# Windows and jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_files_of_the_tensorboard_handler_are_windows_by_time(tmp_path):
+    # <worker>.<ms>.pt.trace.json.gz: three windows a worker, written a second apart, one lost
+    for window in range(3):
+        for rank in (0, 1):
+            if (window, rank) != (1, 0):
+                content = trace(rank, start_us=window * 60e6 + 1_000 * rank)
+                write(
+                    tmp_path / f"node_{4000 + rank}.{1790000000000 + window * 60_000 + rank}.pt.trace.json.gz", content
+                )
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    assert "Window 1 has no trace of rank 0" in run.doubts["message"][0]
+    assert run.table(breakdown.by_rank).height == 5
+
+
+def test_folders_by_iteration_are_windows(tmp_path):
+    for window, name in enumerate(("iteration_5", "iteration_10")):
+        for rank in (0, 1):
+            write(tmp_path / name / f"rank{rank}_trace.json", trace(rank, start_us=window * 30e6 + rank))
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert run.doubts.is_empty()
+
+
+def test_the_recorders_window_folders_count_as_named(tmp_path):
+    write(tmp_path / "rank00000.pt.trace.json.gz", trace(0, 1))
+    write(tmp_path / "window002" / "rank00000.pt.trace.json.gz", trace(0, 1))
+    assert places(load(tmp_path)) == [(0, 0), (2, 0)]
+
+
+def test_folders_of_unlike_names_taken_as_windows_are_said(tmp_path):
+    for window, name in enumerate(("baseline", "candidate")):
+        write(tmp_path / name / "rank0.json", trace(0, 1, start_us=window * 30e6))
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (1, 0)]
+    assert kinds(run) == ["mixed_jobs"]
+
+
+def test_jobs_of_other_sizes_are_left_out_aloud(tmp_path):
+    for rank in range(4):
+        write(tmp_path / f"new-{rank}.json", trace(rank, 4, start_us=100 + rank))
+    for rank in range(2):
+        write(tmp_path / f"old-{rank}.json", trace(rank, 2, start_us=100 + rank))
+    run = load(tmp_path)
+    assert run.ranks == (0, 1, 2, 3)
+    row = run.doubts.row(0, named=True)
+    assert row["kind"] == "mixed_jobs"
+    assert "world size 2, not 4" in row["message"]
+    assert "old-0.json" in row["message"]
+
+
+def test_runs_with_manifests_of_their_own_are_jobs_of_their_own(tmp_path):
+    for name, start_us in (("monday", 0.0), ("tuesday", 50e6)):
+        for rank in (0, 1):
+            write(tmp_path / name / f"rank{rank}.json", trace(rank, start_us=start_us + rank))
+        (tmp_path / name / "run.json").write_text(json.dumps({"strategy": name, "world_size": 2}))
+    run = load(tmp_path)
+    assert run.manifest["strategy"] == "tuesday"
+    assert places(run) == [(0, 0), (0, 1)]
+    assert "monday" in run.doubts["message"][0]
+
+
+def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
+    write(tmp_path / "rank0.json", trace(0))
+    write(tmp_path / "rank1.json", trace(1, start_us=5 * HOUR_US))
+    run = load(tmp_path)
+    assert places(run) == [(0, 0), (1, 1)]
+    assert "5.0 h apart" in " ".join(run.doubts["message"])
+
+
+def test_a_single_process_trace_beside_a_job_is_not_taken_for_rank_0(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path / f"rank{rank}.json", trace(rank, start_us=100 + rank))
+    write(tmp_path / "warmup.json", trace(None, start_us=50))
+    run = load(tmp_path)
+    assert [Path(s.path).name for s in run.sources] == ["rank0.json", "rank1.json"]
+    assert kinds(run) == ["mixed_jobs"]
+
+
+@pytest.mark.skipif(not MERGED.is_dir(), reason="the traces of others are not beside this checkout")
+def test_a_merged_file_splits_into_its_ranks():
+    run = load(MERGED)
+    assert run.ranks == (0, 1, 2, 3)
+    assert run.offsets["pairs"].to_list() == [15] * 4
+    assert run.offsets["residual_ns"].max() < 20_000
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_turns_out_unreadable_is_left_out_when_it_is_measured(pair):
+    run = load(pair, cache=False)
+    (pair / "rank1.json").write_text("gone")
+    assert run.ranks == (0, 1)
+    assert run.table(breakdown.by_rank)["rank"].to_list() == [0]
+    assert run.ranks == (0,)
+    assert kinds(run) == ["unreadable"]
+
+
+def test_a_run_of_which_nothing_can_be_read_is_an_error(pair):
+    run = load(pair, cache=False)
+    for rank in (0, 1):
+        (pair / f"rank{rank}.json").write_text("gone")
+    with pytest.raises(BadTraceError):
+        run.table(breakdown.by_step)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_traces_are_read_once_in_order_and_let_go(readers):
+    alive = weakref.WeakSet()
+    read, most = [], 0
+
+    def source(rank):
+        def read_it():
+            made = drawn.trace("compute aa.b", rank=rank)
+            alive.add(made)
+            read.append(rank)
+            return made
+
+        return Source(rank, 0, f"rank{rank}", 1 << 20, read_it)
+
+    seen = []
+
+    def on_progress(done):
+        nonlocal most
+        seen.append(done.rank)
+        most = max(most, len(alive))
+
+    run = Run("many", [source(rank) for rank in range(64)], keep_bytes=1, readers=readers)
+    run.measure((breakdown.by_rank, breakdown.by_step), on_progress)
+    assert sorted(read) == list(range(64))
+    assert seen == list(range(64))
+    assert most <= readers + 2
+    assert run.table(breakdown.by_rank)["rank"].to_list() == list(range(64))
+    assert len(read) == 64
+
+
+def test_large_files_are_not_read_side_by_side():
+    running, most = set(), 0
+
+    def source(rank):
+        def read_it():
+            nonlocal most
+            running.add(rank)
+            most = max(most, len(running))
+            made = drawn.trace("compute aa", rank=rank)
+            running.discard(rank)
+            return made
+
+        return Source(rank, 0, f"rank{rank}", 300 << 20, read_it)
+
+    Run("large", [source(rank) for rank in range(6)], readers=4).measure((breakdown.by_rank,))
+    assert most == 1
+
+
+def test_progress_is_told_for_each_file(pair):
+    told = []
+    load(pair, on_progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 2), (2, 2)]

@@ -1,0 +1,55 @@
+"""Small Kineto files, written as recorders write them: what folders of traces are made of in tests."""
+
+import gzip
+import json
+from pathlib import Path
+
+BASE_NS = 1_790_000_000_000_000_000
+STEP_US = 1_000.0
+
+
+def trace(
+    rank: int | None = 0,
+    world_size: int | None = 2,
+    *,
+    start_us: float = 100.0,
+    steps: int = 2,
+    on_device: bool = True,
+    last: bool = False,
+    **header: object,
+) -> dict[str, object]:
+    """Return a trace of a few steps: in each a kernel and a collective that all ranks leave together.
+
+    Without `rank` it states none. `last` writes the header's keys after the events.
+    """
+    events: list[dict[str, object]] = []
+    for step in range(steps):
+        at = start_us + step * STEP_US
+        events.append(slice_("user_annotation", f"ProfilerStep#{step}", at, STEP_US, tid=1))
+        for i, (name, offset, duration) in enumerate(
+            (("gemm", 50, 300), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 400, 200))
+        ):
+            correlation = 10 * step + i + 1
+            if on_device:
+                launch = slice_("cuda_runtime", "cudaLaunchKernel", at + offset - 20, 5, tid=1, correlation=correlation)
+                kernel = slice_(
+                    "kernel", name, at + offset, duration, tid=7 + i, device=0, stream=7 + i, correlation=correlation
+                )
+                events += [launch, kernel]
+            else:
+                events.append(slice_("cpu_op", "aten::mm", at + offset, duration, tid=1))
+    info = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size}} if rank is not None else {}
+    keys = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, **info, **header}
+    return {"traceEvents": events, **keys} if last else {**keys, "traceEvents": events}
+
+
+def slice_(category: str, name: str, at_us: float, dur_us: float, *, tid: int, **args: object) -> dict[str, object]:
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "ts": at_us, "dur": dur_us, "args": args}
+
+
+def write(path: Path, content: dict[str, object], *, indent: int | None = None) -> Path:
+    """Write a trace as its name says: gzipped or not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(content, indent=indent).encode()
+    path.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
+    return path
