@@ -1,0 +1,1 @@
+"""Loaded runs for other tools: no file is parsed twice."""
