@@ -52,6 +52,12 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict
             "yafsdp to yafsdp": move(YAFSDP, "yafsdp"),
             "yafsdp to fsdp2": move(FSDP2, "yafsdp"),
             "fsdp2 to yafsdp": move(YAFSDP, "fsdp2"),
+        }
+        | {
+            f"long {case.strategy}": functools.partial(
+                training.save, dataclasses.replace(case, steps=50, alike=False), str(folder / f"long {case.strategy}")
+            )
+            for case in (YAFSDP, FSDP2)
         },
     )
 
@@ -116,3 +122,17 @@ def test_from_two_ranks_by_fsdp2_on_three_to_four_the_next_losses_are_the_same(
     for losses in on_four_ranks[name].results():
         assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert expected[0] != pytest.approx(expected[1], rel=1e-3), "a step must change the loss, or it says little"
+
+
+def test_after_fifty_steps_weights_and_optimizer_are_those_of_fsdp2(
+    folder: Path, on_three_ranks: dict[str, ranks.Outcome]
+) -> None:
+    for name in ("long yafsdp", "long fsdp2"):
+        on_three_ranks[name].results()
+    found, expected = dict(leaves(whole(folder / "long yafsdp"))), dict(leaves(whole(folder / "long fsdp2")))
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            difference = (found[name] - value).abs().max() / value.abs().max()
+            assert difference < TOLERANCE, (name, difference)
+    losses = on_three_ranks["long fsdp2"].results()[0]
+    assert on_three_ranks["long yafsdp"].results()[0] == pytest.approx(losses, rel=TOLERANCE)

@@ -1,6 +1,6 @@
 """Give weights to a model that was sharded on the meta device, without ever holding more than one module's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ def materialize(model: nn.Module, reset: Callable[[nn.Module], None] = reset_par
             module._buffers[name] = _unfilled(module._buffers[name], units[0].device)
         if own or buffers:
             _draw(module, own, reset, drawn)
+            _refuse_unfilled(module, buffers)
 
 
 def _draw(
@@ -55,15 +56,20 @@ def _draw(
         whole = _unfilled(whole, parameter.shard.device)
         parameter.show(nn.Parameter(whole, requires_grad=parameter.shard.requires_grad))
     reset(module)
+    _refuse_unfilled(module, [name for name, parameter in parameters.items() if parameter not in drawn])
     for name, parameter in parameters.items():
         whole = module._parameters[name]
         assert whole is not None
         if not whole.isnan().any():
             parameter.cut(whole)
             drawn.add(parameter)
-        elif parameter not in drawn:
-            raise ValueError(f"YaFSDP: {name!r} of {type(module).__name__} was not filled; see to it in `reset`")
         parameter.show(parameter.shard)
+
+
+def _refuse_unfilled(module: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        if getattr(module, name).isnan().any():
+            raise ValueError(f"YaFSDP: {name!r} of {type(module).__name__} was not filled; see to it in `reset`")
 
 
 def _unfilled(like: Tensor | None, device: torch.device) -> Tensor:
