@@ -11,7 +11,7 @@ RESIDUAL_QUANTILE = 0.9
 MIN_DRIFT_SPAN_NS = 10_000_000_000
 _MIN_DRIFT_PAIRS = 16
 _ROUNDS = 20
-_SMALL_SHARE = 0.05
+_MAX_SHARE = 0.5
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ def doubts(run: Run) -> pl.DataFrame:
     """Return what the run's clock makes doubtful, columns as RUN_DOUBTS: clock_skew, clock_unaligned.
 
     The share of clock_skew is that of the calls shorter than the residual: who waited for whom in them, nobody can say.
-    It is told where a clock is off by more than the residual, or where one call in twenty is so short.
+    It is told where a clock is off by more than the residual, or where most calls are so short.
     """
     if len(run.ranks) < 2:
         return RUN_DOUBTS.empty()
@@ -178,7 +178,7 @@ def _skew(run: Run, found: pl.DataFrame) -> list[dict[str, object]]:
     share = timed.select((pl.col("end_ns") - pl.col("start_ns") < pl.col("residual_ns")).mean()).item() or 0.0
     worst = aligned.sort(pl.col("offset_ns").abs(), descending=True).row(0, named=True)
     apart_ns, residual_ns = abs(worst["offset_ns"]), int(aligned["residual_ns"].max())  # type: ignore[arg-type]
-    if apart_ns <= residual_ns and share < _SMALL_SHARE:
+    if apart_ns <= residual_ns and share <= _MAX_SHARE:
         return []
     told = (
         f"the clock of rank {worst['rank']} was {_us(apart_ns)} off and is corrected"

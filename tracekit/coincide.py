@@ -164,7 +164,11 @@ def _vote(mine: Calls, line: Line) -> int | None:
     if len(differences) < MIN_PAIRS:
         return None
     best: tuple[float, int] | None = None
+    tried: set[int] = set()
     for candidate in sorted(_peaks(differences), key=abs):
+        if candidate // _SCALES_NS[0] in tried:
+            continue
+        tried.add(candidate // _SCALES_NS[0])
         score, refined = _score(mine, line, candidate)
         if best is None or score > best[0] * 1.001:  # of equals, the clocks that differ least
             best = (score, refined)
@@ -249,18 +253,17 @@ def _nearest(mine: Calls, line: Line, offset_ns: int, tolerance_ns: int, min_lea
 
     The next nearest must be `min_lead` times as far, or more.
     """
-    pairs = np.full(len(mine.end), UNKNOWN, np.int64)
-    for kind in np.unique(mine.token):
-        a, b = np.flatnonzero(mine.token == kind), np.flatnonzero(line.token == kind)
-        if not len(b):
-            continue
-        ends, times = mine.end[a] + offset_ns, line.time[b]
-        there, lead = _closest(times, ends)
-        back, lead_back = _closest(ends, times)
-        mutual = (back[there] == np.arange(len(a))) & (np.abs(times[there] - ends) <= tolerance_ns)
-        mutual &= (lead >= min_lead) & (lead_back[there] >= min_lead)
-        pairs[a[mutual]] = b[there[mutual]]
-    return pairs
+    ends = mine.end + offset_ns
+    low, high = min(ends.min(), line.time.min()), max(ends.max(), line.time.max())
+    apart_ns = 2 * (high - low + tolerance_ns) + 1  # between kinds, so that one search serves all of them
+    a, b = mine.token * apart_ns + ends - low, line.token * apart_ns + line.time - low
+    a_order, b_order = np.argsort(a, kind="stable"), np.argsort(b, kind="stable")
+    there, lead = _closest(b[b_order], a)
+    back, lead_back = _closest(a[a_order], b)
+    there = b_order[there]
+    mutual = (a_order[back[there]] == np.arange(len(a))) & (np.abs(b[there] - a) <= tolerance_ns)
+    mutual &= (lead >= min_lead) & (lead_back[there] >= min_lead)
+    return np.where(mutual, there, UNKNOWN).astype(np.int64)
 
 
 def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
