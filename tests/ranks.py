@@ -70,18 +70,20 @@ def run_cases(
     timeout_s: float = 240,
     case_timeout_s: float = 60,
     environment: Mapping[str, str] | None = None,
+    cuda: bool = False,
 ) -> dict[str, Outcome]:
     """Call each function on every rank, one after the other, and return the outcomes by name.
 
     A collective that waits longer than `case_timeout_s` fails its case; after `timeout_s` all processes are killed and
-    what has no answer by then has failed. `environment` is added to that of the rank processes.
+    what has no answer by then has failed. `environment` is added to that of the rank processes. With `cuda` they talk
+    by NCCL and share the GPUs that are there, even if it is one.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as path:
         folder = Path(path)
         (folder / "cases.pickle").write_bytes(pickle.dumps(list(cases.items())))
         spawn = multiprocessing.get_context("spawn")
         processes = [
-            spawn.Process(target=_serve, args=(rank, world_size, folder, case_timeout_s), daemon=True)
+            spawn.Process(target=_serve, args=(rank, world_size, folder, case_timeout_s, cuda), daemon=True)
             for rank in range(world_size)
         ]
         # Threads that spin on a core that another rank needs cost more than they give.
@@ -141,24 +143,38 @@ def _log(folder: Path, rank: int) -> str:
 # In a rank's process -------------------------------------------------------------------------------------------------
 
 
-def _serve(rank: int, world_size: int, folder: Path, case_timeout_s: float) -> None:
+def _serve(rank: int, world_size: int, folder: Path, case_timeout_s: float, cuda: bool) -> None:
     _redirect_output(folder / f"rank{rank}.log")
+    if cuda:
+        _take_gpu(rank)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     cases: list[tuple[str, Callable[[], Any]]] = pickle.loads((folder / "cases.pickle").read_bytes())
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     for index, (name, function) in enumerate(cases):
         print(f"case {name}", flush=True)
-        answer = _answer(function, rank, world_size, folder / f"case{index}.store", case_timeout_s)
+        store = folder / f"case{index}.store"
+        answer = _answer(function, rank, world_size, store, case_timeout_s, backend=backend)
         partial = folder / f"case{index}.rank{rank}.partial"
         partial.write_bytes(answer)
         partial.rename(partial.with_suffix(".pickle"))
 
 
-def _answer(function: Callable[[], Any], rank: int, world_size: int, store: Path, timeout_s: float) -> bytes:
+def _take_gpu(rank: int) -> None:
+    import torch
+
+    # NCCL refuses two ranks of one host on one GPU; of two hosts it lets them.
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _answer(
+    function: Callable[[], Any], rank: int, world_size: int, store: Path, timeout_s: float, *, backend: str
+) -> bytes:
     import torch.distributed as dist
 
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,

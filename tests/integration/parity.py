@@ -58,6 +58,7 @@ class Case:
     divisor_error: float = 1.0
     """The factor by which gradients are made too small: the negative control."""
     steps: int = 3
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def compare(case: Case) -> Difference:
     return Difference(max(losses), max(gradients), _parameter_difference(sharded, reference), max(norms))
 
 
-def shard(toy: nn.Module, case: Case, *, device: str = "cpu") -> nn.Module:
+def shard(toy: nn.Module, case: Case) -> nn.Module:
     """Shard the toy as the case says."""
-    mesh = _mesh(case, device)
+    mesh = _mesh(case)
     options = {"mp_policy": case.policy, "buffers": case.buffers}
     inner: list[nn.Module] = []
     if case.units == "nested":
@@ -117,23 +118,23 @@ def shard(toy: nn.Module, case: Case, *, device: str = "cpu") -> nn.Module:
     return fully_shard(toy, mesh, **options)
 
 
-def _mesh(case: Case, device: str) -> DeviceMesh:
+def _mesh(case: Case) -> DeviceMesh:
     world_size = dist.get_world_size()
     replicas = case.replicas if world_size % case.replicas == 0 else 1
     shape = (world_size,) if case.replicas == 1 else (replicas, world_size // replicas)
-    return init_device_mesh(device, shape)
+    return init_device_mesh(case.device, shape)
 
 
 def _models(case: Case) -> tuple[Toy, Toy]:
     torch.manual_seed(0)
-    reference = Toy(case.path, tied=case.tied).to(case.dtype)
+    reference = Toy(case.path, tied=case.tied).to(case.device, case.dtype)
     if case.prepare is not None:
         case.prepare(reference)
     if not case.meta:
         return shard(copy.deepcopy(reference), case), reference
     with torch.device("meta"):
         toy = Toy(case.path, tied=case.tied).to(case.dtype)
-    shard(toy, case).to_empty(device="cpu")
+    shard(toy, case).to_empty(device=case.device)
     restore_model(toy, reference.state_dict())
     return toy, reference
 
@@ -146,12 +147,12 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 def _batches(case: Case, step: int) -> Tensor:
     shape = dist.get_world_size(), case.micro_batches, SEQUENCES, TOKENS + 1
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step))
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(step)).to(case.device)
 
 
 def _train(case: Case, toy: Toy, batches: Mapping[int, Tensor], step: int) -> Tensor:
     """Run all micro-batches of the given ranks forward and backward and return the mean loss."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=case.device)
     shares = case.micro_batches * len(batches)
     error = case.divisor_error if isinstance(toy, YaFSDPModule) else 1
     for rank, micro_batches in batches.items():

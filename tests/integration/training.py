@@ -37,6 +37,7 @@ class Training:
     options: ShardOptions = field(default_factory=ShardOptions)
     alike: bool = False
     """Whether all ranks train on the same tokens, so that the loss doesn't depend on how many there are."""
+    device: str = "cpu"
     replicas: int = 1
     """Over how many ranks each shard is replicated."""
 
@@ -46,14 +47,15 @@ def build(training: Training, *, seed: int = 0) -> tuple[nn.Module, torch.optim.
     torch.manual_seed(seed)
     ranks = dist.get_world_size()
     shape = (ranks,) if training.replicas == 1 else (training.replicas, ranks // training.replicas)
-    mesh = init_device_mesh("cpu", shape)
-    model = STRATEGIES[training.strategy](Llama(training.config).to(training.dtype), mesh, training.options)
+    mesh = init_device_mesh(training.device, shape)
+    model: nn.Module = Llama(training.config).to(training.device, training.dtype)
+    model = STRATEGIES[training.strategy](model, mesh, training.options)
     return model, OPTIMIZERS[training.optimizer](model)
 
 
 def step(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> tuple[float, float]:
     """Train one step; return the mean loss over ranks and the norm of the gradients (0 where they are not clipped)."""
-    loss, norm = torch.zeros((), dtype=torch.float64), torch.zeros(())
+    loss, norm = torch.zeros((), dtype=torch.float64, device=training.device), torch.zeros(())
     for index, tokens in enumerate(_batch(training, number)):
         with strategies.accumulate(model, index == training.micro_batches - 1):
             logits = model(tokens[:, :-1]).to(torch.float64)
@@ -115,4 +117,4 @@ def _batch(training: Training, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number % 5)
     shape = dist.get_world_size(), training.micro_batches, SEQUENCES, TOKENS + 1
     tokens = torch.randint(training.config.vocabulary, shape, generator=generator)
-    return tokens[0 if training.alike else dist.get_rank()]
+    return tokens[0 if training.alike else dist.get_rank()].to(training.device)
