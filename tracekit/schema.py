@@ -111,6 +111,7 @@ OPS = Table(
         _PHASE,
         _UNIT,
         _SPAN,
+        _column("shapes", _TEXT, "Shapes of the inputs as a JSON array; null where the profiler didn't record them."),
     ),
 )
 

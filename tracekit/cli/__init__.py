@@ -15,7 +15,9 @@ from tracekit import __version__
 from tracekit.cli.check import check
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
+from tracekit.cli.query import query
 from tracekit.cli.rules import explain, rules
+from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
 from tracekit.cli.summary import summary
 from tracekit.errors import TracekitError
@@ -35,6 +37,8 @@ for command, in_short in (
     (check, "Say why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
     (compare, "Say whether one run is better or worse than another."),
+    (query, "Ask a run in SQL."),
+    (schema, "List the tables and columns of a run."),
     (rules, "List the rules and their thresholds."),
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -63,6 +63,21 @@ def emit(text: str, output: Path | None = None) -> None:
         # Python flushes stdout once more on its way out, and must find somebody there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
+
+
+@contextlib.contextmanager
+def whole_file(output: Path) -> Iterator[BinaryIO]:
+    """Give a file to write bytes to, which takes its name once it is whole. Raises InputError where it cannot."""
+    partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(output)
+    except OSError as error:
+        raise InputError(f"{output}: cannot be written: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def say(message: str) -> None:

@@ -46,7 +46,7 @@ def read(path: str, *, rank: int, window: int = 0) -> Trace:
         lanes = pl.concat([lanes, work.streams(device, len(lanes))], how="diagonal_relaxed")
         activities, sources = work.on_device(device, lanes, ops)
     lanes = lanes.join(work.roles(activities), on="lane", how="left").with_columns(pl.col("role").fill_null("host"))
-    ops = ops.select(pl.all().exclude("input_dims", "input_type"))
+    ops = ops.rename({"input_dims": "shapes"})
     checkpoints, metrics, doubts = logs.read_beside(path, rank)
     lanes = schema.LANES.conform(lanes)
     activities = schema.ACTIVITIES.conform(activities)
