@@ -15,6 +15,8 @@ from tracekit import __version__
 from tracekit.cli.check import check
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
+from tracekit.cli.kernels import kernels
+from tracekit.cli.ops import ops
 from tracekit.cli.query import query
 from tracekit.cli.rules import explain, rules
 from tracekit.cli.schema import schema
@@ -37,6 +39,8 @@ for command, in_short in (
     (check, "Say why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
     (compare, "Say whether one run is better or worse than another."),
+    (kernels, "Add up kernels by name, op, shapes, unit, …"),
+    (ops, "Add up host ops by name, shapes, unit, …"),
     (query, "Ask a run in SQL."),
     (schema, "List the tables and columns of a run."),
     (rules, "List the rules and their thresholds."),

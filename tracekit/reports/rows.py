@@ -11,6 +11,7 @@ from tracekit.reports import paper
 
 _NARROW = 100
 _MIN_TEXT = 24
+_EXACT = 1e6  # from here on, six digits are fewer than a whole number has
 
 
 def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool = False) -> str:
@@ -66,7 +67,7 @@ def _cell(value: object) -> str:
     if value is None:
         return "—"
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return f"{value:.6g}" if abs(value) < _EXACT else f"{value:.0f}"
     return json.dumps(_plain(value)) if isinstance(value, list | dict) else str(value)
 
 
