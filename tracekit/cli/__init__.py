@@ -15,6 +15,7 @@ from tracekit import __version__
 from tracekit.cli.check import check
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
+from tracekit.cli.export import export
 from tracekit.cli.kernels import kernels
 from tracekit.cli.ops import ops
 from tracekit.cli.query import query
@@ -41,6 +42,7 @@ for command, in_short in (
     (compare, "Say whether one run is better or worse than another."),
     (kernels, "Add up kernels by name, op, shapes, unit, …"),
     (ops, "Add up host ops by name, shapes, unit, …"),
+    (export, "Write a run as one file for Perfetto."),
     (query, "Ask a run in SQL."),
     (schema, "List the tables and columns of a run."),
     (rules, "List the rules and their thresholds."),
