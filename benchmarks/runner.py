@@ -2,11 +2,10 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +39,9 @@ class Result:
     failures: Mapping[str, str]
 
 
-def measure(case: Case, folder: Path, *, size_bytes: int, repeat: int, work: Path, say: Callable[[str], None]) -> Result:
+def measure(
+    case: Case, folder: Path, *, size_bytes: int, repeat: int, work: Path, say: Callable[[str], None]
+) -> Result:
     """Measure every subject that can be had on one case, `repeat` times over."""
     samples: dict[str, list[Sample]] = {}
     failures: dict[str, str] = {}
@@ -74,7 +75,8 @@ def _run(subject: str, folder: Path, environment: Mapping[str, str]) -> Sample:
     process = subprocess.Popen(
         command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout and process.stderr
+    assert process.stdout
+    assert process.stderr
     # wait4 gives this one process's own peak memory and CPU time, with those of its children.
     out, error = process.communicate(timeout=_TIMEOUT_S) if False else _read(process)
     _, status, usage = os.wait4(process.pid, 0)
@@ -84,6 +86,4 @@ def _run(subject: str, folder: Path, environment: Mapping[str, str]) -> Sample:
         last = (error.strip().splitlines() or ["no word on stderr"])[-1]
         raise ValueError(f"exit code {process.returncode}: {last[:200]}")
     told = json.loads(out.splitlines()[-1]) if subject != COMMAND else {"wall_s": 0.0, "cpu_s": 0.0}
-    return Sample(
-        told["wall_s"], told["cpu_s"], whole_wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
-    )
+    return Sample(told["wall_s"], told["cpu_s"], whole_wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tracekit.checking import check
     from tracekit.loading import load
+    from tracekit.querying import query
     from tracekit.rule import Finding, Rule
     from tracekit.rules import RULES
     from tracekit.trace import Run, Trace
 
 __version__ = "0.1.0"
-__all__ = ["RULES", "Finding", "Rule", "Run", "Trace", "check", "load"]
+__all__ = ["RULES", "Finding", "Rule", "Run", "Trace", "check", "load", "query"]
 
 _HOMES = {
     "load": "tracekit.loading",
     "check": "tracekit.checking",
+    "query": "tracekit.querying",
     "Run": "tracekit.trace",
     "Trace": "tracekit.trace",
     "Finding": "tracekit.rule",

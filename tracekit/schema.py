@@ -114,6 +114,7 @@ OPS = Table(
         _column(
             "forward_id", _INT, "ops.id of the forward op whose gradient a backward op computes; null if not known."
         ),
+        _column("shapes", _TEXT, "Shapes of the inputs as a JSON array; null where the profiler didn't record them."),
     ),
 )
 

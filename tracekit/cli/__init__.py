@@ -16,7 +16,12 @@ from tracekit.cli.cache import cache
 from tracekit.cli.check import check
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
+from tracekit.cli.export import export
+from tracekit.cli.kernels import kernels
+from tracekit.cli.ops import ops
+from tracekit.cli.query import query
 from tracekit.cli.rules import explain, rules
+from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
 from tracekit.cli.summary import summary
 from tracekit.errors import TracekitError
@@ -36,6 +41,11 @@ for command, in_short in (
     (check, "Say why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
     (compare, "Say whether one run is better or worse than another."),
+    (kernels, "Add up kernels by name, op, shapes, unit, …"),
+    (ops, "Add up host ops by name, shapes, unit, …"),
+    (export, "Write a run as one file for Perfetto."),
+    (query, "Ask a run in SQL."),
+    (schema, "List the tables and columns of a run."),
     (rules, "List the rules and their thresholds."),
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -16,6 +16,7 @@ from tracekit import conventions
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    import polars as pl
     from rich.progress import Progress, TaskID
 
     from tracekit.trace import Source
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends
 _SILENT_S = 0.7
+_TOP = 20
 
 
 class Format(StrEnum):
     """What a table can be written as."""
 
     TEXT = "text"
+    JSON = "json"
+
+
+class TotalsFormat(StrEnum):
+    """What a table of kernels or ops can be written as."""
+
+    TEXT = "text"
+    CSV = "csv"
     JSON = "json"
 
 
@@ -63,6 +73,38 @@ def emit(text: str, output: Path | None = None) -> None:
         # Python flushes stdout once more on its way out, and must find somebody there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
+
+
+@contextlib.contextmanager
+def whole_file(output: Path) -> Iterator[BinaryIO]:
+    """Give a file to write bytes to, which takes its name once it is whole. Raises InputError where it cannot."""
+    partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(output)
+    except OSError as error:
+        raise InputError(f"{output}: cannot be written: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the names in an option's value, which commas part."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def emit_totals(rows: "pl.DataFrame", totals_format: TotalsFormat, top: int | None, output: Path | None) -> None:
+    """Write a table of kernels or ops, its first `top` rows: unless told, 20 as text and all for programs."""
+    from tracekit.reports import rows as written
+    from tracekit.reports import totals
+
+    if totals_format is TotalsFormat.TEXT:
+        emit(totals.as_text(rows, top=top or _TOP, width=width(output), color=color(output)), output)
+        return
+    shown = rows if top is None else rows.head(top)
+    emit(written.as_csv(shown) if totals_format is TotalsFormat.CSV else written.as_json(shown), output)
 
 
 def say(message: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit.readers import events, numbers, pairs
@@ -101,6 +102,7 @@ class Gather:
     _threads: _Codes = field(default_factory=_Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
     _places: _Places = field(default_factory=_Places)
+    _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
     _speaks: list[bool] = field(default_factory=list)
     _host: list[dict[str, Any]] = field(default_factory=list)
     _device: list[dict[str, Any]] = field(default_factory=list)
@@ -175,6 +177,7 @@ class Gather:
             "external_id": _scattered(len(found), ops, [_external_id(a) for a in op_args]),
             "sequence": _scattered(len(found), ops, [a.sequence or 0 for a in op_args]),
             "forward_thread": _scattered(len(found), ops, [a.forward_thread or 0 for a in op_args]),
+            "shapes": self._shape_codes(len(found), ops, op_args),
             "correlation": _scattered(
                 len(found), calls, [(found[i].args or _NO_ARGS).correlation or 0 for i in calls.tolist()]
             ),
@@ -183,6 +186,12 @@ class Gather:
         speaking = np.flatnonzero(np.array(self._speaks, np.bool_)[part["name"]]) if found else ops
         part["spoken"] = [(i, found[i].args) for i in speaking.tolist() if found[i].args is not None]
         return part
+
+    def _shape_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
+        shapes = self._shapes
+        codes = np.zeros(length, np.int32)
+        codes[at] = [shapes[bytes(a.input_dims)] for a in args]
+        return codes
 
     def _device_part(self, found: list[Any], where: list[int]) -> dict[str, Any] | None:
         part = self._common(found)
@@ -253,6 +262,10 @@ class Gather:
         """Return the distinct names by the index that the frames' `name` holds."""
         return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
 
+    def shapes(self) -> pl.Series:
+        """Return the distinct shapes of ops' inputs, as JSON, by the index that the host frame's `shapes` holds."""
+        return pl.Series("shapes", [_plain(raw) for raw in self._shapes], dtype=pl.String)
+
     def threads(self) -> list[_Thread]:
         """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
         return [(_text(pid), _text(tid)) for pid, tid in self._threads]
@@ -289,6 +302,14 @@ def _scattered(length: int, at: Ints, values: list[Any]) -> Ints:
     spread = np.zeros(length, np.int64)
     spread[at] = numbers.ids(values)
     return spread
+
+
+def _plain(raw: bytes) -> str | None:
+    """Return a JSON value without the blanks of its file; None for none, and for what is no JSON."""
+    try:
+        return json.dumps(json.loads(raw.decode("utf-8", "replace"))) if raw else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _text(value: Any) -> str | None:

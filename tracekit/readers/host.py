@@ -21,11 +21,12 @@ _PHASE = {phase: index for index, phase in enumerate(conventions.PHASES)}
 class Host:
     """All host slices of a trace as arrays, sorted by lane, start and falling end; a slice's id is its index.
 
-    `row` is a slice's place in the file, `named` its name's place in `names`, `parent` the slice around it (-1: none).
+    `row` is a slice's place in the file, `named` its name's place in `names`, `shaped` its inputs' in `shapes`, `parent` the slice around it (-1: none).
     `step` is an index into `steps`, `phase` into conventions.PHASES, `span` the FSDP span around it, by id; -1: none.
     """
 
     names: HostNames
+    shapes: pl.Series
     steps: Steps
     row: Ints
     named: Ints
@@ -37,6 +38,7 @@ class Host:
     correlation: Ints
     sequence: Ints
     forward_thread: Ints
+    shaped: Ints
     parent: Ints
     step: Ints
     phase: Ints
@@ -58,6 +60,7 @@ class Host:
                 "start_ns": self.start_ns,
                 "dur_ns": self.end_ns - self.start_ns,
                 "forward_id": nulled(_forward(self)),
+                "shapes": self.shapes.gather(self.shaped),
             }
         ).with_columns(self.context(np.arange(len(self.row), dtype=np.int64)))
 
@@ -79,7 +82,7 @@ class Host:
         return found if otherwise is None else np.where(found >= 0, found, self._at(which, otherwise, None))
 
 
-def build(frame: pl.DataFrame, distinct: pl.Series, lanes: Ints) -> Host:
+def build(frame: pl.DataFrame, distinct: pl.Series, shapes: pl.Series, lanes: Ints) -> Host:
     """Build the slices of `frame` (columns of `stream.Events.host`, and row); `lanes` numbers the threads in use."""
     told = names.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
@@ -94,6 +97,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, lanes: Ints) -> Host:
     is_span = told.span.is_not_null().to_numpy()[named] & (kind == _KIND["annotation"])
     return Host(
         names=told,
+        shapes=shapes,
         steps=found,
         row=frame["row"].to_numpy()[order],
         named=named,
@@ -104,6 +108,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, lanes: Ints) -> Host:
         **{
             name: frame[name].to_numpy()[order] for name in ("external_id", "correlation", "sequence", "forward_thread")
         },
+        shaped=frame["shapes"].to_numpy()[order].astype(np.int64),
         parent=parent,
         step=found.at(start),
         phase=_phase(told, named, parent, start, start + dur),

@@ -80,7 +80,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int) -> Trace:
     base_ns = _base_ns(events.header)
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
-    built = host.build(slices, events.names, threads)
+    built = host.build(slices, events.names, events.shapes, threads)
     ids = host.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_spoken], np.int64))
     saying = {int(at): s.args for at, s in zip(ids, events.host_spoken, strict=True) if at >= 0}
     if device.is_empty():

@@ -141,7 +141,7 @@ class Scan:
         return found, text[rest:].encode("utf-8", "replace") + kept
 
     def _step(self, text: str, at: int, found: list[Event], *, last: bool) -> tuple[int | None, int]:
-        """Read one event, or step over what is none; return where to go on (None: nowhere) and where the rest begins."""
+        """Read one event, or step over none; return where to go on (None: nowhere) and where the rest begins."""
         between = _BETWEEN.match(text, at)
         assert between
         comma, start = between[1], between.end()

@@ -19,8 +19,8 @@ class Events:
     """What a trace file holds. Times in ns on the file's own zero; frames in the order of the file.
 
     `host`: kind (index into `gather.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
-    external_id, correlation, sequence, forward_thread (0 where absent). `device`: kind (index into
-    `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
+    external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
+    into `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
     external_id, bytes. `memory`: lane, at_ns, device_type, device_id, address, delta_bytes, allocated_bytes,
     reserved_bytes. Where `several`, each has the `rank` that its arguments tell. A time that is no number is
     `numbers.BAD`.
@@ -31,6 +31,7 @@ class Events:
     device: pl.DataFrame
     memory: pl.DataFrame
     names: pl.Series
+    shapes: pl.Series
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
     host_spoken: list[Spoken]
@@ -63,6 +64,7 @@ def read_events(path: str) -> Events:
         device=device,
         memory=memory,
         names=gathered.names(),
+        shapes=gathered.shapes(),
         threads=gathered.threads(),
         thread_names=gathered.thread_names,
         host_spoken=gathered.host_spoken,

@@ -1,0 +1,65 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracekit.export import nest
+
+SPANS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 8)), max_size=40)
+
+
+def columns(spans):
+    table = np.array(spans, np.int64).reshape(-1, 3)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+@settings(deadline=None)
+@given(SPANS)
+def test_within_a_layer_slices_lie_beside_or_inside_each_other(spans):
+    found = nest.layers(*columns(spans))
+    for i, (track, start, dur) in enumerate(spans):
+        for j, (other_track, other_start, other_dur) in enumerate(spans):
+            if track == other_track and found[i] == found[j]:
+                assert not start < other_start < start + dur < other_start + other_dur, (i, j)
+
+
+@settings(deadline=None)
+@given(SPANS)
+def test_a_stack_that_reads_the_events_of_a_layer_gets_every_slice_back(spans):
+    track, start, dur = columns(spans)
+    layered = track * 100 + nest.layers(track, start, dur)
+    rows, kinds, at = nest.events(layered, start, dur)
+    assert (np.diff(layered[rows]) >= 0).all()
+    stacks: dict[int, list[tuple[int, int]]] = {}
+    last: dict[int, int] = {}
+    read = []
+    for row, kind, at_ns in zip(rows.tolist(), kinds.tolist(), at.tolist(), strict=True):
+        number = int(layered[row])
+        assert at_ns >= last.get(number, at_ns)
+        last[number] = at_ns
+        if kind == nest.BEGIN:
+            stacks.setdefault(number, []).append((row, at_ns))
+        else:
+            begun, began_ns = stacks[number].pop()
+            assert begun == row
+            read.append((int(track[row]), began_ns, at_ns - began_ns))
+    assert not any(stacks.values())
+    assert sorted(read) == sorted(spans)
+
+
+def test_slices_that_nest_need_one_layer():
+    # time   0 1 2 3 4 5 6 7
+    #        # # # # # # # #
+    #        . # # # . # # #
+    #        . # . # . . . .
+    spans = [(0, 0, 8), (0, 1, 3), (0, 5, 3), (0, 1, 1), (0, 3, 1), (0, 4, 0)]
+    assert nest.layers(*columns(spans)).tolist() == [0] * 6
+
+
+def test_a_chain_in_which_each_overlaps_the_next_needs_two_layers_however_long():
+    spans = [(0, 10 * i, 11) for i in range(1000)]
+    assert nest.layers(*columns(spans)).tolist() == [0, 1] * 500
+
+
+def test_slices_that_all_cross_need_a_layer_each_and_disturb_no_other_track():
+    spans = [(7, i, 100) for i in range(50)] + [(8, i, 1) for i in range(50)]
+    assert nest.layers(*columns(spans)).tolist() == [*range(50), *([0] * 50)]

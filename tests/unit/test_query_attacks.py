@@ -1,0 +1,157 @@
+"""A query reads the run's tables and nothing else, whoever wrote it."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import duckdb
+import pytest
+
+import tracekit
+from tests import drawn
+from tracekit import querying
+from tracekit.errors import InputError
+from tracekit.trace import Run
+
+SECRET = "hunter2"
+local_frame = "a variable of this module, which no query may see"
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return drawn.run(drawn.trace("compute aab.cc"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with files to steal, which is the current one."""
+    (tmp_path / "secret.csv").write_text(f"word\n{SECRET}\n")
+    (tmp_path / "secret.txt").write_text(SECRET)
+    (tmp_path / "secret.json").write_text(f'[{{"word": "{SECRET}"}}]')
+    duckdb.connect().execute(f"COPY (SELECT '{SECRET}' AS word) TO '{tmp_path}/secret.parquet'")
+    with duckdb.connect(str(tmp_path / "secret.db")) as base:
+        base.execute(f"CREATE TABLE words AS SELECT '{SECRET}' AS word")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SECRET_OF_OURS", SECRET)
+    return tmp_path
+
+
+READING = [
+    "SELECT * FROM read_csv('{folder}/secret.csv')",
+    "SELECT * FROM read_csv_auto('/etc/passwd')",
+    "SELECT * FROM '{folder}/secret.csv'",
+    "SELECT * FROM 'secret.parquet'",
+    "SELECT * FROM 'secret.db'",
+    'SELECT * FROM "secret.json"',
+    "SELECT * FROM '/etc/passwd'",
+    "SELECT * FROM read_text('{folder}/*')",
+    "SELECT * FROM read_blob('secret.txt')",
+    "SELECT * FROM glob('/etc/*')",
+    "SELECT * FROM sniff_csv('secret.csv')",
+    "SELECT * FROM read_json('http://127.0.0.1:{port}/x')",
+    "SELECT * FROM read_parquet('s3://bucket/x')",
+    "SELECT * FROM 'http://127.0.0.1:{port}/x.csv'",
+    "SELECT getenv('SECRET_OF_OURS')",
+    "SELECT * FROM local_frame",
+    "SELECT * FROM query('SELECT * FROM read_text(''secret.txt'')')",
+    "SELECT (SELECT content FROM read_text('secret.txt'))",
+    "WITH x AS (FROM read_text('secret.txt')) FROM x",
+    "SELECT * FROM json_execute_serialized_sql(json_serialize_sql('FROM read_text(''secret.txt'')'))",
+    "SELECT * FROM arrow_scan(1::POINTER, 2::POINTER, 3::POINTER)",
+    "SELECT * FROM python_map_function(1)",
+    "SELECT * FROM duckdb_settings()",
+    "SELECT * FROM duckdb_secrets()",
+]
+
+CHANGING = [
+    "COPY (SELECT 1) TO '{folder}/stolen.csv'",
+    "COPY activities TO 'stolen.parquet'",
+    "WITH x AS (COPY (SELECT 1) TO 'stolen.csv') FROM x",
+    "EXPORT DATABASE '{folder}/stolen'",
+    "ATTACH '{folder}/stolen.db'",
+    "ATTACH '{folder}/secret.db' AS s",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "SET memory_limit = '1TB'",
+    "SET enable_external_access = true",
+    "RESET lock_configuration",
+    "PRAGMA enable_profiling",
+    "PRAGMA database_list",
+    "CALL enable_logging('QueryLog', storage = 'file', storage_path = '{folder}/log')",
+    "SELECT * FROM enable_logging('QueryLog', storage = 'file', storage_path = '{folder}/log')",
+    "SELECT * FROM checkpoint()",
+    "CREATE TABLE x AS SELECT 1",
+    "CREATE SECRET s (TYPE s3)",
+    "INSERT INTO activities SELECT * FROM activities",
+    "WITH x AS (DELETE FROM activities RETURNING *) FROM x",
+    "DROP VIEW activities",
+    "USE temp",
+    "SELECT 1; COPY (SELECT 1) TO 'stolen.csv'",
+    "PREPARE p AS SELECT 1",
+    "EXPLAIN ANALYZE COPY (SELECT 1) TO 'stolen.csv'",
+    "BEGIN",
+    "VACUUM",
+]
+
+
+@pytest.mark.parametrize("sql", [*READING, *CHANGING])
+def test_nothing_outside_the_run_is_read_and_nothing_is_written(run, folder, sql):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(InputError) as raised:
+            tracekit.query(run, sql.format(folder=folder, port=server.getsockname()[1]))
+        with pytest.raises(BlockingIOError):
+            server.accept()  # nobody called
+    assert SECRET not in str(raised.value)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_duckdb_itself_is_sealed_even_where_our_own_check_would_let_a_function_pass(folder):
+    known = duckdb.connect().execute("SELECT DISTINCT function_name FROM duckdb_functions()").fetchall()
+    reading = sorted(name for (name,) in known if name.startswith(("read_", "parquet_", "glob", "sniff")))
+    assert len(reading) > 10
+    files = [path.name for path in folder.iterdir()]
+    calls = [f"SELECT * FROM {name}('{file}')" for name in reading for file in (*files, "*", "/etc/passwd")]
+    # Functions that take addresses crash on made-up ones: those only our own check keeps out.
+    others = [sql.format(folder=folder, port=9) for sql in READING if "arrow_scan" not in sql and "settings" not in sql]
+    with querying._sealed(50 << 20) as connection:
+        for sql in (*calls, *others):
+            with pytest.raises(duckdb.Error) as raised:
+                connection.sql(sql).fetchall()
+            assert SECRET not in str(raised.value)
+    assert [path.name for path in folder.iterdir()] == files
+
+
+# Time and memory -----------------------------------------------------------------------------------------------------
+
+FOREVER = {
+    "recursion": "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t",
+    "rows without end": "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT * FROM t",
+    "a cross join": "SELECT count(*) FROM range(10_000_000) a, range(10_000_000) b WHERE a.range * b.range % 7 = 3",
+}
+HUGE = {
+    "a cross join, sorted": "SELECT * FROM range(100_000) a, range(100_000) b ORDER BY hash(a.range, b.range)",
+    "one list": "SELECT list(range) FROM range(1_000_000_000)",
+    "one text": "SELECT string_agg(range::VARCHAR, '') FROM range(1_000_000_000)",
+    "long texts": "SELECT repeat(range::VARCHAR, 10_000_000) FROM range(1_000)",
+    "many rows": "SELECT * FROM range(1_000_000_000_000)",
+}
+
+
+@pytest.mark.parametrize("sql", FOREVER.values(), ids=FOREVER)
+def test_what_would_run_forever_is_stopped_in_time(run, sql):
+    began_s = time.monotonic()
+    with pytest.raises(InputError, match=r"stopped after 0\.3 s"):
+        tracekit.query(run, sql, timeout_s=0.3)
+    assert time.monotonic() - began_s < 30  # a hang would be caught, a busy machine is not
+    assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer) and each.is_alive()]
+
+
+@pytest.mark.parametrize("sql", HUGE.values(), ids=HUGE)
+def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(run, folder, sql):
+    before = set(folder.iterdir())
+    with pytest.raises(InputError, match=r"needs more than|larger than"):
+        tracekit.query(run, sql, memory_bytes=50 << 20, timeout_s=120)
+    assert set(folder.iterdir()) == before

@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+
+import tracekit
+from tests import drawn
+from tracekit import querying, schema
+from tracekit.analysis import breakdown
+from tracekit.errors import InputError
+from tracekit.trace import Run, Source
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    pictures = {0: "step 000111\ncompute aab.cc\ncomm ..xxx.", 1: "step 000111\ncompute aa.bcc\ncomm ..xxx."}
+    return drawn.run(*(drawn.trace(picture, rank=rank) for rank, picture in pictures.items()))
+
+
+def test_the_rows_of_all_ranks_stand_in_one_table_with_window_and_rank_in_front(run):
+    found = tracekit.query(run, "SELECT * FROM activities")
+    assert found.columns == ["window", "rank", *schema.ACTIVITIES.schema]
+    assert found.height == sum(trace.activities.height for trace in run.traces())
+    for trace in run.traces():
+        mine = found.filter(pl.col("rank") == trace.rank).drop("window", "rank")
+        assert mine.equals(trace.activities)
+
+
+@pytest.mark.parametrize("name", querying.TABLES)
+def test_every_table_has_the_columns_and_types_that_the_schema_says(run, name):
+    found = tracekit.query(run, f"FROM {name}")
+    assert found.schema == querying.TABLES[name].schema
+
+
+def test_the_breakdown_is_the_one_that_reports_and_rules_read(run):
+    assert querying.BREAKDOWN.schema.names() == list(breakdown.COLUMNS)
+    found = tracekit.query(run, 'SELECT * FROM breakdown ORDER BY "window", rank, step')
+    assert found.equals(run.table(breakdown.by_step).sort("window", "rank", "step"))
+
+
+def test_joins_groups_and_sums_come_back_as_plain_integers(run):
+    sql = """
+        SELECT a.rank, l.role, sum(a.dur_ns) AS busy_ns, count(*) AS n
+        FROM activities a JOIN lanes l USING ("window", rank, lane) GROUP BY ALL ORDER BY ALL
+    """
+    found = tracekit.query(run, sql)
+    assert found.rows() == [(r, *row) for r in (0, 1) for row in (("communication", 3, 1), ("compute", 5, 3))]
+    assert found.schema["busy_ns"] == pl.Int64
+
+
+def test_a_number_that_64_bits_cannot_hold_is_kept(run):
+    found = tracekit.query(run, f"SELECT {2**100}::HUGEINT AS large")
+    assert int(found.item()) == 2**100
+
+
+def test_no_trace_is_opened_for_tables_that_are_not_named():
+    def read():
+        raise AssertionError("read")
+
+    unread = Run("unread", [Source(0, 0, "a", 0, read)])
+    assert tracekit.query(unread, "SELECT count(*) FROM range(5)").item() == 5
+    with pytest.raises(InputError, match="not found"):
+        tracekit.query(unread, "SELECT durr_ns FROM ops")
+
+
+def test_only_as_many_rows_as_allowed_come_back(run):
+    assert tracekit.query(run, "FROM range(1_000_000_000_000)", max_rows=7)["range"].to_list() == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("SELECT * FROM opps", "no table opps, did you mean ops"),
+        ("SELECT durr_ns FROM ops", '"dur_ns"'),
+        ("SELECT o.durr_ns FROM ops o", "dur_ns"),
+        ("SELECT window FROM ops", '"window"'),
+        ("SELECT group FROM collectives", '"group"'),
+        ("SELECT max(start_ns FROM ops", "syntax error"),
+        ("SELECT fooo(1)", "fooo"),
+        ("SELECT 'a'::INT", "'a'"),
+        ("", "nothing given"),
+        ("SELECT 1; SELECT 2", "SELECT, SELECT given"),
+        ("SELECT " + "+".join(["1"] * 900), "too deep"),
+        ("SELECT " + "(" * 20_000 + "1" + ")" * 20_000, "depth"),
+    ],
+)
+def test_what_cannot_be_answered_is_told_on_one_line_with_what_to_try(run, sql, told):
+    with pytest.raises(InputError) as raised:
+        tracekit.query(run, sql)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_query_may_end_in_a_semicolon_and_hold_comments(run):
+    assert tracekit.query(run, "/* one */ SELECT 1 AS x -- and no more\n;").item() == 1
+
+
+# Trace tables as pandas ----------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_a_trace_are_pandas_frames_for_those_who_want_them():
+    trace = drawn.trace("step  000111\ncompute aab.cc", start_ns=2**60 + 1)
+    frame = trace.activities.to_pandas()
+    assert list(frame.columns) == list(schema.ACTIVITIES.schema)
+    assert frame["start_ns"].dtype == np.int64
+    assert frame["start_ns"].tolist() == trace.activities["start_ns"].to_list()
+    assert math.isnan(frame["bytes"].iloc[0])
+
+
+def test_pandas_keeps_whole_numbers_beside_missing_values_if_asked():
+    starts = pl.DataFrame({"step": [1, None], "start_ns": [2**60 + 1, None]})
+    steps = schema.STEPS.conform(starts).to_pandas(use_pyarrow_extension_array=True)
+    assert steps["start_ns"].iloc[0] == 2**60 + 1
+    assert steps["start_ns"].isna().tolist() == [False, True]

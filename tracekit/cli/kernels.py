@@ -1,0 +1,40 @@
+"""``tracekit kernels``: what ran on the devices, added up by name or more."""
+
+from typing import Annotated
+
+import typer
+
+from tracekit.cli import opening, output
+from tracekit.cli.output import Output, TotalsFormat
+
+
+def kernels(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    *,
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by",
+            metavar="KEY,…",
+            help="One row per: name, op, shapes, unit, phase, span, step, device, stream, rank; several by commas.",
+        ),
+    ] = "name",
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
+    ] = None,
+    totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
+    out: Output = None,
+) -> None:
+    """Show the kernels, copies and collectives of a run: count, total, mean, median, 95th percentile, longest.
+
+    "share" is of the device time of all ranks, idle time included; "rank spread" is the most time on a rank less the
+    least, over the mean. op and shapes are of the op that launched. On a CPU run these are the ops that threads
+    computed. Every name has its own row; names of two kinds of work are never joined.
+    """
+    from tracekit.analysis import kernels as measured
+
+    opened = opening.opened(run)
+    with output.progress() as bar:
+        rows = measured.kernels(opened, output.names(by), on_progress=bar.measured(len(opened.sources)))
+    output.emit_totals(rows, totals_format, top, out)

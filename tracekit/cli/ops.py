@@ -1,0 +1,46 @@
+"""``tracekit ops``: what ran on the host's threads, added up by name or more."""
+
+from typing import Annotated
+
+import typer
+
+from tracekit.cli import opening, output
+from tracekit.cli.output import Output, TotalsFormat
+
+
+def ops(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    *,
+    by: Annotated[
+        str,
+        typer.Option(
+            "--by",
+            metavar="KEY,…",
+            help="One row per: name, shapes, unit, phase, span, step, thread, rank; several by commas.",
+        ),
+    ] = "name",
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kind", metavar="KIND,…", help="cpu_op, annotation, runtime, python, overhead; several by commas."
+        ),
+    ] = "cpu_op",
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
+    ] = None,
+    totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
+    out: Output = None,
+) -> None:
+    """Show the ops of a run: count, total, time by themselves, on the device, mean, median, 95th percentile, longest.
+
+    "by itself" leaves out all slices inside; "share" is of that time, over all recorded slices. "on device" is the
+    time of the kernels that the op itself launched.
+    """
+    from tracekit.analysis import ops as measured
+
+    opened = opening.opened(run)
+    with output.progress() as bar:
+        step = bar.measured(len(opened.sources))
+        rows = measured.ops(opened, output.names(by), output.names(kinds), on_progress=step)
+    output.emit_totals(rows, totals_format, top, out)

@@ -1,0 +1,36 @@
+"""``tracekit schema``: the tables and columns that a query can name."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from tracekit.cli import output
+from tracekit.cli.output import Output
+
+
+class SchemaFormat(StrEnum):
+    """What the schema can be written as."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+
+
+def schema(
+    table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Only this table.", show_default=False)] = None,
+    *,
+    schema_format: Annotated[SchemaFormat, typer.Option("--format", help="How to write it.")] = SchemaFormat.TEXT,
+    out: Output = None,
+) -> None:
+    """List the tables of a run with their columns, units and meanings, as tracekit query knows them."""
+    from tracekit import querying
+    from tracekit.reports import columns
+
+    tables = [querying.find_table(table)] if table else list(querying.TABLES.values())
+    if schema_format is SchemaFormat.JSON:
+        output.emit(columns.as_json(tables), out)
+    elif schema_format is SchemaFormat.MARKDOWN:
+        output.emit(columns.as_markdown(tables), out)
+    else:
+        output.emit(columns.as_text(tables, width=output.width(out), color=output.color(out)), out)

@@ -1,0 +1,84 @@
+"""Slices of one track must lie beside or inside each other: those that overlap otherwise go to tracks of their own."""
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.readers.nesting import Flags, Ints
+
+BEGIN, END = 1, 2
+
+
+def order(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
+    """Return the rows by track and start, of slices with one start the longest first."""
+    return np.lexsort((-dur_ns, start_ns, track))
+
+
+def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
+    """Return, for each slice, the number of the layer of its track it goes to, from 0, so that each layer nests.
+
+    Each slice goes to the first layer where it crosses no slice that began before it.
+    """
+    found = np.zeros(len(track), np.int64)
+    rows = order(track, start_ns, dur_ns)
+    sorted_track, start, end = track[rows], start_ns[rows], (start_ns + dur_ns)[rows]
+    for number in np.unique(sorted_track[_crosses(sorted_track, start, end)]):
+        mine = np.flatnonzero(sorted_track == number)
+        found[rows[mine]] = _first_fit(start[mine], end[mine])
+    return found
+
+
+def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the begins and ends of nested slices in the order in which a reader's stack wants them.
+
+    Each of shape (2n,): the row, BEGIN or END, the time. By track, then by time; at one time first the ends, the inner
+    before the outer, then the begins, the outer before the inner. A slice of no length ends right after its begin.
+    """
+    rows = order(track, start_ns, dur_ns)
+    place = np.arange(len(rows))
+    empty = dur_ns[rows] == 0
+    row = np.concatenate((rows, rows))
+    kind = np.repeat(np.array([BEGIN, END], np.int64), len(rows))
+    at_ns = np.concatenate((start_ns[rows], (start_ns + dur_ns)[rows]))
+    after_ends = np.concatenate((np.ones(len(rows), bool), empty))
+    turn = np.concatenate((place, np.where(empty, place, -place)))
+    sequence = np.lexsort((kind, turn, after_ends, at_ns, track[row]))
+    return row[sequence], kind[sequence], at_ns[sequence]
+
+
+def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
+    """Flag slices that begin in an earlier one of their track and outlast it; of slices in order.
+
+    Not every such slice is flagged where there are several, but some of the track always is.
+    """
+    found = np.zeros(len(track), bool)
+    above = np.arange(len(track), dtype=np.int64) - 1
+    left = np.arange(len(track), dtype=np.int64)
+    while len(left):
+        other = above[left]
+        same = (other >= 0) & (track[other] == track[left])
+        crossing = same & (start[left] < end[other]) & (end[other] < end[left])
+        found[left[crossing]] = True
+        enclosed = same & (end[other] >= end[left]) & (start[left] < np.maximum(end[other], start[other] + 1))
+        above[left[~same]] = -1
+        left = left[same & ~crossing & ~enclosed]
+        above[left] = above[above[left]]
+    return found
+
+
+def _first_fit(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
+    # One by one: which layer has room depends on all slices before. Few tracks have a crossing at all.
+    stacks: list[list[int]] = []
+    found = []
+    for begins, ends in zip(start.tolist(), end.tolist(), strict=True):
+        number = next((i for i, open_ends in enumerate(stacks) if _has_room(open_ends, begins, ends)), len(stacks))
+        if number == len(stacks):
+            stacks.append([])
+        stacks[number].append(ends)
+        found.append(number)
+    return found
+
+
+def _has_room(open_ends: list[int], begins: int, ends: int) -> bool:
+    while open_ends and open_ends[-1] <= begins:
+        open_ends.pop()
+    return not open_ends or open_ends[-1] >= ends
