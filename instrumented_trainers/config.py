@@ -36,6 +36,9 @@ class TrainingConfig:
     checkpoint_layers: int = 0
     reentrant: bool = False
     keep_gathered: bool = False
+    reshard_to: int | None = None
+    prefetch: int | None = None
+    replicate: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     final_learning_rate_ratio: float = 0.1
@@ -125,6 +128,13 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     group.add_argument(
+        "--replicate",
+        type=_positive,
+        default=1,
+        metavar="R",
+        help="groups of ranks that each hold the whole model, sharded within the group (fsdp*, yafsdp)",
+    )
+    group.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another"
     )
 
@@ -154,6 +164,18 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--reentrant", action="store_true", help="recompute in torch's older, reentrant way")
     group.add_argument(
         "--keep-gathered", action="store_true", help="keep gathered weights from forward to backward (fsdp*, yafsdp)"
+    )
+    group.add_argument(
+        "--reshard-to",
+        type=_positive,
+        metavar="N",
+        help="after forward keep weights sharded over groups of N ranks, to gather from near ones in backward (fsdp2)",
+    )
+    group.add_argument(
+        "--prefetch",
+        type=_natural,
+        metavar="N",
+        help="layers to gather ahead of the one that runs, as set_modules_to_forward_prefetch does (fsdp2)",
     )
 
 
@@ -219,10 +241,32 @@ def _complaint(config: TrainingConfig) -> str | None:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
+    if complaint := _layout_complaint(config):
+        return complaint
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
         return f"--out {config.out}: holds a run already; name another folder, or add --overwrite or --resume"
+    return None
+
+
+def _layout_complaint(config: TrainingConfig) -> str | None:
+    """Return why a model cannot lie on the ranks as asked, or None."""
+    if config.replicate > 1 and config.strategy in ("ddp", "zero1"):
+        return (
+            f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"
+        )
+    if config.world_size % config.replicate:
+        return f"--replicate {config.replicate}: does not divide the {config.world_size} ranks"
+    if config.prefetch is not None and config.strategy != "fsdp2":
+        return f"--prefetch: {config.strategy} does not take it; only fsdp2 does"
+    if config.reshard_to is None:
+        return None
+    if config.strategy != "fsdp2" or config.keep_gathered:
+        return "--reshard-to: only for fsdp2, and not with --keep-gathered"
+    ranks = config.world_size // config.replicate
+    if not 1 < config.reshard_to < ranks or ranks % config.reshard_to:
+        return f"--reshard-to {config.reshard_to}: name a divisor of the {ranks} ranks that share a model"
     return None
 
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from instrumented_trainers.config import RefusedError, TrainingConfig
 
@@ -150,8 +150,15 @@ def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: lis
         timeout=timedelta(seconds=config.timeout_s),
         device_id=torch.device("cuda", local_rank) if cuda else None,
     )
-    train(config, init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",)), command)
+    train(config, _mesh(config), command)
     dist.destroy_process_group()
+
+
+def _mesh(config: TrainingConfig) -> DeviceMesh:
+    if config.replicate == 1:
+        return init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",))
+    shape = config.replicate, config.world_size // config.replicate
+    return init_device_mesh(config.device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _processors() -> int:

@@ -16,7 +16,7 @@ from instrumented_trainers import checkpoint, data
 from instrumented_trainers.config import NEWEST, RefusedError, TrainingConfig
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.progress import Progress, Reading
-from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm
+from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
 from tracekit import conventions
 from tracekit.capture import Recorder
 
@@ -109,11 +109,15 @@ def _build(config: TrainingConfig, mesh: DeviceMesh) -> tuple[nn.Module, Optimiz
     options = ShardOptions(
         param_dtype=torch.bfloat16 if lower else None,
         reduce_dtype=torch.float32 if lower else None,
-        reshard_after_forward=not config.keep_gathered,
+        reshard_after_forward=config.reshard_to or not config.keep_gathered,
+        prefetch=config.prefetch,
     )
-    model = STRATEGIES[config.strategy](model, mesh, options)
-    optimizer = AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    try:
+        model = STRATEGIES[config.strategy](model, mesh, options)
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    optimizer = make_optimizer(
+        model, AdamW, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
     return model, optimizer
 

@@ -18,8 +18,8 @@ CONFIG = ModelConfig(width=32, layers=3, heads=4, key_value_heads=2, hidden_widt
 SEQUENCES, TOKENS = 2, 12
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1),
+    "sgd": lambda model: strategies.make_optimizer(model, torch.optim.SGD, lr=0.3),
+    "adamw": lambda model: strategies.make_optimizer(model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
 }
 
 
@@ -35,12 +35,15 @@ class Training:
     dtype: torch.dtype = torch.float64
     config: ModelConfig = CONFIG
     options: ShardOptions = field(default_factory=ShardOptions)
+    replicate: int = 1
 
 
 def build(training: Training, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the sharded model and its optimizer."""
     torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks = dist.get_world_size()
+    shape = (ranks,) if training.replicate == 1 else (training.replicate, ranks // training.replicate)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model = STRATEGIES[training.strategy](Llama(training.config).to(training.dtype), mesh, training.options)
     return model, OPTIMIZERS[training.optimizer](model)
 
