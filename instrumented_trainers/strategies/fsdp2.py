@@ -10,7 +10,9 @@ from instrumented_trainers.strategies.options import ShardOptions
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
-    """Shard each of ``model.layers``, then the rest of the model, over the mesh's ranks; of two dims the first replicates.
+    """Shard each of ``model.layers``, then the rest of the model, over the mesh's ranks.
+
+    Of two dims of the mesh the first replicates.
 
     Raises NotImplementedError if weights are to be resharded to groups that do not divide the ranks.
     """

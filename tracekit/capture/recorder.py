@@ -107,10 +107,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def checkpoint(
-        self, writer: Any, planner: Any = None, *, checkpoint: str, step: int | None = None
+        self, writer: Any, planner: Any = None, *, checkpoint: str, step: int | None = None, blocking: bool = True
     ) -> Iterator[None]:
         """Record the distributed-checkpoint save in this block: `record_save`, into this run."""
-        with record_save(self.folder, writer, planner, checkpoint=checkpoint, step=step, rank=self.rank):
+        with record_save(
+            self.folder, writer, planner, checkpoint=checkpoint, step=step, rank=self.rank, blocking=blocking
+        ):
             yield
 
     def step(self, metrics: Mapping[str, Number] | None = None, *, tokens: int | None = None) -> None:
