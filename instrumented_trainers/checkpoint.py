@@ -22,6 +22,17 @@ from tracekit.capture import Recorder
 _METADATA = ".metadata"
 
 
+class Writer(FileSystemWriter):
+    """torch's writer, but a disk that is full is an OSError."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            # torch's serialization goes on after a failed write, and then complains of a position.
+            raise _os_error_before(error) or error from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Save:
     """One save: what goes into it, where, and how. `group`: the ranks' process group; None: that of training."""
@@ -29,7 +40,7 @@ class Save:
     path: Path
     state: Mapping[str, Any]
     seal: Seal
-    writer: FileSystemWriter
+    writer: Writer
     group: dist.ProcessGroup | None = None
     blocking: bool = True
 
@@ -126,6 +137,12 @@ def _set_random_state(name: str, value: Tensor) -> None:
         torch.cuda.set_rng_state(value)
     else:
         torch.set_rng_state(value)
+
+
+def _os_error_before(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _words(failure: CheckpointException) -> str:

@@ -58,7 +58,8 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
                 taken = batches.taken_before((step + 1) * config.micro_batches)
                 saved = checkpoints.save(model, optimizer, step=step + 1, sequences=taken, recorder=recorder)
-            recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step)
+            last = stopped or step == config.steps - 1
+            recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step, last=last)
             progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
             if saved:
                 progress.say(f"saved {saved}" if checkpoints.blocking else f"saving {saved} in the background")

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
 from instrumented_trainers import checkpoint, resume
-from instrumented_trainers.checkpoint import Save
+from instrumented_trainers.checkpoint import Save, Writer
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.resume import Origin
@@ -40,7 +39,7 @@ class Checkpoints:
         Raises FailedError if this save, or in the background the one before, has failed.
         """
         path = self._config.checkpoints / f"step-{step:06d}"
-        writer = FileSystemWriter(path)
+        writer = Writer(path)
         state = checkpoint.state_to_save(model, optimizer)
         for fault in self._faults:
             fault.prepare_writer(writer, dist.get_rank())
