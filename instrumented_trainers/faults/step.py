@@ -158,7 +158,7 @@ def _compute(time_ns: int, device: str) -> None:
     if device == "cuda":
         torch.cuda._sleep(int(time_ns * torch.cuda.get_device_properties().clock_rate / 1e6))
         return
-    matrix, end_ns = torch.ones(64, 64), time.perf_counter_ns() + time_ns
+    matrix, end_ns = torch.ones(96, 96), time.perf_counter_ns() + time_ns
     with torch.no_grad():
         while time.perf_counter_ns() < end_ns:
             matrix @ matrix
