@@ -3,17 +3,32 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from instrumented_trainers import faults
+from instrumented_trainers.faults import FAULTS
 from instrumented_trainers.model import PRESETS
 from instrumented_trainers.strategies import STRATEGIES
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 NEWEST = "newest"
+
+# What may change when a training goes on from a checkpoint. Its model and its text may not.
+OVERRIDABLE = (
+    "steps",
+    "learning_rate",
+    "warmup_steps",
+    "final_learning_rate_ratio",
+    "weight_decay",
+    "max_norm",
+    "dropout",
+    "batch",
+    "micro_batches",
+)
 
 
 @dataclass(frozen=True)
@@ -36,11 +51,15 @@ class TrainingConfig:
     checkpoint_layers: int = 0
     reentrant: bool = False
     keep_gathered: bool = False
+    reshard_to: int | None = None
+    prefetch: int | None = None
+    replicate: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     final_learning_rate_ratio: float = 0.1
     weight_decay: float = 0.1
     max_norm: float = 1.0
+    dropout: float = 0.0
     seed: int = 0
     profile_wait: int = 3
     profile_warmup: int = 2
@@ -49,7 +68,11 @@ class TrainingConfig:
     memory: bool = True
     checkpoint_every: int = 0
     keep: int = 2
+    background_save: bool = False
     resume: str | None = None
+    override: tuple[str, ...] = ()
+    fault: tuple[str, ...] = ()
+    memory_report: bool = False
     log_every: int = 5
 
     @property
@@ -69,8 +92,10 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
     options = vars(parser.parse_args(arguments))
     options["device"] = _device(options["device"])
     options["world_size"] = _world_size(options["world_size"], options["device"])
-    options["data"] = tuple(options["data"] or ())
+    for several in ("data", "override", "fault"):
+        options[several] = tuple(options[several] or ())
     config = TrainingConfig(**{field.name: options[field.name] for field in fields(TrainingConfig)})
+    config = _overridden(config, parser)
     complaint = _complaint(config)
     if complaint:
         parser.error(complaint)
@@ -79,6 +104,10 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
 
 class RefusedError(ValueError):
     """The run cannot be done as asked. The message says why and what to change, on one line."""
+
+
+class FailedError(RuntimeError):
+    """The run cannot go on through no fault of the training. The message says why and what is left, on one line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         ("optimization", _add_optimization),
         ("recording", _add_recording),
         ("checkpoints", _add_checkpoints),
+        ("faults", _add_faults),
     ):
         add(parser.add_argument_group(title))
     return parser
@@ -124,6 +154,13 @@ def _add_ranks(group: argparse._ArgumentGroup) -> None:
         "--world-size", type=_positive, metavar="N", help="ranks to start; by default one per GPU, or 2 on the CPU"
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    group.add_argument(
+        "--replicate",
+        type=_positive,
+        default=1,
+        metavar="R",
+        help="groups of ranks that each hold the whole model, sharded within the group (fsdp*, yafsdp)",
+    )
     group.add_argument(
         "--timeout-s", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another"
     )
@@ -155,6 +192,18 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--keep-gathered", action="store_true", help="keep gathered weights from forward to backward (fsdp*, yafsdp)"
     )
+    group.add_argument(
+        "--reshard-to",
+        type=_positive,
+        metavar="N",
+        help="after forward keep weights sharded over groups of N ranks, to gather from near ones in backward (fsdp2)",
+    )
+    group.add_argument(
+        "--prefetch",
+        type=_natural,
+        metavar="N",
+        help="layers to gather ahead of the one that runs, as set_modules_to_forward_prefetch does (fsdp2)",
+    )
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
@@ -165,6 +214,7 @@ def _add_optimization(group: argparse._ArgumentGroup) -> None:
         "--final-learning-rate-ratio", type=float, default=0.1, metavar="X", help="share of it left at the last step"
     )
     group.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="of AdamW, on all weights")
+    group.add_argument("--dropout", type=float, default=0.0, metavar="X", help="share of each layer's output dropped")
     group.add_argument("--max-norm", type=float, default=1.0, metavar="X", help="gradient norm to clip at; 0: don't")
     group.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the weights and the order of the data")
     group.add_argument("--log-every", type=_positive, default=5, metavar="N", help="steps between two lines of output")
@@ -175,6 +225,9 @@ def _add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile-warmup", type=_natural, default=2, metavar="N", help="steps it warms up for")
     group.add_argument("--profile-active", type=_positive, default=5, metavar="N", help="steps in the trace")
     group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
+    group.add_argument(
+        "--memory-report", action="store_true", help="say what takes this model's memory, by formula and measured"
+    )
     group.add_argument("--no-memory", dest="memory", action="store_false", help="record no allocator events")
 
 
@@ -188,7 +241,26 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=NEWEST,
         metavar="CHECKPOINT",
-        help="go on from this checkpoint; without a name, from the newest whole one in RUN",
+        help="go on from this checkpoint, or the newest whole one of this run; without a name, of RUN",
+    )
+    group.add_argument(
+        "--override",
+        action="append",
+        metavar="NAME=VALUE",
+        help="with --resume: change a setting of the training, such as lr=1e-4; may be repeated",
+    )
+    group.add_argument(
+        "--background-save", action="store_true", help="save on a thread of its own while training goes on"
+    )
+
+
+def _add_faults(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--fault",
+        action="append",
+        metavar="NAME[=ARGS]",
+        help="make a trouble for real, to see it found; may be repeated: "
+        + "; ".join(fault.usage for fault in FAULTS.values()),
     )
 
 
@@ -219,10 +291,63 @@ def _complaint(config: TrainingConfig) -> str | None:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
+    if complaint := _layout_complaint(config) or _fault_complaint(config):
+        return complaint
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
         return f"--out {config.out}: holds a run already; name another folder, or add --overwrite or --resume"
+    return None
+
+
+def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> TrainingConfig:
+    """Return the run with the settings that `--override` names, under their full names."""
+    values, kept = {}, []
+    actions = {action.dest: action for action in parser._actions}
+    for text in config.override:
+        name, equals, value = text.partition("=")
+        name = {"lr": "learning_rate"}.get(name, name).replace("-", "_")
+        if name not in OVERRIDABLE or not equals:
+            parser.error(f"--override {text}: NAME=VALUE, NAME one of lr, {', '.join(OVERRIDABLE)}")
+        try:
+            values[name] = parser._get_value(actions[name], value)
+        except argparse.ArgumentError as error:
+            parser.error(f"--override {text}: {error.message}")
+        kept.append(f"{name}={values[name]}")
+    if config.override and config.resume is None:
+        parser.error("--override: only with --resume; a new training takes its settings from their options")
+    return replace(config, **values, override=tuple(kept))
+
+
+def _fault_complaint(config: TrainingConfig) -> str | None:
+    """Return why the faults asked for cannot be made, or None."""
+    for text in config.fault:
+        try:
+            complaint = faults.parse(text).complaint(config.strategy, config.world_size)
+        except ValueError as error:
+            return f"--fault: {error}"
+        if complaint:
+            return f"--fault {text}: {complaint}"
+    return None
+
+
+def _layout_complaint(config: TrainingConfig) -> str | None:
+    """Return why a model cannot lie on the ranks as asked, or None."""
+    if config.replicate > 1 and config.strategy in ("ddp", "zero1"):
+        return (
+            f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"
+        )
+    if config.world_size % config.replicate:
+        return f"--replicate {config.replicate}: does not divide the {config.world_size} ranks"
+    if config.prefetch is not None and config.strategy != "fsdp2":
+        return f"--prefetch: {config.strategy} does not take it; only fsdp2 does"
+    if config.reshard_to is None:
+        return None
+    if config.strategy != "fsdp2" or config.keep_gathered:
+        return "--reshard-to: only for fsdp2, and not with --keep-gathered"
+    ranks = config.world_size // config.replicate
+    if not 1 < config.reshard_to < ranks or ranks % config.reshard_to:
+        return f"--reshard-to {config.reshard_to}: name a divisor of the {ranks} ranks that share a model"
     return None
 
 

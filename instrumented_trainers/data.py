@@ -37,7 +37,7 @@ class Batches:
     """Which tokens each rank trains on. No two ranks see the same sequence within a pass over the text.
 
     The text is cut into sequences of `length` tokens, shuffled anew for each pass. What a rank gets follows from the
-    seed and its place alone, so a resumed training goes on where it was.
+    seed and its place alone, so a resumed training goes on where it was, also on other ranks or in other batches.
     """
 
     tokens: Tensor
@@ -46,6 +46,9 @@ class Batches:
     rank: int
     world_size: int
     seed: int
+    taken: int = 0
+    """Sequences that the training had taken by the time it came to micro-batch `first`."""
+    first: int = 0
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
@@ -61,10 +64,14 @@ class Batches:
 
     def batch_at(self, number: int) -> tuple[Tensor, Tensor]:
         """Return this rank's micro-batch of that number: tokens and the tokens that follow them, both (B, T) int64."""
-        first = (number * self.world_size + self.rank) * self.batch
-        rows = [self._sequence(first + index) for index in range(self.batch)]
+        place = self.taken_before(number) + self.rank * self.batch
+        rows = [self._sequence(place + index) for index in range(self.batch)]
         both = torch.stack(rows).long()
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def taken_before(self, number: int) -> int:
+        """Return how many sequences all ranks together have taken before the micro-batch of that number."""
+        return self.taken + (number - self.first) * self.world_size * self.batch
 
     def _sequence(self, number: int) -> Tensor:
         number_of_pass, place = divmod(number, self.sequences)

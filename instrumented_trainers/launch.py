@@ -19,11 +19,12 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from instrumented_trainers.config import RefusedError, TrainingConfig
+from instrumented_trainers.config import FailedError, RefusedError, TrainingConfig
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
+_TIMED_OUT = "Timed out waiting"  # gloo's words for a peer that does not answer
 
 
 def run(config: TrainingConfig, command: list[str]) -> int:
@@ -49,10 +50,10 @@ def run(config: TrainingConfig, command: list[str]) -> int:
 def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> int:
     try:
         _train_rank(config, rank, "env://", command)
-    except RefusedError as refusal:
+    except (RefusedError, FailedError) as error:
         if rank == 0:
-            sys.stderr.write(f"instrumented_trainers: {refusal}\n")
-        return 2
+            sys.stderr.write(f"instrumented_trainers: {error}\n")
+        return 2 if isinstance(error, RefusedError) else 1
     return 0
 
 
@@ -62,7 +63,7 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
         spawn.Process(target=_serve, args=(config, rank, folder, command), name=f"rank {rank}", daemon=True)
         for rank in range(config.world_size)
     ]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _frame: _pass_on(number, ranks))
     try:
         for process in ranks:
             process.start()
@@ -73,8 +74,9 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
     failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
     if not failed:
         return 0
+    silent = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
     _end(ranks)
-    code, words = _cause(folder, failed)
+    code, words = _cause(folder, failed, silent, timeout_s=config.timeout_s)
     sys.stderr.write(f"instrumented_trainers: {words}\n")
     return code
 
@@ -92,19 +94,28 @@ def _join(ranks: list[BaseProcess]) -> None:
 
 
 def _end(ranks: list[BaseProcess]) -> None:
-    """End the ranks that still run."""
-    running = [process for process in ranks if process.exitcode is None]
-    for process in running:
-        process.terminate()
-    for process in running:
-        process.join(_GRACE_S)
+    """End the ranks that still run. They had their time: to SIGTERM they would answer by training to a step's end."""
+    for process in ranks:
         if process.exitcode is None:
             process.kill()
             process.join()
 
 
-def _cause(folder: Path, failed: Mapping[int, int]) -> tuple[int, str]:
-    """Return exit code and words of the rank that failed first; one that was killed had no time to leave any."""
+def _pass_on(number: int, ranks: list[BaseProcess]) -> None:
+    """Ask the ranks to save and end; asked a second time, end them."""
+    signal.signal(number, signal.default_int_handler)
+    for process in ranks:
+        if process.pid is not None and process.exitcode is None:
+            process.terminate()
+
+
+def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], *, timeout_s: float) -> tuple[int, str]:
+    """Return exit code and words of the rank that failed first; one that was killed had no time to leave any.
+
+    If it failed because it waited in vain for the ranks that are still `silent`, those are named.
+    """
+    if all(code == -signal.SIGTERM for code in failed.values()):
+        return 128 + signal.SIGTERM, "ended by SIGTERM before the training began"
     for rank, code in failed.items():
         if code < 0:
             return 1, f"rank {rank} was killed by {signal.Signals(-code).name}"
@@ -112,14 +123,17 @@ def _cause(folder: Path, failed: Mapping[int, int]) -> tuple[int, str]:
     if not left:
         return 1, "no reason given by " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items())
     first = min(left, key=lambda failure: failure["at_ns"])
+    if silent and _TIMED_OUT in first["words"]:
+        ranks = ", ".join(f"rank {rank}" for rank in silent)
+        return 1, f"{ranks} did not answer within {timeout_s:g} s, for which the other ranks waited"
     return first["code"], first["words"]
 
 
 def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:
     try:
         _train_rank(config, rank, f"file://{folder}/rendezvous", command)
-    except RefusedError as refusal:
-        _leave(folder, rank, code=2, words=str(refusal))
+    except (RefusedError, FailedError) as error:
+        _leave(folder, rank, code=2 if isinstance(error, RefusedError) else 1, words=str(error))
     except BaseException:  # noqa: BLE001 the process ends here and leaves its reason to the one that started it
         _leave(folder, rank, code=1, words=f"rank {rank} failed\n{traceback.format_exc()}")
 
@@ -135,7 +149,9 @@ def _leave(folder: Path, rank: int, *, code: int, words: str) -> NoReturn:
 def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: list[str]) -> None:
     # Imported here, where it is needed, so that --help and bad arguments answer at once.
     from instrumented_trainers.loop import train
+    from instrumented_trainers.stop import StopRequest
 
+    stop = StopRequest()
     # torch warns of its own internals (deprecated storage, FSDP1's future) on every rank; none is for the user.
     warnings.filterwarnings("ignore", module="torch")
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -150,8 +166,15 @@ def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: lis
         timeout=timedelta(seconds=config.timeout_s),
         device_id=torch.device("cuda", local_rank) if cuda else None,
     )
-    train(config, init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",)), command)
+    train(config, _mesh(config), command, stop)
     dist.destroy_process_group()
+
+
+def _mesh(config: TrainingConfig) -> DeviceMesh:
+    if config.replicate == 1:
+        return init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",))
+    shape = config.replicate, config.world_size // config.replicate
+    return init_device_mesh(config.device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _processors() -> int:

@@ -9,24 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from instrumented_trainers import checkpoint, data
-from instrumented_trainers.config import NEWEST, RefusedError, TrainingConfig
+from instrumented_trainers import checkpoint, data, faults, resume
+from instrumented_trainers.config import RefusedError, TrainingConfig
+from instrumented_trainers.faults import Fault
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.progress import Progress, Reading
-from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm
+from instrumented_trainers.resume import Origin
+from instrumented_trainers.saving import Checkpoints
+from instrumented_trainers.stop import StopRequest
+from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
 from tracekit import conventions
 from tracekit.capture import Recorder
 
 
-def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str]) -> None:
-    """Train as asked on this rank of the mesh, recording into ``config.out``."""
+def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: StopRequest) -> None:
+    """Train as asked on this rank of the mesh, recording into ``config.out``, until a `stop` is due."""
     rank = mesh.get_rank()
-    batches = _batches(config, rank)
-    model, optimizer = _build(config, mesh)
-    first_step = _resume(config, model, optimizer)
+    origin = resume.origin(config)
+    first_step = origin.seal.step if origin else 0
+    troubles = tuple(faults.parse(text) for text in config.fault)
+    batches = _batches(config, rank, origin)
+    model, optimizer = _build(config, mesh, troubles)
+    if origin:
+        _restore(origin, config, model, optimizer)
+    checkpoints = Checkpoints(config, troubles, origin)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
     progress.say(_introduction(config, first_step))
     with Recorder(
@@ -38,16 +48,25 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str]) -> None:
         active=config.profile_active,
         memory=config.memory,
         stacks=config.stacks,
-        manifest={**_manifest(config, mesh), "command": command},
+        manifest={**_manifest(config, mesh, troubles, origin), "command": command},
     ) as recorder:
         for step in range(first_step, config.steps):
-            _set_learning_rate(optimizer, learning_rate(step, config))
-            loss = Reading(_step(step, config, model, optimizer, batches=batches, recorder=recorder))
-            saved = _save_if_due(step + 1, config, model, optimizer, recorder=recorder)
-            recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step)
+            _set(optimizer, "lr", learning_rate(step, config))
+            loss = Reading(_step(step, config, model, optimizer, batches=batches, recorder=recorder, troubles=troubles))
+            stopped = stop.due(step, device=config.device)
+            saved = None
+            if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
+                taken = batches.taken_before((step + 1) * config.micro_batches)
+                saved = checkpoints.save(model, optimizer, step=step + 1, sequences=taken, recorder=recorder)
+            last = stopped or step == config.steps - 1
+            recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step, last=last)
             progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
             if saved:
-                progress.say(f"saved {saved}")
+                progress.say(f"saved {saved}" if checkpoints.blocking else f"saving {saved} in the background")
+            if stopped:
+                progress.say(f"stopped by SIGTERM after {step + 1} steps; go on with --resume {saved}")
+                break
+        checkpoints.wait()
     progress.flush()
 
 
@@ -69,12 +88,15 @@ def _step(
     *,
     batches: data.Batches,
     recorder: Recorder,
+    troubles: tuple[Fault, ...],
 ) -> Tensor:
     """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
     losses = []
     device = torch.device(config.device)
     for index in range(config.micro_batches):
         with recorder.span(conventions.DATA):
+            for trouble in troubles:
+                trouble.delay_batch()
             tokens, targets = _to(device, *batches.batch_at(step * config.micro_batches + index))
         with accumulate(model, last=index == config.micro_batches - 1):
             with recorder.span(conventions.FORWARD):
@@ -91,68 +113,73 @@ def _step(
     with recorder.span(conventions.OPTIMIZER):
         optimizer.step()
         optimizer.zero_grad()
+    for trouble in troubles:
+        trouble.end_step(config.device)
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def _batches(config: TrainingConfig, rank: int) -> data.Batches:
+def _batches(config: TrainingConfig, rank: int, origin: Origin | None) -> data.Batches:
     tokens = data.read_tokens(config.data or data.standard_library())
-    return data.Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed)
+    taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
+    return data.Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
 
 
-def _build(config: TrainingConfig, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
-    """Return the sharded model and its optimizer; every rank draws the same weights."""
+def _build(config: TrainingConfig, mesh: DeviceMesh, troubles: tuple[Fault, ...]) -> tuple[nn.Module, Optimizer]:
+    """Return the sharded model and its optimizer; every rank draws the same weights, and then numbers of its own."""
     torch.manual_seed(config.seed)
     model: nn.Module = Llama(_model_config(config))
+    layers = list(model.layers)
     if config.precision == "fp64":
         model = model.double()
     lower = config.precision == "bf16"
     options = ShardOptions(
         param_dtype=torch.bfloat16 if lower else None,
         reduce_dtype=torch.float32 if lower else None,
-        reshard_after_forward=not config.keep_gathered,
+        reshard_after_forward=config.reshard_to or not config.keep_gathered,
+        prefetch=config.prefetch,
     )
-    model = STRATEGIES[config.strategy](model, mesh, options)
-    optimizer = AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+    for trouble in troubles:
+        options = trouble.change_options(options)
+    try:
+        model = STRATEGIES[config.strategy](model, mesh, options)
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    for trouble in troubles:
+        trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
+    optimizer = make_optimizer(
+        model, AdamW, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
     )
+    torch.manual_seed(config.seed * 1_000_003 + mesh.get_rank() + 1)
     return model, optimizer
+
+
+def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return what the strategy has made of each layer: itself, or (FSDP1) a module around it."""
+    around = {id(child): module for module in model.modules() for child in module.children()}
+    found = [around[id(layer)] for layer in layers]
+    return [
+        outer if isinstance(outer, FullyShardedDataParallel) else layer
+        for outer, layer in zip(found, layers, strict=True)
+    ]
 
 
 def _model_config(config: TrainingConfig) -> ModelConfig:
     return dataclasses.replace(
-        PRESETS[config.model], checkpointed_layers=config.checkpoint_layers, reentrant=config.reentrant
+        PRESETS[config.model],
+        dropout=config.dropout,
+        checkpointed_layers=config.checkpoint_layers,
+        reentrant=config.reentrant,
     )
 
 
-def _resume(config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the checkpoint that was asked for, if any, and return the steps done by then."""
-    if config.resume is None:
-        return 0
-    if config.resume != NEWEST:
-        if not checkpoint.is_whole(Path(config.resume)):
-            raise RefusedError(f"--resume {config.resume}: no whole checkpoint")
-        return checkpoint.load(Path(config.resume), model, optimizer)
-    found = checkpoint.whole(config.checkpoints)
-    if not found:
-        raise RefusedError(f"--resume: no whole checkpoint in {config.checkpoints}; name one, or leave --resume out")
-    return checkpoint.load(found[-1], model, optimizer)
+def _restore(origin: Origin, config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> None:
+    checkpoint.load(origin.path, model, optimizer, world_size=origin.seal.world_size)
+    _set(optimizer, "weight_decay", config.weight_decay)
 
 
-def _save_if_due(
-    steps_done: int, config: TrainingConfig, model: nn.Module, optimizer: Optimizer, *, recorder: Recorder
-) -> Path | None:
-    """Save a checkpoint if this is the step for one, and return where."""
-    if config.checkpoint_every == 0 or steps_done % config.checkpoint_every:
-        return None
-    path = checkpoint.save(config.checkpoints, model, optimizer, step=steps_done, recorder=recorder)
-    if recorder.rank == 0:
-        checkpoint.prune(config.checkpoints, config.keep)
-    return path
-
-
-def _set_learning_rate(optimizer: Optimizer, value: float) -> None:
+def _set(optimizer: Optimizer, name: str, value: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group[name] = value
 
 
 def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -161,7 +188,9 @@ def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
 
 
-def _manifest(config: TrainingConfig, mesh: DeviceMesh) -> Mapping[str, Any]:
+def _manifest(
+    config: TrainingConfig, mesh: DeviceMesh, troubles: tuple[Fault, ...], origin: Origin | None
+) -> Mapping[str, Any]:
     sizes = dataclasses.asdict(_model_config(config))
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
     return {
@@ -169,6 +198,8 @@ def _manifest(config: TrainingConfig, mesh: DeviceMesh) -> Mapping[str, Any]:
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "model": {"name": config.model, "parameters": PRESETS[config.model].parameters, **sizes},
         "arguments": arguments,
+        "faults": [faults.truth(trouble) for trouble in troubles],
+        "lineage": list(origin.lineage(config)) if origin else [],
     }
 
 

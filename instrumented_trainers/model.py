@@ -29,6 +29,8 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     tied: bool = False
     """Whether head and embedding share one weight."""
+    dropout: float = 0.0
+    """Share of what attention and feed-forward add to the stream that is dropped in training."""
     checkpointed_layers: int = 0
     reentrant: bool = False
     """Which of torch's two ways of activation checkpointing the checkpointed layers use."""
@@ -54,9 +56,11 @@ class ModelConfig:
         return self.layers * layer + outside
 
 
-# A unit (layer; embedding, norm and head together) of `tiny` holds at least 1 MiB in fp32, so that its buffers stand
-# out of the allocator's events in a trace. The sizes from 1b up are those of Llama 2, Code Llama (34b) and Llama 3.
+# `micro` is for tests and small samples. A unit (layer; embedding, norm and head together) of `tiny` holds at least
+# 1 MiB in fp32, so that its buffers stand out of the allocator's events in a trace. The sizes from 1b up are those of
+# Llama 2, Code Llama (34b) and Llama 3.
 PRESETS: Mapping[str, ModelConfig] = {
+    "micro": ModelConfig(64, 2, 4, 2, 176, 512),
     "tiny": ModelConfig(256, 4, 8, 2, 704, 512),
     "small": ModelConfig(512, 8, 8, 4, 1408, 512),
     "125m": ModelConfig(768, 12, 12, 12, 2048, 32_000),
@@ -117,6 +121,7 @@ class Layer(nn.Module):
         super().__init__()
         self.recomputed = recomputed
         self.reentrant = config.reentrant
+        self.dropout = config.dropout
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
@@ -128,8 +133,11 @@ class Layer(nn.Module):
         return self._add(stream, rotation)
 
     def _add(self, stream: Tensor, rotation: Tensor) -> Tensor:
-        stream = stream + self.attention(self.attention_norm(stream), rotation)
-        return stream + self.feed_forward(self.feed_forward_norm(stream))
+        stream = stream + self._drop(self.attention(self.attention_norm(stream), rotation))
+        return stream + self._drop(self.feed_forward(self.feed_forward_norm(stream)))
+
+    def _drop(self, added: Tensor) -> Tensor:
+        return functional.dropout(added, self.dropout, self.training) if self.dropout else added
 
 
 class Attention(nn.Module):

@@ -10,13 +10,28 @@ from types import MappingProxyType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from instrumented_trainers.strategies import ddp, fsdp1, fsdp2, yafsdp
+from instrumented_trainers.strategies import ddp, fsdp1, fsdp2, yafsdp, zero1
 from instrumented_trainers.strategies.gradients import accumulate, clip_grad_norm
+from instrumented_trainers.strategies.optimizer import make_optimizer
 from instrumented_trainers.strategies.options import ShardOptions
 from instrumented_trainers.strategies.state import checkpoint_state, restore_state
 
-__all__ = ["STRATEGIES", "ShardOptions", "accumulate", "checkpoint_state", "clip_grad_norm", "restore_state"]
+__all__ = [
+    "STRATEGIES",
+    "ShardOptions",
+    "accumulate",
+    "checkpoint_state",
+    "clip_grad_norm",
+    "make_optimizer",
+    "restore_state",
+]
 
 STRATEGIES: Mapping[str, Callable[[nn.Module, DeviceMesh, ShardOptions], nn.Module]] = MappingProxyType(
-    {"ddp": ddp.shard, "fsdp1": fsdp1.shard, "fsdp2": fsdp2.shard, "yafsdp": yafsdp.shard}
+    {
+        "ddp": ddp.shard,
+        "zero1": zero1.shard,
+        "fsdp1": fsdp1.shard,
+        "fsdp2": fsdp2.shard,
+        "yafsdp": yafsdp.shard,
+    }
 )

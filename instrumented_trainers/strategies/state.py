@@ -9,9 +9,15 @@ and, since the keys agree, by another strategy.
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
+from instrumented_trainers.strategies import zero1
 from instrumented_trainers.strategies.yafsdp import checkpoint as yafsdp_checkpoint
 from instrumented_trainers.strategies.yafsdp.module import YaFSDPModule
 
@@ -27,6 +33,8 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             "model": yafsdp_checkpoint.model_state(model),
             "optimizer": yafsdp_checkpoint.optimizer_state(model, optimizer),
         }
+    if isinstance(model, zero1.Zero1DataParallel):
+        return {"model": get_model_state_dict(model), "optimizer": zero1.optimizer_state(model, optimizer)}
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 
@@ -36,5 +44,8 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any])
     if isinstance(model, YaFSDPModule):
         yafsdp_checkpoint.restore_model(model, state["model"])
         yafsdp_checkpoint.restore_optimizer(model, optimizer, state["optimizer"])
+    elif isinstance(model, zero1.Zero1DataParallel):
+        set_model_state_dict(model, state["model"])
+        zero1.restore_optimizer(model, optimizer, state["optimizer"])
     else:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

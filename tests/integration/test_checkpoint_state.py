@@ -14,8 +14,11 @@ from tests import ranks
 from tests.integration import training
 from tests.integration.training import Training
 
-YAFSDP, FSDP2 = Training("yafsdp", steps=3, alike=True), Training("fsdp2", steps=3, alike=True)
+YAFSDP, FSDP2, ZERO1 = (Training(name, steps=3, alike=True) for name in ("yafsdp", "fsdp2", "zero1"))
+BY_NAME = {training.strategy: training for training in (YAFSDP, FSDP2, ZERO1)}
 TOLERANCE = 1e-12
+
+MOVES = ("yafsdp to yafsdp", "yafsdp to fsdp2", "fsdp2 to yafsdp", "fsdp2 to zero1", "zero1 to yafsdp")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +35,15 @@ def on_two_ranks(folder: Path) -> dict[str, ranks.Outcome]:
         "load into a trained model": functools.partial(load, YAFSDP, steps_before=2),
         "save in the background": functools.partial(training.save_while_training, YAFSDP, str(folder / "background")),
         "save fsdp2": functools.partial(training.save, FSDP2, str(folder / "fsdp2")),
+        "save zero1": functools.partial(training.save, ZERO1, str(folder / "zero1")),
+        "load zero1": functools.partial(training.load, ZERO1, str(folder / "zero1")),
     }
     return ranks.run_cases(2, cases)
 
 
 @pytest.fixture(scope="module")
 def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict[str, ranks.Outcome]:
-    for name in ("save", "save fsdp2"):
+    for name in ("save", "save fsdp2", "save zero1"):
         on_two_ranks[name].results()
 
     def move(by: Training, path: str) -> Any:
@@ -48,11 +53,7 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict
 
     return ranks.run_cases(
         3,
-        {
-            "yafsdp to yafsdp": move(YAFSDP, "yafsdp"),
-            "yafsdp to fsdp2": move(FSDP2, "yafsdp"),
-            "fsdp2 to yafsdp": move(YAFSDP, "fsdp2"),
-        }
+        {name: move(BY_NAME[name.split(" to ")[1]], name.split(" to ")[0]) for name in MOVES}
         | {
             f"long {case.strategy}": functools.partial(
                 training.save, dataclasses.replace(case, steps=50, alike=False), str(folder / f"long {case.strategy}")
@@ -93,9 +94,13 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
         assert same, name
 
 
-@pytest.mark.parametrize("name", ["load", "load into a trained model"])
-def test_a_loaded_run_goes_on_exactly_as_the_saved_one(on_two_ranks: dict[str, ranks.Outcome], name: str) -> None:
-    assert on_two_ranks[name].results() == on_two_ranks["save"].results()
+@pytest.mark.parametrize(
+    ("name", "saved"), [("load", "save"), ("load into a trained model", "save"), ("load zero1", "save zero1")]
+)
+def test_a_loaded_run_goes_on_exactly_as_the_saved_one(
+    on_two_ranks: dict[str, ranks.Outcome], name: str, saved: str
+) -> None:
+    assert on_two_ranks[name].results() == on_two_ranks[saved].results()
 
 
 def test_saving_in_the_background_saves_the_moment_it_began(
@@ -105,7 +110,7 @@ def test_saving_in_the_background_saves_the_moment_it_began(
     assert_same(whole(folder / "background"), whole(folder / "yafsdp"))
 
 
-@pytest.mark.parametrize("name", ["yafsdp to yafsdp", "yafsdp to fsdp2", "fsdp2 to yafsdp"])
+@pytest.mark.parametrize("name", MOVES)
 def test_a_checkpoint_moves_to_other_ranks_and_strategies(
     folder: Path, on_three_ranks: dict[str, ranks.Outcome], name: str
 ) -> None:

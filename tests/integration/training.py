@@ -18,8 +18,8 @@ CONFIG = ModelConfig(width=32, layers=3, heads=4, key_value_heads=2, hidden_widt
 SEQUENCES, TOKENS = 2, 12
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1),
+    "sgd": lambda model: strategies.make_optimizer(model, torch.optim.SGD, lr=0.3),
+    "adamw": lambda model: strategies.make_optimizer(model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
 }
 
 
@@ -47,7 +47,7 @@ def build(training: Training, *, seed: int = 0) -> tuple[nn.Module, torch.optim.
     torch.manual_seed(seed)
     ranks = dist.get_world_size()
     shape = (ranks,) if training.replicas == 1 else (training.replicas, ranks // training.replicas)
-    mesh = init_device_mesh(training.device, shape)
+    mesh = init_device_mesh(training.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model: nn.Module = Llama(training.config).to(training.device, training.dtype)
     model = STRATEGIES[training.strategy](model, mesh, training.options)
     return model, OPTIMIZERS[training.optimizer](model)

@@ -32,6 +32,7 @@ def record_save(
     checkpoint: str,
     step: int | None = None,
     rank: int | None = None,
+    blocking: bool = True,
 ) -> Iterator[None]:
     """Record the ``torch.distributed.checkpoint.save`` in this block that uses `writer` (and `planner`).
 
@@ -40,7 +41,7 @@ def record_save(
     of the stages that are one stretch of time (plan, wait, finish, and each fsync). What the block does before the
     save, such as gathering the state, counts as plan. Without a planner the bytes staged are not known. `writer` is a
     FileSystemWriter or another with a file system of its kind under `fs`; of any other, all of its writing counts as
-    write. A save that raises leaves no lines.
+    write. A save that raises leaves no lines. Say ``blocking=False`` on a thread that training does not wait for.
 
         writer, planner = FileSystemWriter(path), DefaultSavePlanner()
         with record_save(run, writer, planner, checkpoint="step-100", step=100):
@@ -61,7 +62,7 @@ def record_save(
         save.stop()
     number = this_rank() if rank is None else rank
     what = {"checkpoint": checkpoint, "operation": "save", "step": step}
-    where = {"path": str(writer.path) if hasattr(writer, "path") else None, "blocking": True, "rank": number}
+    where = {"path": str(writer.path) if hasattr(writer, "path") else None, "blocking": blocking, "rank": number}
     try:
         log = Path(folder) / conventions.rank_file(number, conventions.CHECKPOINT_LOG_SUFFIX)
         files.append_lines(log, [{**what, **row, **where} for row in save.rows()])

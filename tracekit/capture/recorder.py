@@ -107,17 +107,22 @@ class Recorder:
 
     @contextlib.contextmanager
     def checkpoint(
-        self, writer: Any, planner: Any = None, *, checkpoint: str, step: int | None = None
+        self, writer: Any, planner: Any = None, *, checkpoint: str, step: int | None = None, blocking: bool = True
     ) -> Iterator[None]:
         """Record the distributed-checkpoint save in this block: `record_save`, into this run."""
-        with record_save(self.folder, writer, planner, checkpoint=checkpoint, step=step, rank=self.rank):
+        with record_save(
+            self.folder, writer, planner, checkpoint=checkpoint, step=step, rank=self.rank, blocking=blocking
+        ):
             yield
 
-    def step(self, metrics: Mapping[str, Number] | None = None, *, tokens: int | None = None) -> None:
+    def step(
+        self, metrics: Mapping[str, Number] | None = None, *, tokens: int | None = None, last: bool = False
+    ) -> None:
         """End an optimizer step: log its metrics and move the profiler on.
 
         `tokens`, those of all ranks in this step, become tokens_per_second. A metric may be a function: it is called
-        at the end of the next step, or of the recording. Writing a trace counts to no step's time.
+        at the end of the next step, or of the recording. Writing a trace counts to no step's time. After the `last` step
+        of a training none begins, so the trace shows none.
         """
         self.step_time_ns = elapsed_ns = max(1, time.perf_counter_ns() - self._began_ns)
         if self._metrics is not None:
@@ -127,7 +132,7 @@ class Recorder:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 self._metrics.add({**row, **(metrics or {}), **allocator_counters()})
         self._step += 1
-        if self._profiler is not None:
+        if self._profiler is not None and not last:
             with self._guard("the trace is no longer recorded", self._drop_profiler):
                 self._move_profiler(self._profiler)
         self._began_ns = time.perf_counter_ns()
@@ -175,6 +180,8 @@ class Recorder:
         with self._guard(f"{trace.name} was not written"):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(plain))
+            if not plain.exists():  # Kineto removes what it could not write whole
+                raise OSError("the profiler could not write it; is the disk full?")
             files.compress(plain, trace)
             self._write_manifest()
 

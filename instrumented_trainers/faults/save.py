@@ -1,0 +1,138 @@
+"""Troubles of checkpoints: what writes, syncs or serializes too slowly, or keeps training from running meanwhile."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+
+from instrumented_trainers import quantities
+from instrumented_trainers.faults.fault import Fault, count
+from instrumented_trainers.quantities import duration_ns
+
+
+@dataclass(frozen=True)
+class SlowDisk(Fault):
+    """Checkpoints are written no faster than a given rate per rank, or on one rank only.
+
+    Seen by CKPT001 with the stage write; with a rank, the others' stage wait.
+    """
+
+    name: ClassVar[str] = "slow-disk"
+    usage: ClassVar[str] = "slow-disk=RATE[:RANK], such as slow-disk=40MB/s"
+    seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
+    bytes_per_second: int
+    rank: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "SlowDisk":
+        rate, _, rank = text.partition(":")
+        return cls(quantities.bytes_per_second(rate), int(rank) if rank.isdecimal() else None)
+
+    def complaint(self, strategy: str, world_size: int) -> str | None:
+        return f"there is no rank {self.rank} among {world_size}" if (self.rank or 0) >= world_size else None
+
+    def prepare_writer(self, writer: FileSystemWriter, rank: int) -> None:
+        if self.rank not in (None, rank):
+            return
+        create_stream = writer.fs.create_stream
+
+        @contextlib.contextmanager
+        def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with create_stream(*args, **kwargs) as stream:
+                yield _Throttled(stream, self.bytes_per_second)
+
+        writer.fs.create_stream = create
+
+
+@dataclass(frozen=True)
+class SlowFsync(Fault):
+    """Each fsync of a save takes longer: a busy or distant disk that acknowledges late.
+
+    Seen by CKPT001 with the stage fsync (and finish, in which the metadata is synced).
+    """
+
+    name: ClassVar[str] = "slow-fsync"
+    usage: ClassVar[str] = "slow-fsync[=DURATION], added to each, 500ms"
+    seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
+    delay_ns: int = 500_000_000
+
+    @classmethod
+    def parse(cls, text: str) -> "SlowFsync":
+        return cls(duration_ns(text)) if text else cls()
+
+    @contextlib.contextmanager
+    def during_save(self) -> Iterator[None]:
+        fsync, thread = os.fsync, threading.get_ident()
+
+        def slow(descriptor: Any) -> None:
+            if threading.get_ident() == thread:
+                time.sleep(self.delay_ns / 1e9)
+            fsync(descriptor)
+
+        os.fsync = slow
+        try:
+            yield
+        finally:
+            os.fsync = fsync
+
+
+@dataclass(frozen=True)
+class SmallTensors(Fault):
+    """Each rank saves many tensors of 256 bytes besides, so that saving is Python, not disk.
+
+    Seen by CKPT001 with the stages serialize and plan.
+    """
+
+    name: ClassVar[str] = "small-tensors"
+    usage: ClassVar[str] = "small-tensors[=COUNT], on each rank, 500"
+    seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
+    count: int = 500
+
+    @classmethod
+    def parse(cls, text: str) -> "SmallTensors":
+        return cls(count(text)) if text else cls()
+
+    def add_state(self, rank: int) -> dict[str, Tensor]:
+        return {f"{self.name}.{rank}.{number}": torch.full((64,), float(number)) for number in range(self.count)}
+
+
+@dataclass(frozen=True)
+class GilSave(SmallTensors):
+    """Checkpoints are saved by a background thread that holds Python's lock much: many tensors of 256 bytes.
+
+    Training goes on meanwhile, slower, because its own Python waits for the lock. Seen by the CKPT family (lock), and
+    as steps that take longer while a save runs.
+    """
+
+    name: ClassVar[str] = "gil-save"
+    usage: ClassVar[str] = "gil-save[=COUNT], tensors on each rank, 500"
+    seen_by: ClassVar[tuple[str, ...]] = ("CKPT",)
+    saves_in_background: ClassVar[bool] = True
+
+
+class _Throttled:
+    """A stream that takes no more than so many bytes a second, on average since it was opened."""
+
+    def __init__(self, raw: Any, rate: int) -> None:
+        self._raw = raw
+        self._rate = rate
+        self._written_bytes = 0
+        self._began_s = time.monotonic()
+
+    def write(self, data: Any) -> int:
+        written = self._raw.write(data)
+        self._written_bytes += memoryview(data).nbytes
+        ahead_s = self._began_s + self._written_bytes / self._rate - time.monotonic()
+        if ahead_s > 0:
+            time.sleep(ahead_s)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)

@@ -1,0 +1,101 @@
+"""What makes a checkpoint whole: a seal, written last, that holds the checksum of every file of it.
+
+torch notices a file that is missing or cut, but loads one whose bytes have changed without a word. A checkpoint
+without a seal was never finished; one whose files do not match it is damaged.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SEAL_FILE = "seal.json"
+_PARTIAL = SEAL_FILE + ".partial"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What was saved, by which training, and what the files must look like."""
+
+    step: int
+    """Optimizer steps done."""
+    sequences: int
+    """Sequences of the text that all ranks together have trained on: where the data goes on."""
+    strategy: str
+    world_size: int
+    arguments: Mapping[str, Any]
+    """What the result of the training depends on, as `resume.essence` gives it."""
+    lineage: tuple[Mapping[str, Any], ...] = ()
+    """The checkpoints that the training itself went on from, oldest first."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By name: bytes and sha256."""
+
+
+class BrokenSealError(ValueError):
+    """A seal cannot be read, or its own checksum is not that of its words."""
+
+
+def is_sealed(path: Path) -> bool:
+    """Return whether there is a checkpoint at `path` whose save came to its end."""
+    return (path / SEAL_FILE).is_file()
+
+
+def write(path: Path, seal: Seal) -> None:
+    """Seal the checkpoint at `path`, durably: when the seal has its name, it and all names beside it are on disk."""
+    words = {**asdict(seal), "lineage": list(seal.lineage)}
+    partial = path / _PARTIAL
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump({"sha256": _digest_of_words(words), **words}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path / SEAL_FILE)
+    _sync_folder(path)
+    _sync_folder(path.parent)
+
+
+def read(path: Path) -> Seal:
+    """Return the seal of the checkpoint at `path`. Raises BrokenSealError if it cannot be trusted."""
+    try:
+        words = json.loads((path / SEAL_FILE).read_text(encoding="utf-8"))
+        expected = words.pop("sha256")
+        seal = Seal(**{**words, "lineage": tuple(words["lineage"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BrokenSealError(f"{SEAL_FILE}: {error}") from error
+    if _digest_of_words(words) != expected:
+        raise BrokenSealError(f"{SEAL_FILE}: its words have changed since it was written")
+    return seal
+
+
+def describe(path: Path, name: str, *, sync: bool = False) -> dict[str, Any]:
+    """Return bytes and sha256 of a file of the checkpoint at `path`; with `sync`, after it is on disk."""
+    with (path / name).open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def damage(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a file of the checkpoint at `path`, or None."""
+    try:
+        found = describe(path, name)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    if found["bytes"] != expected["bytes"]:
+        return f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were saved"
+    return None if found["sha256"] == expected["sha256"] else f"{name} holds other bytes than were saved"
+
+
+def _digest_of_words(words: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    # A file's name is in its folder, and that has to reach the disk too.
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,271 @@
+"""Each fault on demand does what it says, by measures that share nothing with the rules, and leaves the losses alone."""
+
+import functools
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint import FileSystemReader
+
+from instrumented_trainers import faults
+from instrumented_trainers.faults import FAULTS
+from tests import ranks
+from tests.integration import trainings
+from tests.integration.trainings import case, micro
+from tracekit import conventions
+
+STEPS, LAYERS, ACTIVE = 5, 2, 2
+SLOW_RANK_MS, LATE_MS, DATA_MS, FSYNC_MS, RATE = 100, 5, 60, 300, 1_000_000
+ASKED = (
+    f"slow-rank=1:{SLOW_RANK_MS}ms",
+    f"late-launch={LATE_MS}ms",
+    "no-prefetch",
+    "churn=4",
+    f"slow-disk={RATE // 1_000_000}MB/s:1",
+    f"slow-fsync={FSYNC_MS}ms",
+    "small-tensors=60",
+    "gil-save=60",
+    "host-sync",
+    f"dataloader={DATA_MS}ms",
+)
+NAMES = tuple(text.partition("=")[0] for text in ASKED)
+SETTINGS = {"steps": STEPS, "checkpoint_every": 3, "prefetch": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
+    cases = {"none": case(micro("fsdp2", folder / "none", **SETTINGS))}
+    for name, asked in zip(NAMES, ASKED, strict=True):
+        cases[name] = case(micro("fsdp2", folder / name, **SETTINGS, fault=(asked,)))
+    for name in ("yafsdp", "fsdp1"):
+        cases[name] = case(micro(name, folder / name, steps=4))
+        cases[f"{name} no-prefetch"] = case(
+            micro(name, folder / f"{name} no-prefetch", steps=4, fault=("no-prefetch",))
+        )
+    cases["again"] = case(micro("fsdp2", folder / "again", **SETTINGS))
+    cases["slow-rank again"] = case(micro("fsdp2", folder / "slow-rank again", **SETTINGS, fault=(ASKED[0],)))
+    return ranks.run_cases(2, cases)
+
+
+def trained(outcomes: Mapping[str, ranks.Outcome], name: str) -> list[Any]:
+    return outcomes[name].results()
+
+
+def events(run: Path, rank: int) -> list[dict[str, Any]]:
+    with gzip.open(run / conventions.rank_file(rank, conventions.TRACE_SUFFIX)) as packed:
+        found: list[dict[str, Any]] = json.load(packed)["traceEvents"]
+    return found
+
+
+def named(run: Path, rank: int, start: str) -> list[dict[str, Any]]:
+    """Return the events of a rank whose name starts so, by time."""
+    found = [event for event in events(run, rank) if event["name"].startswith(start) and "dur" in event]
+    return sorted(found, key=lambda event: event["ts"])
+
+
+def stage(run: Path, rank: int, name: str) -> dict[str, Any]:
+    rows = trainings.rows(run, rank, conventions.CHECKPOINT_LOG_SUFFIX)
+    (row,) = [row for row in rows if row["stage"] == name]
+    return row
+
+
+def test_every_fault_is_tried_here() -> None:
+    assert NAMES == tuple(FAULTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_without_the_fault_and_the_truth_is_written_down(
+    folder: Path, outcomes: Mapping[str, ranks.Outcome], name: str
+) -> None:
+    healthy = [losses for losses, _ in trained(outcomes, "none")]
+    assert [losses for losses, _ in trained(outcomes, name)] == healthy
+    assert len(healthy[0]) == STEPS
+    (truth,) = trainings.manifest(folder / name)["faults"]
+    asked = faults.parse(dict(zip(NAMES, ASKED, strict=True))[name])
+    assert truth == {"name": name, "args": vars(asked), "seen_by": list(asked.seen_by)}
+    assert trainings.manifest(folder / "none")["faults"] == []
+
+
+def shortest_step_ms(runs: list[Path], rank: int) -> float:
+    """The least of the steps that neither start, save nor write a trace."""
+    rows = [row for run in runs for row in trainings.rows(run, rank, conventions.METRICS_SUFFIX)]
+    return min(row[conventions.STEP_TIME_METRIC] for row in rows if row["step"] in (1, 3)) / 1e6
+
+
+def test_a_slow_rank_computes_longer_and_all_wait_for_it(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    for name in ("slow-rank", "slow-rank again", "none", "again"):
+        trained(outcomes, name)
+
+    def extra_ms(run: Path, rank: int) -> float:
+        extra = [e for e in named(run, rank, "aten::mm") if e["args"].get("Input Dims") == [[96, 96], [96, 96]]]
+        return (extra[-1]["ts"] - extra[0]["ts"]) / 1e3 if extra else 0.0
+
+    # The first and the last of them lie in two forward passes, each of which begins them anew.
+    assert extra_ms(folder / "slow-rank", 1) >= SLOW_RANK_MS
+    assert extra_ms(folder / "slow-rank", 0) == extra_ms(folder / "none", 1) == 0
+    slow = [folder / "slow-rank", folder / "slow-rank again"]
+    for rank in (0, 1):
+        healthy_ms = shortest_step_ms([folder / "none", folder / "again"], rank)
+        assert shortest_step_ms(slow, rank) >= healthy_ms + SLOW_RANK_MS / 2
+
+
+def test_late_launch_leaves_nothing_running_before_each_layer(
+    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+) -> None:
+    def quiet_ms(run: Path) -> Iterator[float]:
+        forwards = named(run, 0, conventions.span_name(conventions.FORWARD))
+        for layer in named(run, 0, "FSDP::pre_forward (layers."):
+            if any(0 <= layer["ts"] - forward["ts"] < forward["dur"] for forward in forwards):
+                before = [
+                    e for e in named(run, 0, "") if e["tid"] == layer["tid"] and e["ts"] + e["dur"] <= layer["ts"]
+                ]
+                yield (layer["ts"] - max(e["ts"] + e["dur"] for e in before)) / 1e3
+
+    trained(outcomes, "late-launch")
+    late = list(quiet_ms(folder / "late-launch"))
+    assert len(late) == LAYERS * ACTIVE
+    assert min(late) >= LATE_MS
+    assert min(quiet_ms(folder / "none")) < LATE_MS / 2
+
+
+@pytest.mark.parametrize(
+    ("healthy", "faulty", "spans"),
+    [("none", "no-prefetch", "FSDP"), ("yafsdp", "yafsdp no-prefetch", "YaFSDP")],
+    ids=["fsdp2", "yafsdp"],
+)
+def test_without_prefetch_a_layer_is_gathered_after_the_one_before_it_ran(
+    folder: Path, outcomes: Mapping[str, ranks.Outcome], healthy: str, faulty: str, spans: str
+) -> None:
+    def gathered_ahead(run: Path) -> list[bool]:
+        forwards = named(run, 0, conventions.span_name(conventions.FORWARD))
+        gathers, ends = (
+            named(run, 0, f"{spans}::{name}") for name in ("all_gather (layers.1)", "post_forward (layers.0)")
+        )
+        inside = [next(e for e in gathers if 0 <= e["ts"] - f["ts"] < f["dur"]) for f in forwards]
+        return [gather["ts"] < end["ts"] for gather, end in zip(inside, ends, strict=True)]
+
+    assert trained(outcomes, healthy) == trained(outcomes, faulty)
+    assert gathered_ahead(folder / healthy) == [True] * ACTIVE
+    assert gathered_ahead(folder / faulty) == [False] * ACTIVE
+
+
+def test_without_prefetch_fsdp1_names_no_prefetch(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    assert trained(outcomes, "fsdp1") == trained(outcomes, "fsdp1 no-prefetch")
+
+    def gathers_before_use(run: Path) -> int:
+        hooks = named(run, 0, "FullyShardedDataParallel._pre_backward_prefetch")
+        gathers = named(run, 0, "c10d::_allgather_base_") + named(run, 0, "c10d::allgather_")
+        return sum(any(0 <= g["ts"] - hook["ts"] < hook["dur"] for g in gathers) for hook in hooks)
+
+    assert gathers_before_use(folder / "fsdp1") > 0
+    assert gathers_before_use(folder / "fsdp1 no-prefetch") == 0
+
+
+def test_churn_takes_a_large_buffer_in_each_layer(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    def large(run: Path) -> list[int]:
+        memory = [event["args"]["Bytes"] for event in events(run, 0) if event["name"] == "[memory]"]
+        return [size for size in memory if size >= 4 << 20]
+
+    trained(outcomes, "churn")
+    sizes = large(folder / "churn")
+    assert len(sizes) == LAYERS * ACTIVE
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+    assert large(folder / "none") == []
+
+
+def test_a_slow_disk_writes_at_its_rate_on_its_rank(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    def write_s(name: str, rank: int) -> float:
+        return float(stage(folder / name, rank, conventions.WRITE)["dur_ns"]) / 1e9
+
+    trained(outcomes, "slow-disk")
+    size_bytes = (folder / "slow-disk" / "checkpoints" / "step-000003" / "__1_0.distcp").stat().st_size
+    assert write_s("slow-disk", 1) >= 0.8 * size_bytes / RATE
+    assert write_s("slow-disk", 0) < 0.5 * size_bytes / RATE
+    assert write_s("none", 1) < 0.5 * size_bytes / RATE
+    assert stage(folder / "slow-disk", 0, conventions.WAIT)["dur_ns"] >= 0.5e9 * size_bytes / RATE
+
+
+def test_slow_fsync_syncs_as_late_as_it_says(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    trained(outcomes, "slow-fsync")
+    for rank in (0, 1):
+        late, healthy = (stage(folder / name, rank, conventions.FSYNC) for name in ("slow-fsync", "none"))
+        assert late["files"] == healthy["files"]
+        assert late["dur_ns"] >= FSYNC_MS * 1e6 * late["files"]
+        assert healthy["dur_ns"] < FSYNC_MS * 1e6
+
+
+@pytest.mark.parametrize("name", ["small-tensors", "gil-save"])
+def test_small_tensors_are_in_the_checkpoint(folder: Path, outcomes: Mapping[str, ranks.Outcome], name: str) -> None:
+    def tensors(run: Path) -> int:
+        return len(FileSystemReader(run / "checkpoints" / "step-000003").read_metadata().state_dict_metadata)
+
+    trained(outcomes, name)
+    assert tensors(folder / name) == tensors(folder / "none") + 2 * 60
+    assert stage(folder / name, 0, conventions.TOTAL)["blocking"] is (name == "small-tensors")
+
+
+def test_host_sync_reads_one_number_a_layer_on_the_host(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    trained(outcomes, "host-sync")
+    reads, healthy = (len(named(folder / name, 0, "aten::item")) for name in ("host-sync", "none"))
+    assert reads - healthy == LAYERS * ACTIVE
+
+
+def test_a_slow_dataloader_keeps_each_batch(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    def waits_ms(name: str) -> list[float]:
+        return [span["dur"] / 1e3 for span in named(folder / name, 0, conventions.span_name(conventions.DATA))]
+
+    trained(outcomes, "dataloader")
+    assert len(waits_ms("dataloader")) == ACTIVE
+    assert min(waits_ms("dataloader")) >= DATA_MS
+    assert min(waits_ms("none")) < DATA_MS / 2
+
+
+# The lock: one rank, so that its training thread waits for nothing else -----------------------------------------------
+
+
+def train_under_watch(run: Path, fault: tuple[str, ...]) -> float:
+    """Train and return, of the time that the save took, the share in which the training thread wanted Python's lock.
+
+    What Linux says of the thread is the measure: it neither ran nor waited for a processor, and there is nothing else
+    that it could have waited for.
+    """
+    samples: list[tuple[int, int, int]] = []
+    over = threading.Event()
+    schedule = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            cpu_ns, delay_ns, _ = map(int, schedule.read_text().split())
+            samples.append((time.time_ns(), cpu_ns, delay_ns))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        settings = {"steps": 120, "checkpoint_every": 60, "world_size": 1, "background_save": True}
+        trainings.train(micro("ddp", run, **settings, profile_wait=1000, fault=fault))
+    finally:
+        over.set()
+        watcher.join()
+    saves = [row for row in trainings.rows(run, 0, conventions.CHECKPOINT_LOG_SUFFIX) if row["stage"] == "total"]
+    begin_ns, end_ns = saves[0]["start_ns"], saves[0]["start_ns"] + saves[0]["dur_ns"]
+    inside = [sample for sample in samples if begin_ns <= sample[0] <= end_ns]
+    wall_ns, cpu_ns, delay_ns = (last - first for first, last in zip(inside[0], inside[-1], strict=True))
+    return (wall_ns - cpu_ns - delay_ns) / wall_ns
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's account of a thread's time")
+def test_gil_save_keeps_the_training_thread_waiting_for_the_lock(tmp_path: Path) -> None:
+    watched = functools.partial(train_under_watch, tmp_path / "run", ("gil-save=400",))
+    (waiting_ratio,) = ranks.run(1, watched)
+    assert waiting_ratio > 0.1
