@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit import units
-from tracekit.analysis import breakdown, communication
+from tracekit import conventions, units
+from tracekit.analysis import breakdown, checkpoint, communication, strategy
 from tracekit.rule import Finding, Rule, Severity
+from tracekit.rules import remedies, typical
 from tracekit.trace import Fact, Run
 
 _EVIDENCE_ROWS = 20
+_MARKEDLY = 1.5  # how many times as much as the least exposed rank is worth telling
 
 
 @dataclass(frozen=True)
@@ -24,68 +26,115 @@ class ExposedCommunication(Rule):
     Why it costs: a device that waits for a collective earns nothing. What compute hides is free.
 
     How it is measured: per rank and step, the union of all collectives minus the union of all compute, over the
-    step's device window; the median step of the worst rank is judged.
+    step's device window. Of each rank its typical step is judged, the one with the median share; the worst rank's is
+    quoted. Steps that save a checkpoint are left out, they are CKPT001's.
 
-    How to fix: start gathers earlier (explicit prefetch) and reduce later, use larger units, or send less.
+    How to fix: start gathers earlier (explicit prefetch) and reduce later, use larger units, or send less. The fix
+    named depends on the strategy (from the manifest, else by the spans in the trace) and on the collective that is
+    exposed most.
 
-    Blind spots: a collective that waits for a slow peer counts as communication. On a CPU run compute is the union of
-    dispatcher ops.
+    Blind spots: a collective that waits for a slow peer counts as communication; where ranks differ much, the finding
+    says so. On a CPU run compute is the union of dispatcher ops.
     """
 
     code: ClassVar[str] = "COMM001"
-    facts: ClassVar[tuple[Fact, ...]] = (breakdown.by_step, communication.exposed)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        breakdown.by_step,
+        checkpoint.save_spans,
+        communication.exposed,
+        strategy.marks,
+    )
     max_exposed_ratio: float = 0.2
     error_exposed_ratio: float = 0.6
 
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why a run all of whose steps save cannot be judged."""
+        if _steps(run).is_empty() and run.table(breakdown.by_step).height:
+            return "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
+        return None
+
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding for the run if the worst rank's median step exceeds the threshold."""
-        steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
-        ratio = pl.col("exposed_communication_ns") / pl.col("duration_ns")
-        ranks = steps.group_by("rank").agg(
-            ratio.median().alias("ratio"),
-            pl.col("exposed_communication_ns").median().alias("cost_ns"),
-            (pl.col("overlapped_ns").sum() / pl.col("communication_ns").sum()).alias("hidden"),
-        )
-        over = ranks.filter(pl.col("ratio") > self.max_exposed_ratio).sort("ratio", "rank", descending=[True, False])
+        """Yield one finding for the run if the worst rank's typical step exceeds the threshold."""
+        steps = _steps(run)
+        each = typical.of_each(steps, "exposed_ratio")
+        over = each.filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
         if over.is_empty():
             return
         worst = over.row(0, named=True)
-        evidence = _evidence(run, over["rank"].to_list())
+        collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
         yield Finding(
             self.code,
-            Severity.ERROR if worst["ratio"] > self.error_exposed_ratio else Severity.WARNING,
-            f"{units.share(worst['ratio'])} of the step is communication that no compute hides: "
-            f"{units.duration(worst['cost_ns'])} a step on rank {worst['rank']}; "
-            f"compute hides {units.share(worst['hidden'] or 0)} of its communication.",
-            _fix(run, evidence, worst["hidden"] or 0),
-            impact=worst["ratio"],
-            cost_ns=int(worst["cost_ns"]),
+            Severity.ERROR if worst["exposed_ratio"] > self.error_exposed_ratio else Severity.WARNING,
+            _message(worst) + _compared(worst, each),
+            _fix(run, typical.here(collectives, worst)),
+            impact=worst["exposed_ratio"],
+            cost_ns=worst["exposed_communication_ns"],
             confidence=0.9,
-            ranks=tuple(over["rank"].sort().to_list()),
+            ranks=tuple(over["rank"].unique().sort().to_list()),
             steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
-            evidence=evidence,
+            evidence=_evidence(worst, collectives),
         )
 
 
-def _evidence(run: Run, ranks: list[int]) -> pl.DataFrame:
-    spans = run.table(communication.exposed).filter(pl.col("rank").is_in(ranks), pl.col("exposed_ns") > 0)
-    return spans.sort("exposed_ns", descending=True).head(_EVIDENCE_ROWS)
+def _steps(run: Run) -> pl.DataFrame:
+    """Return the breakdown of the steps that save no checkpoint on any rank, with `exposed_ratio`."""
+    saving = run.table(checkpoint.save_spans).select("window", "step")
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
+    plain = steps.join(saving, on=["window", "step"], how="anti", nulls_equal=True)
+    return plain.with_columns(
+        (pl.col("exposed_communication_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
+    )
 
 
-def _fix(run: Run, evidence: pl.DataFrame, hidden: float) -> str:
-    strategy = run.manifest.get("strategy")
-    ops = evidence["op"].drop_nulls()
-    op = ops.mode().sort().first() if len(ops) else None
-    if strategy == "fsdp2" and hidden < 0.05:
-        return (
-            "Nothing overlaps: call set_modules_to_forward_prefetch and set_modules_to_backward_prefetch on the FSDP "
-            "modules, and unshard(async_op=True) before they are needed."
-        )
-    if op in ("all_gather", "reduce_scatter"):
-        return (
-            "Prefetch by set_modules_to_forward_prefetch and set_modules_to_backward_prefetch, keep weights with "
-            "reshard_after_forward=False where memory allows, or raise the batch per rank."
-        )
-    if op == "all_reduce" and strategy == "ddp":
-        return "Set bucket_cap_mb and gradient_as_bucket_view=True in DistributedDataParallel, or accumulate gradients."
-    return "Start the collectives in the evidence earlier (async_op=True), or give each rank more compute per byte."
+def _collectives(run: Run) -> pl.DataFrame:
+    """Return the exposed collectives of those steps, the most exposed first."""
+    exposed = run.table(communication.exposed).filter(
+        pl.col("exposed_ns") > 0, pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    )
+    judged = _steps(run).select("window", "rank", "step", "device").unique()
+    return exposed.join(judged, on=judged.columns, how="semi", nulls_equal=True).sort(
+        "exposed_ns", "rank", "start_ns", descending=[True, False, False]
+    )
+
+
+def _message(worst: dict[str, Any]) -> str:
+    communication_ns = worst["communication_ns"]
+    hidden = worst["overlapped_ns"] / communication_ns if communication_ns else 0.0
+    return (
+        f"{units.share(worst['exposed_ratio'])} of the step is communication that no compute hides: "
+        f"{units.duration(worst['exposed_communication_ns'])} of {units.duration(worst['duration_ns'])} in "
+        f"{typical.in_words(worst)}; compute hides {units.share(hidden)} of its communication."
+    )
+
+
+def _compared(worst: dict[str, Any], each: pl.DataFrame) -> str:
+    least = each.row(-1, named=True)
+    if worst["exposed_ratio"] < _MARKEDLY * least["exposed_ratio"] or least["rank"] == worst["rank"]:
+        return ""
+    return (
+        f" On rank {least['rank']} it is {units.share(least['exposed_ratio'])}: part of the rest may be waiting for "
+        "slower ranks."
+    )
+
+
+def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
+    """Return the quoted step as a whole, then its collectives, then the most exposed of other steps and ranks."""
+    whole = pl.DataFrame(
+        [
+            {name: worst[name] for name in typical.PLACE}
+            | {"name": "whole step", "op": "whole step", "start_ns": worst["start_ns"]}
+            | {"dur_ns": worst["duration_ns"], "exposed_ns": worst["exposed_communication_ns"]}
+        ],
+        schema_overrides={name: collectives.schema[name] for name in typical.PLACE},
+    )
+    own = typical.here(collectives, worst)
+    others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
+    parts = [whole, own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]
+    return pl.concat(parts, how="diagonal").select(collectives.columns)
+
+
+def _fix(run: Run, own: pl.DataFrame) -> str:
+    time = own.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns", "op", descending=[True, False])
+    op = time["op"][0] if time.height else None
+    gloo = bool(own["name"].str.starts_with("gloo:").any())
+    return remedies.against_exposure(strategy=strategy.of_run(run), op=op, gloo=gloo)
