@@ -66,7 +66,7 @@ class ExposedCommunication(Rule):
             self.code,
             Severity.ERROR if worst["exposed_ratio"] > self.error_exposed_ratio else Severity.WARNING,
             _message(worst) + _compared(worst, each),
-            _fix(run, typical.here(collectives, worst)),
+            _fix(run, worst, typical.here(collectives, worst)),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_communication_ns"],
             confidence=0.9,
@@ -98,12 +98,10 @@ def _collectives(run: Run) -> pl.DataFrame:
 
 
 def _message(worst: dict[str, Any]) -> str:
-    communication_ns = worst["communication_ns"]
-    hidden = worst["overlapped_ns"] / communication_ns if communication_ns else 0.0
     return (
         f"{units.share(worst['exposed_ratio'])} of the step is communication that no compute hides: "
         f"{units.duration(worst['exposed_communication_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{typical.in_words(worst)}; compute hides {units.share(hidden)} of its communication."
+        f"{typical.in_words(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its communication."
     )
 
 
@@ -133,8 +131,14 @@ def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(parts, how="diagonal").select(collectives.columns)
 
 
-def _fix(run: Run, own: pl.DataFrame) -> str:
+def _hidden_ratio(worst: dict[str, Any]) -> float:
+    return float(worst["overlapped_ns"] / worst["communication_ns"]) if worst["communication_ns"] else 0.0
+
+
+def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
     time = own.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns", "op", descending=[True, False])
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
-    return remedies.against_exposure(strategy=strategy.of_run(run), op=op, gloo=gloo)
+    return remedies.against_exposure(
+        strategy=strategy.of_run(run), op=op, gloo=gloo, hidden_ratio=_hidden_ratio(worst)
+    )

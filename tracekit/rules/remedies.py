@@ -49,23 +49,22 @@ _FIXES = {
         "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), or give each rank more tokens per step."
     ),
 }
-_BY_OP = {
-    _GATHER: "Issue the gathers in the evidence earlier (async_op=True, wait() where the result is used), or give each "
-    "rank more compute per byte.",
-    _REDUCE: "Issue the reduce-scatters in the evidence with async_op=True and wait() before the optimizer, or give "
-    "each rank more compute per byte.",
-    "all_reduce": "Issue the all-reduces in the evidence with async_op=True and wait() where the result is used, or "
-    "give each rank more compute per byte.",
-    "all_to_all": "Split the batch in two, so that the all-to-all of one half runs beside the compute of the other.",
-}
-_OTHER = (
-    "Issue the collectives in the evidence earlier (async_op=True, wait() where the result is used), or give each rank "
-    "more compute per byte."
+_ALL_TO_ALL = "Split the batch in two, so that the all-to-all of one half runs beside the compute of the other."
+_EARLIER = (
+    "Start the {op} collectives in the evidence earlier (async_op=True, and wait() only where the result is used), or "
+    "give each rank more compute per byte."
 )
+_OTHER = _EARLIER.replace("{op} ", "")
+_WAITS_ALWAYS = 0.05  # of communication hidden: less than this is none
 
 
-def against_exposure(*, strategy: str | None, op: str | None, gloo: bool) -> str:
-    """Return what to change where collectives of kind `op` are most of the exposed time."""
-    if gloo and strategy in _ON_GLOO and op in (_GATHER, _REDUCE):
+def against_exposure(*, strategy: str | None, op: str | None, gloo: bool, hidden_ratio: float) -> str:
+    """Return what to change where collectives of kind `op` are most of the exposed time.
+
+    `hidden_ratio` is the share of communication that compute hides now.
+    """
+    if gloo and strategy in _ON_GLOO and op in (_GATHER, _REDUCE) and hidden_ratio < _WAITS_ALWAYS:
         return _ON_GLOO[strategy]
-    return _FIXES.get((strategy or "", op or ""), _BY_OP.get(op or "", _OTHER))
+    if (strategy, op) in _FIXES:
+        return _FIXES[strategy or "", op or ""]
+    return _ALL_TO_ALL if op == "all_to_all" else _EARLIER.format(op=op.replace("_", "-")) if op else _OTHER
