@@ -71,5 +71,7 @@ def host_steps(trace: Trace) -> pl.DataFrame:
     """Return the host windows of the steps. Columns step, start_ns, dur_ns; one row per step that the trace marks."""
     marked = trace.steps.drop_nulls(["step", "host_start_ns", "host_end_ns"]).unique("step", maintain_order=True)
     return marked.select(
-        "step", pl.col("host_start_ns").alias("start_ns"), (pl.col("host_end_ns") - pl.col("host_start_ns")).alias("dur_ns")
+        "step",
+        pl.col("host_start_ns").alias("start_ns"),
+        (pl.col("host_end_ns") - pl.col("host_start_ns")).alias("dur_ns"),
     )

@@ -50,9 +50,7 @@ def stalls(trace: Trace) -> pl.DataFrame:
         end_ns = start_ns + duration_ns
         mine = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step)
         stalled = intervals.intersect(_with_aftermath(mine, idle), idle)
-        rows.append(
-            (step, device, start_ns, duration_ns, mine.height, mine["dur_ns"].sum(), intervals.length(stalled))
-        )
+        rows.append((step, device, start_ns, duration_ns, mine.height, mine["dur_ns"].sum(), intervals.length(stalled)))
     return pl.DataFrame(rows, schema=STALL_COLUMNS, orient="row")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
@@ -11,14 +11,27 @@ from tracekit.analysis import checkpoint
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.trace import Fact, Run
 
+_EVIDENCE_ROWS = 60
 _FIXES = {
-    conventions.PLAN: "Cache plans: DefaultSavePlanner(enable_plan_caching=True).",
-    conventions.STAGE: "Stage into pinned memory that is kept: async_save(async_stager=DefaultStager(...)).",
-    conventions.SERIALIZE: "Save fewer, larger tensors and more threads: FileSystemWriter(thread_count=…).",
-    conventions.WRITE: "Write in the background: dcp.async_save; spread the shards over more writers.",
-    conventions.FSYNC: "Take fsync off the training thread: dcp.async_save.",
-    conventions.FINISH: "Take the metadata off the training thread: dcp.async_save.",
-    conventions.WAIT: "Even out the shards' bytes over ranks, and save in the background: dcp.async_save.",
+    conventions.PLAN: "Cache plans, DefaultSavePlanner(enable_plan_caching=True), and keep the state dict sharded: what "
+    "builds it counts as plan.",
+    conventions.STAGE: "Stage into memory that is kept: DefaultStager(StagingOptions(use_pinned_memory=True)) as "
+    "async_stager.",
+    conventions.SERIALIZE: "Save fewer, larger tensors, by more threads: FileSystemWriter(thread_count=…).",
+    conventions.WRITE: "Write to faster storage, or spread the shards over more writers.",
+    conventions.FSYNC: "Sync fewer files: FileSystemWriter(single_file_per_rank=True); sync_files=False gives up "
+    "durability.",
+    conventions.FINISH: "Write less metadata: fewer, larger tensors.",
+}
+_IN_BACKGROUND = "Save in the background with dcp.async_save."
+# Between two meetings of all ranks each works by itself, and the slowest of them is what the others wait for.
+_LEGS = {
+    conventions.PLAN: 0,
+    conventions.STAGE: 1,
+    conventions.SERIALIZE: 1,
+    conventions.WRITE: 1,
+    conventions.FSYNC: 1,
+    conventions.FINISH: 2,
 }
 
 
@@ -26,73 +39,162 @@ _FIXES = {
 class BlockingCheckpoint(Rule):
     """Checkpoint saves that stop the training thread.
 
-    What it does: reports how long saves block training, which stage dominates, and what share of the time between saves
-    that is.
+    What it does: reports how long saves block training, which rank and stage the others wait for, and what share of
+    the time between saves that is.
 
     Why it costs: every rank waits while a blocking save runs; above 5% of the time it is worth changing.
 
-    How it is measured: from the checkpoint log: the blocking total of each save on its slowest rank, against the
-    training time between saves by the metrics log.
+    How it is measured: from the checkpoint log: the longest total of each save over the ranks, against the training
+    time between saves by the metrics log; the save with the median is quoted. Ranks meet after planning, after writing
+    and at the end, and between meetings the slowest rank is what the others wait for: of each such leg the rank with
+    most work of its own counts (waiting is no work), and of its stages the longest is blamed. Without a log, spans of
+    the trace that are saves by their name (record_function annotations, or functions in traces with stacks) are
+    measured against the profiled steps.
 
-    How to fix: save asynchronously with pinned staging; then mend the stage that dominates.
+    How to fix: save asynchronously with pinned staging; then mend the stage that is blamed.
 
-    Blind spots: needs the checkpoint log of tracekit.capture; with a single save the interval is taken as the steps
-    that led to it.
+    Blind spots: stages need the checkpoint log of tracekit.capture; by spans alone neither stages nor, with fewer than
+    two saves in the trace, the share of the whole training is known. With a single logged save the interval is taken as
+    the steps that led to it.
     """
 
     code: ClassVar[str] = "CKPT001"
-    facts: ClassVar[tuple[Fact, ...]] = (checkpoint.saves, checkpoint.step_times)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        checkpoint.saves,
+        checkpoint.step_times,
+        checkpoint.save_spans,
+        checkpoint.host_steps,
+    )
     max_overhead_ratio: float = 0.05
+
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why a run by others without a log and without a span that is a save cannot be judged."""
+        if run.manifest or run.table(checkpoint.saves).height or run.table(checkpoint.save_spans).height:
+            return None
+        return (
+            "no checkpoint log lies beside the traces and no span in them is a save by its name, so saves were not "
+            "judged; record with tracekit.capture.record_save to have them judged."
+        )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all blocking saves of the run."""
-        stages = (
-            run.table(checkpoint.saves).filter(pl.col("blocking")).unique(["rank", "checkpoint", "stage"], keep="first")
-        )
-        totals = stages.filter(pl.col("stage") == conventions.TOTAL)
-        critical = totals.sort("dur_ns", "rank", descending=[True, False]).unique(
-            "checkpoint", keep="first", maintain_order=True
-        )
-        if critical.is_empty():
-            return
-        blocked = float(str(critical["dur_ns"].median()))
-        interval = _interval_ns(run, critical)
-        overhead = blocked / (interval + blocked) if interval else 0.0
-        parts = stages.filter(pl.col("stage") != conventions.TOTAL).join(
-            critical.select("rank", "checkpoint"), on=["rank", "checkpoint"], how="semi"
-        )
-        by_stage = parts.group_by("stage").agg(pl.col("dur_ns").sum()).sort("dur_ns", "stage", descending=[True, False])
-        stage = by_stage["stage"].first() if len(by_stage) else None
-        share = by_stage.select("dur_ns").row(0)[0] / critical["dur_ns"].sum() if stage else 0.0
-        per_step = self._per_step(run, blocked, critical)
-        yield Finding(
+        logged = run.table(checkpoint.saves).filter(pl.col("blocking"))
+        stages = logged.unique(["rank", "checkpoint", "stage"], keep="first", maintain_order=True)
+        if stages.filter(pl.col("stage") == conventions.TOTAL).height:
+            yield self._by_log(run, stages)
+        elif run.table(checkpoint.save_spans).height:
+            yield self._by_spans(run)
+
+    def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
+        saves = _longest(stages)
+        quoted = saves.sort("dur_ns", "start_ns").row((saves.height - 1) // 2, named=True)
+        own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
+        critical = _critical(own)
+        blocked_ns, steps = quoted["dur_ns"], _steps_between(saves)
+        interval_ns = steps * _plain_step_ns(run, saves)
+        overhead = blocked_ns / (interval_ns + blocked_ns) if interval_ns else 0.0
+        over = f", {units.share(overhead)} of the time" if interval_ns else ""
+        return Finding(
             self.code,
             Severity.WARNING if overhead > self.max_overhead_ratio else Severity.INFO,
-            f"A checkpoint blocks training for {units.duration(blocked)} (median of {critical.height})"
-            + (f", {units.share(overhead)} of the time" if interval else "")
-            + (f"; the stage {stage!s} takes {units.share(share)} of it." if stage else "."),
-            "Save in the background with dcp.async_save. " + _FIXES.get(str(stage), ""),
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(quoted, saves)})"
+            f"{_blame(critical, own)}",
+            f"{_IN_BACKGROUND} {_FIXES[critical['stage']]}" if critical else _IN_BACKGROUND,
             impact=overhead,
-            cost_ns=per_step,
-            confidence=0.9 if interval else 0.6,
-            ranks=tuple(critical["rank"].unique().sort().to_list()),
-            steps=tuple(critical["step"].drop_nulls().unique().sort().to_list()),
-            evidence=stages.sort("checkpoint", "rank", "start_ns").head(40),
+            cost_ns=int(blocked_ns / steps) if steps else 0,
+            confidence=0.9 if interval_ns else 0.6,
+            ranks=(critical["rank"],) if critical else (quoted["rank"],),
+            steps=tuple(saves["step"].drop_nulls().unique().sort().to_list()),
+            evidence=_evidence(stages, own, quoted, critical),
         )
 
-    def _per_step(self, run: Run, blocked: float, critical: pl.DataFrame) -> int:
-        steps = run.table(checkpoint.step_times)["step"].n_unique()
-        return int(blocked * critical.height / steps) if steps else 0
+    def _by_spans(self, run: Run) -> Finding:
+        spans = run.table(checkpoint.save_spans)
+        rank = spans.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
+        own = spans.filter(pl.col("rank") == rank["rank"][0]).sort("start_ns")
+        longest = own.sort("dur_ns", descending=True).row(0, named=True)
+        steps = run.table(checkpoint.host_steps).filter(pl.col("rank") == rank["rank"][0])
+        inside = own.drop_nulls("step")
+        share = inside["dur_ns"].sum() / steps["dur_ns"].sum() if steps.height else 0.0
+        # How often a run saves is seen only where it saves more than once; a window laid around one save shows too much.
+        often = inside.height > 1
+        told = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
+        return Finding(
+            self.code,
+            Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
+            f"{own.height} save{'s' if own.height > 1 else ''} in the trace of rank {rank['rank'][0]} "
+            f"block{'' if own.height > 1 else 's'} training for {units.duration(own['dur_ns'].sum())}{told}, by spans "
+            f"such as {longest['name']}" + ("." if often else "; how often the run saves is not in the trace."),
+            f"{_IN_BACKGROUND} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
+            impact=share if often else 0.0,
+            cost_ns=int(inside["dur_ns"].sum() / steps.height) if often and steps.height else 0,
+            confidence=0.6 if often else 0.4,
+            ranks=tuple(spans["rank"].unique().sort().to_list()),
+            steps=tuple(spans["step"].drop_nulls().unique().sort().to_list()),
+            evidence=pl.concat([own, spans.filter(pl.col("rank") != rank["rank"][0])]).head(_EVIDENCE_ROWS),
+        )
 
 
-def _interval_ns(run: Run, critical: pl.DataFrame) -> float:
-    """Return the training time between saves in ns: the median plain step times the steps per save; 0 if unknown."""
-    times = run.table(checkpoint.step_times).group_by("step").agg(pl.col("step_time_ns").max())
-    done = critical["step"].drop_nulls().sort()
-    if times.is_empty() or done.is_empty():
-        return 0.0
-    plain = times.filter(~pl.col("step").is_in((done - 1).to_list()))
+def _longest(stages: pl.DataFrame) -> pl.DataFrame:
+    """Return, for each save, its longest total over the ranks, in order of time."""
+    totals = stages.filter(pl.col("stage") == conventions.TOTAL)
+    by_length = totals.sort("dur_ns", "rank", descending=[True, False])
+    return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
+
+
+def _critical(own: pl.DataFrame) -> dict[str, Any]:
+    """Return the row of the stage to blame for the length of one save; {} where the log tells no stages."""
+    work = own.with_columns(
+        pl.col("stage").replace_strict(_LEGS, default=None, return_dtype=pl.Int64).alias("leg")
+    ).drop_nulls("leg")
+    legs = work.group_by("leg", "rank").agg(pl.col("dur_ns").sum().alias("leg_ns"))
+    slowest = legs.sort("leg", "leg_ns", "rank", descending=[False, True, False]).unique("leg", keep="first")
+    candidates = work.join(slowest, on=["leg", "rank"]).sort("dur_ns", "rank", descending=[True, False])
+    return candidates.row(0, named=True) if candidates.height else {}
+
+
+def _which(quoted: dict[str, Any], saves: pl.DataFrame) -> str:
+    name = str(quoted["checkpoint"])
+    return f"{name}, typical of {saves.height} saves" if saves.height > 1 else name
+
+
+def _blame(critical: dict[str, Any], own: pl.DataFrame) -> str:
+    if not critical:
+        return "."
+    stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]
+    of = f", {units.share(stage_ns / leg_ns)} of its work there" if leg_ns > stage_ns else ""
+    waits = own.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
+    longest = waits.sort("dur_ns", "rank", descending=[True, False]).head(1)
+    waiting = [f"; rank {r} waits {units.duration(ns)} in all" for r, ns in longest.select("rank", "dur_ns").rows()]
+    return (
+        f"; what takes longest is the stage {critical['stage']} on rank {critical['rank']}, "
+        f"{units.duration(stage_ns)}{of}{''.join(waiting)}."
+    )
+
+
+def _steps_between(saves: pl.DataFrame) -> float:
+    """Return the steps from one save to the next (for a single one, those before it); 0 where not known."""
+    done = saves["step"].drop_nulls().unique().sort()
     gaps = done.diff().drop_nulls()
-    steps = gaps.median() if len(gaps) else done.first()
+    return float(str(gaps.median() if len(gaps) else done.first())) if len(done) else 0.0
+
+
+def _plain_step_ns(run: Run, saves: pl.DataFrame) -> float:
+    """Return the median time of the steps without a save, of the slowest rank, in ns; 0 where not known."""
+    times = run.table(checkpoint.step_times).group_by("step").agg(pl.col("step_time_ns").max())
+    plain = times.filter(~pl.col("step").is_in((saves["step"].drop_nulls() - 1).to_list()))
     median = plain["step_time_ns"].median()
-    return float(str(steps)) * float(str(median)) if median else 0.0
+    return float(str(median)) if median else 0.0
+
+
+def _evidence(
+    stages: pl.DataFrame, own: pl.DataFrame, quoted: dict[str, Any], critical: dict[str, Any]
+) -> pl.DataFrame:
+    """Return the quoted total, the stage blamed, the rest of that save, then the other saves."""
+    place = (pl.col("rank") == quoted["rank"]) & (pl.col("stage") == conventions.TOTAL)
+    blamed = (pl.col("rank") == critical.get("rank", -1)) & (pl.col("stage") == critical.get("stage", ""))
+    first = pl.when(place).then(0).when(blamed).then(1).otherwise(2)
+    others = stages.filter(pl.col("checkpoint") != quoted["checkpoint"])
+    order = ("rank", "start_ns", "stage")
+    shown = pl.concat([own.sort(first, *order), others.sort("checkpoint", *order)])
+    return shown.head(_EVIDENCE_ROWS)

@@ -50,7 +50,9 @@ class ExposedCommunication(Rule):
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run all of whose steps save cannot be judged."""
         if _steps(run).is_empty() and run.table(breakdown.by_step).height:
-            return "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
+            return (
+                "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
+            )
         return None
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -68,7 +70,7 @@ class ExposedCommunication(Rule):
             _message(worst) + _compared(worst, each),
             _fix(run, worst, typical.here(collectives, worst)),
             impact=worst["exposed_ratio"],
-            cost_ns=worst["exposed_communication_ns"],
+            cost_ns=worst["exposed_communication_ns"] if worst["step"] is not None else 0,
             confidence=0.9,
             ranks=tuple(over["rank"].unique().sort().to_list()),
             steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
@@ -139,6 +141,4 @@ def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
     time = own.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns", "op", descending=[True, False])
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
-    return remedies.against_exposure(
-        strategy=strategy.of_run(run), op=op, gloo=gloo, hidden_ratio=_hidden_ratio(worst)
-    )
+    return remedies.against_exposure(strategy=strategy.of_run(run), op=op, gloo=gloo, hidden_ratio=_hidden_ratio(worst))

@@ -80,7 +80,7 @@ class AllocatorChurn(Rule):
             f"({units.share(worst['stall_ratio'])}); on the host they take {units.duration(worst['host_ns'])}.",
             _LESS_CHURN,
             impact=worst["stall_ratio"],
-            cost_ns=worst["stalled_ns"],
+            cost_ns=worst["stalled_ns"] if worst["step"] is not None else 0,
             # A trace of one step, or without steps, cannot tell what only the first of them does.
             confidence=0.8 if steps["step"].n_unique() > 1 else 0.5,
             ranks=tuple(judged["rank"].unique().sort().to_list()),
