@@ -17,8 +17,9 @@ _OURS = "^" + conventions.span_name(conventions.CHECKPOINT) + r"(\.|$)"
 # stacks, the functions of PyTorch and of the trainers that save.
 _SAVE_SPAN = (
     _OURS
-    + r"|(?i)\bcheckpoint[-_. ]?(save|saving)|\b(save|saving|write|dump)[-_. ]?(a[-_. ])?(model[-_. ])?(checkpoint|ckpt)"
-    + r"|(?i)\b(dcp|torch|distributed)[._]?(checkpoint)?[._]?(async_)?save\b|^#+ ?checkpoint\b|\bsave_state_dict\b"
+    + r"|(?i)(\b|_)(save|saving|write|dump)[-_. ](a[-_. ])?(model[-_. ])?(checkpoint|ckpt)"
+    + r"|(?i)(\b|_)(checkpoint|ckpt)[-_. ](save|saving)\b|(?i)^#+ ?checkpoint\b"
+    + r"|(?i)\b(dcp|torch|distributed\.checkpoint)\.(async_)?save\b|(\b|_)save_state_dict\b"
 )
 _SAVE_FUNCTION = (
     r"torch/serialization\.py\(\d+\): save$"

@@ -76,7 +76,8 @@ def retries(trace: Trace) -> pl.DataFrame:
 def unit_buffers(trace: Trace) -> pl.DataFrame:
     """Return the allocations of at least 1 MiB made in FSDP's gather and reduce spans, not by the backend itself.
 
-    Columns step, unit, span, start_ns, dur_ns (0: a moment), bytes; one row per allocation. Those of saves are left out.
+    Columns step, unit, span, start_ns, dur_ns (0: a moment), bytes; one row per allocation. Those of saves are
+    left out.
     """
     span = pl.col("span")
     # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).

@@ -13,8 +13,8 @@ from tracekit.trace import Fact, Run
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
-    conventions.PLAN: "Cache plans, DefaultSavePlanner(enable_plan_caching=True), and keep the state dict sharded: what "
-    "builds it counts as plan.",
+    conventions.PLAN: "Cache plans, DefaultSavePlanner(enable_plan_caching=True), and keep the state dict sharded: "
+    "what builds it counts as plan.",
     conventions.STAGE: "Stage into memory that is kept: DefaultStager(StagingOptions(use_pinned_memory=True)) as "
     "async_stager.",
     conventions.SERIALIZE: "Save fewer, larger tensors, by more threads: FileSystemWriter(thread_count=…).",
@@ -115,19 +115,19 @@ class BlockingCheckpoint(Rule):
         longest = own.sort("dur_ns", descending=True).row(0, named=True)
         steps = run.table(checkpoint.host_steps).filter(pl.col("rank") == rank["rank"][0])
         inside = own.drop_nulls("step")
-        share = inside["dur_ns"].sum() / steps["dur_ns"].sum() if steps.height else 0.0
-        # How often a run saves is seen only where it saves more than once; a window laid around one save shows too much.
+        share = int(inside["dur_ns"].sum()) / int(steps["dur_ns"].sum()) if steps.height else 0.0
+        # Only where it saves more than once is it seen how often a run saves; a window may be laid around one save.
         often = inside.height > 1
         told = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
         return Finding(
             self.code,
             Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
-            f"{own.height} save{'s' if own.height > 1 else ''} in the trace of rank {rank['rank'][0]} "
-            f"block{'' if own.height > 1 else 's'} training for {units.duration(own['dur_ns'].sum())}{told}, by spans "
-            f"such as {longest['name']}" + ("." if often else "; how often the run saves is not in the trace."),
+            f"Saves in the trace of rank {longest['rank']} ({own.height}) block training for "
+            f"{units.duration(int(own['dur_ns'].sum()))}{told}, by spans such as {longest['name']}"
+            + ("." if often else "; how often the run saves is not in the trace."),
             f"{_IN_BACKGROUND} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
             impact=share if often else 0.0,
-            cost_ns=int(inside["dur_ns"].sum() / steps.height) if often and steps.height else 0,
+            cost_ns=int(inside["dur_ns"].sum()) // steps.height if often and steps.height else 0,
             confidence=0.6 if often else 0.4,
             ranks=tuple(spans["rank"].unique().sort().to_list()),
             steps=tuple(spans["step"].drop_nulls().unique().sort().to_list()),

@@ -118,7 +118,7 @@ def _compared(worst: dict[str, Any], each: pl.DataFrame) -> str:
 
 
 def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
-    """Return the quoted step as a whole, then its collectives, then the most exposed of other steps and ranks."""
+    """Return the quoted step's collectives, that step as a whole, then the most exposed of other steps and ranks."""
     whole = pl.DataFrame(
         [
             {name: worst[name] for name in typical.PLACE}
@@ -129,7 +129,7 @@ def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
     )
     own = typical.here(collectives, worst)
     others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
-    parts = [whole, own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]
+    parts = [own.head(_EVIDENCE_ROWS), whole, others.head(_EVIDENCE_ROWS)]
     return pl.concat(parts, how="diagonal").select(collectives.columns)
 
 

@@ -125,7 +125,7 @@ def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:
     held = versions.group_by("name", "value").agg(pl.col("rank").unique().sort(), pl.col("rank").n_unique().alias("n"))
     rows = []
     for (name,), values in held.sort("n", "value", descending=[True, False]).group_by("name", maintain_order=True):
-        if values.height < 2:  # noqa: PLR2004
+        if values.height == 1:
             continue
         told = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.select("value", "rank").rows())
         share = 1 - values["n"][0] / values["n"].sum()

@@ -160,7 +160,7 @@ def _where(worst: dict[str, Any]) -> str:
 
 
 def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
-    """Return the window judged as a whole, then its calls, the costliest first."""
+    """Return the calls of the window judged, the costliest first, then all of them in one row."""
     calls = run.table(memory.device_calls)
     end_ns = worst["start_ns"] + worst["duration_ns"]
     own = typical.here(calls, worst).filter(
@@ -174,7 +174,7 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
         schema_overrides={"step": pl.Int64},
     )
     own = own.sort("stalled_ns", "start_ns", descending=[True, False]).head(_EVIDENCE_ROWS)
-    shown = pl.concat([whole, own.with_columns(pl.col("dur_ns").alias("host_ns"))], how="diagonal")
+    shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), whole], how="diagonal")
     return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns")
 
 

@@ -10,9 +10,9 @@ _ON_GLOO = {
         "more tokens per step, or gather once instead of twice with sharding_strategy=ShardingStrategy.SHARD_GRAD_OP."
     ),
     FSDP2: (
-        "By default FSDP2 on gloo waits for each collective where it issues it: call unshard(async_op=True) on the next "
-        "module, or set_modules_to_forward_prefetch and set_modules_to_backward_prefetch, so that gathers run beside "
-        "compute; reductions stay exposed, so give each rank more tokens per step."
+        "By default FSDP2 on gloo waits for each collective where it issues it: gather the next module beside compute "
+        "by unshard(async_op=True), set_modules_to_forward_prefetch and set_modules_to_backward_prefetch; reductions "
+        "stay exposed, so give each rank more tokens per step."
     ),
 }
 _FIXES = {

@@ -27,11 +27,12 @@ class GiveWay(Rule):
     Why it costs: the preparation (copies, casts and divides before a reduce-scatter) yields the device to the main
     compute, and then compute waits for the collective as long as the preparation was held up.
 
-    How it is measured: for each kernel name on a communication stream, the longest instance that compute does not touch
-    is what it takes alone; instances more than half beside compute and longer than `min_inflation` times that are held
-    up, by the difference, as far as no collective ran on the device meanwhile (the communication gap). Lost is only what
-    compute really waited: for each collective, the smaller of that gap, over all preparation in front of it, and the
-    time for which nothing had computed when the collective ended. The typical step of the worst device is quoted.
+    How it is measured: for each kernel name on a communication stream, the longest instance that compute does not
+    touch is what it takes alone; instances more than half beside compute and longer than `min_inflation` times that are
+    held up, by the difference, as far as no collective ran on the device meanwhile (the communication gap). Lost is
+    only what compute really waited: for each collective, the smaller of that gap, over all preparation in front of it,
+    and the time for which nothing had computed when the collective ended. The typical step of the worst device is
+    quoted.
 
     How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP),
     fewer casts and divides before the reduce-scatter, gradients kept in the reduce dtype.
