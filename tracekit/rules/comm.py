@@ -122,15 +122,15 @@ def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
     whole = pl.DataFrame(
         [
             {name: worst[name] for name in typical.PLACE}
-            | {"name": "whole step", "op": "whole step", "start_ns": worst["start_ns"]}
-            | {"dur_ns": worst["duration_ns"], "exposed_ns": worst["exposed_communication_ns"]}
+            | {"name": "whole step", "op": "whole step"}
+            | {"exposed_ns": worst["exposed_communication_ns"], "step_ns": worst["duration_ns"]}
         ],
         schema_overrides={name: collectives.schema[name] for name in typical.PLACE},
     )
     own = typical.here(collectives, worst)
     others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
     parts = [own.head(_EVIDENCE_ROWS), whole, others.head(_EVIDENCE_ROWS)]
-    return pl.concat(parts, how="diagonal").select(collectives.columns)
+    return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
 
 
 def _hidden_ratio(worst: dict[str, Any]) -> float:

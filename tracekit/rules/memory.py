@@ -168,14 +168,14 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     )
     whole = pl.DataFrame(
         [
-            {name: worst[name] for name in ("window", "rank", "step", "start_ns", "stalled_ns")}
-            | {"name": f"all {worst['calls']} calls", "dur_ns": worst["duration_ns"], "host_ns": worst["host_ns"]}
+            {name: worst[name] for name in ("window", "rank", "step", "host_ns", "stalled_ns")}
+            | {"name": f"all {worst['calls']} calls", "step_ns": worst["duration_ns"]}
         ],
         schema_overrides={"step": pl.Int64},
     )
     own = own.sort("stalled_ns", "start_ns", descending=[True, False]).head(_EVIDENCE_ROWS)
     shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), whole], how="diagonal")
-    return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns")
+    return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
 
 
 def _later(steps: pl.DataFrame) -> float:
