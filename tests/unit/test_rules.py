@@ -29,8 +29,9 @@ def test_a_rule_is_documented_in_five_sections_in_order(rule):
 
 
 @every_rule
-def test_the_thresholds_of_a_rule_are_told_in_its_documentation_or_its_name_says_all(rule):
+def test_every_threshold_is_typed_and_documented(rule):
     for field in dataclasses.fields(rule):
+        assert f"`{field.name}`" in rule.__doc__
         assert field.type in (int, float, bool, str)
         assert isinstance(field.default, field.type)
 

@@ -42,7 +42,8 @@ class BlockingCheckpoint(Rule):
     What it does: reports how long saves block training, which rank and stage the others wait for, and what share of
     the time between saves that is.
 
-    Why it costs: every rank waits while a blocking save runs; above 5% of the time it is worth changing.
+    Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
+    changing.
 
     How it is measured: from the checkpoint log: the longest total of each save over the ranks, against the training
     time between saves by the metrics log; the save with the median is quoted. Ranks meet after planning, after writing

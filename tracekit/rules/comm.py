@@ -21,7 +21,7 @@ class ExposedCommunication(Rule):
     """Communication that no compute hides.
 
     What it does: reports runs in which a collective runs while its device computes nothing for more than
-    `max_exposed_ratio` of the step.
+    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`.
 
     Why it costs: a device that waits for a collective earns nothing. What compute hides is free.
 

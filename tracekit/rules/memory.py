@@ -33,9 +33,10 @@ class AllocatorChurn(Rule):
     How it is measured: lost is the time in which no device works during such a call, and after it up to the next work
     as far as the call went on while the device was busy; host time in calls is told apart. The first `warmup_steps`
     profiled steps fill the cache and are left out where there are more; without marked steps the second half of the
-    trace is judged. The typical step of the worst rank is quoted. Retries are steps in which the counter
-    num_alloc_retries of the metrics log grew, after `warmup_steps` logged ones; their cost is how much longer those
-    steps took than the others, at the median. Buffers are allocations inside spans of FSDP units.
+    trace is judged. The typical step of the worst rank is quoted: from `min_stall_ratio` of it as a warning, or, where
+    the device hardly waits, from `min_host_ratio` of it on the host as information. Retries are steps in which the
+    counter num_alloc_retries of the metrics log grew, after `warmup_steps` logged ones; their cost is how much longer
+    those steps took than the others, at the median. Buffers are allocations inside spans of FSDP units.
 
     How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop; for unit
     buffers an engine with pre-allocated ones (YaFSDP).

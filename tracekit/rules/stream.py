@@ -22,7 +22,8 @@ class GiveWay(Rule):
 
     What it does: finds the whole chain of the give-way effect of FSDP: a kernel on a communication stream that takes
     `min_inflation` times as long beside compute as it ever takes alone; no collective runs meanwhile; the collective
-    behind it on that stream starts late; and compute stands idle until that collective ends.
+    behind it on that stream starts late; and compute stands idle until that collective ends. Less than
+    `min_cost_ratio` of the step is not reported.
 
     Why it costs: the preparation (copies, casts and divides before a reduce-scatter) yields the device to the main
     compute, and then compute waits for the collective as long as the preparation was held up.
