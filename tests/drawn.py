@@ -46,7 +46,8 @@ def trace(
         lanes.append({"lane": lane, "device": 0 if on_device else None, "stream": lane, "name": name, "role": kind})
         for letter, first, past in _runs(cells):
             step = steps[first] if steps and steps[first] != "." else None
-            activity = {"id": len(activities), "lane": lane, "name": letter, "kind": kind}
+            number = len(activities)
+            activity = {"id": number, "launch_id": number, "lane": lane, "name": letter, "kind": kind}
             activity |= {"start_ns": start_ns + first * scale_ns, "dur_ns": (past - first) * scale_ns}
             activity |= {"step": None if step is None else int(step)} | (columns or {}).get(letter, {})
             activities.append(activity)

@@ -295,7 +295,7 @@ def _say_folders(placed: list[Listed], doubts: list[Doubt]) -> None:
     ):
         told = ", ".join(f"{folder} as window {window}" for window, folder in sorted(folders.items()))
         doubts.append(
-            Doubt("mixed_jobs", f"Folders are taken as windows of one job: {told}; if not, load each by itself.")
+            Doubt("windows_assumed", f"Folders are taken as windows of one job: {told}; if not, load each by itself.")
         )
 
 
@@ -325,7 +325,7 @@ def _by_time(listed: list[Listed], times: list[int], doubts: list[Doubt]) -> lis
                 message = (
                     f"Windows {window} and {window + 1} began {hours:.1f} h apart; if these are two jobs, load each"
                 )
-                doubts.append(Doubt("mixed_jobs", message + " by itself.", t.file.path))
+                doubts.append(Doubt("windows_assumed", message + " by itself.", t.file.path))
             window, began, there = window + 1, at, set()
         there.add(t.rank)
         placed.append(replace(t, window=window))

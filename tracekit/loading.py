@@ -61,7 +61,7 @@ def _read(file: File, rank: int, window: int) -> Trace:
 
 
 def _merged(listed: Sequence[Listed], kept: dict[Source, Trace], doubts: list[Doubt]) -> list[Source]:
-    """Return the sources of files that hold several ranks each. All are read, into `kept`: only then are ranks known."""
+    """Return the sources of files that hold several ranks each, which are read into `kept` to know them."""
     found: dict[tuple[int, int], Source] = {}
     for t in (t for t in listed if t.is_merged):
         for rank, trace in sorted(kineto.read_merged(t.file.path, window=t.window).items()):

@@ -42,6 +42,8 @@ class Table:
 
         Raises polars.exceptions.InvalidOperationError where a value doesn't fit its column's type.
         """
+        if frame.is_empty():
+            return self.empty()  # selecting only literals from a frame without columns would make a row
         present = set(frame.columns)
         return frame.select(
             pl.col(c.name).cast(c.dtype) if c.name in present else pl.lit(None, c.dtype).alias(c.name)

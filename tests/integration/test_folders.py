@@ -243,7 +243,7 @@ def test_folders_of_unlike_names_taken_as_windows_are_said(tmp_path):
         write(tmp_path / name / "rank0.json", trace(0, 1, start_us=window * 30e6))
     run = load(tmp_path)
     assert places(run) == [(0, 0), (1, 0)]
-    assert kinds(run) == ["mixed_jobs"]
+    assert kinds(run) == ["windows_assumed"]
 
 
 def test_jobs_of_other_sizes_are_left_out_aloud(tmp_path):

@@ -173,15 +173,22 @@ def ranks_of(pid: int) -> list[int]:
 
 def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    # Where rank 1's shard should go stands a folder.
-    (run / "checkpoints" / "step-000001" / "__1_0.distcp").mkdir(parents=True)
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(f"""
             import sys
             from pathlib import Path
-            from instrumented_trainers import launch
+            import torch.distributed as dist
+            from instrumented_trainers import checkpoint, launch
             from instrumented_trainers.config import TrainingConfig
+
+            class Broken(checkpoint.Save):
+                def run(self, recorder):
+                    if dist.get_rank() == 1:
+                        raise ZeroDivisionError("broken on purpose")
+                    super().run(recorder)
+
+            checkpoint.Save = Broken
 
             if __name__ == "__main__":
                 config = TrainingConfig("ddp", Path({str(run)!r}), steps=3, batch=1, tokens=16, checkpoint_every=1)
@@ -190,6 +197,6 @@ def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
     )
     code, _, err = train(program=(str(script),))
     assert code == 1
-    assert err.startswith("instrumented_trainers: rank ")
+    assert err.startswith("instrumented_trainers: rank 1")
     assert err.count("in _serve") == 1
-    assert "IsADirectoryError" in err
+    assert err.count("ZeroDivisionError: broken on purpose") == 1

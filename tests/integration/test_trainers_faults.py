@@ -1,4 +1,4 @@
-"""Each fault on demand does what it says, by measures that share nothing with the rules, and leaves the losses alone."""
+"""Each fault on demand does what it says, by measures of its own, and leaves the losses alone."""
 
 import functools
 import gzip
@@ -80,7 +80,7 @@ def stage(run: Path, rank: int, name: str) -> dict[str, Any]:
 
 
 def test_every_fault_is_tried_here() -> None:
-    assert NAMES == tuple(FAULTS)
+    assert tuple(FAULTS) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -121,8 +121,8 @@ class Recorder:
         """End an optimizer step: log its metrics and move the profiler on.
 
         `tokens`, those of all ranks in this step, become tokens_per_second. A metric may be a function: it is called
-        at the end of the next step, or of the recording. Writing a trace counts to no step's time. After the `last` step
-        of a training none begins, so the trace shows none.
+        at the end of the next step, or of the recording. Writing a trace counts to no step's time. After the `last`
+        step of a training none begins, so the trace shows none.
         """
         self.step_time_ns = elapsed_ns = max(1, time.perf_counter_ns() - self._began_ns)
         if self._metrics is not None:

@@ -23,7 +23,8 @@ _WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "
 def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, bool]:
     """Return the bytes before the event array, those read after its bracket, and whether the array is all there is.
 
-    `unread` yields what is left of `blocks`. The bytes before are no JSON by themselves. Raises BadTraceError where there is no event.
+    `unread` yields what is left of `blocks`. The bytes before are no JSON by themselves.
+    Raises BadTraceError where there is no event.
     """
     start = bytearray()
     searched = 0

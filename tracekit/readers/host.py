@@ -21,7 +21,8 @@ _PHASE = {phase: index for index, phase in enumerate(conventions.PHASES)}
 class Host:
     """All host slices of a trace as arrays, sorted by lane, start and falling end; a slice's id is its index.
 
-    `row` is a slice's place in the file, `named` its name's place in `names`, `shaped` its inputs' in `shapes`, `parent` the slice around it (-1: none).
+    `row` is a slice's place in the file, `named` its name's place in `names`, `shaped` its inputs' in `shapes`,
+    `parent` the slice around it (-1: none).
     `step` is an index into `steps`, `phase` into conventions.PHASES, `span` the FSDP span around it, by id; -1: none.
     """
 

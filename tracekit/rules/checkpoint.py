@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
@@ -11,169 +11,191 @@ from tracekit.analysis import checkpoint
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.trace import Fact, Run
 
+_EVIDENCE_ROWS = 60
 _FIXES = {
-    conventions.PLAN: "Cache plans: DefaultSavePlanner(enable_plan_caching=True).",
-    conventions.STAGE: "Stage into pinned memory that is kept: async_save(async_stager=DefaultStager(...)).",
-    conventions.SERIALIZE: "Save fewer, larger tensors, with more threads: FileSystemWriter(thread_count=…).",
-    conventions.WRITE: "Spread the bytes over more writers: FileSystemWriter(thread_count=…), even shards.",
-    conventions.FSYNC: "",
-    conventions.FINISH: "",
+    conventions.PLAN: "Cache plans, DefaultSavePlanner(enable_plan_caching=True), and keep the state dict sharded: "
+    "what builds it counts as plan.",
+    conventions.STAGE: "Stage into memory that is kept: DefaultStager(StagingOptions(use_pinned_memory=True)) as "
+    "async_stager.",
+    conventions.SERIALIZE: "Save fewer, larger tensors, by more threads: FileSystemWriter(thread_count=…).",
+    conventions.WRITE: "Write to faster storage, or spread the shards over more writers.",
+    conventions.FSYNC: "Sync fewer files: FileSystemWriter(single_file_per_rank=True); sync_files=False gives up "
+    "durability.",
+    conventions.FINISH: "Write less metadata: fewer, larger tensors.",
 }
-
-_EVIDENCE_ROWS = 40
+_IN_BACKGROUND = "Save in the background with dcp.async_save."
+# Between two meetings of all ranks each works by itself, and the slowest of them is what the others wait for.
+_LEGS = {
+    conventions.PLAN: 0,
+    conventions.STAGE: 1,
+    conventions.SERIALIZE: 1,
+    conventions.WRITE: 1,
+    conventions.FSYNC: 1,
+    conventions.FINISH: 2,
+}
 
 
 @dataclass(frozen=True)
 class BlockingCheckpoint(Rule):
     """Checkpoint saves that stop the training thread.
 
-    What it does: reports how long saves block training, what share of the time between saves that is, which rank the
-    others wait for, and which stage of its save takes longest.
+    What it does: reports how long saves block training, which rank and stage the others wait for, and what share of
+    the time between saves that is.
 
-    Why it costs: every rank waits while a blocking save runs; above 5% of the time it is worth changing.
+    Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
+    changing.
 
-    How it is measured: from the checkpoint log: the blocking total of each save on the rank it blocks longest, against
-    the training time between saves by the metrics log. The rank that holds the others up is the one that works longest:
-    its total less its own waiting. Without a log, saves seen in the trace by the names of spans and Python frames are
-    reported as information.
+    How it is measured: from the checkpoint log: the longest total of each save over the ranks, against the training
+    time between saves by the metrics log; the save with the median is quoted. Ranks meet after planning, after writing
+    and at the end, and between meetings the slowest rank is what the others wait for: of each such leg the rank with
+    most work of its own counts (waiting is no work), and of its stages the longest is blamed. Without a log, spans of
+    the trace that are saves by their name (record_function annotations, or functions in traces with stacks) are
+    measured against the profiled steps.
 
-    How to fix: save asynchronously with pinned staging; then mend the stage that takes longest.
+    How to fix: save asynchronously with pinned staging; then mend the stage that is blamed.
 
-    Blind spots: stages need the checkpoint log of tracekit.capture. With a single save the interval is taken as the
-    steps that led to it. Without a log, saves outside the profiled window, or without a span, are not seen.
+    Blind spots: stages need the checkpoint log of tracekit.capture; by spans alone neither stages nor, with fewer than
+    two saves in the trace, the share of the whole training is known. With a single logged save the interval is taken as
+    the steps that led to it.
     """
 
     code: ClassVar[str] = "CKPT001"
-    facts: ClassVar[tuple[Fact, ...]] = (checkpoint.saves, checkpoint.step_times, checkpoint.save_spans)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        checkpoint.saves,
+        checkpoint.step_times,
+        checkpoint.save_spans,
+        checkpoint.host_steps,
+    )
     max_overhead_ratio: float = 0.05
 
     def blind_spot(self, run: Run) -> str | None:
-        """Return what is not known of the saves of a run without a checkpoint log."""
+        """Return why a run by others without a log and without a span that is a save cannot be judged."""
         if run.manifest or run.table(checkpoint.saves).height or run.table(checkpoint.save_spans).height:
             return None
         return (
-            "there is no checkpoint log and no save in the traced steps; saves at other times are not known. "
-            "tracekit.capture records them all."
+            "no checkpoint log lies beside the traces and no span in them is a save by its name, so saves were not "
+            "judged; record with tracekit.capture.record_save to have them judged."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all blocking saves of the run."""
-        stages = _blocking(run)
-        if stages.is_empty():
-            if run.table(checkpoint.saves).is_empty():
-                yield from self._seen_in_trace(run.table(checkpoint.save_spans))
-            return
-        critical = _critical(stages)
-        blocked = float(str(critical["blocked_ns"].median()))
-        interval = _interval_ns(run, critical)
-        overhead = blocked / (interval + blocked) if interval else 0.0
-        stage, told = _longest_stage(stages, critical)
-        steps = run.table(checkpoint.step_times)["step"].n_unique()
-        yield Finding(
+        logged = run.table(checkpoint.saves).filter(pl.col("blocking"))
+        stages = logged.unique(["rank", "checkpoint", "stage"], keep="first", maintain_order=True)
+        if stages.filter(pl.col("stage") == conventions.TOTAL).height:
+            yield self._by_log(run, stages)
+        elif run.table(checkpoint.save_spans).height:
+            yield self._by_spans(run)
+
+    def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
+        saves = _longest(stages)
+        quoted = saves.sort("dur_ns", "start_ns").row((saves.height - 1) // 2, named=True)
+        own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
+        critical = _critical(own)
+        blocked_ns, steps = quoted["dur_ns"], _steps_between(saves)
+        interval_ns = steps * _plain_step_ns(run, saves)
+        overhead = blocked_ns / (interval_ns + blocked_ns) if interval_ns else 0.0
+        over = f", {units.share(overhead)} of the time" if interval_ns else ""
+        return Finding(
             self.code,
             Severity.WARNING if overhead > self.max_overhead_ratio else Severity.INFO,
-            f"A checkpoint blocks training for {units.duration(blocked)} (median of {critical.height})"
-            + (f", {units.share(overhead)} of the time" if interval else "")
-            + told,
-            f"Save in the background with dcp.async_save. {_FIXES.get(stage, '')}".strip(),
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(quoted, saves)})"
+            f"{_blame(critical, own)}",
+            f"{_IN_BACKGROUND} {_FIXES[critical['stage']]}" if critical else _IN_BACKGROUND,
             impact=overhead,
-            cost_ns=int(blocked * critical.height / steps) if steps else 0,
-            confidence=0.9 if interval else 0.6,
-            ranks=tuple(stages["rank"].unique().sort().to_list()),
-            steps=tuple(critical["step"].drop_nulls().unique().sort().to_list()),
-            evidence=_evidence(stages, critical),
+            cost_ns=int(blocked_ns / steps) if steps else 0,
+            confidence=0.9 if interval_ns else 0.6,
+            ranks=(critical["rank"],) if critical else (quoted["rank"],),
+            steps=tuple(saves["step"].drop_nulls().unique().sort().to_list()),
+            evidence=_evidence(stages, own, quoted, critical),
         )
 
-    def _seen_in_trace(self, spans: pl.DataFrame) -> Iterator[Finding]:
-        if spans.is_empty():
-            return
-        longest = spans.sort("dur_ns", "rank", descending=[True, False]).row(0, named=True)
-        yield Finding(
+    def _by_spans(self, run: Run) -> Finding:
+        spans = run.table(checkpoint.save_spans)
+        rank = spans.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
+        own = spans.filter(pl.col("rank") == rank["rank"][0]).sort("start_ns")
+        longest = own.sort("dur_ns", descending=True).row(0, named=True)
+        steps = run.table(checkpoint.host_steps).filter(pl.col("rank") == rank["rank"][0])
+        inside = own.drop_nulls("step")
+        share = int(inside["dur_ns"].sum()) / int(steps["dur_ns"].sum()) if steps.height else 0.0
+        # Only where it saves more than once is it seen how often a run saves; a window may be laid around one save.
+        often = inside.height > 1
+        told = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
+        return Finding(
             self.code,
-            Severity.INFO,
-            f"A save takes {units.duration(longest['dur_ns'])} on rank {longest['rank']} ({longest['name']}); how "
-            "often there is one, and what its stages take, is not in the trace.",
-            "Record the stages with tracekit.capture (Recorder.checkpoint); save in the background with "
-            "dcp.async_save.",
-            confidence=0.5,
+            Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
+            f"Saves in the trace of rank {longest['rank']} ({own.height}) block training for "
+            f"{units.duration(int(own['dur_ns'].sum()))}{told}, by spans such as {longest['name']}"
+            + ("." if often else "; how often the run saves is not in the trace."),
+            f"{_IN_BACKGROUND} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
+            impact=share if often else 0.0,
+            cost_ns=int(inside["dur_ns"].sum()) // steps.height if often and steps.height else 0,
+            confidence=0.6 if often else 0.4,
             ranks=tuple(spans["rank"].unique().sort().to_list()),
             steps=tuple(spans["step"].drop_nulls().unique().sort().to_list()),
-            evidence=spans.sort("dur_ns", descending=True).head(_EVIDENCE_ROWS),
-            subject="seen in the trace",
+            evidence=pl.concat([own, spans.filter(pl.col("rank") != rank["rank"][0])]).head(_EVIDENCE_ROWS),
         )
 
 
-def _blocking(run: Run) -> pl.DataFrame:
-    """Return the stages of blocking saves, each rank's once: its log is the same for every window."""
-    stages = run.table(checkpoint.saves).filter(pl.col("blocking"))
-    return stages.unique(["rank", "checkpoint", "stage"], keep="first", maintain_order=True)
+def _longest(stages: pl.DataFrame) -> pl.DataFrame:
+    """Return, for each save, its longest total over the ranks, in order of time."""
+    totals = stages.filter(pl.col("stage") == conventions.TOTAL)
+    by_length = totals.sort("dur_ns", "rank", descending=[True, False])
+    return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
 
 
-def _critical(stages: pl.DataFrame) -> pl.DataFrame:
-    """Return per save how long it blocked training and which rank the others waited for.
+def _critical(own: pl.DataFrame) -> dict[str, Any]:
+    """Return the row of the stage to blame for the length of one save; {} where the log tells no stages."""
+    work = own.with_columns(
+        pl.col("stage").replace_strict(_LEGS, default=None, return_dtype=pl.Int64).alias("leg")
+    ).drop_nulls("leg")
+    legs = work.group_by("leg", "rank").agg(pl.col("dur_ns").sum().alias("leg_ns"))
+    slowest = legs.sort("leg", "leg_ns", "rank", descending=[False, True, False]).unique("leg", keep="first")
+    candidates = work.join(slowest, on=["leg", "rank"]).sort("dur_ns", "rank", descending=[True, False])
+    return candidates.row(0, named=True) if candidates.height else {}
 
-    Columns checkpoint, step, blocked_ns (the longest of all ranks), rank (that worked longest), work_ns (of that rank),
-    waited_ns (the longest that another rank waited); in the order of the saves.
-    """
-    total_ns = pl.when(pl.col("stage") == conventions.TOTAL).then("dur_ns").sum()
-    wait_ns = pl.when(pl.col("stage") == conventions.WAIT).then("dur_ns").sum()
-    by_rank = (
-        stages.group_by("checkpoint", "rank")
-        .agg(pl.col("step").first(), pl.col("start_ns").min(), total_ns.alias("total_ns"), wait_ns.alias("wait_ns"))
-        .filter(pl.col("total_ns") > 0)
-        .with_columns((pl.col("total_ns") - pl.col("wait_ns")).alias("work_ns"))
-        .sort("work_ns", "rank", descending=[True, False])
-    )
+
+def _which(quoted: dict[str, Any], saves: pl.DataFrame) -> str:
+    name = str(quoted["checkpoint"])
+    return f"{name}, typical of {saves.height} saves" if saves.height > 1 else name
+
+
+def _blame(critical: dict[str, Any], own: pl.DataFrame) -> str:
+    if not critical:
+        return "."
+    stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]
+    of = f", {units.share(stage_ns / leg_ns)} of its work there" if leg_ns > stage_ns else ""
+    waits = own.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
+    longest = waits.sort("dur_ns", "rank", descending=[True, False]).head(1)
+    waiting = [f"; rank {r} waits {units.duration(ns)} in all" for r, ns in longest.select("rank", "dur_ns").rows()]
     return (
-        by_rank.group_by("checkpoint")
-        .agg(
-            pl.col("step", "rank", "work_ns").first(),
-            pl.col("start_ns").min(),
-            pl.col("total_ns").max().alias("blocked_ns"),
-            pl.col("wait_ns").slice(1).max().fill_null(0).alias("waited_ns"),
-        )
-        .sort("start_ns", "checkpoint")
+        f"; what takes longest is the stage {critical['stage']} on rank {critical['rank']}, "
+        f"{units.duration(stage_ns)}{of}{''.join(waiting)}."
     )
 
 
-def _longest_stage(stages: pl.DataFrame, critical: pl.DataFrame) -> tuple[str, str]:
-    """Return the stage that takes longest where the others wait for it ('' where none is known), and a clause on it."""
-    parts = stages.filter(~pl.col("stage").is_in([conventions.TOTAL, conventions.WAIT])).join(
-        critical.select("rank", "checkpoint"), on=["rank", "checkpoint"], how="semi"
-    )
-    if parts.is_empty():
-        return "", "."
-    by_stage = parts.group_by("stage").agg(pl.col("dur_ns").sum()).sort("dur_ns", "stage", descending=[True, False])
-    stage, dur_ns = by_stage.row(0)
-    share = units.share(dur_ns / critical["blocked_ns"].sum())
-    if stages["rank"].n_unique() == 1:
-        return str(stage), f"; the stage {stage} takes {share} of it."
-    several = critical["rank"].n_unique() > 1
-    ranks = f"rank{'s' * several} {units.ranges(critical['rank'].to_list())}"
-    waited = units.duration(critical["waited_ns"].median())  # type: ignore[arg-type]
-    return str(stage), (
-        f"; where it takes longest ({ranks}), the stage {stage} takes {share} of it, and others wait {waited}."
-    )
-
-
-def _evidence(stages: pl.DataFrame, critical: pl.DataFrame) -> pl.DataFrame:
-    """Return the stages, the save that blocked longest first, and in it the rank that the others waited for."""
-    known = critical.select("checkpoint", "blocked_ns", pl.col("rank").alias("critical"))
-    ordered = stages.join(known, on="checkpoint").with_columns(pl.col("rank").ne(pl.col("critical")).alias("other"))
-    ordered = ordered.sort(
-        "blocked_ns", "other", "rank", "dur_ns", "stage", descending=[True, False, False, True, False]
-    )
-    return ordered.select(stages.columns).head(_EVIDENCE_ROWS)
-
-
-def _interval_ns(run: Run, critical: pl.DataFrame) -> float:
-    """Return the training time between saves in ns: the median plain step times the steps per save; 0 if unknown."""
-    times = run.table(checkpoint.step_times).group_by("step").agg(pl.col("step_time_ns").max())
-    done = critical["step"].drop_nulls().sort()
-    if times.is_empty() or done.is_empty():
-        return 0.0
-    plain = times.filter(~pl.col("step").is_in((done - 1).to_list()))
+def _steps_between(saves: pl.DataFrame) -> float:
+    """Return the steps from one save to the next (for a single one, those before it); 0 where not known."""
+    done = saves["step"].drop_nulls().unique().sort()
     gaps = done.diff().drop_nulls()
-    steps = gaps.median() if len(gaps) else done.first()
+    return float(str(gaps.median() if len(gaps) else done.first())) if len(done) else 0.0
+
+
+def _plain_step_ns(run: Run, saves: pl.DataFrame) -> float:
+    """Return the median time of the steps without a save, of the slowest rank, in ns; 0 where not known."""
+    times = run.table(checkpoint.step_times).group_by("step").agg(pl.col("step_time_ns").max())
+    plain = times.filter(~pl.col("step").is_in((saves["step"].drop_nulls() - 1).to_list()))
     median = plain["step_time_ns"].median()
-    return float(str(steps)) * float(str(median)) if median else 0.0
+    return float(str(median)) if median else 0.0
+
+
+def _evidence(
+    stages: pl.DataFrame, own: pl.DataFrame, quoted: dict[str, Any], critical: dict[str, Any]
+) -> pl.DataFrame:
+    """Return the quoted total, the stage blamed, the rest of that save, then the other saves."""
+    place = (pl.col("rank") == quoted["rank"]) & (pl.col("stage") == conventions.TOTAL)
+    blamed = (pl.col("rank") == critical.get("rank", -1)) & (pl.col("stage") == critical.get("stage", ""))
+    first = pl.when(place).then(0).when(blamed).then(1).otherwise(2)
+    others = stages.filter(pl.col("checkpoint") != quoted["checkpoint"])
+    order = ("rank", "start_ns", "stage")
+    shown = pl.concat([own.sort(first, *order), others.sort("checkpoint", *order)])
+    return shown.head(_EVIDENCE_ROWS)

@@ -2,39 +2,45 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import polars as pl
 
 from tracekit import units
 from tracekit.analysis import breakdown, contention
 from tracekit.rule import Finding, Rule, Severity
+from tracekit.rules import typical
 from tracekit.trace import Fact, Run
 
-_EVIDENCE_ROWS = 20
-_SURE_INSTANCES = 3
+_EVIDENCE_ROWS = 40
+_CHAIN = ("window", "rank", "step", "device", "collective_id")
 
 
 @dataclass(frozen=True)
 class GiveWay(Rule):
-    """Preparatory kernels on a communication stream that crawl beside the main compute.
+    """Preparatory kernels on a communication stream that crawl beside the main compute, and compute that then waits.
 
-    What it does: finds copies, casts and divides on communication lanes that take `min_inflation` times as long beside
-    compute as alone, delay the collective behind them, and leave compute waiting for that collective.
+    What it does: finds the whole chain of the give-way effect of FSDP: a kernel on a communication stream that takes
+    `min_inflation` times as long beside compute as it ever takes alone; no collective runs meanwhile; the collective
+    behind it on that stream starts late; and compute stands idle until that collective ends. Less than
+    `min_cost_ratio` of the step is not reported.
 
-    Why it costs: it is the give-way effect of FSDP. The collective starts late, a communication gap opens, and compute
-    that needs the collective's result idles as much later.
+    Why it costs: the preparation (copies, casts and divides before a reduce-scatter) yields the device to the main
+    compute, and then compute waits for the collective as long as the preparation was held up.
 
-    How it is measured: the duration of an instance more than half overlapped by compute, against the median of those of
-    the same name (and bytes, where told) that compute does not touch. Per collective, what the inflation delayed it is
-    the excess of what precedes it on its lane, counted only while no collective ran. What was lost is that delay, as
-    far as the device then computed nothing during the collective.
+    How it is measured: for each kernel name on a communication stream, the longest instance that compute does not
+    touch is what it takes alone; instances more than half beside compute and longer than `min_inflation` times that are
+    held up, by the difference, as far as no collective ran on the device meanwhile (the communication gap). Lost is
+    only what compute really waited: for each collective, the smaller of that gap, over all preparation in front of it,
+    and the time for which nothing had computed when the collective ended. The typical step of the worst device is
+    quoted.
 
     How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP),
     fewer casts and divides before the reduce-scatter, gradients kept in the reduce dtype.
 
     Blind spots: needs device streams, and instances of the same kernel alone; kernels of one name may differ in size.
-    Compute that waits for something else meanwhile is taken as waiting for the collective.
+    Preparation on another stream than its collective is not seen. What crawls without making compute wait is not
+    reported.
     """
 
     code: ClassVar[str] = "STREAM001"
@@ -49,60 +55,79 @@ class GiveWay(Rule):
         return "contention needs device streams; this run was on the CPU, so it was not judged."
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding per run in which inflated preparation holds up collectives and compute."""
-        slowed = _slowed(run.table(contention.preparation).drop_nulls("step"), self.min_inflation)
-        steps = run.table(breakdown.by_step)
-        if slowed.is_empty() or steps.is_empty():
+        """Yield one finding per run in which inflated preparation makes compute wait."""
+        chains = _chains(self._slowed(run.table(contention.preparation).drop_nulls("step")))
+        steps = _steps(run, chains)
+        worst = typical.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
             return
-        place = ["window", "rank", "device"]
-        chains = _chains(slowed)
-        count = steps.group_by("rank", "device").agg(
-            pl.struct("window", "step").n_unique().alias("steps"), pl.col("duration_ns").median()
-        )
-        per_step = (pl.col("late_ns", "lost_ns") / pl.col("steps")).name.suffix("_a_step")
-        cost = chains.group_by("rank", "device").agg(pl.col("late_ns", "lost_ns").sum()).join(count, ["rank", "device"])
-        if not cost["lost_ns"].sum():
-            return
-        worst = cost.with_columns(per_step).sort("lost_ns_a_step", "rank", descending=[True, False]).row(0, named=True)
-        impact = worst["lost_ns_a_step"] / worst["duration_ns"]
-        if impact < self.min_cost_ratio:
-            return
-        evidence = slowed.join(chains.select(*place, "collective_id", "lost_ns"), [*place, "collective_id"])
-        evidence = evidence.filter(pl.col("lost_ns") > 0).sort("lost_ns", "start_ns", descending=[True, False])
-        inflation = evidence.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
+        lost = steps.filter(pl.col("lost_ratio") >= self.min_cost_ratio)
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Preparatory kernels on a communication stream take {inflation:.1f} times as long beside compute as "
-            f"alone: collectives start {units.duration(worst['late_ns_a_step'])} late a step on rank {worst['rank']}, "
-            f"and compute idles for {units.duration(worst['lost_ns_a_step'])} of it.",
+            _message(worst, typical.here(chains, worst)),
             "Prepare gradients on the compute stream into pre-allocated flat buffers (YaFSDP), or drop casts and "
             "divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
-            impact=min(impact, 1.0),
-            cost_ns=int(worst["lost_ns_a_step"]),
-            confidence=0.7 if evidence["instances_alone"].min() >= _SURE_INSTANCES else 0.5,  # type: ignore[operator]
-            ranks=tuple(evidence["rank"].unique().sort().to_list()),
-            steps=tuple(evidence["step"].unique().sort().to_list()),
-            evidence=evidence.drop("collective_id").head(_EVIDENCE_ROWS),
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=0.7,
+            ranks=tuple(lost["rank"].unique().sort().to_list()),
+            steps=tuple(lost["step"].unique().sort().to_list()),
+            evidence=_evidence(worst, chains),
+        )
+
+    def _slowed(self, preparation: pl.DataFrame) -> pl.DataFrame:
+        """Return the preparation that was held up beside compute while no collective ran, and by how much."""
+        alone = (
+            preparation.filter(pl.col("overlapped_ns") == 0)
+            .group_by("rank", "device", "name")
+            .agg(pl.col("dur_ns").max().alias("alone_ns"))
+        )
+        held_up = pl.min_horizontal(pl.col("dur_ns") - pl.col("alone_ns"), "gap_ns")
+        return (
+            preparation.drop_nulls("collective_id")
+            .filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns"))
+            .join(alone, on=["rank", "device", "name"])
+            .filter(pl.col("dur_ns") > self.min_inflation * pl.col("alone_ns"))
+            .with_columns(held_up.alias("held_up_ns"))
+            .filter(pl.col("held_up_ns") > 0)
+            .sort("window", "rank", "start_ns")
         )
 
 
-def _slowed(table: pl.DataFrame, min_inflation: float) -> pl.DataFrame:
-    """Return the preparation that took `min_inflation` times as long beside compute as alone, with its excess."""
-    same = ["rank", "name", "bytes"]
-    alone = (
-        table.filter(pl.col("overlapped_ns") == 0)
-        .group_by(same)
-        .agg(pl.col("dur_ns").median().cast(pl.Int64).alias("alone_ns"), pl.len().alias("instances_alone"))
-    )
-    beside = table.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns"))
-    return beside.join(alone, on=same, nulls_equal=True).filter(pl.col("dur_ns") > min_inflation * pl.col("alone_ns"))
-
-
 def _chains(slowed: pl.DataFrame) -> pl.DataFrame:
-    """Return per delayed collective how late it started and how much compute lost: columns late_ns and lost_ns."""
-    excess_ns = pl.min_horizontal(pl.col("dur_ns") - pl.col("alone_ns"), "gap_ns")
-    late = slowed.drop_nulls("collective_id").group_by("window", "rank", "device", "collective_id")
-    return late.agg(excess_ns.sum().alias("late_ns"), pl.col("idle_ns").first()).with_columns(
-        pl.min_horizontal("late_ns", "idle_ns").alias("lost_ns")
+    """Return the held-up work of whole chains; `lost_ns`, the time compute waited for it, stands at a chain's first."""
+    lost_ns = pl.min_horizontal(pl.col("held_up_ns").sum().over(_CHAIN), "wait_ns")
+    first = pl.int_range(pl.len()).over(_CHAIN) == 0
+    return slowed.filter(lost_ns > 0).with_columns(pl.when(first).then(lost_ns).otherwise(0).alias("lost_ns"))
+
+
+def _steps(run: Run, chains: pl.DataFrame) -> pl.DataFrame:
+    """Return every step with the time lost in it, 0 where no chain was found."""
+    lost = chains.group_by(typical.PLACE).agg(pl.col("lost_ns").sum(), pl.col("held_up_ns").sum())
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
+    return (
+        steps.select(*typical.PLACE, "start_ns", "duration_ns")
+        .join(lost, on=typical.PLACE, how="left", nulls_equal=True)
+        .with_columns(pl.col("lost_ns", "held_up_ns").fill_null(0))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+    )
+
+
+def _message(worst: dict[str, Any], own: pl.DataFrame) -> str:
+    inflation = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
+    return (
+        f"Preparatory kernels on a communication stream take {inflation:.1f} times as long beside compute as alone: "
+        f"collectives start {units.duration(worst['held_up_ns'])} late in {typical.in_words(worst)}, and compute waits "
+        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that."
+    )
+
+
+def _evidence(worst: dict[str, Any], chains: pl.DataFrame) -> pl.DataFrame:
+    """Return the work of the quoted step's chains, then the costliest of others."""
+    own = typical.here(chains, worst)
+    others = chains.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
+    return pl.concat([own, others.sort("lost_ns", descending=True).head(_EVIDENCE_ROWS)]).select(
+        *("window", "rank", "step", "device", "lane", "name", "start_ns", "dur_ns", "alone_ns"),
+        *("held_up_ns", "wait_ns", "lost_ns", "collective_start_ns", "collective_dur_ns"),
     )

@@ -1,0 +1,277 @@
+"""What rules claim of recorded runs, recomputed from the raw files in plain Python."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.integration import raw
+from tracekit import units
+from tracekit.analysis import contention
+from tracekit.checking import check
+from tracekit.loading import load
+from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.comm import ExposedCommunication
+from tracekit.rules.data import DoubtfulTrace
+from tracekit.rules.memory import AllocatorChurn
+from tracekit.rules.stream import GiveWay
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "sample_traces"
+OTHERS = ROOT.parent / "shared" / "traces"
+
+
+def others(name):
+    folder = OTHERS / name
+    if not folder.is_dir():
+        pytest.skip("the traces of others are not beside this checkout")
+    return load(folder)
+
+
+def judge(run, rule):
+    return {found.subject: found for found in check(run, [rule]).findings}
+
+
+def raw_of(run, rank):
+    return raw.RawTrace(next(source.path for source in run.sources if source.rank == rank))
+
+
+def quoted(found):
+    """The step and rank that a message names."""
+    match = re.search(r"the typical step \((\d+)\) of rank (\d+)", found.message)
+    return int(match[1]), int(match[2])
+
+
+@pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
+def test_exposed_communication_of_a_recorded_run_on_the_host(name):
+    run = load(SAMPLES / name)
+    (found,) = judge(run, ExposedCommunication(max_exposed_ratio=0.0)).values()
+    step, rank = quoted(found)
+    exposed, hidden, duration = raw.exposed_on_host(raw_of(run, rank), step)
+    assert found.cost_ns == exposed
+    assert found.impact == exposed / duration
+    assert f"{units.duration(exposed)} of {units.duration(duration)}" in found.message
+    assert f"compute hides {units.share(hidden / (hidden + exposed))} of its" in found.message
+    saving = 7  # both runs save in it
+    assert saving not in found.steps
+    assert saving not in found.evidence["step"].to_list()
+    assert "checkpoint" not in found.evidence["phase"].to_list()
+
+
+def test_the_step_quoted_is_the_median_of_the_worst_rank():
+    run = load(SAMPLES / "demo-fsdp2")
+    (found,) = judge(run, ExposedCommunication(max_exposed_ratio=0.0)).values()
+    shares = {}
+    for rank in run.ranks:
+        trace = raw_of(run, rank)
+        parts = {step: raw.exposed_on_host(trace, step) for step in trace.steps if step != 7}
+        shares[rank] = statistics.median_low(exposed / duration for exposed, _, duration in parts.values())
+    assert found.impact == max(shares.values())
+    assert quoted(found)[1] == max(shares, key=shares.__getitem__)
+
+
+def test_exposed_communication_of_gpus_and_the_rank_that_waits_least():
+    run = others("nanogpt_h100_8ranks")
+    (found,) = judge(run, ExposedCommunication()).values()
+    step, rank = quoted(found)
+    exposed, _, duration = raw.exposed_on_device(raw_of(run, rank), step)
+    assert (found.cost_ns, found.impact) == (exposed, exposed / duration)
+    least = int(re.search(r"On rank (\d+) it is", found.message)[1])
+    trace = raw_of(run, least)
+    shares = [e / d for e, _, d in (raw.exposed_on_device(trace, of) for of in trace.steps)]
+    assert f"On rank {least} it is {units.share(statistics.median_low(shares))}" in found.message
+    own = found.evidence.filter(pl.col("step") == step, pl.col("rank") == rank, pl.col("start_ns").is_not_null())
+    kernels = {(k.start, k.end - k.start) for k in raw_of(run, rank).of("kernel") if k.name.startswith("nccl")}
+    assert set(own.select("start_ns", "dur_ns").rows()) <= kernels
+
+
+def test_what_device_mallocs_stall_is_idle_time_of_the_device():
+    run = others("torchrec_v100_4ranks")
+    found = judge(run, AllocatorChurn())["device calls"]
+    step, rank = quoted(found)
+    trace = raw_of(run, rank)
+    calls, idle = raw.device_calls(trace), raw.idle_of_devices(trace)
+    stalls = {
+        call: raw.stall(call, following, idle)
+        for call, following in zip(calls, [*calls[1:], None], strict=True)
+        if trace.step_at(call.start) == step
+    }
+    host = sum(call.end - call.start for call in stalls)
+    _, _, duration = raw.exposed_on_device(trace, step)
+    assert found.cost_ns == sum(stalls.values())
+    assert found.impact == sum(stalls.values()) / duration
+    assert found.message.startswith(f"{len(stalls)} device malloc and free calls")
+    assert f"on the host they take {units.duration(host)}." in found.message
+    rows = found.evidence.drop_nulls("start_ns").select("start_ns", "stalled_ns").rows()
+    assert dict(rows) == {call.start: ns for call, ns in stalls.items()}
+    # The first profiled step has 61 ms of one malloc in it: warm-up, left out.
+    assert 4 not in found.steps
+
+
+def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_ends():
+    run = others("tracelens_mi300_resnet_ddp")
+    found = judge(run, AllocatorChurn())["device calls"]
+    step, _ = quoted(found)
+    trace = raw_of(run, 0)
+    assert not trace.steps
+    ends = sorted(s.end for s in trace.of("user_annotation") if s.name.startswith("Optimizer.step#"))
+    trace.steps = dict(enumerate(zip([min(s.start for s in trace.slices), *ends], ends, strict=False)))
+    calls, idle = raw.device_calls(trace), raw.idle_of_devices(trace)
+    stalls = {
+        call: raw.stall(call, following, idle)
+        for call, following in zip(calls, [*calls[1:], None], strict=True)
+        if trace.step_at(call.start) == step
+    }
+    assert found.cost_ns == sum(stalls.values())
+    assert found.impact == sum(stalls.values()) / raw.exposed_on_device(trace, step)[2]
+    assert found.impact > 0.9
+    assert found.message.startswith(f"{len(stalls):,} device malloc and free calls")
+    assert {"hipMalloc", "hipFree"} & set(found.evidence["name"])
+
+
+def test_a_run_with_28_000_allocations_from_a_warm_cache_is_no_churn():
+    run = others("hta_ddp_v100_memory")
+    assert sum(event["name"] == "[memory]" for event in raw_of(run, 1).events) == 28_010
+    assert judge(run, AllocatorChurn()) == {}
+
+
+def test_unit_buffers_are_memory_events_inside_the_engines_spans():
+    run = load(SAMPLES / "demo-fsdp2")
+    found = judge(run, AllocatorChurn())["unit buffers"]
+    step, rank = quoted(found)
+    trace = raw_of(run, rank)
+    spans = [s for s in trace.of("user_annotation") if re.match(r"FSDP::\w", s.name)]
+    calls = [s.span for s in trace.slices if s.name.startswith("c10d::")]
+    taken = []
+    for event in trace.events:
+        if event.get("name") != "[memory]" or event["args"]["Bytes"] < 1 << 20:
+            continue
+        at = trace.base + int(event["ts"] * 1000)
+        around = [s for s in spans if s.place == (event["pid"], event["tid"]) and s.start <= at <= s.end]
+        inner = max(around, key=lambda s: s.start, default=None)
+        in_backend = any(start <= at < end for start, end in calls)
+        of_unit = inner and re.search("all_gather|reduce|unshard|pre_forward|pre_backward|post_backward", inner.name)
+        if of_unit and not in_backend and trace.step_at(at) == step:
+            taken.append(event["args"]["Bytes"])
+    assert found.cost_bytes == sum(taken)
+    assert f"allocate {len(taken)} buffers of 1 MiB or more, {units.size(sum(taken))} in all" in found.message
+    assert sorted(found.evidence["bytes"]) == sorted(taken)
+    assert "unit buffers" not in judge(load(SAMPLES / "demo-yafsdp"), AllocatorChurn())
+
+
+@pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
+def test_a_blocking_save_by_its_log(name):
+    run = load(SAMPLES / name)
+    (found,) = judge(run, BlockingCheckpoint()).values()
+    lines = [
+        json.loads(line)
+        for path in sorted((SAMPLES / name).glob("*.checkpoint.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    totals: dict[str, int] = {}
+    for line in lines:
+        if line["stage"] == "total":
+            totals[line["checkpoint"]] = max(totals.get(line["checkpoint"], 0), line["dur_ns"])
+    blocked = statistics.median_low(totals.values())
+    assert f"blocks training for {units.duration(blocked)}" in found.message
+    steps: dict[int, int] = {}
+    for path in (SAMPLES / name).glob("*.metrics.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            steps[line["step"]] = max(steps.get(line["step"], 0), line["step_time_ns"])
+    done = sorted({line["step"] for line in lines})
+    plain = statistics.median(ns for step, ns in steps.items() if step + 1 not in done)
+    assert found.impact == pytest.approx(blocked / (blocked + (done[1] - done[0]) * plain))
+    # Who works longest between two meetings, and at what.
+    save = next(checkpoint for checkpoint, ns in totals.items() if ns == blocked)
+    own = {(line["rank"], line["stage"]): line["dur_ns"] for line in lines if line["checkpoint"] == save}
+    path = []
+    for leg in (("plan",), ("stage", "serialize", "write", "fsync"), ("finish",)):
+        slowest = max((0, 1), key=lambda rank: sum(own.get((rank, stage), 0) for stage in leg))
+        path += [(own.get((slowest, stage), 0), slowest, stage) for stage in leg]
+    ns, rank, stage = max(path)
+    assert f"the stage {stage} on rank {rank}, {units.duration(ns)}" in found.message
+    assert stage != "wait"
+
+
+def test_work_without_a_launch_is_what_no_runtime_call_stands_for():
+    run = others("nanogpt_h100_8ranks")
+    found = judge(run, DoubtfulTrace())["unlinked"]
+    worst = found.evidence.row(0, named=True)
+    trace = raw_of(run, worst["rank"])
+    launches = {s.args.get("correlation") for s in trace.of("cuda_runtime", "cuda_driver")}
+    work = trace.of("kernel", "gpu_memcpy", "gpu_memset")
+    lost = sum(s.end - s.start for s in work if s.args.get("correlation") not in launches)
+    assert worst["doubtful_ratio"] == lost / sum(s.end - s.start for s in work)
+    assert units.share(worst["doubtful_ratio"]) in found.message
+
+
+def test_a_first_step_that_fills_caches_is_told_as_warm_up():
+    run = others("torchrec_v100_4ranks")
+    found = judge(run, DoubtfulTrace())["warm_up_inside"]
+    for row in found.evidence.iter_rows(named=True):
+        trace = raw_of(run, row["rank"])
+        first, *rest = [raw.exposed_on_device(trace, step)[2] for step in trace.steps]
+        assert row["doubtful_ratio"] == first / (first + sum(rest))
+        assert f"takes {units.duration(first)}, the others {units.duration(statistics.median(rest))}" in row["message"]
+
+
+def test_launches_without_work_are_counted():
+    run = others("tracelens_h100_memory_stacks")
+    found = judge(run, DoubtfulTrace())["dropped_events"]
+    trace = raw_of(run, run.ranks[0])
+    done = {s.args.get("correlation") for s in trace.of("kernel", "gpu_memcpy", "gpu_memset")}
+    launch = re.compile(r"(cuda|cu|hip)\w*(Launch\w*Kernel|GraphLaunch)|(cuda|hip)Mem(cpy|set)")
+    launches = [s for s in trace.of("cuda_runtime", "cuda_driver") if launch.match(s.name)]
+    idle = sum(s.args["correlation"] not in done for s in launches)
+    assert f"{idle:,} of {len(launches):,} launches" in found.message
+
+
+def test_slices_that_overlap_on_a_stream_are_counted_as_by_hand():
+    run = others("nanogpt_h100_8ranks")
+    found = judge(run, DoubtfulTrace(min_doubtful_ratio=0.0))["overlapping_slices"]
+    for row in found.evidence.iter_rows(named=True):
+        count = shared = total = 0
+        streams: dict[object, list[tuple[int, int]]] = {}
+        for s in raw_of(run, row["rank"]).of("kernel", "gpu_memcpy", "gpu_memset"):
+            streams.setdefault(s.args["stream"], []).append(s.span)
+        for spans in streams.values():
+            reach = 0
+            for start, end in sorted(spans):
+                count += min(reach, end) > start
+                shared += max(0, min(reach, end) - start)
+                total += end - start
+                reach = max(reach, end)
+        assert row["message"].startswith(f"{count:,} slices overlap")
+        assert row["doubtful_ratio"] == shared / total
+
+
+@pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
+def test_our_own_recordings_give_no_cause_for_doubt(name):
+    assert judge(load(SAMPLES / name), DoubtfulTrace(min_doubtful_ratio=0.0)) == {}
+
+
+def test_preparation_on_real_streams_is_measured_as_by_hand_and_no_give_way_is_claimed():
+    run = others("torchrec_v100_4ranks")
+    table = run.table(contention.preparation).filter(pl.col("rank") == 0)
+    kernels = raw_of(run, 0).of("kernel", "gpu_memcpy", "gpu_memset")
+    streams = {k.args["stream"] for k in kernels if k.name.startswith("nccl")}
+    expected = set()
+    for stream in streams:
+        own = [k for k in kernels if k.args["stream"] == stream]
+        time = {True: 0, False: 0}
+        for k in own:
+            time[k.name.startswith("nccl")] += k.end - k.start
+        if time[True] > time[False]:
+            expected |= {(k.start, k.end - k.start) for k in own if not k.name.startswith("nccl")}
+    assert set(table.select("start_ns", "dur_ns").rows()) == expected
+    compute = [
+        k.span
+        for k in kernels
+        if k.cat == "kernel" and not k.name.startswith("nccl") and k.args["stream"] not in streams
+    ]
+    for start, dur, overlapped in table.select("start_ns", "dur_ns", "overlapped_ns").rows():
+        assert overlapped == raw.length(raw.common([(start, start + dur)], compute))
+    assert judge(run, GiveWay()) == {}

@@ -1,0 +1,106 @@
+"""For each rule a drawn run on which it fires and one on which it stays silent. A rule without them fails the tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import polars as pl
+
+from tests import drawn
+from tracekit import schema
+from tracekit.trace import RUN_DOUBTS, Run
+
+HOST_LANE = 99
+
+
+@dataclass(frozen=True)
+class Proof:
+    fires: Callable[[], Run]
+    silent: Callable[[], Run]
+
+
+def ops(*rows: tuple[str, str, int, int], step: int | None = 0, phase: str | None = None) -> pl.DataFrame:
+    """Return host slices of one thread from (name, kind, start, end)."""
+    made = [
+        {"id": number, "lane": HOST_LANE, "name": name, "kind": kind, "start_ns": start, "dur_ns": end - start}
+        for number, (name, kind, start, end) in enumerate(rows)
+    ]
+    frame = pl.DataFrame(made).with_columns(step=pl.lit(step, pl.Int64), phase=pl.lit(phase, pl.String))
+    return schema.OPS.conform(frame)
+
+
+def saves(**stages_ns: int) -> pl.DataFrame:
+    """Return the log of one save of a rank, after step 2, by its stages' times."""
+    rows = [
+        {"checkpoint": "step-2", "operation": "save", "step": 2, "stage": stage, "start_ns": 0, "dur_ns": dur_ns}
+        for stage, dur_ns in stages_ns.items()
+    ]
+    return pl.DataFrame(rows).with_columns(blocking=pl.lit(value=True))
+
+
+def metrics(name: str, *values: float) -> pl.DataFrame:
+    """Return a metric of steps 0, 1, …"""
+    return pl.DataFrame({"step": range(len(values)), "name": [name] * len(values), "value": [float(v) for v in values]})
+
+
+EXPOSED = """
+    step     0000000000
+    compute  aaaaaa....
+    comm     .....xxxx.
+"""
+HIDDEN = """
+    step     0000000000
+    compute  aaaaaaaaaa
+    comm     .xxxxxxxx.
+"""
+# p takes 2 ns alone, 6 beside a; x starts 4 late, and compute waits its last 4 ns.
+GIVE_WAY = """
+    step     0000000000000000000000000
+    compute  aaaaaaaa....aaaa......aaa
+    comm     ppppppxxxxxx....ppxxxx...
+"""
+# The same work, prepared before the compute beside it.
+PREPARED = """
+    step     0000000000000000000000000
+    compute  ..aaaaaa....aaaa......aaa
+    comm     ppxxxxxx........ppxxxx...
+"""
+# The device is idle from 10 to 16, from 30 to 36 and from 50 to 56 ns.
+CHURNING = """
+    step     000000000000000000001111111111111111111122222222222222222222
+    compute  aaaaaaaaaa......aaaaaaaaaaaaaa......aaaaaaaaaaaaaa......aaaa
+"""
+
+
+def giving_way(picture: str, **more: object) -> Run:
+    return drawn.run(drawn.trace(picture, columns={"p": {"kind": "compute"}}, **more))
+
+
+def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
+    """Return a drawn run with device mallocs at (step, start, end)."""
+    rows = [ops(("cudaMalloc", "runtime", start, end), step=step) for step, start, end in calls]
+    return drawn.run(drawn.trace(picture, ops=pl.concat(rows)) if rows else drawn.trace(picture))
+
+
+def saving(**stages_ns: int) -> Run:
+    trace = drawn.trace(
+        "step 01\ncompute ab", checkpoints=saves(**stages_ns), metrics=metrics("step_time_ns", 100, 100, 100)
+    )
+    return drawn.run(trace, strategy="ddp")
+
+
+def doubtful(*doubts: tuple[str, float]) -> Run:
+    """Return a sound run that is said to have these doubts, by kind and share."""
+    run = drawn.run(drawn.trace(HIDDEN))
+    rows = [(0, None, kind, f"Something is {kind}.", ratio) for kind, ratio in doubts]
+    return Run(run.path, run.sources, doubts=pl.DataFrame(rows, schema=RUN_DOUBTS.schema, orient="row"))
+
+
+PROOFS: dict[str, Proof] = {
+    "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
+    "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
+    "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
+    "CKPT001": Proof(
+        lambda: saving(plan=10, write=80, total=100), lambda: drawn.run(drawn.trace(HIDDEN), strategy="ddp")
+    ),
+    "DATA001": Proof(lambda: doubtful(("truncated", 0.3)), doubtful),
+}
