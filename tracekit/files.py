@@ -85,8 +85,8 @@ class Found:
 def find(where: Where) -> Found:
     """Find what may be traces under a folder, in a list of paths, behind a glob or a URL (s3://, gs://, memory://, …).
 
-    Folders are searched five levels deep; hidden folders and checkpoints in them are not. Raises InputError where something named does
-    not exist or cannot be reached, or where nothing may be a trace.
+    Folders are searched five levels deep; hidden folders and checkpoints in them are not. Raises InputError where
+    something named does not exist or cannot be reached, or where nothing may be a trace.
     """
     named = [where] if isinstance(where, str | os.PathLike) else list(where)
     if not named:
