@@ -94,7 +94,8 @@ def _trace(events: Events, path: str, *, rank: int, window: int) -> Trace:
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     checkpoints, metrics, bad_logs = logs.read_beside(path, rank)
-    bad_times = len(events.host) + len(events.device) - len(slices) - len(device)
+    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
     found = doubts.table(events, built.steps, bad_times=bad_times)
     speaking: list[Args] = [s.args for s in (*events.device_spoken, *events.host_spoken)]
     return Trace(
@@ -107,7 +108,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int) -> Trace:
         activities=activities,
         collectives=schema.COLLECTIVES.conform(collectives.table(speakers, built, saying)),
         groups=collectives.groups(events.header, speaking),
-        allocations=schema.ALLOCATIONS.conform(allocations.table(_at_times(events.memory), built, threads, base_ns)),
+        allocations=schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
         checkpoints=checkpoints,
         metrics=metrics,
         doubts=pl.concat([bad_logs, found]),
@@ -137,10 +138,6 @@ def _timed(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
         .filter(usable)
         .with_columns(pl.col("row").cast(pl.Int64), pl.col("start_ns") + base_ns)
     )
-
-
-def _at_times(memory: pl.DataFrame) -> pl.DataFrame:
-    return memory.filter(pl.col("at_ns") != numbers.BAD)
 
 
 def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
