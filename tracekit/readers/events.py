@@ -164,6 +164,12 @@ def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:
         return None
 
 
+def from_text(text: str, event: Mapping[str, Any]) -> Event:
+    """Return the event of a JSON object, given as text and parsed; its times are text."""
+    found = decode(f"[{text}]".encode(), exact=True)
+    return found[0] if found else from_object(event)
+
+
 def from_object(event: Mapping[str, Any]) -> Event:
     """Return the event that a plain JSON object describes; strings that no encoding can hold are mended."""
     kind = _BY_PHASE.get(event["ph"]) if isinstance(event.get("ph"), str) else None

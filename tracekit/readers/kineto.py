@@ -24,9 +24,14 @@ def read(path: str, *, rank: int, window: int = 0) -> Trace:
     A file that is cut or damaged is read as far as it goes, and `doubts` says what is missing. Raises BadTraceError if
     the file is missing, empty, no trace, or holds not one whole event.
     """
+    return read_counted(path, rank=rank, window=window)[0]
+
+
+def read_counted(path: str, *, rank: int, window: int = 0) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
+    """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
     events = stream.read_events(path)
     trace = _trace(events, path, rank=rank, window=window)
-    return replace(trace, doubts=pl.concat([trace.doubts, _several_ranks(events)]))
+    return replace(trace, doubts=pl.concat([trace.doubts, _several_ranks(events)])), events.counts
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:

@@ -163,7 +163,7 @@ class Scan:
         self.damage.lost_bytes += self._need_comma and not comma
         self._need_comma = True
         if isinstance(item, dict):
-            found.append(events.from_object(item))
+            found.append(events.from_text(text[start:end], item))
         else:
             self.damage.not_events += 1
         return end, end
