@@ -135,7 +135,7 @@ class Gather:
         where = [places[category] for category in categories]
         host = self._host_part(*_placed(slices, where, 0, _FIRST_DEVICE))
         device = self._device_part(*_placed(slices, where, _FIRST_DEVICE, _UNUSED))
-        others = [e for e in rest if type(e) not in events.FLOWS]
+        others = [e for e in rest if type(e) not in events.COUNTED]
         memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
         if host is None or device is None or memory is None:
             return None

@@ -84,13 +84,14 @@ class Clock:
         if not all(isinstance(value, msgspec.Raw) for value in values):
             return self._one_by_one(values, missing)
         texts = pl.Series([bytes(value).decode("utf-8", "replace") for value in values], dtype=pl.String)
-        self.epoch = True
         self.fractions |= bool(texts.str.contains(".", literal=True).any())
         self.thousandths = self.thousandths or bool(texts.str.contains(_THREE_DECIMALS).any())
         parsed = texts.cast(pl.Decimal(38, 3), strict=False).to_physical().cast(pl.Int64, strict=False)
         if parsed.null_count():
             return self._one_by_one(values, missing)
-        return parsed.to_numpy()
+        ns = parsed.to_numpy()
+        self.epoch |= bool((np.abs(ns) >= _EXACT_US * 1000).any())
+        return ns
 
     def _one_by_one(self, values: list[Any], missing: int) -> Ints:
         return np.array([self._ns(value, missing) for value in values], np.int64)
