@@ -16,9 +16,9 @@ import torch
 
 STRATEGIES = ("fsdp2", "yafsdp")
 
-# The profiled window, steps 21 to 25, holds the first of the two checkpoints. The steps around it, whose metrics are
+# The profiled window, steps 20 to 26, holds the first of the two checkpoints. The steps around it, whose metrics are
 # logged too, are enough for a comparison of tokens per second to tell a difference from noise.
-_RUN = shlex.split("--steps 48 --checkpoint-every 24 --keep 1 --profile-wait 19 --profile-warmup 2 --profile-active 5")
+_RUN = shlex.split("--steps 48 --checkpoint-every 24 --keep 1 --profile-wait 18 --profile-warmup 2 --profile-active 7")
 _ON_CPU = shlex.split("--device cpu --world-size 2 --model tiny")
 _ON_GPUS = shlex.split("--device cuda --model 125m --precision bf16 --batch 4 --tokens 1024")
 

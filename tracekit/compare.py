@@ -86,7 +86,7 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
 
 def _differences(reference: Side, candidate: Side, *, allow_different: bool) -> list[str]:
     """Return notes on what differs between the manifests; raise where that makes speed incomparable."""
-    a, b = (_flat(side.manifest) for side in (reference, candidate))
+    a, b = (_flat({"simulated": False, **side.manifest}) for side in (reference, candidate))
     notes: list[str] = []
     refused: list[str] = []
     for field in sorted(a.keys() | b.keys()):

@@ -85,8 +85,8 @@ class Found:
 def find(where: Where) -> Found:
     """Find what may be traces under a folder, in a list of paths, behind a glob or a URL (s3://, gs://, memory://, …).
 
-    Folders are searched five levels deep; their hidden folders are not. Raises InputError where something named does
-    not exist or cannot be reached, or where nothing may be a trace.
+    Folders are searched five levels deep; hidden folders and checkpoints in them are not. Raises InputError where
+    something named does not exist or cannot be reached, or where nothing may be a trace.
     """
     named = [where] if isinstance(where, str | os.PathLike) else list(where)
     if not named:
@@ -132,6 +132,9 @@ def _walk(root: Path) -> Iterator[File]:
     for folder, folders, names in os.walk(root):
         depth = len(Path(folder).relative_to(root).parts)
         folders[:] = sorted(name for name in folders if not name.startswith(".")) if depth < _MAX_DEPTH else []
+        if _is_checkpoint(names):
+            folders[:] = []
+            continue
         for name in sorted(names):
             path = Path(folder, name)
             if _may_be_trace(name) and path.is_file():
@@ -164,7 +167,12 @@ def _of_url(url: str) -> list[File]:
     files = [File(name, int(d.get("size") or 0), system) for name, d in details.items() if d.get("type") == "file"]
     if not files:
         raise InputError(f"{url}: no such file or folder; check the address")
-    return files if single else [file for file in files if _may_be_trace(file.name)]
+    inside: dict[str, list[str]] = {}
+    for file in files:
+        inside.setdefault(file.folder, []).append(file.name)
+    checkpoints = tuple(f"{folder}/" for folder, names in inside.items() if _is_checkpoint(names))
+    wanted = [file for file in files if _may_be_trace(file.name) and not file.path.startswith(checkpoints)]
+    return files if single else wanted
 
 
 def _line(error: Exception) -> str:
@@ -173,6 +181,11 @@ def _line(error: Exception) -> str:
 
 def _may_be_trace(name: str) -> bool:
     return name.lower().endswith(TRACE_SUFFIXES) and not name.startswith(".")
+
+
+def _is_checkpoint(names: Iterable[str]) -> bool:
+    """Return whether a folder of files of these names is a checkpoint by torch.distributed.checkpoint, whole or not."""
+    return any(name == ".metadata" or name.endswith(".distcp") for name in names)
 
 
 def _is_manifest(file: File) -> bool:

@@ -1,6 +1,7 @@
 """The HTML report as a person opens it: a file, no server, no network."""
 
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
@@ -77,7 +78,9 @@ def test_figures_are_legible_on_a_dark_page_and_on_paper(browser, pages):
         return browser.execute_script("return getComputedStyle(arguments[0]).fill", label)
 
     def wait_for(colour):
-        WebDriverWait(browser, WAIT_S).until(lambda _: ink() == colour)
+        # A figure that is drawn anew in other colours drops the label that was just found.
+        waiting = WebDriverWait(browser, WAIT_S, ignored_exceptions=[StaleElementReferenceException])
+        waiting.until(lambda _: ink() == colour)
 
     def prefer(scheme):
         features = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -91,6 +91,22 @@ def test_nested_folders_hidden_ones_apart(tmp_path):
     assert run.doubts.is_empty()
 
 
+@pytest.mark.parametrize("shard", [".metadata", "__0_0.distcp"])
+def test_checkpoints_beside_traces_are_not_looked_into(pair, shard):
+    folder = pair / "checkpoints" / "step-000024"
+    write(folder / "seal.json", {"step": 24})
+    (folder / shard).write_bytes(b"")
+    write(folder / "more" / "rank7.json", trace(7))
+    memory = fsspec.filesystem("memory")
+    memory.put(f"{pair}/", "memory://kept/run/", recursive=True)
+    try:
+        for run in (load(pair), load("memory://kept/run")):
+            assert run.ranks == (0, 1)
+            assert run.doubts.is_empty()
+    finally:
+        memory.rm("memory://kept", recursive=True)
+
+
 def test_ranks_are_known_before_anything_is_parsed(pair):
     run = load(pair)
     (pair / "rank0.json").unlink()

@@ -162,3 +162,10 @@ def test_a_bar_that_means_nothing_is_refused(text: str, expected: str) -> None:
         bar.parse(text)
     assert expected in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(("told", "notes"), [(False, 0), (True, 1)])
+def test_a_side_that_does_not_say_simulated_was_recorded(told: bool, notes: int) -> None:
+    comparison = compare(side("a"), side("b", simulated=told))
+    assert len(comparison.notes) == notes
+    assert all(note == "simulated differs: False in a, True in b" for note in comparison.notes)
