@@ -119,10 +119,18 @@ class Clock:
 
 def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
     """Return whole numbers, `missing` where one is none or doesn't fit; text that holds one counts."""
+    found = plain(values)
+    if found is None:
+        found = plain([missing if value is None else value for value in values])
+    return np.array([_int(value, missing) for value in values], np.int64) if found is None else found
+
+
+def plain(values: list[Any]) -> Ints | None:
+    """Return whole numbers that are all there and fit; None where one does not."""
     try:
-        return np.frombuffer(array("q", [missing if value is None else value for value in values]), np.int64)
+        return np.frombuffer(array("q", values), np.int64)
     except (TypeError, OverflowError):
-        return np.array([_int(value, missing) for value in values], np.int64)
+        return None
 
 
 def ids(values: list[Any]) -> Ints:
