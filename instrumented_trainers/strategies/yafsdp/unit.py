@@ -130,6 +130,16 @@ class Unit:
                 own.copy_(parameter.shard)
                 parameter.shard.data = own
 
+    def replaced(self) -> UnitParameter | None:
+        """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
+        for parameter in self.parameters:
+            shard = parameter.shard
+            address = self.master.data_ptr() + parameter.part.start * self.master.element_size()
+            moved = shard.numel() > 0 and (shard.data_ptr() != address or shard.dtype != self.master.dtype)
+            if moved or any(module._parameters.get(name) is not shard for module, name in parameter.sites):
+                return parameter
+        return None
+
     # Weights ---------------------------------------------------------------------------------------------------------
 
     @property
