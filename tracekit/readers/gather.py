@@ -137,10 +137,11 @@ class Gather:
         device = self._device_part(*_placed(slices, where, _FIRST_DEVICE, _UNUSED))
         others = [e for e in rest if type(e) not in events.COUNTED]
         memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
-        if host is None or device is None or memory is None:
+        halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        if host is None or device is None or memory is None or self.clock.ns([e.ts for e in halves]) is None:
             return None
         self.unknown += where.count(_UNKNOWN)
-        self._pairs += [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        self._pairs += halves
         self._name_threads([e for e in others if type(e) is events.Metadata and e.name == "thread_name"])
         for category, n in Counter(categories).items():
             self.counts[_SLICE_PHASE, _text(category)] += n
