@@ -70,14 +70,11 @@ class Clock:
         return None if ns == BAD else ns
 
     def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints | None:
+        if (np.abs(us) >= _EXACT_US).any():
+            return None
         whole = np.floor(us)
         fraction = us - whole
-        large = np.abs(us) >= _EXACT_US
-        broken = fraction != 0
-        if (large & broken).any():
-            return None
-        self.epoch |= bool(large.any())
-        self.fractions |= bool(broken.any())
+        self.fractions |= bool(fraction.any())
         return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
     def _from_raw(self, values: list[Any], missing: int) -> Ints:
