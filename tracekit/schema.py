@@ -44,6 +44,8 @@ class Table:
         """
         if frame.is_empty():
             return self.empty()  # selecting only literals from a frame without columns would make a row
+        if list(frame.schema.items()) == list(self.schema.items()):
+            return frame
         present = set(frame.columns)
         return frame.select(
             pl.col(c.name).cast(c.dtype) if c.name in present else pl.lit(None, c.dtype).alias(c.name)

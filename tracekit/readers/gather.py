@@ -238,8 +238,8 @@ class Gather:
         } | self._ranks(found)
 
     def _keep(self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any]) -> None:
-        self.host_spoken += [Spoken(self._host_rows + i, args) for i, args in host.pop("spoken")]
-        self.device_spoken += [Spoken(self._device_rows + i, args) for i, args in device.pop("spoken")]
+        self.host_spoken += [Spoken(self._host_rows + i, _by_itself(args)) for i, args in host.pop("spoken")]
+        self.device_spoken += [Spoken(self._device_rows + i, _by_itself(args)) for i, args in device.pop("spoken")]
         self._host_rows += len(host["kind"])
         self._device_rows += len(device["kind"])
         for parts, part in ((self._host, host), (self._device, device), (self._memory, memory)):
@@ -316,6 +316,12 @@ def _of_places(
 def _speaks(name: Any) -> bool:
     """Return whether the arguments of a host slice of this name may describe a collective."""
     return isinstance(name, str) and _SPEAKS.match(name) is not None
+
+
+def _by_itself(args: Args) -> Args:
+    """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
+    args.input_dims, args.input_type = args.input_dims.copy(), args.input_type.copy()
+    return args
 
 
 def _external_ids(args: list[Args]) -> Ints:

@@ -49,6 +49,11 @@ class Host:
         """Return which slices are of a kind of `gather.HOST_KINDS`."""
         return np.equal(self.kind, _KIND[kind])
 
+    @property
+    def size_bytes(self) -> int:
+        """Return how much memory the slices take."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
     def table(self) -> pl.DataFrame:
         """Return the ops table."""
         return pl.DataFrame(

@@ -79,7 +79,7 @@ class Scan:
         if self.exact or not self._batch:
             return None
         self.exact = True
-        return events.decode(b"[%b]" % self._batch, exact=True)
+        return events.decode(self._batch, exact=True)
 
     def _counted(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
         for block in blocks:
@@ -90,17 +90,22 @@ class Scan:
         between = _between_events(held)
         comma = between.find(b",")
         for block in unread:
-            held += block
-            if len(held) < _BATCH_BYTES:
+            if len(held) + len(block) < _BATCH_BYTES:
+                held += block
                 continue
-            cut = held.rfind(between) if between else -1
-            batch = self._decode(held[: cut + 1]) if cut >= 0 else None
+            cut = block.rfind(between) if between else -1
+            if cut < 0:
+                held, block = b"", held + block
+                cut = block.rfind(between) if between else -1
+            batch = self._decode(held, memoryview(block)[: cut + 1]) if cut >= 0 else None
             if batch is not None:
-                held = held[cut + comma + 1 :]
-            elif cut >= 0 or len(held) > _PATIENCE_BYTES:
-                batch, held = self._one_by_one(held, last=False)
-                between = _between_events(held) or between
-                comma = between.find(b",")
+                held = block[cut + comma + 1 :]
+            else:
+                held += block
+                if cut >= 0 or len(held) > _PATIENCE_BYTES:
+                    batch, held = self._one_by_one(held, last=False)
+                    between = _between_events(held) or between
+                    comma = between.find(b",")
             yield batch or []
             if self._closed:
                 break
@@ -116,15 +121,16 @@ class Scan:
         self.damage.broken = blocks.broken
         self._finish(b"".join((held, *rest)).decode("utf-8", "replace"))
 
-    def _decode(self, batch: bytes) -> list[Event] | None:
-        self._batch = batch
-        found = None if self._need_comma else events.decode(b"[%b]" % batch, exact=self.exact)
+    def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
+        """Return the events that `parts` hold together; None where they must be read one by one."""
+        self._batch = b"".join((b"[", *parts, b"]"))
+        found = None if self._need_comma else events.decode(self._batch, exact=self.exact)
         if found is None:
-            mended = batch.decode("utf-8", "replace").encode()
-            if mended != batch and not self._need_comma:
+            mended = self._batch.decode("utf-8", "replace").encode()
+            if mended != self._batch and not self._need_comma:
                 self.damage.stray_bytes = True
                 self._batch = mended
-                found = events.decode(b"[%b]" % mended, exact=self.exact)
+                found = events.decode(mended, exact=self.exact)
         return found
 
     def _one_by_one(self, held: bytes, *, last: bool) -> tuple[list[Event], bytes]:
