@@ -1,9 +1,10 @@
-"""YaFSDP beside FSDP2: the same training under both, recorded in turn, measured from what was recorded.
+"""YaFSDP beside FSDP2: what recorded trainings of both show, and how their step times compare.
 
     python -m benchmarks.yafsdp --rounds 10 --out runs/yafsdp-benchmark
 
-Each round trains once under each strategy, in processes of their own; which goes first changes from round to round. All
-numbers come from the runs' files. What stands after ``--`` goes to the trainers: ``-- --model small --tokens 128``.
+Overlap and allocations come from the traces of trainings recorded one after the other. Step times come from both
+strategies training in the same processes, in short stints that take turns, unrecorded: what the machine does besides
+then falls on both alike.
 """
 
 import argparse
@@ -20,51 +21,52 @@ from typing import Any
 
 import torch
 
+from benchmarks import yafsdp_stints
 from benchmarks.yafsdp_measures import LARGE_BYTES, MAKERS, Measured, measure, median_with_interval
+from benchmarks.yafsdp_stints import Setting
 from tracekit import units
 
 BASE, CANDIDATE = STRATEGIES = ("fsdp2", "yafsdp")
 RESULT_FILE = "result.json"
-
-# Steps 9 to 13 are profiled. Of those before, the first two (buffers, caches) and the last (the profiler starts) do not
-# count for the time of a step.
-_WINDOW = ("--steps", "14", "--profile-wait", "8", "--profile-warmup", "1", "--profile-active", "5")
-_TIMED_STEPS = range(2, 8)
-_DEFAULTS = ("--device", "cpu", "--world-size", "2", "--model", "tiny", "--batch", "4", "--tokens", "256")
+_WINDOW = ("--steps", "10", "--profile-wait", "4", "--profile-warmup", "1", "--profile-active", "5")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, print its table, write its result; return the exit code: 1 if a training failed."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    ours, trainers = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     parser = argparse.ArgumentParser(prog="python -m benchmarks.yafsdp", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="trainings under each strategy (default: 10)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs and result.json")
-    options = parser.parse_args(ours)
-    settings = (*_DEFAULTS, *_WINDOW, *trainers)
-    rounds: list[dict[str, Measured]] = []
-    for number in range(options.rounds):
-        measured = _round(options.out / f"round{number:02d}", settings, backwards=number % 2 == 1)
-        if measured is None:
-            return 1
-        rounds.append(measured)
-        print(_line(number, measured), flush=True)
-    result = {"settings": list(settings), "machine": _machine(), "summary": summary(rounds)}
-    result["rounds"] = [{name: asdict(run) for name, run in measured.items()} for measured in rounds]
+    parser.add_argument("--rounds", type=int, default=10, help="stints of each strategy (default: 10)")
+    parser.add_argument("--stint-steps", type=int, default=4, help="steps of a stint (default: 4)")
+    parser.add_argument("--recorded", type=int, default=3, help="recorded trainings of each strategy (default: 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--model", default="tiny", help="a size that the trainers know (default: tiny)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank (default: 4)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens in a sequence (default: 256)")
+    options = parser.parse_args(arguments)
+    setting = Setting(options.device, options.world_size, options.model, options.batch, options.tokens)
+    options.out.mkdir(parents=True, exist_ok=True)
+    recorded = _recorded(options.out, setting, options.recorded)
+    if recorded is None:
+        return 1
+    stints = yafsdp_stints.run(STRATEGIES, setting, rounds=options.rounds, steps=options.stint_steps)
+    result = {"setting": asdict(setting), "machine": _machine(), "summary": summary(recorded, stints)}
+    result["recorded"] = {name: [asdict(run) for run in runs] for name, runs in recorded.items()}
+    result["step_times_ns"] = [dict(stint) for stint in stints]
     (options.out / RESULT_FILE).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n" + table(result["summary"]))
     return 0
 
 
-def summary(rounds: Sequence[Mapping[str, Measured]]) -> dict[str, Any]:
-    """Return what the rounds come to: per strategy medians over rounds, and the ratio of step times with its interval.
+def summary(recorded: Mapping[str, Sequence[Measured]], stints: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return what it comes to: per strategy, and the ratio of step times over rounds with its interval.
 
-    A round's ratio is that of its two trainings, which lie next to each other in time.
+    A round's ratio is that of its two stints, which lie next to each other in time.
     """
-    ratios = [measured[CANDIDATE].step_time_ns / measured[BASE].step_time_ns for measured in rounds]
+    ratios = [stint[CANDIDATE] / stint[BASE] for stint in stints]
     median, low, high = median_with_interval(ratios)
     return {
-        "rounds": len(rounds),
+        "rounds": len(ratios),
         "step_time_ratio": {
             "median": median,
             "low": low,
@@ -72,7 +74,10 @@ def summary(rounds: Sequence[Mapping[str, Measured]]) -> dict[str, Any]:
             "smallest": min(ratios),
             "largest": max(ratios),
         },
-        **{name: _of_strategy([measured[name] for measured in rounds]) for name in STRATEGIES},
+        **{
+            name: {**_of_recorded(recorded[name]), "step_time_ns": statistics.median(stint[name] for stint in stints)}
+            for name in STRATEGIES
+        },
     }
 
 
@@ -99,26 +104,29 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _round(folder: Path, settings: Sequence[str], *, backwards: bool) -> dict[str, Measured] | None:
-    measured = {}
-    for strategy in reversed(STRATEGIES) if backwards else STRATEGIES:
-        run = folder / strategy
-        command = ("-m", "instrumented_trainers", "--strategy", strategy, "--out", str(run), "--overwrite", *settings)
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{strategy} failed with exit code {done.returncode}\n{done.stderr}", file=sys.stderr)
-            return None
-        measured[strategy] = measure(run, timed_steps=_TIMED_STEPS)
+def _recorded(out: Path, setting: Setting, count: int) -> dict[str, list[Measured]] | None:
+    """Record trainings in turn and return what they show, by strategy; None if one failed."""
+    measured: dict[str, list[Measured]] = {name: [] for name in STRATEGIES}
+    for number in range(count):
+        for strategy in STRATEGIES:
+            run = out / f"{strategy}-{number}"
+            command = ("-m", "instrumented_trainers", "--strategy", strategy, "--out", str(run), "--overwrite")
+            wanted = [sys.executable, *command, *setting.arguments, *_WINDOW]
+            done = subprocess.run(wanted, capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"{strategy} failed with exit code {done.returncode}\n{done.stderr}", file=sys.stderr)
+                return None
+            measured[strategy].append(measure(run))
+            print(f"{run.name}: {units.share(measured[strategy][-1].overlap_ratio)} overlapped", flush=True)
     return measured
 
 
-def _of_strategy(runs: Sequence[Measured]) -> dict[str, Any]:
+def _of_recorded(runs: Sequence[Measured]) -> dict[str, Any]:
     overlaps = [run.overlap_ratio for run in runs]
     return {
         "overlap_ratio": statistics.median(overlaps),
         "overlap_ratios": [min(overlaps), max(overlaps)],
         "communication_ns": statistics.median(run.communication_ns for run in runs),
-        "step_time_ns": statistics.median(run.step_time_ns for run in runs),
         # The largest of all runs: where it is 0, there was none in any.
         "large_allocations": {maker: max(run.large_allocations[maker] for run in runs) for maker in MAKERS},
         "large_bytes": {maker: max(run.large_bytes[maker] for run in runs) for maker in MAKERS},
@@ -134,14 +142,6 @@ def _machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def _line(number: int, measured: Mapping[str, Measured]) -> str:
-    words = [
-        f"{name} {run.step_time_ns / 1e6:.0f} ms a step, {units.share(run.overlap_ratio)} overlapped"
-        for name, run in measured.items()
-    ]
-    return f"round {number}: " + "; ".join(words)
 
 
 def _range(ends: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""What a recorded training shows of its strategy: what communication was hidden, who allocated, how long steps took."""
+"""What a recorded training shows of its strategy: how much communication was hidden, and who allocated."""
 
 import math
 import statistics
@@ -29,16 +29,14 @@ class Measured:
     """Share of the time in which collectives ran, over ranks and profiled steps, that had compute beside it."""
     communication_ns: float
     """That time, per rank and profiled step."""
-    step_time_ns: float
-    """Median over the steps that were not profiled, the first ones left out; the slowest rank counts."""
     large_allocations: dict[str, float]
     """By maker, allocations of at least LARGE_BYTES per rank and profiled step."""
     large_bytes: dict[str, float]
     """What these come to, in bytes."""
 
 
-def measure(folder: Path, *, timed_steps: range) -> Measured:
-    """Measure the run in a folder; `timed_steps` are those whose time counts. Raises ValueError if one is missing."""
+def measure(folder: Path) -> Measured:
+    """Measure the run in a folder."""
     run = load(folder)
     steps = run.table(breakdown.by_step)
     overlapped_ns, communication_ns = steps["overlapped_ns"].sum(), steps["communication_ns"].sum()
@@ -47,7 +45,6 @@ def measure(folder: Path, *, timed_steps: range) -> Measured:
     return Measured(
         overlap_ratio=overlapped_ns / communication_ns,
         communication_ns=communication_ns / steps.height,
-        step_time_ns=_step_time_ns(run.table(lambda trace: trace.metrics), timed_steps),
         large_allocations={maker: len(sizes) / steps.height for maker, sizes in by_maker.items()},
         large_bytes={maker: sizes.sum() / steps.height for maker, sizes in by_maker.items()},
     )
@@ -95,14 +92,6 @@ def median_with_interval(values: Sequence[float]) -> tuple[float, float | None, 
     if inner is None:
         return statistics.median(ordered), None, None
     return statistics.median(ordered), ordered[inner], ordered[count - 1 - inner]
-
-
-def _step_time_ns(metrics: pl.DataFrame, timed_steps: range) -> float:
-    times = metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC, pl.col("step").is_in(list(timed_steps)))
-    slowest = times.group_by("step").agg(pl.col("value").max())
-    if slowest.height != len(timed_steps):
-        raise ValueError(f"the run logged {slowest.height} of the steps {timed_steps.start} to {timed_steps.stop - 1}")
-    return float(slowest["value"].median())  # type: ignore[arg-type]
 
 
 def _maker(op: int | None, marks: dict[int, str], parents: dict[int, int]) -> str:

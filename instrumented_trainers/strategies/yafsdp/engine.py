@@ -168,7 +168,7 @@ class Engine:
         """Give a unit that runs for the first time its slots: the ones after those of the unit that ran before it."""
         if unit.slots is None and unit.layout.numel:
             slots = self.own_slots.get(unit) or self.shared_slots[(self._turn + 1) % len(self.shared_slots)]
-            unit.bind(slots, self.on_gradient)
+            unit.bind(slots)
         if unit.slots in self.shared_slots:
             self._turn = self.shared_slots.index(unit.slots)
 
