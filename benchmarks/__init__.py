@@ -1,1 +1,1 @@
-"""tracekit side by side with its rival and with bare parsers. ``python -m benchmarks`` runs all of it."""
+"""Measurements side by side; not part of the package."""

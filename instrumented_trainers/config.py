@@ -16,6 +16,8 @@ from instrumented_trainers.strategies import STRATEGIES
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 NEWEST = "newest"
+MEMORY_STEP = 2
+"""The step of a training, counted from its first, whose memory is reported: before any that the profiler records."""
 
 # What may change when a training goes on from a checkpoint. Its model and its text may not.
 OVERRIDABLE = (
@@ -226,7 +228,9 @@ def _add_recording(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile-active", type=_positive, default=5, metavar="N", help="steps in the trace")
     group.add_argument("--stacks", action="store_true", help="record Python stacks too (traces grow tenfold)")
     group.add_argument(
-        "--memory-report", action="store_true", help="say what takes this model's memory, by formula and measured"
+        "--memory-report",
+        action="store_true",
+        help="measure the memory of the third step, and say at the end, and in run.json, what took it, and by formula",
     )
     group.add_argument("--no-memory", dest="memory", action="store_false", help="record no allocator events")
 
@@ -291,6 +295,8 @@ def _complaint(config: TrainingConfig) -> str | None:
         return f"--checkpoint-layers {config.checkpoint_layers}: {config.model} has {PRESETS[config.model].layers}"
     if config.strategy == "fsdp1" and config.precision == "fp64" and config.max_norm > 0:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
+    if config.memory_report and config.profile_wait <= MEMORY_STEP:
+        return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
     if complaint := _layout_complaint(config) or _fault_complaint(config):
         return complaint
     if config.out.exists() and not config.out.is_dir():

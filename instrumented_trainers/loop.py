@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 from instrumented_trainers import checkpoint, data, faults, resume
 from instrumented_trainers.config import RefusedError, TrainingConfig
 from instrumented_trainers.faults import Fault
+from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.progress import Progress, Reading
 from instrumented_trainers.resume import Origin
@@ -33,10 +34,12 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     first_step = origin.seal.step if origin else 0
     troubles = tuple(faults.parse(text) for text in config.fault)
     batches = _batches(config, rank, origin)
-    model, optimizer = _build(config, mesh, troubles)
+    options = _options(config, troubles)
+    model, optimizer = _build(config, options, mesh, troubles)
     if origin:
         _restore(origin, config, model, optimizer)
     checkpoints = Checkpoints(config, troubles, origin)
+    watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
     progress.say(_introduction(config, first_step))
     with Recorder(
@@ -52,7 +55,9 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     ) as recorder:
         for step in range(first_step, config.steps):
             _set(optimizer, "lr", learning_rate(step, config))
-            loss = Reading(_step(step, config, model, optimizer, batches=batches, recorder=recorder, troubles=troubles))
+            with watch.step(step):
+                number = _step(step, config, model, optimizer, batches=batches, recorder=recorder, troubles=troubles)
+            loss = Reading(number)
             stopped = stop.due(step, device=config.device)
             saved = None
             if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
@@ -67,6 +72,10 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
                 progress.say(f"stopped by SIGTERM after {step + 1} steps; go on with --resume {saved}")
                 break
         checkpoints.wait()
+        if watch.report:
+            recorder.describe({"memory": watch.report.as_manifest()})
+    for line in watch.last_words():
+        progress.say(line)
     progress.flush()
 
 
@@ -124,13 +133,7 @@ def _batches(config: TrainingConfig, rank: int, origin: Origin | None) -> data.B
     return data.Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
 
 
-def _build(config: TrainingConfig, mesh: DeviceMesh, troubles: tuple[Fault, ...]) -> tuple[nn.Module, Optimizer]:
-    """Return the sharded model and its optimizer; every rank draws the same weights, and then numbers of its own."""
-    torch.manual_seed(config.seed)
-    model: nn.Module = Llama(_model_config(config))
-    layers = list(model.layers)
-    if config.precision == "fp64":
-        model = model.double()
+def _options(config: TrainingConfig, troubles: tuple[Fault, ...]) -> ShardOptions:
     lower = config.precision == "bf16"
     options = ShardOptions(
         param_dtype=torch.bfloat16 if lower else None,
@@ -140,6 +143,18 @@ def _build(config: TrainingConfig, mesh: DeviceMesh, troubles: tuple[Fault, ...]
     )
     for trouble in troubles:
         options = trouble.change_options(options)
+    return options
+
+
+def _build(
+    config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, troubles: tuple[Fault, ...]
+) -> tuple[nn.Module, Optimizer]:
+    """Return the sharded model and its optimizer; every rank draws the same weights, and then numbers of its own."""
+    torch.manual_seed(config.seed)
+    model: nn.Module = Llama(_model_config(config))
+    layers = list(model.layers)
+    if config.precision == "fp64":
+        model = model.double()
     try:
         model = STRATEGIES[config.strategy](model, mesh, options)
     except NotImplementedError as error:

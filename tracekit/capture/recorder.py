@@ -18,6 +18,7 @@ from tracekit.capture.checkpoint import record_save
 from tracekit.capture.manifest import manifest
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
 from tracekit.capture.place import this_rank
+from tracekit.capture.redaction import redact
 from tracekit.capture.stderr import without_noise
 
 
@@ -99,6 +100,13 @@ class Recorder:
             with self._guard("the metrics log was not finished"):
                 self._metrics.close()
             self._metrics = None
+
+    def describe(self, more: Mapping[str, Any]) -> None:
+        """Add to ``run.json`` what became known in training, secrets redacted. Rank 0 writes it."""
+        self._given = {**self._given, **more}
+        with self._guard("the manifest was not written"):
+            self._manifest = {**self._manifest, **redact(dict(more))} if self._manifest else {}
+            self._write_manifest()
 
     def span(self, phase: str) -> contextlib.AbstractContextManager[Any]:
         """Mark a block as a phase of the step, one of `conventions.PHASES`, in the trace."""

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import ConfigError
 
@@ -37,6 +38,7 @@ def query(
         int | None,
         typer.Option("--max-rows", min=0, help="Write no more rows.  [default: 100 of a table, else all]"),
     ] = None,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Ask a run in SQL: one SELECT in DuckDB's dialect over the tables of all ranks.
@@ -49,14 +51,12 @@ def query(
     from tracekit import querying
 
     limit = _ROWS_OF_TABLE if max_rows is None and row_format is RowFormat.TABLE else max_rows
-    querying.check(sql)
-    rows = querying.query(
-        opening.opened(run),
-        sql,
-        timeout_s=timeout_s,
-        memory_bytes=int(memory_gib * _GIB),
-        max_rows=None if limit is None else limit + 1,
-    )
+    memory_bytes = int(memory_gib * _GIB)
+    most = None if limit is None else limit + 1
+    with querying.asked(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=most) as question:
+        opened = opening.opened(run, cache=cache)
+        with output.progress() as bar:
+            rows = question.of(opened, bar.measured(len(opened.sources)))
     shown = rows if limit is None else rows.head(limit)
     if row_format is RowFormat.PARQUET:
         assert out is not None
@@ -69,4 +69,4 @@ def query(
         more = rows.height > shown.height
         output.emit(written.as_text(shown, width=output.width(out), color=output.color(out), more=more), out)
     else:
-        output.emit(written.as_csv(shown) if row_format is RowFormat.CSV else written.as_json(shown), out)
+        output.emit_rows(written.as_csv(shown) if row_format is RowFormat.CSV else written.as_json(shown), out)

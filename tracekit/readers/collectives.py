@@ -21,6 +21,7 @@ _OPS = (
     ("all_gather", "all_gather"),
     ("allreduce", "all_reduce"),
     ("all_reduce", "all_reduce"),
+    ("cross_device_reduce", "all_reduce"),
     ("alltoall", "all_to_all"),
     ("all_to_all", "all_to_all"),
     ("broadcast", "broadcast"),

@@ -128,12 +128,13 @@ class Gather:
         category, place = self._placed([e.cat for e in slices])
         host = self._host_part(*_of_places(slices, place, 0, _FIRST_DEVICE))
         device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _UNUSED))
-        others = [e for e in rest if type(e) not in events.FLOWS]
+        others = [e for e in rest if type(e) not in events.COUNTED]
         memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
-        if host is None or device is None or memory is None:
+        halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        if host is None or device is None or memory is None or self.clock.ns([e.ts for e in halves]) is None:
             return None
         self.unknown += int(np.count_nonzero(place == _UNKNOWN))
-        self._pairs += [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        self._pairs += halves
         self._name_threads([e for e in others if type(e) is events.Metadata and e.name == "thread_name"])
         spellings = list(self._categories)
         for code, n in enumerate(np.bincount(category).tolist()):

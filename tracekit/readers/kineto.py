@@ -24,8 +24,13 @@ def read(path: str, *, rank: int, window: int = 0) -> Trace:
     A file that is cut or damaged is read as far as it goes, and `doubts` says what is missing. Raises BadTraceError if
     the file is missing, empty, no trace, or holds not one whole event.
     """
+    return read_counted(path, rank=rank, window=window)[0]
+
+
+def read_counted(path: str, *, rank: int, window: int = 0) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
+    """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
     events = stream.read_events(path)
-    return _trace(events, path, rank=rank, window=window, further=_several_ranks(events))
+    return _trace(events, path, rank=rank, window=window, further=_several_ranks(events)), events.counts
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
@@ -92,7 +97,8 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     checkpoints, metrics, bad_logs = logs.read_beside(path, rank)
-    bad_times = len(events.host) + len(events.device) - len(slices) - len(device)
+    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
     found = doubts.table(events, built.steps, bad_times=bad_times)
     speaking: list[Args] = [s.args for s in (*events.device_spoken, *events.host_spoken)]
     trace = Trace(
@@ -108,7 +114,6 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         doubts=pl.concat([bad_logs, found, further]),
         header=events.header,
     )
-    memory = _at_times(events.memory)
     return LazyTrace.of(
         trace,
         {
@@ -139,10 +144,6 @@ def _timed(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
     usable = (frame["start_ns"] != numbers.BAD) & (frame["dur_ns"] >= 0)
     placed = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
     return placed if usable.all() else placed.filter(usable)
-
-
-def _at_times(memory: pl.DataFrame) -> pl.DataFrame:
-    return memory.filter(pl.col("at_ns") != numbers.BAD)
 
 
 def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:

@@ -70,27 +70,25 @@ class Clock:
         return None if ns == BAD else ns
 
     def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints | None:
+        if (np.abs(us) >= _EXACT_US).any():
+            return None
         whole = np.floor(us)
         fraction = us - whole
-        large = np.abs(us) >= _EXACT_US
-        broken = fraction != 0
-        if (large & broken).any():
-            return None
-        self.epoch |= bool(large.any())
-        self.fractions |= bool(broken.any())
+        self.fractions |= bool(fraction.any())
         return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
     def _from_raw(self, values: list[Any], missing: int) -> Ints:
         if not all(isinstance(value, msgspec.Raw) for value in values):
             return self._one_by_one(values, missing)
         texts = pl.Series([bytes(value).decode("utf-8", "replace") for value in values], dtype=pl.String)
-        self.epoch = True
         self.fractions |= bool(texts.str.contains(".", literal=True).any())
         self.thousandths = self.thousandths or bool(texts.str.contains(_THREE_DECIMALS).any())
         parsed = texts.cast(pl.Decimal(38, 3), strict=False).to_physical().cast(pl.Int64, strict=False)
         if parsed.null_count():
             return self._one_by_one(values, missing)
-        return parsed.to_numpy()
+        ns = parsed.to_numpy()
+        self.epoch |= bool((np.abs(ns) >= _EXACT_US * 1000).any())
+        return ns
 
     def _one_by_one(self, values: list[Any], missing: int) -> Ints:
         return np.array([self._ns(value, missing) for value in values], np.int64)

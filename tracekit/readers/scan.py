@@ -13,7 +13,8 @@ from tracekit.readers.blocks import Blocks
 from tracekit.readers.events import Event
 
 _BATCH_BYTES = 1 << 18  # decoded objects of a batch should still be in cache when they are put into columns
-_PATIENCE_BYTES = 1 << 20  # an event longer than this that doesn't parse is damaged, not just incomplete
+_PATIENCE_BYTES = 8 << 20  # an event longer than this that doesn't parse is damaged, not just incomplete
+_LITERAL_CHARACTERS = 16  # a literal or escape cut at the end of a block fails that much before it at most
 _KEYS = "ph|name|cat|args|ts|pid|tid|id|dur|s|bp"
 _EVENT_START = re.compile(rf'\{{\s*"(?:{_KEYS})"\s*:')
 _PHASE_KEY = re.compile(r'"ph"\s*:')
@@ -154,7 +155,7 @@ class Scan:
         if start >= len(text):
             self._need_comma &= not comma
             return None, start
-        if text[start] == "]" and not comma:
+        if text[start] == "]":
             after = _AFTER_ARRAY.match(text, start + 1)
             if after:
                 sure = last or after.end() < len(text)  # else what follows may yet show that the array goes on
@@ -162,14 +163,14 @@ class Scan:
                 return None, start + 1 if sure else at
         try:
             item, end = _parse(text, start)
-        except (ValueError, RecursionError):
-            if not last and len(text) - start < _PATIENCE_BYTES:
+        except (ValueError, RecursionError) as error:
+            if not last and _may_be_incomplete(error, text, start):
                 return None, at
             return self._resume(text, start)
         self.damage.lost_bytes += self._need_comma and not comma
         self._need_comma = True
         if isinstance(item, dict):
-            found.append(events.from_object(item))
+            found.append(events.from_text(text[start:end], item))
         else:
             self.damage.not_events += 1
         return end, end
@@ -228,6 +229,13 @@ def _between_events(held: bytes) -> bytes:
         except (ValueError, RecursionError):
             break
     return seen.most_common(1)[0][0].encode() if seen else b""
+
+
+def _may_be_incomplete(error: Exception, text: str, start: int) -> bool:
+    """Return whether the object at `start`, which failed to parse, may go on in the bytes that follow `text`."""
+    if not isinstance(error, json.JSONDecodeError) or len(text) - start >= _PATIENCE_BYTES:
+        return False
+    return error.pos >= len(text) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
 
 
 def _next_event(text: str, at: int) -> int | None:

@@ -13,6 +13,8 @@ _HEADINGS = {
     "exposed_copy_ns": "exposed\ncopy",
     "came_last": "came\nlast",
     "bus_bytes_per_s": "bus\nbandwidth",
+    "pairs": "shared\ncollectives",
+    "how": "matched by",
 }
 _NARROW = 100
 

@@ -1,0 +1,31 @@
+"""What a training's memory on one rank consists of, in bytes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+KINDS = ("weights", "gradients", "optimizer", "buffers", "activations")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank. None: no formula is claimed for it.
+
+    `weights`, `gradients` and `optimizer` are what the rank keeps of the model, padding included. `buffers` is the most
+    that the strategy has at a time of gathered weights and of gradients on their way, `activations` what the forward
+    pass of a micro-batch leaves for its backward pass.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int | None
+    activations_bytes: int | None
+
+    @property
+    def known_bytes(self) -> int:
+        """Return the sum of what is known."""
+        return sum(value for value in asdict(self).values() if value is not None)
+
+    def as_row(self) -> Mapping[str, int | None]:
+        """Return the bytes by name."""
+        return asdict(self)

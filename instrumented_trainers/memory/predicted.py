@@ -1,0 +1,203 @@
+"""A training's memory by formula, before anything is built.
+
+Letters as in `instrumented_trainers.model`, and
+    N  parameters      M  those of a layer      R  those outside the layers      S  ranks that share one model
+
+What a rank keeps (https://arxiv.org/abs/1910.02054, section 3; AdamW keeps two numbers per weight):
+
+    strategy   weights, gradients   optimizer    buffers: the most at a time, in bytes of a gathered weight (w) or of a
+                                                 gradient that is reduced (r)
+    ddp        N, N                 2 N          none: gradients live in the buckets that are reduced
+    zero1      N, N                 2 N / S      none
+    fsdp1      N / S, N / S         2 N / S      R w + 3 M w: the layer that runs, the next one, the one before
+    fsdp2      N / S, N / S         2 N / S      R w + 3 M w: of the layer, and what was gathered but not yet copied
+    yafsdp     N / S, N / S         2 N / S      2 M (w + r) + R (w + r), allocated once
+
+Activations: a count of what autograd saves, as in https://arxiv.org/abs/2205.05198, section 4.1, for the layers of our
+model; no attention matrix, because scaled_dot_product_attention keeps none. Buffers of fsdp1 and fsdp2 depend on when
+the communication's threads let go of theirs, which can add a layer. All this was checked on the CPU only.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.memory.footprint import Footprint
+from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.strategies import ShardOptions, yafsdp
+from instrumented_trainers.strategies.yafsdp.layout import Layout
+
+_STEP_BYTES = 4  # AdamW counts the steps of each tensor in fp32
+_WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the optimizer steps
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+
+
+def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footprint:
+    """Return what the training will take on `rank`, sharded with `options`. No activations for autocast's bf16."""
+    with torch.device("meta"):
+        model = Llama(PRESETS[config.model])
+    ranks = config.world_size // config.replicate
+    place = rank % ranks
+    weight = _WEIGHT_BYTES[config.precision]
+    shards = _shards(config.strategy, model, options, ranks=ranks, place=place, weight_bytes=weight)
+    kept = sum(padded for padded, _ in shards) * weight
+    stepped = shards[:0] if config.strategy == "zero1" else shards
+    own = sum(sum(parts) for _, parts in stepped)
+    tensors = sum(len(parts) for _, parts in stepped)
+    if config.strategy == "zero1":
+        dealt = _dealt([parameter.numel() for parameter in model.parameters()], config.world_size)[rank]
+        own, tensors = sum(dealt), len(dealt)
+    return Footprint(
+        kept,
+        kept,
+        2 * own * weight + tensors * _STEP_BYTES,
+        _buffers_bytes(config, model, options, ranks),
+        _activations_bytes(config, PRESETS[config.model]),
+    )
+
+
+def _shards(
+    strategy: str, model: Llama, options: ShardOptions, *, ranks: int, place: int, weight_bytes: int
+) -> list[tuple[int, list[int]]]:
+    """Return, for each unit, the elements that the rank keeps with padding, and of which tensors how many."""
+    if strategy in ("ddp", "zero1"):
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        return [(sum(sizes), sizes)]
+    if strategy == "fsdp2":
+        return [_rows(parameter, ranks, place) for parameter in model.parameters()]
+    if strategy == "fsdp1":
+        return [_flat(unit, ranks, place, 16 // weight_bytes) for unit in _units(model)]
+    return [_aligned(unit, ranks, place) for unit in _yafsdp_units(model, options)]
+
+
+def _rows(parameter: nn.Parameter, ranks: int, place: int) -> tuple[int, list[int]]:
+    """FSDP2 cuts each tensor along its first dim; every rank keeps as many rows as the first."""
+    row = math.prod(parameter.shape[1:])
+    rows = math.ceil(parameter.shape[0] / ranks)
+    own = min(max(parameter.shape[0] - place * rows, 0), rows)
+    return rows * row, [own * row]
+
+
+def _flat(unit: Sequence[nn.Parameter], ranks: int, place: int, alignment: int) -> tuple[int, list[int]]:
+    """FSDP1 lays a unit's tensors end to end, each on a boundary of 16 bytes, and cuts that."""
+    starts, end = [], 0
+    for parameter in unit:
+        starts.append(end)
+        end += parameter.numel()
+        end += -end % alignment if parameter is not unit[-1] else 0
+    shard = math.ceil(end / ranks)
+    first, last = place * shard, (place + 1) * shard
+    own = [min(start + p.numel(), last) - max(start, first) for start, p in zip(starts, unit, strict=True)]
+    return shard, [size for size in own if size > 0]
+
+
+def _aligned(unit: Sequence[nn.Parameter], ranks: int, place: int) -> tuple[int, list[int]]:
+    layout = Layout.of([parameter.shape for parameter in unit], ranks)
+    parts = [layout.part(index, place) for index in range(len(unit))]
+    return layout.shard_numel, [part.stop - part.start for part in parts]
+
+
+def _units(model: Llama) -> list[list[nn.Parameter]]:
+    """Return the parameters of each layer, then those outside the layers."""
+    layers = [list(layer.parameters()) for layer in model.layers]
+    return [*layers, _others(model, layers)]
+
+
+def _yafsdp_units(model: Llama, options: ShardOptions) -> list[list[nn.Parameter]]:
+    """Return the units as `yafsdp.shard` forms them: layers without norms, large parts, all the rest."""
+    norms = {id(p) for layer in model.layers for p in yafsdp._vectors(layer)} if options.gather_norms_once else set()
+    layers = [[p for p in layer.parameters() if id(p) not in norms] for layer in model.layers]
+    large = [list(part.parameters()) for part in yafsdp._large_parts(model)]
+    return [*layers, *large, _others(model, [*layers, *large])]
+
+
+def _others(model: Llama, units: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+    taken = {id(parameter) for unit in units for parameter in unit}
+    return [parameter for parameter in model.parameters() if id(parameter) not in taken]
+
+
+def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deal tensors out, the largest first, to the rank that has the least so far."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for size in sorted(sizes, reverse=True):
+        min(hands, key=sum).append(size)
+    return hands
+
+
+def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, ranks: int) -> int | None:
+    if config.strategy in ("ddp", "zero1"):
+        return None if config.precision == "bf16" else 0
+    compute = _COMPUTE_BYTES[config.precision]
+    reduce = max(compute, 4)
+    if config.strategy == "yafsdp":
+        return sum(_slots(model, options, ranks)) * (compute + reduce)
+    *layers, rest = (sum(p.numel() for p in unit) for unit in _units(model))
+    layer, count, kept = max(layers), len(layers), options.reshard_after_forward is False
+    if config.strategy == "fsdp1":
+        whole = count if kept else min(3 if options.prefetch != 0 else 2, count)
+        cast = (whole - 1) * layer * compute + layer * reduce if compute != reduce else 0
+        return rest * compute + max(whole * layer * compute, cast)
+    ahead = min(max(1, options.prefetch or 0), count - 1)
+    whole = count if kept else 1
+    cast = layer * compute // ranks if compute != reduce else 0
+    forward = (whole + 1 + ahead) * layer * compute
+    backward = (whole + (0 if kept else ahead)) * layer * compute + layer * reduce + cast
+    first = rest * compute + 2 * layer * compute  # what the root gathered is let go when the first layer's is there
+    near = count * layer * compute // options.reshard_after_forward if options.reshard_after_forward > 1 else 0
+    return rest * compute + max(forward, backward, first) + near
+
+
+def _slots(model: Llama, options: ShardOptions, ranks: int) -> Iterator[int]:
+    """Yield the elements of each of YaFSDP's pairs of buffers: those that layers share in turn, then units' own."""
+    units = [Layout.of([p.shape for p in unit], ranks).numel for unit in _yafsdp_units(model, options)]
+    layers, others = units[: len(model.layers)], units[len(model.layers) :]
+    yield from layers if not options.reshard_after_forward else [max(layers)] * options.buffers
+    yield from others
+
+
+def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None:
+    if config.strategy in ("ddp", "zero1") and config.precision == "bf16":
+        return None
+    tokens, compute = config.batch * config.tokens, _COMPUTE_BYTES[config.precision]
+    statistic = max(compute, 4)
+    stream = tokens * model.width * compute
+    norm = _norm_bytes(config, stream, tokens * statistic)
+    recomputed = config.checkpoint_layers
+    logits = 2 * tokens * model.vocabulary * statistic  # and their log-softmax
+    end = stream + norm + logits + 2 * statistic
+    layer = _layer_bytes(config, model, stream=stream, norm=norm)
+    state = stream + (torch.get_rng_state().nbytes if recomputed else 0)
+    return (model.layers - recomputed) * layer + recomputed * state + end + _rotations_bytes(config, model)
+
+
+def _layer_bytes(config: TrainingConfig, model: ModelConfig, *, stream: int, norm: int) -> int:
+    """Return what a layer that recomputes nothing keeps: of attention, then of the feed-forward part."""
+    tokens, compute = config.batch * config.tokens, _COMPUTE_BYTES[config.precision]
+    shared = tokens * model.key_value_heads * model.head_width * compute
+    mixed = 2 * stream if config.device == "cpu" else stream  # on the CPU flattening the heads is a copy
+    attention = stream + norm + stream + 2 * shared + mixed + tokens * model.heads * max(compute, 4)
+    feed_forward = stream + norm + 4 * tokens * model.hidden_width * compute
+    mask = stream if config.device == "cpu" else stream // compute
+    return attention + feed_forward + (2 * mask if config.dropout else 0)
+
+
+def _norm_bytes(config: TrainingConfig, stream: int, statistics: int) -> int:
+    """Return what a norm keeps besides its input. On the CPU it is done in steps, which keep their own, in fp32."""
+    if config.device == "cuda":
+        return stream + statistics
+    return 2 * stream + (2 * stream if config.precision == "bf16" else 0) + statistics
+
+
+def _rotations_bytes(config: TrainingConfig, model: ModelConfig) -> int:
+    """Return the positions' cosines and sines: in fp64, cast twice by a layer in fp32; bf16 is a buffer."""
+    numbers = config.tokens * model.head_width
+    if config.precision == "bf16":
+        return 0
+    if config.precision == "fp64":
+        return numbers * 8
+    return 2 * (model.layers - config.checkpoint_layers) * numbers * 4 + (
+        numbers * 8 if config.checkpoint_layers else 0
+    )

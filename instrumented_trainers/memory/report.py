@@ -1,0 +1,89 @@
+"""The memory report of a run: what was predicted and what was measured, rank by rank."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from instrumented_trainers.config import MEMORY_STEP, TrainingConfig
+from instrumented_trainers.memory.footprint import KINDS, Footprint
+from instrumented_trainers.memory.measured import Measured, Meter
+from instrumented_trainers.memory.predicted import predicted
+from instrumented_trainers.strategies import ShardOptions
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a step took, by rank."""
+
+    step: int
+    predicted: tuple[Footprint, ...]
+    measured: tuple[Measured, ...]
+
+    def as_manifest(self) -> Mapping[str, Any]:
+        """Return what ``run.json`` says of it under ``memory``, in bytes."""
+        return {"step": self.step, "ranks": [self._rank(rank) for rank in range(len(self.measured))]}
+
+    def as_text(self) -> list[str]:
+        """Return a table of the rank whose peak is the highest, in MiB."""
+        rank = max(range(len(self.measured)), key=lambda rank: self.measured[rank].peak_bytes)
+        formula, found = self.predicted[rank], self.measured[rank]
+        lines = [f"memory of rank {rank} in step {self.step}, MiB   predicted   measured"]
+        for kind in KINDS:
+            by_formula, counted = (footprint.as_row()[f"{kind}_bytes"] for footprint in (formula, found.footprint))
+            lines.append(_line(kind, by_formula, counted))
+        lines.append(_line("together", formula.known_bytes, found.footprint.known_bytes))
+        lines.append(_line("most at any moment", None, found.peak_bytes))
+        if found.reserved_bytes is not None:
+            lines.append(_line("reserved by the allocator", None, found.reserved_bytes))
+        return lines
+
+    def _rank(self, rank: int) -> Mapping[str, Any]:
+        found = self.measured[rank]
+        peaks = {"peak_bytes": found.peak_bytes, "reserved_bytes": found.reserved_bytes}
+        return {"predicted": self.predicted[rank].as_row(), "measured": {**found.footprint.as_row(), **peaks}}
+
+
+class MemoryWatch:
+    """Measures one step of the training if a memory report is asked for, and nothing otherwise."""
+
+    def __init__(
+        self, config: TrainingConfig, options: ShardOptions, model: nn.Module, optimizer: Optimizer, *, first_step: int
+    ) -> None:
+        self._config, self._options = config, options
+        self._model, self._optimizer = model, optimizer
+        # By then the optimizer has its state, and what is allocated once is.
+        self._step = first_step + MEMORY_STEP if config.memory_report else None
+        self.report: MemoryReport | None = None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Run a step inside. Every rank calls it for every step."""
+        if step != self._step:
+            yield
+            return
+        meter = Meter(self._model, self._optimizer, self._config.device)
+        with meter.step():
+            yield
+        formula = predicted(self._config, self._options, dist.get_rank())
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (formula, meter.measured()))
+        self.report = MemoryReport(step, tuple(each for each, _ in of_ranks), tuple(each for _, each in of_ranks))
+
+    def last_words(self) -> list[str]:
+        """Return what to say at the end of the training."""
+        if self.report is not None:
+            return self.report.as_text()
+        return [] if self._step is None else [f"no memory report: the training ended before step {self._step} was done"]
+
+
+def _line(name: str, by_formula: int | None, counted: int | None) -> str:
+    return f"  {name:<30}{_mib(by_formula):>11}{_mib(counted):>11}"
+
+
+def _mib(size_bytes: int | None) -> str:
+    return "—" if size_bytes is None else f"{size_bytes / 2**20:,.2f}"

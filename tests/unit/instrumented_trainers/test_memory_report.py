@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.memory import Footprint, Measured, MemoryReport, predicted
+from instrumented_trainers.strategies import ShardOptions
+
+MIB = 1 << 20
+
+
+def test_the_table_is_of_the_rank_with_the_highest_peak() -> None:
+    formula = Footprint(4 * MIB, 4 * MIB, 8 * MIB, None, 3 * MIB)
+    low = Measured(Footprint(4 * MIB, 4 * MIB, 8 * MIB, 0, 3 * MIB), 20 * MIB, None)
+    high = Measured(Footprint(4 * MIB, 4 * MIB, 8 * MIB, MIB // 2, 3 * MIB), 21 * MIB, None)
+    assert MemoryReport(2, (formula, formula), (low, high)).as_text() == [
+        "memory of rank 1 in step 2, MiB   predicted   measured",
+        "  weights                              4.00       4.00",
+        "  gradients                            4.00       4.00",
+        "  optimizer                            8.00       8.00",
+        "  buffers                                 —       0.50",
+        "  activations                          3.00       3.00",
+        "  together                            19.00      19.50",
+        "  most at any moment                      —      21.00",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "gigabytes"), [("ddp", 1, 107.8), ("fsdp2", 64, 1.685), ("zero1", 64, 54.7)]
+)
+def test_a_7b_model_takes_what_the_zero_paper_counts(strategy: str, ranks: int, gigabytes: float) -> None:
+    # 6.74e9 weights of 4 bytes, as many gradients, and two numbers each in the optimizer: 16 bytes per weight in all.
+    config = TrainingConfig(strategy, Path("x"), model="7b", world_size=ranks)
+    footprint = predicted(config, ShardOptions(), rank=0)
+    lasting = footprint.weights_bytes + footprint.gradients_bytes + footprint.optimizer_bytes
+    assert lasting / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_what_has_no_formula_is_not_guessed() -> None:
+    config = TrainingConfig("ddp", Path("x"), precision="bf16")
+    footprint = predicted(config, ShardOptions(), rank=0)
+    assert (footprint.buffers_bytes, footprint.activations_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "yafsdp"])
+def test_the_shards_of_all_ranks_hold_the_whole_model_also_where_nothing_divides(strategy: str) -> None:
+    config = TrainingConfig(strategy, Path("x"), model="micro", world_size=7)
+    footprints = [predicted(config, ShardOptions(), rank) for rank in range(7)]
+    states = sum(footprint.optimizer_bytes for footprint in footprints)
+    assert 158_016 * 2 * 4 <= states <= 158_016 * 2 * 4 + 7 * 21 * 4
+    assert sum(footprint.weights_bytes for footprint in footprints) >= 158_016 * 4
