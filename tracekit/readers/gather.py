@@ -319,7 +319,10 @@ def _speaks(name: Any) -> bool:
 
 def _by_itself(args: Args) -> Args:
     """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
-    args.input_dims, args.input_type = args.input_dims.copy(), args.input_type.copy()
+    if args.input_dims is not _NO_ARGS.input_dims:
+        args.input_dims = args.input_dims.copy()
+    if args.input_type is not _NO_ARGS.input_type:
+        args.input_type = args.input_type.copy()
     return args
 
 

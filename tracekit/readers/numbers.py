@@ -47,21 +47,18 @@ class Clock:
         return self._from_numbers(values, missing)
 
     def _from_numbers(self, values: list[Any], missing: int) -> Ints | None:
-        if values and type(values[0]) is int:
-            try:
-                us = np.frombuffer(array("q", values), np.int64)
-            except (TypeError, OverflowError):
-                pass
-            else:
-                size = np.abs(us)
-                self.epoch |= bool((size >= _EXACT_US).any())
-                return us * 1000 if (size < _MOST_NS // 1000).all() else self._one_by_one(values, missing)
+        if values and type(values[0]) is int and (us := plain(values)) is not None:
+            largest = _largest(us)
+            self.epoch |= largest >= _EXACT_US
+            return us * 1000 if largest < _MOST_NS // 1000 else self._one_by_one(values, missing)
         try:
             given = np.frombuffer(array("d", values), np.float64)
         except (TypeError, OverflowError):
             return self._one_by_one(values, missing)
-        if (np.abs(given) < _WHOLE_US).all():  # false for NaN too
+        largest = _largest(given)
+        if largest < _EXACT_US:
             return self._from_floats(given)
+        return None if largest < _WHOLE_US else self._one_by_one(values, missing)  # NaN is not less
         return self._one_by_one(values, missing)
 
     def one(self, value: Any) -> int | None:
@@ -69,12 +66,10 @@ class Clock:
         ns = self._ns(value, BAD)
         return None if ns == BAD else ns
 
-    def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints | None:
-        if (np.abs(us) >= _EXACT_US).any():
-            return None
+    def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints:
         whole = np.floor(us)
         fraction = us - whole
-        self.fractions |= bool(fraction.any())
+        self.fractions = self.fractions or bool(fraction.any())
         return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
     def _from_raw(self, values: list[Any], missing: int) -> Ints:
@@ -112,6 +107,11 @@ class Clock:
         self.fractions |= us != us.to_integral_value()
         self.thousandths |= us.as_tuple().exponent == -3
         return ns if abs(ns) < _MOST_NS else BAD
+
+
+def _largest(given: npt.NDArray[Any]) -> float:
+    """Return the largest absolute value, NaN where any is; 0 of none."""
+    return max(given.max().item(), -given.min().item()) if len(given) else 0
 
 
 def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
