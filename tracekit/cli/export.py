@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from tracekit.cli import opening, output
-from tracekit.cli.opening import UseCache
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _MAX_RANKS = 1 << 20
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     out: Annotated[
         Path,
