@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from tracekit.cli import opening, output
-from tracekit.cli.opening import UseCache
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
+_ALONE = "rank {} shares too few collectives with others: it is"
 _MAX_RANKS = 1 << 20
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     out: Annotated[
         Path,
@@ -66,9 +67,9 @@ def export(
         f"{out}: {_counted(done.slices, 'slice')} of {_counted(done.traces, 'trace')}{own}; open it at ui.perfetto.dev"
     )
     if opened.offsets["residual_ns"].null_count() and len(opened.ranks) > 1:
-        alone = opened.offsets.filter(pl.col("residual_ns").is_null())["rank"]
-        told = units.ranges(alone.unique())
-        output.say(f"rank {told} shares too few collectives with others: it is on its own clock in the file")
+        alone = opened.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
+        ranks_are = "ranks {} share too few collectives with others: each is" if len(alone) > 1 else _ALONE
+        output.say(f"{ranks_are.format(units.ranges(alone))} on its own clock in the file")
 
 
 def _counted(count: int, what: str) -> str:

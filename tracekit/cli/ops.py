@@ -5,12 +5,12 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
-from tracekit.cli.opening import UseCache
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Output, TotalsFormat
 
 
 def ops(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     by: Annotated[
         str,

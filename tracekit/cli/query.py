@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
-from tracekit.cli.opening import UseCache
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import ConfigError
 
@@ -24,7 +24,7 @@ class RowFormat(StrEnum):
 
 
 def query(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT; tracekit schema lists tables and columns.")],
     *,
     row_format: Annotated[RowFormat, typer.Option("--format", help="How to write the rows.")] = RowFormat.TABLE,
@@ -43,8 +43,8 @@ def query(
 ) -> None:
     """Ask a run in SQL: one SELECT in DuckDB's dialect over the tables of all ranks.
 
-    Every table has the columns "window" and rank in front. A query reads the tables and nothing else: no file, no
-    network, no setting. Times are ns, sizes bytes, shares 0 to 1.
+    The tables of ranks have the columns "window" and rank in front. A query reads the tables and nothing else: no file,
+    no network, no setting. Times are ns, sizes bytes, shares 0 to 1.
     """
     if row_format is RowFormat.PARQUET and out is None:
         raise ConfigError("--format parquet writes no text: name a file with --output")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
-from tracekit.cli.opening import UseCache
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Format, Output, TextOrJson
 
 
@@ -20,7 +20,7 @@ class By(StrEnum):
 
 
 def summary(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     by: Annotated[
         By, typer.Option("--by", help="One row per rank, per rank and step, per collective and rank, or per clock.")

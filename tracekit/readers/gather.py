@@ -298,7 +298,7 @@ _ENOUGH_RANKS = 0.9
 
 
 def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the complete events of a batch and the rest; where bytes are unusual both kinds of complete events occur."""
+    """Return the complete events of a batch and the rest; where bytes are unusual, two kinds of complete ones occur."""
     slices = [e for e in batch if type(e) in events.SLICES]
     return slices, [e for e in batch if type(e) not in events.SLICES] if len(slices) < len(batch) else []
 
