@@ -67,17 +67,18 @@ class LazyTrace(Trace):
     def __getattr__(self, name: str) -> pl.DataFrame:
         if name not in schema.TABLES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        maker = vars(self)["_makers"].get(name)
+        makers = vars(self).get("_makers", {})  # none in what dataclasses.replace makes: there all tables are made
+        maker = makers.get(name)
         if maker is not None:  # else another thread has just made it
             vars(self).setdefault(name, maker())
-            vars(self)["_makers"].pop(name, None)
+            makers.pop(name, None)
         made: pl.DataFrame = vars(self)[name]
         return made
 
     @property
     def held_bytes(self) -> int:
         """Return what the tables that are not made yet keep in memory."""
-        return int(vars(self)["_held_bytes"]) if vars(self)["_makers"] else 0
+        return int(vars(self)["_held_bytes"]) if vars(self).get("_makers") else 0
 
 
 @dataclass(frozen=True)

@@ -190,10 +190,9 @@ def test_of_forward_ops_with_one_number_the_last_made_the_node(tmp_path):
         numbered("aten::linear", 4, 7, dur_us=6),
         numbered("aten::addmm", 5, 7, dur_us=3),
         numbered("AddmmBackward0", 20, 7, forward_thread=1),
-        numbered("aten::mm", 40, 7),  # another iteration counts anew: it comes after and made nothing of this
+        numbered("aten::mm", 10, 8),
     )
-    backward = of(trace, "AddmmBackward0")
-    assert backward["forward_id"] is None or trace.ops.row(backward["forward_id"], named=True)["start_ns"] < 20_000
+    assert of(trace, "AddmmBackward0")["forward_id"] == of(trace, "aten::addmm")["id"]
 
 
 # Groups ------------------------------------------------------------------------------------------------------------
@@ -274,23 +273,64 @@ def test_else_the_shapes_of_that_op_tell_sizes(tmp_path):
 
 
 SHAPES = {  # op: dims, types, dtype, sent, received
-    "c10d::allreduce_": ([[[100], [28]], [], []], ["TensorList", "", ""], None, None, None),
+    "c10d::allreduce_": ([[[100], [28]], []], ["TensorList", ""], None, None, None),
     "c10d::_allgather_base_": ([[64], [16], []], ["float", "float", ""], "float", 64, 256),
     "c10d::alltoall_base_": ([[30], [20], [], []], ["long int", "long int", "", ""], "long int", 160, 240),
     "c10d::broadcast_": ([[], [], []], ["", "", ""], None, None, None),
+    "c10d::scatter_": ([[8], [4, 8]], ["Scalar", "float"], "float", 128, None),
+    "c10d::gather_": ([[8]], ["c10::quint1024"], None, None, None),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_output_and_input_of_the_op(tmp_path, name):
-    dims, types, dtype, sent, received = SHAPES[name]
+    dims, types, *expected = SHAPES[name]
     trace = read(
         tmp_path,
         op(name, 1, 20, **{"Input Dims": dims, "Input type": types}),
         *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=40),
     )
     row = only(trace)
-    assert (row["dtype"] if dtype else None, row["sent_bytes"], row["received_bytes"]) == (dtype, sent, received)
+    assert [row["dtype"], row["sent_bytes"], row["received_bytes"]] == expected
+
+
+def test_lists_of_tensors_have_the_type_that_the_kernel_or_a_slice_inside_tells(tmp_path):
+    # allreduce_ takes a list: its shapes come without an element type
+    listed = {"Input Dims": [[[100], [28]], []], "Input type": ["TensorList", ""]}
+    trace = read(
+        tmp_path,
+        op("c10d::allreduce_", 1, 20, **listed),
+        *launched("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 5, 1, on_us=40),
+        op("c10d::allreduce_", 61, 20, **listed),
+        op("nccl:all_reduce", 62, 10, category="user_annotation", **dims([100])),
+        *launched("ncclDevKernel_Generic(x)", 65, 2, on_us=90),
+    )
+    rows = trace.collectives.select("op", "dtype", "sent_bytes", "received_bytes").rows()
+    assert rows == [("all_reduce", "BFloat16", 256, 256), ("all_reduce", "float", 512, 512)]
+
+
+def test_a_slice_inside_the_op_tells_the_input_alone(tmp_path):
+    trace = read(
+        tmp_path,
+        op("record_param_comms", 2, 15, **dims([64])),
+        *launched("ncclDevKernel_AllGather_RING_LL(x)", 5, 1, on_us=40),
+    )
+    row = only(trace)
+    assert (row["op"], row["sent_bytes"], row["received_bytes"]) == ("all_gather", 256, None)
+
+
+@pytest.mark.parametrize(
+    ("issuer", "expected"),
+    [
+        ("c10d::alltoall_base_", "all_to_all"),
+        ("c10d::send", "send"),
+        ("c10d::gather_", "gather"),
+        ("aten::mm", "send_recv"),
+    ],
+)
+def test_sends_and_receives_are_the_op_that_issued_them(tmp_path, issuer, expected):
+    trace = read(tmp_path, op(issuer, 1, 20, **dims([4], [4])), *launched("ncclDevKernel_SendRecv(x)", 5, 1, on_us=40))
+    assert only(trace)["op"] == expected
 
 
 @pytest.mark.parametrize(

@@ -298,10 +298,9 @@ _ENOUGH_RANKS = 0.9
 
 
 def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the complete events of a batch, which are all of one kind, and the rest."""
-    kind = next((type(e) for e in batch if type(e) in events.SLICES), None)
-    slices = [e for e in batch if type(e) is kind]
-    return slices, [e for e in batch if type(e) is not kind] if len(slices) < len(batch) else []
+    """Return the complete events of a batch and the rest; where bytes are unusual both kinds of complete events occur."""
+    slices = [e for e in batch if type(e) in events.SLICES]
+    return slices, [e for e in batch if type(e) not in events.SLICES] if len(slices) < len(batch) else []
 
 
 def _of_places(
