@@ -298,9 +298,13 @@ _ENOUGH_RANKS = 0.9
 
 
 def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the complete events of a batch and the rest; where bytes are unusual both kinds of complete events occur."""
-    slices = [e for e in batch if type(e) in events.SLICES]
-    return slices, [e for e in batch if type(e) not in events.SLICES] if len(slices) < len(batch) else []
+    """Return the complete events of a batch, and the rest."""
+    kinds = [kind for kind in dict.fromkeys(map(type, batch)) if kind in events.SLICES]
+    if len(kinds) > 1:  # some bytes were unusual
+        return [e for e in batch if type(e) in kinds], [e for e in batch if type(e) not in kinds]
+    kind = kinds[0] if kinds else None
+    slices = [e for e in batch if type(e) is kind]
+    return slices, [e for e in batch if type(e) is not kind] if len(slices) < len(batch) else []
 
 
 def _of_places(
