@@ -2,15 +2,16 @@
 
 import json
 import os
-import statistics
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 from benchmarks.cases import ROOT, Case
 
@@ -55,7 +56,15 @@ class Result:
     def median(self, subject: str) -> Sample:
         """Return the median over rounds of each quantity."""
         taken = [samples[subject] for samples in self.rounds if subject in samples]
-        return Sample(**{field.name: _median([getattr(s, field.name) for s in taken]) for field in fields(Sample)})
+        wall_s = [s.work_wall_s for s in taken if s.work_wall_s is not None]
+        cpu_s = [s.work_cpu_s for s in taken if s.work_cpu_s is not None]
+        return Sample(
+            work_wall_s=median(wall_s) if wall_s else None,
+            work_cpu_s=median(cpu_s) if cpu_s else None,
+            whole_wall_s=median(s.whole_wall_s for s in taken),
+            whole_cpu_s=median(s.whole_cpu_s for s in taken),
+            peak_mib=median(s.peak_mib for s in taken),
+        )
 
     def ratios(self, over: str, under: str, quantity: str) -> list[float]:
         """Return a quantity of `over` divided by that of `under`, of each round that has both."""
@@ -121,7 +130,7 @@ def _run(subject: str, folder: Path, environment: Mapping[str, str]) -> Sample:
     )
 
 
-def _finished(command: list[str], environment: Mapping[str, str]) -> "tuple[str, str, int, os.struct_rusage]":
+def _finished(command: list[str], environment: Mapping[str, str]) -> tuple[str, str, int, resource.struct_rusage]:
     """Run a command to its end; return what it wrote, its exit code, and what it and its children used."""
     with (
         subprocess.Popen(
@@ -142,8 +151,3 @@ def _finished(command: list[str], environment: Mapping[str, str]) -> "tuple[str,
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         return out, error.result(), process.returncode, usage
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

@@ -277,9 +277,9 @@ class Gather:
         """Return the distinct names by the index that the frames' `name` holds."""
         return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
 
-    def shapes(self) -> pl.Series:
-        """Return the distinct shapes of ops' inputs, as JSON, by the index that the host frame's `shapes` holds."""
-        return pl.Series("shapes", [_plain(raw) for raw in self._shapes], dtype=pl.String)
+    def shapes(self) -> list[bytes]:
+        """Return the distinct shapes of ops' inputs, as the file writes them, by index in the host frame's `shapes`."""
+        return list(self._shapes)
 
     def threads(self) -> list[_Thread]:
         """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
@@ -298,9 +298,13 @@ _ENOUGH_RANKS = 0.9
 
 
 def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the complete events of a batch and the rest; where bytes are unusual, two kinds of complete ones occur."""
-    slices = [e for e in batch if type(e) in events.SLICES]
-    return slices, [e for e in batch if type(e) not in events.SLICES] if len(slices) < len(batch) else []
+    """Return the complete events of a batch, and the rest."""
+    kinds = [kind for kind in dict.fromkeys(map(type, batch)) if kind in events.SLICES]
+    if len(kinds) > 1:  # some bytes were unusual
+        return [e for e in batch if type(e) in kinds], [e for e in batch if type(e) not in kinds]
+    kind = kinds[0] if kinds else None
+    slices = [e for e in batch if type(e) is kind]
+    return slices, [e for e in batch if type(e) is not kind] if len(slices) < len(batch) else []
 
 
 def _of_places(
@@ -338,14 +342,6 @@ def _scattered(length: int, at: Ints, ids: Ints) -> Ints:
     spread = np.zeros(length, np.int64)
     spread[at] = ids
     return spread
-
-
-def _plain(raw: bytes) -> str | None:
-    """Return a JSON value without the blanks of its file; None for none, and for what is no JSON."""
-    try:
-        return json.dumps(json.loads(raw.decode("utf-8", "replace"))) if raw else None
-    except (ValueError, RecursionError):
-        return None
 
 
 def _text(value: Any) -> str | None:
