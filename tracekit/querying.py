@@ -5,6 +5,7 @@ import difflib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -209,9 +210,9 @@ class Question:
             yield
         except (EOFError, OSError, pa.ArrowException):
             code = self._process.wait()
-            raise self._failure(
-                sealed.LATE if self._is_late else sealed.MEMORY if code < 0 else "", str(code)
-            ) from None
+            is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # how a process ends that gets no more memory
+            kind = sealed.LATE if self._is_late else sealed.MEMORY if is_killed else ""
+            raise self._failure(kind, str(code)) from None
 
     def _failure(self, kind: str, message: str) -> InputError:
         if kind == sealed.LATE:
@@ -222,7 +223,9 @@ class Question:
         if kind == sealed.REFUSED:
             return InputError(f"query: {message}")
         if not kind:
-            return InputError(f"query: its process ended with exit code {message}; is DuckDB installed whole?")
+            return InputError(
+                f"query: its process ended with exit code {message}, which is no answer; write the query another way"
+            )
         return InputError(_explained(kind, message, self._sql))
 
 

@@ -182,20 +182,22 @@ def _in_time(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterato
 
 def _bound(memory_bytes: int) -> None:
     """Let this process grow by `memory_bytes` and some headroom, and write no file, whatever DuckDB may believe."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
+    try:
         import resource
 
         with open("/proc/self/statm") as file:  # noqa: PTH123 this starts in a moment without pathlib
             held_bytes = int(file.read().split()[0]) * resource.getpagesize()
-        # Before the limit on files: those that are open stay so.
-        bounds = {
-            resource.RLIMIT_AS: held_bytes + memory_bytes + _HEADROOM_BYTES,
-            resource.RLIMIT_FSIZE: 0,
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_NOFILE: _MAX_FILES,
-        }
-        for what, most in bounds.items():
-            resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+    except (ImportError, OSError):
+        return  # no Linux: DuckDB's own limits, and the clock of who asks, must do
+    bounds = {
+        resource.RLIMIT_AS: held_bytes + memory_bytes + _HEADROOM_BYTES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: _MAX_FILES,  # those that are open stay so
+    }
+    for what, most in bounds.items():
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _kind(error: Exception) -> str:

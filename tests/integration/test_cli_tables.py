@@ -108,6 +108,15 @@ def test_programs_get_names_as_they_are(nasty, tmp_path):
     assert pl.read_parquet(tmp_path / "names.parquet")["name"].to_list() == names
 
 
+def test_a_query_can_come_by_stdin_and_begin_with_a_comment(pair):
+    command = [sys.executable, "-m", "tracekit", "query", str(pair), "-", "--format", "csv"]
+    asked = "-- how many\nSELECT count(*) AS n FROM activities;\n"
+    done = subprocess.run(
+        command, cwd="/", env=environment(), input=asked, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.stdout, done.stderr) == ("n\n16\n", "")
+
+
 # One clock, and collectives across ranks -----------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """``tracekit query``: one SELECT over the tables of a run."""
 
+import sys
 from enum import StrEnum
 from typing import Annotated
 
@@ -25,7 +26,9 @@ class RowFormat(StrEnum):
 
 def query(
     run: RunArgument,
-    sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT; tracekit schema lists tables and columns.")],
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help="One SELECT, or - to read it from stdin; tracekit schema lists tables.")
+    ],
     *,
     row_format: Annotated[RowFormat, typer.Option("--format", help="How to write the rows.")] = RowFormat.TABLE,
     timeout_s: Annotated[
@@ -53,7 +56,8 @@ def query(
     limit = _ROWS_OF_TABLE if max_rows is None and row_format is RowFormat.TABLE else max_rows
     memory_bytes = int(memory_gib * _GIB)
     most = None if limit is None else limit + 1
-    with querying.asked(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=most) as question:
+    text = sys.stdin.read() if sql == "-" else sql
+    with querying.asked(text, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=most) as question:
         opened = opening.opened(run, cache=cache)
         with output.progress() as bar:
             rows = question.of(opened, bar.measured(len(opened.sources)))

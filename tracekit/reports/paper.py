@@ -65,10 +65,12 @@ def table(
     right: Sequence[bool] = (),
     gap: int = 2,
     longest: int = _MAX_CELL,
+    last_styles: Sequence[str] = (),
 ) -> Table:
     """Return a table without lines, of plain strings that are made inert; `right` says which columns are numbers.
 
-    Where it is too wide, and beyond `longest`, text is cut; numbers never are.
+    Where it is too wide, and beyond `longest`, text is cut; numbers never are. `last_styles` are those of each row's
+    last cell.
     """
     sides = right or [False] * len(header)
     columns = [
@@ -83,23 +85,24 @@ def table(
     made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
     texts = [[markup.inert(cell, longest) for cell in row] for row in rows]
     of_column = [_Texts(column) for column in zip(*texts, strict=True)]
-    for row in texts:
-        made.add_row(*(_Cell(text, column) for text, column in zip(row, of_column, strict=True)))
+    for row, last_style in zip(texts, last_styles or [""] * len(texts), strict=True):
+        styles = [*[""] * (len(row) - 1), last_style]
+        made.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
     return made
 
 
 class _Cell:
     """A text on one line, cut where its column is narrow."""
 
-    def __init__(self, text: str, column: "_Texts") -> None:
-        self._text, self._column = text, column
+    def __init__(self, text: str, column: "_Texts", style: str) -> None:
+        self._text, self._column, self._style = text, column, style
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(len(self._text), 1), cell_len(self._text))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = self._column.cut(options.max_width).get(self._text, self._text)
-        yield Text(text, no_wrap=True, overflow="ellipsis")
+        yield Text(text, self._style, no_wrap=True, overflow="ellipsis")
 
 
 class _Texts:
