@@ -149,8 +149,9 @@ class Engine:
             if unit.in_forward:  # the last forward raised
                 unit.in_forward = 0
                 unit.show_shards()
-            refuse_replaced_parameters(unit)
         self._forget_all()
+        for unit in self.units:
+            refuse_replaced_parameters(unit)
         self._turn = -1
         self.order.begin()
 

@@ -128,17 +128,16 @@ class Unit:
         """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
         for parameter in self.parameters:
             own = self.master[parameter.part.start : parameter.part.stop]
-            if parameter.shard.data_ptr() != own.data_ptr():
+            if not _is_same_memory(parameter.shard, own):
                 own.copy_(parameter.shard)
                 parameter.shard.data = own
 
     def replaced(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
         for parameter in self.parameters:
-            shard = parameter.shard
-            address = self.master.data_ptr() + parameter.part.start * self.master.element_size()
-            moved = shard.numel() > 0 and (shard.data_ptr() != address or shard.dtype != self.master.dtype)
-            if moved or any(module._parameters.get(name) is not shard for module, name in parameter.sites):
+            shard, own = parameter.shard, self.master[parameter.part.start : parameter.part.stop]
+            is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
+            if not is_there or not _is_same_memory(shard, own):
                 return parameter
         return None
 
@@ -288,6 +287,12 @@ class Unit:
             elif published.data_ptr() != local.data_ptr():
                 local.copy_(published)
         return True
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
+    storages = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
 
 
 def _tell_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
