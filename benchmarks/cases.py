@@ -92,7 +92,7 @@ CASES = (
     Case("hta_ddp_v100_memory", "one rank, DDP on V100, allocator events", _of_others("hta_ddp_v100_memory")),
     Case("nanogpt_h100_8ranks", "eight ranks, DDP on H100", _of_others("nanogpt_h100_8ranks")),
     Case("stacks_500mb", "one rank with Python stacks, recorded here", _stacks, has_device=False, is_large=True),
-    *(Case(f"copies_{n}", f"one rank, {n} times over", _copies(n), is_large=n > _FEW_COPIES) for n in COPIES),
+    *(Case(f"copies_{n}", f"copies of one rank: {n}", _copies(n), is_large=n > _FEW_COPIES) for n in COPIES),
 )
 
 
