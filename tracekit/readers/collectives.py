@@ -11,6 +11,7 @@ import polars as pl
 from tracekit import schema
 from tracekit.readers import sizes
 from tracekit.readers.events import Args
+from tracekit.readers.header import MOST_RANKS
 from tracekit.readers.host import Host
 from tracekit.readers.work import Speaker
 
@@ -78,9 +79,9 @@ def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
     ranks = group.get("ranks")
     known = [r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else None
     # PyTorch lists no ranks for the group of all.
-    if not known and isinstance(world_size, int) and group.get("pg_size") == world_size:
+    if not known and type(world_size) is int and 0 < world_size <= MOST_RANKS and group.get("pg_size") == world_size:
         return list(range(world_size))
-    return known
+    return known or None
 
 
 def _listed(ranks: object) -> list[int] | None:
