@@ -10,6 +10,7 @@ from typing import Any, cast
 from tracekit.errors import BadTraceError
 from tracekit.files import File, natural
 from tracekit.readers import blocks, kineto, stream
+from tracekit.readers.header import MOST_RANKS
 
 _RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
@@ -48,7 +49,7 @@ class Listed:
     @property
     def world_size(self) -> int | None:
         """Return the number of ranks in the job, as the file states it."""
-        return _whole(_info(self.header).get("world_size"))
+        return _size(_info(self.header).get("world_size"))
 
 
 def tell(
@@ -79,7 +80,7 @@ def missing(listed: Sequence[Listed], told_world_size: object, absent: set[int |
     """Return a doubt for each window that lacks ranks; `absent` are ranks whose files were spoken of already."""
     told = [size for t in listed if (size := t.world_size) is not None]
     highest = max((t.rank for t in listed), default=-1) + 1
-    world_size = max(_whole(told_world_size) or 0, highest, *told, 0)
+    world_size = max(_size(told_world_size) or 0, highest, *told, 0)
     by_window: dict[int, set[int]] = defaultdict(set)
     for t in listed:
         by_window[t.window].add(t.rank)
@@ -145,6 +146,11 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _size(value: object) -> int | None:
+    size = _whole(value)
+    return size if size is not None and 0 < size <= MOST_RANKS else None
+
+
 def _job(listed: Listed, manifests: Iterable[str]) -> tuple[object, ...]:
     folder = max((m for m in manifests if f"{listed.file.folder}/".startswith(f"{m}/")), key=len, default="")
     job_id = listed.header.get("tw_job")
@@ -189,7 +195,7 @@ def _named_ranks(files: Sequence[File]) -> dict[str, int]:
 
 def _word_rank(file: File) -> int | None:
     found = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
-    return int(found[1]) if found and len(found[1]) < 8 else None
+    return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MOST_RANKS else None
 
 
 # Jobs ----------------------------------------------------------------------------------------------------------------

@@ -215,6 +215,16 @@ def test_missing_ranks_are_named(tmp_path):
     assert row["doubtful_ratio"] == 5 / 8
 
 
+@pytest.mark.parametrize("size", [1 << 40, 1 << 70, -1, 0, True, "2", None, [], 1.5])
+@pytest.mark.parametrize("key", ["world_size", "rank"])
+def test_numbers_of_ranks_that_no_job_has_are_not_believed(tmp_path, key, size):
+    pg = {"pg_name": "0", "pg_desc": "default_pg", "pg_size": size, "ranks": []}
+    info = {"rank": 0, "world_size": 2, "pg_config": [pg]} | {key: size}
+    run = load(write(tmp_path / "rank0.json", trace(None, distributedInfo=info)))
+    assert run.ranks == (0,)
+    assert run.trace(0).groups["ranks"].to_list() == [None]
+
+
 def test_gaps_in_names_are_missing_ranks_too(tmp_path):
     for rank in (0, 1, 3):
         write(tmp_path / f"rank{rank}.json", trace(None, start_us=100 + rank))

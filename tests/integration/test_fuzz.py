@@ -1,5 +1,6 @@
 """Damaged traces: no traceback, no hang, and nothing lost in silence. Every damage is drawn with a fixed seed."""
 
+import copy
 import gzip
 import json
 import math
@@ -13,6 +14,7 @@ import pytest
 from tests.kineto_files import trace as device_trace
 from tracekit.analysis import breakdown, doubts
 from tracekit.errors import BadTraceError
+from tracekit.loading import load
 from tracekit.readers import blocks, kineto, scan
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2" / "rank00000.pt.trace.json.gz"
@@ -206,7 +208,28 @@ def swap(document, random_):
     if random_.random() < 0.3:
         place.pop(key, None)
     else:
-        place[key] = random_.choice(ODD)
+        place[key] = copy.deepcopy(random_.choice(ODD))
+
+
+def test_headers_of_any_values_leave_a_run_that_loads(tmp_path):
+    group = {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "nccl", "pg_size": 2, "ranks": [0, 1]}
+    random_ = random.Random(SEED + 4)
+    for _ in range(40):
+        for rank in (0, 1):
+            device = {"id": 0, "name": "H100", "totalGlobalMem": 1 << 36}
+            document = device_trace(rank, steps=2, start_us=100 + rank, deviceProperties=[device])
+            document["distributedInfo"] |= {"pg_count": 1, "pg_config": [copy.deepcopy(group)]}
+            for _ in range(random_.randrange(3)):
+                info = document.get("distributedInfo")
+                listed = info.get("pg_config") if isinstance(info, dict) else None
+                inner = [document, info, *(listed if isinstance(listed, list) else []), device]
+                place = random_.choice([p for p in inner if isinstance(p, dict) and len(p) > 1])
+                key = random_.choice([key for key in place if key != "traceEvents"])
+                place[key] = copy.deepcopy(random_.choice(ODD))
+            (tmp_path / f"rank{rank}.json").write_text(json.dumps(document))
+        run = load(tmp_path, cache=False)
+        assert sum(trace.activities.height for trace in run.traces()) in (4, 8)
+        run.table(doubts.doubts)
 
 
 def test_packed_bytes_cut_or_flipped_are_told(damaged, real):

@@ -221,6 +221,15 @@ def test_groups_that_the_header_leaves_out_come_from_collectives(tmp_path):
     assert trace.groups.rows() == [*ROWS, ("5", "mesh_dp", None, [0, 2]), ("6", "mesh_dp", None, None)]
 
 
+@pytest.mark.parametrize("ranks", [[0, 1 << 70], [0, "1"], [-1], [0.5], "[0, 1]", 7, None, {}, []])
+def test_ranks_of_a_group_that_make_no_sense_are_not_known(tmp_path, ranks):
+    info = {"rank": 0, "world_size": 8, "pg_config": [TP | {"ranks": ranks}]}
+    told = {"Process Group Name": "9", "Process Group Ranks": json.dumps(ranks), "Collective name": "allreduce"}
+    trace = read(tmp_path, *launched(NCCL, 1, 1, on_us=9, **told), distributedInfo=info)
+    known = trace.groups.with_columns(pl.col("ranks").list.len().fill_null(0))["ranks"].to_list()
+    assert known == [0, 0]
+
+
 @pytest.mark.parametrize("info", [None, 5, [], {"pg_config": None}, {"pg_config": [5, None, "x"]}, {"pg_config": 7}])
 def test_a_header_that_tells_no_groups_gives_none(tmp_path, info):
     assert read(tmp_path, op("x", 0, 1), distributedInfo=info).groups.is_empty()

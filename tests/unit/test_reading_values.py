@@ -118,7 +118,23 @@ def test_a_base_of_any_type_stops_nothing(tmp_path, base):
 
 @pytest.mark.parametrize(
     "time",
-    ["NaN", "Infinity", "-Infinity", '"NaN"', '"soon"', "null", "[]", "{}", "1e300", "1e999", "9" * 40, '""'],
+    [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        '"NaN"',
+        '"soon"',
+        "null",
+        "[]",
+        "{}",
+        "1e300",
+        "1e999",
+        "4e15",
+        "4000000000000000",
+        "-4000000000000000.5",
+        "9" * 40,
+        '""',
+    ],
 )
 def test_an_event_without_a_usable_time_is_left_out_aloud(tmp_path, time):
     for text in (f"ts: {time}", f'ts: {time}, ph: "i", name: "[memory]", args: {{"Bytes": 8}}'):
@@ -129,7 +145,7 @@ def test_an_event_without_a_usable_time_is_left_out_aloud(tmp_path, time):
         assert trace.doubts.filter(pl.col("kind") == "bad_times")["doubtful_ratio"].item() == 0.25
 
 
-@pytest.mark.parametrize("dur", ["NaN", "Infinity", "-1.5", '"long"', "[]"])
+@pytest.mark.parametrize("dur", ["NaN", "Infinity", "-1.5", '"long"', "[]", "2000000000000000"])
 def test_an_event_without_a_usable_duration_is_left_out_aloud(tmp_path, dur):
     trace = read(tmp_path, event(), event(f"dur: {dur}"))
     assert trace.ops.height == 1
@@ -291,3 +307,10 @@ def test_a_slice_that_never_ends_or_began_is_left_out_aloud(tmp_path):
 def test_begin_and_end_on_an_epoch_clock_are_exact(tmp_path):
     pair = [event(f"ts: 1716900000123456.{ns}", ph=ph) for ph, ns in (("B", "101"), ("E", "999"))]
     assert read(tmp_path, *pair).ops.select("start_ns", "dur_ns").rows() == [(1_716_900_000_123_456_101, 898)]
+
+
+def test_times_far_apart_do_not_overflow(tmp_path):
+    far = [event(ts=ts, dur=dur) for ts, dur in ((-3e15, 1e15), (3e15, 1e15), (0, 1))]
+    trace = read(tmp_path, *far, baseTimeNanoseconds=3 * 10**18)
+    assert trace.ops.select("start_ns", "dur_ns").rows() == [(0, 10**18), (3 * 10**18, 1000), (6 * 10**18, 10**18)]
+    assert trace.ops["parent_id"].null_count() == 3

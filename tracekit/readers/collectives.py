@@ -11,6 +11,7 @@ import polars as pl
 from tracekit import schema
 from tracekit.readers import sizes
 from tracekit.readers.events import Args
+from tracekit.readers.header import MOST_RANKS
 from tracekit.readers.host import Host
 from tracekit.readers.work import Speaker
 
@@ -75,12 +76,11 @@ def groups(header: Mapping[str, Any], spoken: Iterable[Args]) -> pl.DataFrame:
 
 
 def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
-    ranks = group.get("ranks")
-    known = [r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else None
+    known = _believable(group.get("ranks"))
     # PyTorch lists no ranks for the group of all.
-    if not known and isinstance(world_size, int) and group.get("pg_size") == world_size:
+    if not known and type(world_size) is int and 0 < world_size <= MOST_RANKS and group.get("pg_size") == world_size:
         return list(range(world_size))
-    return known
+    return known or None
 
 
 def _listed(ranks: object) -> list[int] | None:
@@ -89,7 +89,13 @@ def _listed(ranks: object) -> list[int] | None:
         found = json.loads(ranks) if isinstance(ranks, str) else ranks
     except ValueError:
         return None
-    return [int(r) for r in found] if isinstance(found, list) and all(isinstance(r, int) for r in found) else None
+    return _believable(found)
+
+
+def _believable(ranks: object) -> list[int] | None:
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in ranks):
+        return None
+    return ranks
 
 
 def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any, ...]:

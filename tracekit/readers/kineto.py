@@ -13,6 +13,7 @@ from tracekit import schema
 from tracekit.readers import allocations, collectives, doubts, host, logs, numbers, stream, windows, work
 from tracekit.readers.events import Args
 from tracekit.readers.gather import Spoken
+from tracekit.readers.header import MOST_RANKS
 from tracekit.readers.nesting import Ints
 from tracekit.readers.stream import Events
 from tracekit.trace import LazyTrace, Trace
@@ -75,7 +76,7 @@ def rank_of(header: Mapping[str, Any]) -> int | None:
     """Return the rank that the header of a trace file states; None where it states none."""
     info = header.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
-    return rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
+    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < MOST_RANKS else None
 
 
 def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
@@ -136,12 +137,12 @@ def _base_ns(header: Mapping[str, Any]) -> int:
     )
     if exact is None:
         exact = int(number) if math.isfinite(number) else 0
-    return exact if abs(exact) < 1 << 62 else 0
+    return exact if abs(exact) < numbers.MOST_NS else 0
 
 
 def _timed(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
     """Return the slices that have a usable time, on the clock of `base_ns`, with their place in the file as row."""
-    usable = (frame["start_ns"] != numbers.BAD) & (frame["dur_ns"] >= 0)
+    usable = (frame["start_ns"] != numbers.BAD) & frame["dur_ns"].is_between(0, numbers.MOST_DUR_NS)
     placed = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
     return placed if usable.all() else placed.filter(usable)
 

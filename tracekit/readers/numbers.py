@@ -18,7 +18,11 @@ BAD = -(1 << 62)
 MISSING = -(1 << 63)
 """Stands for a whole number that is missing; a null in tables."""
 
-_MOST_NS = 1 << 62
+MOST_NS = 3 << 60
+"""Times and clocks beyond are damage; a time, its clock and a duration of MOST_DUR_NS together fit an int64."""
+
+MOST_DUR_NS = 1 << 60
+
 _EXACT_US = 1 << 43  # a double of µs below this is off by less than half a ns
 _WHOLE_US = 1 << 52  # whole µs below this fit a double, and their ns an int64
 _THREE_DECIMALS = r"\.\d{3}"
@@ -50,7 +54,7 @@ class Clock:
         if values and type(values[0]) is int and (us := plain(values)) is not None:
             largest = _largest(us)
             self.epoch |= largest >= _EXACT_US
-            return us * 1000 if largest < _MOST_NS // 1000 else self._one_by_one(values, missing)
+            return us * 1000 if largest < MOST_NS // 1000 else self._one_by_one(values, missing)
         try:
             given = np.frombuffer(array("d", values), np.float64)
         except (TypeError, OverflowError):
@@ -82,8 +86,9 @@ class Clock:
         if parsed.null_count():
             return self._one_by_one(values, missing)
         ns = parsed.to_numpy()
-        self.epoch |= bool((np.abs(ns) >= _EXACT_US * 1000).any())
-        return ns
+        size = np.abs(ns)
+        self.epoch |= bool((size >= _EXACT_US * 1000).any())
+        return ns if (size < MOST_NS).all() else self._one_by_one(values, missing)
 
     def _one_by_one(self, values: list[Any], missing: int) -> Ints:
         return np.array([self._ns(value, missing) for value in values], np.int64)
@@ -106,7 +111,7 @@ class Clock:
         self.epoch |= abs(us) >= _EXACT_US
         self.fractions |= us != us.to_integral_value()
         self.thousandths |= us.as_tuple().exponent == -3
-        return ns if abs(ns) < _MOST_NS else BAD
+        return ns if abs(ns) < MOST_NS else BAD
 
 
 def _largest(given: npt.NDArray[Any]) -> float:
