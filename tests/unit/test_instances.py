@@ -12,6 +12,7 @@ from tests import drawn
 from tests.simulated import MS, US, Job
 from tracekit import align, match
 from tracekit.analysis.instances import BUS_FACTORS, by_collective, instances, waits
+from tracekit.trace import Run
 
 GIB = 1 << 30
 
@@ -123,6 +124,23 @@ def test_by_collective_adds_up_what_each_rank_waited():
     one = run.across(instances).filter(pl.col("op") == "all_reduce")
     bus = (one["bus_bytes_per_s"] * one["transfer_ns"]).sum() / one["transfer_ns"].sum()
     assert rows.filter(pl.col("op") == "all_reduce")["bus_bytes_per_s"].to_list() == pytest.approx([bus] * 3)
+
+
+def test_a_bandwidth_of_many_is_told_of_all_of_them_or_not_at_all():
+    # Nine transfers of 10 µs and one of 3 ms: where clocks agree to 100 µs, the slow one alone would mislead.
+    job = Job({"world": (0, 1)}, seed=1)
+    for i in range(10):
+        job.now_ns += 50 * MS
+        job.collect("world", "all_reduce", 1 << 20, {0: 0, 1: 0}, transfer_ns=3 * MS if i == 5 else 10_000)
+    run = drawn.run(job.trace(0), job.trace(1))
+    (rate,) = by_collective(run)["bus_bytes_per_s"].unique()
+    assert rate == pytest.approx(10 * (1 << 20) / (3 * MS + 9 * 10_000) * 1e9)
+    for residual_us, is_told in ((200, True), (400, False)):
+        rough = drawn.run(job.trace(0), job.trace(1))
+        agreed = rough.offsets.with_columns(pl.lit(residual_us * 1000, pl.Int64).alias("residual_ns"))
+        rough = Run("rough", rough.sources, align=lambda run, agreed=agreed: agreed)
+        assert rough.across(instances)["bus_bytes_per_s"].is_not_null().sum() == 1
+        assert by_collective(rough)["bus_bytes_per_s"].is_not_null().all() == is_told
 
 
 @settings(max_examples=25, deadline=None)

@@ -116,10 +116,6 @@ def instances(run: Run) -> pl.DataFrame:
     )
     whole = pl.col("ranks").list.len() == pl.col("group_size")
     transfer_ns = (pl.col("end_ns") - pl.col("last_arrival_ns")).clip(0)
-    factor, per_rank = (
-        pl.col("op").replace_strict({op: f[i] for op, f in BUS_FACTORS.items()}, default=None, return_dtype=pl.Float64)
-        for i in (0, 1)
-    )
     return (
         table.with_columns(
             pl.when(whole & (pl.col("lead_ns") >= pl.col("residual_ns"))).then("last_rank").alias("last_rank"),
@@ -130,9 +126,7 @@ def instances(run: Run) -> pl.DataFrame:
             .then(pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns"))
             .alias("algorithm_bytes_per_s")
         )
-        .with_columns(
-            (pl.col("algorithm_bytes_per_s") * (factor + per_rank / pl.col("group_size"))).alias("bus_bytes_per_s")
-        )
+        .with_columns((pl.col("algorithm_bytes_per_s") * _bus_factor()).alias("bus_bytes_per_s"))
         .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.schema.items())
         .sort("window", "first_arrival_ns")
     )
@@ -174,14 +168,16 @@ def by_collective(run: Run) -> pl.DataFrame:
 
     Columns op, group, rank, calls, communication_ns, wait_ns, came_last (how often the others waited for it),
     transfer_ns, bytes, bus_bytes_per_s, residual_ns; one row per op, group and rank. transfer_ns and bytes add up over
-    the collectives whose bandwidth can be told; bus_bytes_per_s is theirs, all taken together.
+    the collectives of which size and transfer are known; bus_bytes_per_s is theirs, all taken together. The three are
+    null where these last no longer than the residual on average.
     """
+    sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & _bus_factor().is_not_null()
     told = run.across(instances).select(
         *_KEY,
         "last_rank",
-        pl.when(pl.col("bus_bytes_per_s").is_not_null()).then("transfer_ns").alias("transfer_ns"),
-        (pl.col("bus_bytes_per_s") * pl.col("transfer_ns") / _SECOND_NS).alias("bus_bytes"),
-        pl.when(pl.col("bus_bytes_per_s").is_not_null()).then("bytes").alias("told_bytes"),
+        pl.when(sized).then("transfer_ns").alias("transfer_ns"),
+        pl.when(sized).then("bytes").alias("told_bytes"),
+        pl.when(sized).then(pl.col("bytes") * _bus_factor()).alias("bus_bytes"),
     )
     rows = run.across(waits).join(told, on=_KEY)
     return (
@@ -195,10 +191,20 @@ def by_collective(run: Run) -> pl.DataFrame:
             pl.col("told_bytes").sum().alias("bytes"),
             (pl.col("bus_bytes").sum() * _SECOND_NS / pl.col("transfer_ns").sum()).alias("bus_bytes_per_s"),
             pl.col("residual_ns").max(),
+            pl.col("transfer_ns").mean().alias("mean_ns"),
         )
-        .with_columns(pl.when(pl.col("transfer_ns") > 0).then(name).alias(name) for name in _TOLD)
+        .with_columns(pl.when(pl.col("mean_ns") > pl.col("residual_ns")).then(name).alias(name) for name in _TOLD)
+        .drop("mean_ns")
         .sort("op", "group", "rank")
     )
+
+
+def _bus_factor() -> pl.Expr:
+    constant, per_rank = (
+        pl.col("op").replace_strict({op: f[i] for op, f in BUS_FACTORS.items()}, default=None, return_dtype=pl.Float64)
+        for i in (0, 1)
+    )
+    return constant + per_rank / pl.col("group_size")
 
 
 _TOLD = ("transfer_ns", "bytes", "bus_bytes_per_s")
