@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 _LOG_TAIL_CHARACTERS = 2000
-_BETWEEN_HOSTS = {
+# What NCCL needs where ranks on one GPU pass for ranks of several hosts: they talk by sockets.
+BETWEEN_HOSTS = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
@@ -234,9 +235,9 @@ def _serve(number: int, folder: Path, case_timeout_s: float, cuda: bool) -> None
 def _take_gpu(number: int) -> None:
     import torch
 
-    # NCCL refuses two ranks of one host on one GPU; of two hosts it lets them, and they talk by sockets.
+    # NCCL refuses two ranks of one host on one GPU; of two hosts it lets them.
     os.environ["NCCL_HOSTID"] = f"rank{number}"
-    for name, value in _BETWEEN_HOSTS.items():
+    for name, value in BETWEEN_HOSTS.items():
         os.environ.setdefault(name, value)
     torch.cuda.set_device(_gpu(number))
 
