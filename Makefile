@@ -57,7 +57,7 @@ imports: $(VENV)/.test
 
 unit: $(VENV)/.test
 	@echo "tracekit: tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 format: $(VENV)/.test
 	@$(BIN)/ruff check --fix .

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,12 @@ from pathlib import Path
 from typing import Any
 
 _LOG_TAIL_CHARACTERS = 2000
+_BETWEEN_HOSTS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 class RankError(AssertionError):
@@ -78,13 +84,36 @@ def run_cases(
     what has no answer by then has failed. `environment` is added to that of the rank processes. With `cuda` they talk
     by NCCL and share the GPUs that are there, even if it is one.
     """
+    return run_worlds(
+        {world_size: cases}, timeout_s=timeout_s, case_timeout_s=case_timeout_s, environment=environment, cuda=cuda
+    )[world_size]
+
+
+def run_worlds(
+    cases: Mapping[int, Mapping[str, Callable[[], Any]]],
+    *,
+    timeout_s: float = 240,
+    case_timeout_s: float = 60,
+    environment: Mapping[str, str] | None = None,
+    cuda: bool = False,
+) -> dict[int, dict[str, Outcome]]:
+    """Call functions as `run_cases` does, on several numbers of ranks; return the outcomes by number and name.
+
+    One set of processes serves all: as many as the most ranks. Small worlds run beside larger ones where they fit.
+    """
+    places = _places(cases)
+    jobs = [
+        Job(f"{size}-{index}", name, function, first=places[size], ranks=size)
+        for size in places
+        for index, (name, function) in enumerate(cases[size].items())
+    ]
     with tempfile.TemporaryDirectory(prefix="ranks-") as path:
         folder = Path(path)
-        (folder / "cases.pickle").write_bytes(pickle.dumps(list(cases.items())))
+        (folder / "cases.pickle").write_bytes(pickle.dumps(jobs))
         spawn = multiprocessing.get_context("spawn")
         processes = [
-            spawn.Process(target=_serve, args=(rank, world_size, folder, case_timeout_s, cuda), daemon=True)
-            for rank in range(world_size)
+            spawn.Process(target=_serve, args=(number, folder, case_timeout_s, cuda), daemon=True)
+            for number in range(max(cases))
         ]
         # Threads that spin on a core that another rank needs cost more than they give.
         with _environment({"OMP_NUM_THREADS": "1"} | dict(environment or {})):
@@ -92,10 +121,45 @@ def run_cases(
                 process.start()
         late = _join(processes, time.monotonic() + timeout_s)
         endings = [
-            f"no answer within {timeout_s:g} s" if rank in late else f"ended with exit code {process.exitcode}"
-            for rank, process in enumerate(processes)
+            f"no answer within {timeout_s:g} s" if number in late else f"ended with exit code {process.exitcode}"
+            for number, process in enumerate(processes)
         ]
-        return {name: _collect(folder, index, name, endings) for index, name in enumerate(cases)}
+        outcomes: dict[int, dict[str, Outcome]] = {size: {} for size in cases}
+        for job in jobs:
+            outcomes[job.ranks][job.name] = _collect(folder, job, endings)
+        return outcomes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case on so many ranks, the first of them on the process of number `first`."""
+
+    key: str
+    name: str
+    function: Callable[[], Any]
+    first: int
+    ranks: int
+
+    def answer(self, folder: Path, rank: int) -> Path:
+        return folder / f"case{self.key}.rank{rank}.pickle"
+
+
+def _places(sizes: Iterable[int]) -> dict[int, int]:
+    """Return on which process each world begins, the largest first, those that fit beside each other together.
+
+    >>> _places([1, 2, 3, 4])
+    {4: 0, 3: 0, 1: 3, 2: 0}
+    """
+    left = sorted(sizes, reverse=True)
+    most, places = left[0], {}
+    while left:
+        first = 0
+        for size in [size for size in left if size <= most]:
+            if first + size <= most:
+                places[size] = first
+                first += size
+                left.remove(size)
+    return places
 
 
 @contextmanager
@@ -122,49 +186,65 @@ def _join(processes: list[Any], deadline: float) -> set[int]:
     return late
 
 
-def _collect(folder: Path, index: int, name: str, endings: list[str]) -> Outcome:
+def _collect(folder: Path, job: Job, endings: list[str]) -> Outcome:
     values, errors = [], {}
-    for rank, ending in enumerate(endings):
-        answer = folder / f"case{index}.rank{rank}.pickle"
+    for rank, number in enumerate(range(job.first, job.first + job.ranks)):
+        answer = job.answer(folder, rank)
         value, error = (
-            pickle.loads(answer.read_bytes()) if answer.exists() else (None, f"{ending}\n{_log(folder, rank)}")
+            pickle.loads(answer.read_bytes())
+            if answer.exists()
+            else (None, f"{endings[number]}\n{_log(folder, number)}")
         )
         values.append(value)
         if error is not None:
             errors[rank] = error
-    return Outcome(name, tuple(values), errors)
+    return Outcome(job.name, tuple(values), errors)
 
 
-def _log(folder: Path, rank: int) -> str:
-    log = folder / f"rank{rank}.log"
+def _log(folder: Path, number: int) -> str:
+    log = folder / f"process{number}.log"
     return log.read_text(errors="replace")[-_LOG_TAIL_CHARACTERS:] if log.exists() else ""
 
 
 # In a rank's process -------------------------------------------------------------------------------------------------
 
 
-def _serve(rank: int, world_size: int, folder: Path, case_timeout_s: float, cuda: bool) -> None:
-    _redirect_output(folder / f"rank{rank}.log")
+def _serve(number: int, folder: Path, case_timeout_s: float, cuda: bool) -> None:
+    _redirect_output(folder / f"process{number}.log")
+    backend = "gloo"
     if cuda:
-        _take_gpu(rank)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    cases: list[tuple[str, Callable[[], Any]]] = pickle.loads((folder / "cases.pickle").read_bytes())
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    for index, (name, function) in enumerate(cases):
-        print(f"case {name}", flush=True)
-        store = folder / f"case{index}.store"
-        answer = _answer(function, rank, world_size, store, case_timeout_s, backend=backend)
-        partial = folder / f"case{index}.rank{rank}.partial"
+        backend = "cpu:gloo,cuda:nccl"
+        _take_gpu(number)
+    jobs: list[Job] = pickle.loads((folder / "cases.pickle").read_bytes())
+    for job in jobs:
+        rank = number - job.first
+        if not 0 <= rank < job.ranks:
+            continue
+        print(f"case {job.name} on {job.ranks} ranks", flush=True)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
+        os.environ["LOCAL_RANK"] = str(_gpu(number) if cuda else rank)
+        store = folder / f"case{job.key}.store"
+        answer = _answer(job.function, rank, job.ranks, store, case_timeout_s, backend=backend)
+        path = job.answer(folder, rank)
+        partial = path.with_suffix(".partial")
         partial.write_bytes(answer)
-        partial.rename(partial.with_suffix(".pickle"))
+        partial.rename(path)
 
 
-def _take_gpu(rank: int) -> None:
+def _take_gpu(number: int) -> None:
     import torch
 
-    # NCCL refuses two ranks of one host on one GPU; of two hosts it lets them.
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    # NCCL refuses two ranks of one host on one GPU; of two hosts it lets them, and they talk by sockets.
+    os.environ["NCCL_HOSTID"] = f"rank{number}"
+    for name, value in _BETWEEN_HOSTS.items():
+        os.environ.setdefault(name, value)
+    torch.cuda.set_device(_gpu(number))
+
+
+def _gpu(number: int) -> int:
+    import torch
+
+    return number % torch.cuda.device_count()
 
 
 def _answer(

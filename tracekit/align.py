@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit import coincide, match
+from tracekit import coincide, match, units
 from tracekit.trace import OFFSETS, RUN_DOUBTS, Run
 
 RESIDUAL_QUANTILE = 0.9
@@ -56,6 +56,8 @@ def doubts(run: Run) -> pl.DataFrame:
     """
     if len(run.ranks) < 2:
         return RUN_DOUBTS.empty()
+    if run.table(match.calls).is_empty():
+        return RUN_DOUBTS.empty()  # nothing goes from rank to rank, so nothing rests on their clocks
     found = run.offsets
     rows = [*_skew(run, found), *_apart(found)]
     return RUN_DOUBTS.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else RUN_DOUBTS.empty()
@@ -196,8 +198,8 @@ def _apart(found: pl.DataFrame) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     alone = found.filter(pl.col("residual_ns").is_null(), pl.len().over("window") > 1)
     if alone.height:
-        ranks = ", ".join(str(rank) for rank in alone["rank"].unique().sort().head(8))
-        message = f"Too few collectives tie the clock of rank {ranks} to that of others; nothing is told across."
+        told = f"rank{'s' * (alone['rank'].n_unique() > 1)} {units.ranges(alone['rank'].unique())}"
+        message = f"Too few collectives tie {told} to the clock of others; nothing is told across them."
         rows.append({"kind": "clock_unaligned", "message": message, "doubtful_ratio": alone.height / found.height})
     tied = found.filter(pl.col("residual_ns").is_not_null())
     parts = int(tied.group_by("window").agg(pl.col("part").n_unique())["part"].max() or 0)  # type: ignore[arg-type]

@@ -28,7 +28,10 @@ def union(*sets: Spans) -> Spans:
     [[0, 6], [8, 9]]
     """
     spans = np.concatenate([np.asarray(s, np.int64).reshape(-1, 2) for s in sets]) if sets else EMPTY
-    spans = spans[spans[:, 1] > spans[:, 0]]
+    lasts = spans[:, 1] > spans[:, 0]
+    if lasts.all() and (spans[1:, 0] > spans[:-1, 1]).all():
+        return spans  # as most are: results of these functions, fed on
+    spans = spans[lasts]
     if not len(spans):
         return EMPTY
     spans = spans[np.argsort(spans[:, 0], kind="stable")]

@@ -10,6 +10,7 @@ from tracekit.coincide import UNKNOWN, Calls, Line, fit, pairs_by_seq
 from tracekit.trace import Run, Trace
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_UNEQUAL = ("all_to_all", "gather", "scatter")  # each rank's part may be of a size of its own
 """Collectives that nobody can leave before everybody has come."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 SEQ, ORDER, NONE = "seq", "order", "none"
@@ -156,6 +157,7 @@ class _Clocks:
 def _matched_group(group: pl.DataFrame, clocks: _Clocks) -> tuple[_Ints, _Ints, bool]:
     """Return row numbers, the instance of each (numbered from 0; -1: unknown), and whether by sequence numbers."""
     told = group.with_columns(
+        pl.when(~pl.col("op").is_in(_UNEQUAL)).then(pl.col("bytes")).alias("bytes"),
         pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
         _token(),
         pl.col("op").is_in(TOGETHER).alias("together"),
@@ -186,9 +188,9 @@ def _matched_group(group: pl.DataFrame, clocks: _Clocks) -> tuple[_Ints, _Ints, 
 
 
 def _token() -> pl.Expr:
-    key = pl.concat_str(
-        "op", pl.col("dtype").fill_null("?"), pl.col("bytes").cast(pl.String).fill_null("?"), separator="|"
-    )
+    equal = ~pl.col("op").is_in(_UNEQUAL)
+    told = (pl.when(equal).then(pl.col(of).cast(pl.String)).fill_null("?") for of in ("dtype", "bytes"))
+    key = pl.concat_str("op", *told, separator="|")
     return key.rank("dense").cast(pl.Int64).alias("token")
 
 

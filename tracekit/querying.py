@@ -1,41 +1,34 @@
-"""SQL over the tables of a run: one SELECT, in a DuckDB that reaches no file, no network and no setting."""
+"""SQL over the tables of a run: one SELECT, in a process that reaches no file, no network and no setting."""
 
 import contextlib
 import difflib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
-import duckdb
 import polars as pl
 import pyarrow as pa
 
-from tracekit import schema
-from tracekit.analysis import breakdown
+from tracekit import align, schema, sealed
+from tracekit.analysis import breakdown, doubts, instances
 from tracekit.errors import InputError
 from tracekit.schema import Column, Table
-from tracekit.trace import RUN_DOUBTS, Run
+from tracekit.trace import OFFSETS, RUN_DOUBTS, Run, Source
 
 TIMEOUT_S = 60.0
 MEMORY_BYTES = 4 << 30
-_BATCH_ROWS = 10_000
+_GRACE_S = 1.0
 _RESERVED = re.compile(r'(?i)(?<!")\b(window|group)\b(?!"|\s+by\b)')
-_THREADS = 4
-# What else DuckDB offers in FROM reads files, addresses of memory or the settings of the process.
-_TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "repeat", "json_each", "json_tree"})
-_SEAL = (
-    "SET enable_progress_bar = false",
-    "SET python_enable_replacements = false",  # a name is a table, never a variable of ours
-    "SET autoinstall_known_extensions = false",
-    "SET autoload_known_extensions = false",
-    "SET allow_community_extensions = false",
-    "SET temp_directory = ''",  # what doesn't fit in memory fails; nothing is written
-    "SET enable_external_access = false",
-    "SET lock_configuration = true",
-)
+_PROGRAM = Path(__file__).with_name("sealed.py")
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
 
 _PLACE = (
     Column("window", pl.Int64(), "", "Profiled window of the run, from 0."),
@@ -66,9 +59,20 @@ BREAKDOWN = Table(
 )
 
 TABLES: Mapping[str, Table] = {
-    table.name: replace(table, columns=(*_PLACE, *table.columns)) for table in (*schema.TABLES.values(), BREAKDOWN)
-} | {RUN_DOUBTS.name: RUN_DOUBTS}
+    **{t.name: replace(t, columns=(*_PLACE, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
+    **{t.name: t for t in (OFFSETS, instances.INSTANCES, instances.WAITS, RUN_DOUBTS)},
+}
 """Every table that a query can name, with its columns as a query sees them."""
+
+_MEASURED: Mapping[str, Callable[[Run], pl.DataFrame]] = {
+    "doubts": lambda run: run.table(doubts.doubts),
+    BREAKDOWN.name: lambda run: run.table(breakdown.by_step),
+    OFFSETS.name: lambda run: run.offsets,
+    instances.INSTANCES.name: lambda run: run.across(instances.instances),
+    instances.WAITS.name: lambda run: run.across(instances.waits),
+    RUN_DOUBTS.name: lambda run: pl.concat([run.doubts, align.doubts(run)]),
+}
+"""Tables that are measured rather than read, and how."""
 
 
 def query(
@@ -85,17 +89,14 @@ def query(
     tables that `sql` names are put together. Raises InputError if `sql` is not one SELECT, names what isn't there,
     fails, or needs more time or memory than allowed; the result itself counts as memory.
     """
-    statement, named = _check(sql, timeout_s, memory_bytes)
-    with _sealed(memory_bytes) as connection:
-        for name, frame in _frames(run, named):
-            connection.register(name, frame.to_arrow())
-        with _told(connection, timeout_s, memory_bytes):
-            return _narrowed(_fetch(connection, statement, memory_bytes, max_rows))
+    with asked(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as question:
+        return question.of(run)
 
 
 def check(sql: str) -> None:
     """Raise InputError if `sql` is not one SELECT over TABLES and their columns. Needs no run, so it costs no time."""
-    _check(sql, TIMEOUT_S, MEMORY_BYTES)
+    with asked(sql):
+        pass
 
 
 def find_table(name: str) -> Table:
@@ -105,143 +106,166 @@ def find_table(name: str) -> Table:
     raise InputError(f"{name}: no such table{_near(name, list(TABLES))}; the tables are {', '.join(TABLES)}")
 
 
-def _check(sql: str, timeout_s: float, memory_bytes: int) -> tuple[str, list[str]]:
-    """Return the one statement of `sql` and the tables that it may read."""
-    statement = _only_statement(sql)
-    named = _named(statement)
-    with _sealed(memory_bytes) as connection, _told(connection, timeout_s, memory_bytes):
-        for name, table in TABLES.items():
-            connection.register(name, table.empty().to_arrow())
-        connection.execute("EXPLAIN " + statement)
-    return statement, named
-
-
-def _only_statement(sql: str) -> str:
-    try:
-        statements = duckdb.extract_statements(sql)
-    except duckdb.Error as error:
-        raise InputError(_explained(error, sql)) from None
-    if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-        kinds = ", ".join(str(each.type).rsplit(".", 1)[-1] for each in statements) or "nothing"
-        raise InputError(f"query: {kinds} given; a query is one SELECT, and changes nothing")
-    return statements[0].query.strip().rstrip(";")
-
-
-def _named(statement: str) -> list[str]:
-    """Return the tables that a SELECT may read. Raises InputError where it calls a table function that is not allowed.
-
-    A name that is only written as a text counts too: that costs time, never an answer.
-    """
-    texts: set[str] = set()
-    for node in _nodes(_parsed(statement)):
-        if isinstance(node, str):
-            texts.add(node.lower())
-        elif node.get("type") == "TABLE_FUNCTION":
-            function = node.get("function", {}).get("function_name", "?")
-            if function not in _TABLE_FUNCTIONS:
-                raise InputError(
-                    f"query: {function}() is not allowed: a query reads the run's tables only ({', '.join(TABLES)})"
-                )
-    return [name for name in TABLES if name in texts]
-
-
-def _parsed(statement: str) -> dict[str, Any]:
-    try:
-        with duckdb.connect(":memory:") as connection:
-            row = connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
-        tree: dict[str, Any] = json.loads(row[0]) if row else {}
-    except (duckdb.Error, RecursionError) as error:
-        raise InputError(f"query: too deep to be checked ({type(error).__name__}); write it shorter") from None
-    if tree.get("error", True):
-        raise InputError(f"query: not a SELECT that can be checked ({tree.get('error_message', 'no reason given')})")
-    return tree
-
-
-def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
-    """Yield every object and text of a parsed statement. Not by recursion: expressions may nest deeper than Python."""
-    left: list[Any] = [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict | str):
-            yield node
-        if isinstance(node, dict | list):
-            left.extend(node.values() if isinstance(node, dict) else node)
-
-
 @contextlib.contextmanager
-def _sealed(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
-    with duckdb.connect(":memory:", config={"threads": _THREADS}) as connection:
-        for setting in (f"SET memory_limit = '{max(memory_bytes >> 20, 1)}MiB'", *_SEAL):
-            connection.execute(setting)
-        yield connection
-
-
-@contextlib.contextmanager
-def _told(connection: duckdb.DuckDBPyConnection, timeout_s: float, memory_bytes: int) -> Iterator[None]:
-    """Interrupt what runs too long, and say what went wrong in our words."""
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        connection.interrupt()
-
-    timer = threading.Timer(timeout_s, stop)
-    timer.daemon = True
-    timer.start()
+def asked(
+    sql: str, *, timeout_s: float = TIMEOUT_S, memory_bytes: int = MEMORY_BYTES, max_rows: int | None = None
+) -> Iterator["Question"]:
+    """Give a checked query, before any trace is read. Raises InputError as `query` does."""
+    question = Question(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows)
     try:
-        yield
-    except (duckdb.Error, pa.ArrowException, OSError) as error:
-        if late.is_set():
-            raise InputError(
-                f"query: stopped after {timeout_s:g} s; ask for less, or allow more with --timeout"
-            ) from None
-        if "out of memory" in str(error).lower():
-            raise InputError(
-                f"query: needs more than {memory_bytes / 2**30:.3g} GiB; ask for less, or allow more with --memory"
-            ) from None
-        raise InputError(_explained(error)) from None
+        question.check()
+        yield question
     finally:
-        timer.cancel()
+        question.close()
 
 
-def _frames(run: Run, named: list[str]) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Yield the tables named, put together in one pass over the traces; the others empty."""
-    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name in schema.TABLES}
+class Question:
+    """A query in its process: `tracekit.sealed` tells how the two talk."""
+
+    def __init__(self, sql: str, *, timeout_s: float, memory_bytes: int, max_rows: int | None) -> None:
+        """Start the process; nothing is asked yet."""
+        self._sql, self._timeout_s, self._memory_bytes, self._max_rows = sql, timeout_s, memory_bytes, max_rows
+        self._process = subprocess.Popen(  # noqa: S603 a file of ours, and the query goes by its stdin
+            [sys.executable, "-P", str(_PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=_environment(),
+        )
+        self._is_late = False
+        self._named: list[str] = []
+
+    def check(self) -> None:
+        """Find out which tables the query names. Raises InputError where it cannot be asked."""
+        limits = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes, "max_rows": self._max_rows}
+        with self._in_time():
+            self._send({"sql": self._sql, "tables": list(TABLES), **limits}, [t.empty() for t in TABLES.values()])
+            self._named = self._line()["named"]
+
+    def of(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
+        """Return what the query finds in a run."""
+        tables = dict(_frames(run, self._named, on_progress))
+        self._send({"tables": list(tables)}, tables.values())
+        with self._in_time():
+            self._line()
+            with self._told(), pa.ipc.open_stream(self._stdout) as stream:
+                found = stream.read_all()
+            self._line()
+        rows = _narrowed(_readable(found))
+        return rows if self._max_rows is None else rows.head(self._max_rows)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                cast("BinaryIO", pipe).close()
+        self._process.wait()
+
+    @property
+    def _stdout(self) -> BinaryIO:
+        return cast("BinaryIO", self._process.stdout)
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """End the process where it did not end the query in time itself."""
+
+        def stop() -> None:
+            self._is_late = True
+            self._process.kill()
+
+        timer = threading.Timer(self._timeout_s + _GRACE_S, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _send(self, line: dict[str, Any], tables: Iterable[pl.DataFrame]) -> None:
+        pipe = cast("BinaryIO", self._process.stdin)
+        with self._told():
+            pipe.write(json.dumps(line).encode() + b"\n")
+            for table in tables:
+                rows = table.to_arrow()
+                with pa.ipc.new_stream(pipe, rows.schema) as stream:
+                    stream.write_table(rows)
+            pipe.flush()
+
+    def _line(self) -> dict[str, Any]:
+        with self._told():
+            line = self._stdout.readline()
+            if not line:
+                raise EOFError
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            raise self._failure(**told["error"])
+        return told
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say why the process no longer answers."""
+        try:
+            yield
+        except (EOFError, OSError, pa.ArrowException):
+            code = self._process.wait()
+            is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # how a process ends that gets no more memory
+            kind = sealed.LATE if self._is_late else sealed.MEMORY if is_killed else ""
+            raise self._failure(kind, str(code)) from None
+
+    def _failure(self, kind: str, message: str) -> InputError:
+        if kind == sealed.LATE:
+            return InputError(f"query: stopped after {self._timeout_s:g} s; ask for less, or allow more with --timeout")
+        if kind == sealed.MEMORY:
+            limit = f"{self._memory_bytes / 2**30:.3g} GiB"
+            return InputError(f"query: needs more than {limit}; ask for less, or allow more with --memory")
+        if kind == sealed.REFUSED:
+            return InputError(f"query: {message}")
+        if not kind:
+            return InputError(
+                f"query: its process ended with exit code {message}, which is no answer; write the query another way"
+            )
+        return InputError(_explained(kind, message, self._sql))
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that the process gets: where its modules are, and nothing that a query could tell."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    places = [os.path.abspath(place) for place in sys.path]  # noqa: PTH100 '' is the current folder
+    return kept | {"PYTHONPATH": os.pathsep.join(places), "MALLOC_ARENA_MAX": "2"}
+
+
+def _frames(
+    run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None
+) -> Iterator[tuple[str, pl.DataFrame]]:
+    """Yield the tables named, put together in one pass over the traces."""
+    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in _MEASURED}
+    sources = {(source.window, source.rank): source for source in run.sources}
     if parts:
         for trace in run.traces():
             place = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
             for name, frames in parts.items():
                 frames.append(getattr(trace, name).select(*place, pl.all()))
-    for name, table in TABLES.items():
-        if parts.get(name):
+            if on_progress:
+                on_progress(sources[trace.window, trace.rank])
+    for name in named:
+        if name in parts:
             yield name, pl.concat(parts.pop(name))
-        elif name == BREAKDOWN.name and name in named:
-            yield name, run.table(breakdown.by_step)
         else:
-            yield name, run.doubts if name == RUN_DOUBTS.name else table.empty()
+            yield name, _MEASURED[name](run)
 
 
-def _fetch(
-    connection: duckdb.DuckDBPyConnection, statement: str, memory_bytes: int, max_rows: int | None
-) -> pl.DataFrame:
-    # A relation streams; what execute() returns lies whole in memory already.
-    relation = connection.sql(statement)
-    to_reader = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader  # its name before DuckDB 1.4
-    batches = to_reader(_BATCH_ROWS)
-    kept, size_bytes, rows = [], 0, 0
-    for batch in batches:
-        kept.append(batch)
-        rows += batch.num_rows
-        size_bytes += batch.nbytes
-        if size_bytes > memory_bytes:
-            raise InputError(
-                f"query: the result is larger than {memory_bytes / 2**30:.3g} GiB; add a LIMIT, or use --memory"
-            )
-        if max_rows is not None and rows >= max_rows:
-            break
-    found = pl.from_arrow(pa.Table.from_batches(kept, batches.schema))
-    assert isinstance(found, pl.DataFrame)
-    return found if max_rows is None else found.head(max_rows)
+def _readable(found: pa.Table) -> pl.DataFrame:
+    """Return rows as a frame; of columns with one name the later are numbered."""
+    columns: dict[str, pl.Series] = {}
+    for name, values in zip(found.column_names, found.columns, strict=True):
+        told, number = name, 0
+        while told in columns:
+            number += 1
+            told = f"{name}_{number}"
+        columns[told] = pl.Series(told, pl.from_arrow(values))
+    return pl.DataFrame(list(columns.values()))
 
 
 def _narrowed(found: pl.DataFrame) -> pl.DataFrame:
@@ -253,15 +277,14 @@ def _narrowed(found: pl.DataFrame) -> pl.DataFrame:
     return narrow.with_columns(found[name] for name in wide)
 
 
-def _explained(error: Exception, sql: str = "") -> str:
+def _explained(kind: str, told: str, sql: str) -> str:
     """Return DuckDB's complaint on one line, with what to try next."""
-    told = str(error)
     first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", told)[0].split())
     reason = re.sub(r"^\w+(?: \w+)* Error: ", "", first).rstrip("!")
     table = re.search(r"Table with name (\S+) does not exist", told)
     if table:
         return f"query: no table {table[1]}{_near(table[1], list(TABLES))}; the tables are {', '.join(TABLES)}"
-    if isinstance(error, duckdb.ParserException) and _RESERVED.search(sql):
+    if kind == "ParserException" and _RESERVED.search(sql):
         return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
     near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", told)
     if near:

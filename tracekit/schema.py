@@ -44,6 +44,8 @@ class Table:
         """
         if frame.is_empty():
             return self.empty()  # selecting only literals from a frame without columns would make a row
+        if list(frame.schema.items()) == list(self.schema.items()):
+            return frame
         present = set(frame.columns)
         return frame.select(
             pl.col(c.name).cast(c.dtype) if c.name in present else pl.lit(None, c.dtype).alias(c.name)
@@ -214,7 +216,7 @@ DOUBTS = Table(
     "doubts",
     "reason to doubt this trace",
     (
-        _column("kind", _TEXT, "Machine-readable class, such as truncated, rank_from_name, no_steps."),
+        _column("kind", _TEXT, "Machine-readable class, such as truncated, unlinked, no_steps."),
         _column("message", _TEXT, "What is wrong and what it means, in one sentence."),
         _column("doubtful_ratio", _FLOAT, "Share of the trace's time, or of its events, that it makes doubtful.", ""),
     ),

@@ -53,6 +53,34 @@ class Trace:
         return {name: getattr(self, name) for name in schema.TABLES}
 
 
+class LazyTrace(Trace):
+    """A trace some of whose tables are made when they are first asked for."""
+
+    @classmethod
+    def of(cls, trace: Trace, makers: Mapping[str, Callable[[], pl.DataFrame]], held_bytes: int) -> "LazyTrace":
+        """Return `trace` with the tables that `makers` name left to them; until all are made they hold `held_bytes`."""
+        lazy = object.__new__(cls)
+        kept = {name: value for name, value in vars(trace).items() if name not in makers}
+        vars(lazy).update(kept, _makers=dict(makers), _held_bytes=held_bytes)
+        return lazy
+
+    def __getattr__(self, name: str) -> pl.DataFrame:
+        if name not in schema.TABLES:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        makers = vars(self).get("_makers", {})  # none in what dataclasses.replace makes: there all tables are made
+        maker = makers.get(name)
+        if maker is not None:  # else another thread has just made it
+            vars(self).setdefault(name, maker())
+            makers.pop(name, None)
+        made: pl.DataFrame = vars(self)[name]
+        return made
+
+    @property
+    def held_bytes(self) -> int:
+        """Return what the tables that are not made yet keep in memory."""
+        return int(vars(self)["_held_bytes"]) if vars(self).get("_makers") else 0
+
+
 @dataclass(frozen=True)
 class Source:
     """Where one trace of a run comes from, and how to read it again after it was let go."""
@@ -284,4 +312,5 @@ def _with_place(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
 
 def _size_bytes(trace: Trace) -> int:
     # Of what is in memory: a trace from the cache reads a table when it is asked for.
-    return int(sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame)))
+    made = sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame))
+    return int(made) + (trace.held_bytes if isinstance(trace, LazyTrace) else 0)

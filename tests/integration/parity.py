@@ -4,7 +4,6 @@ Both are in fp64, where the two may differ by rounding only. One of the world si
 dividing by a power of two is exact, so a wrong order of dividing and summing could hide.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -126,17 +125,22 @@ def _mesh(case: Case) -> DeviceMesh:
 
 
 def _models(case: Case) -> tuple[Toy, Toy]:
-    torch.manual_seed(0)
-    reference = Toy(case.path, tied=case.tied).to(case.device, case.dtype)
-    if case.prepare is not None:
-        case.prepare(reference)
+    reference = _toy(case)
     if not case.meta:
-        return shard(copy.deepcopy(reference), case), reference
+        return shard(_toy(case), case), reference
     with torch.device("meta"):
         toy = Toy(case.path, tied=case.tied).to(case.dtype)
     shard(toy, case).to_empty(device=case.device)
     restore_model(toy, reference.state_dict())
     return toy, reference
+
+
+def _toy(case: Case) -> Toy:
+    torch.manual_seed(0)
+    toy = Toy(case.path, tied=case.tied).to(case.device, case.dtype)
+    if case.prepare is not None:
+        case.prepare(toy)
+    return toy
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

@@ -108,8 +108,8 @@ def exposed_on_device(trace: RawTrace, step: int) -> tuple[int, int, int]:
     return length(minus(exchange, computing)), length(common(exchange, computing)), length(window)
 
 
-def exposed_on_host(trace: RawTrace, step: int) -> tuple[int, int, int]:
-    """The same of a CPU run: gloo slices against dispatcher ops of the other threads, without c10d slices."""
+def work_on_host(trace: RawTrace) -> tuple[list[Slice], dict[tuple, list[tuple[int, int]]]]:
+    """The gloo slices of a CPU run, and by thread the spans in which it computes."""
     gloo = [s for s in trace.slices if s.name.startswith("gloo:")]
     busy_with_it = {s.place for s in gloo}
     computing = defaultdict(list)
@@ -120,6 +120,12 @@ def exposed_on_host(trace: RawTrace, step: int) -> tuple[int, int, int]:
     for place in computing:
         waits = [s.span for s in trace.slices if s.place == place and re.match(r"(c10d|_c10d_functional)::", s.name)]
         computing[place] = minus(computing[place], waits)
+    return gloo, computing
+
+
+def exposed_on_host(trace: RawTrace, step: int) -> tuple[int, int, int]:
+    """The same of a CPU run: gloo slices against dispatcher ops of the other threads, without c10d slices."""
+    gloo, computing = work_on_host(trace)
     main = max(computing, key=lambda place: length(computing[place]))
     starts = [start for start, _ in computing[main]]
     first = {of: starts[bisect_right(starts, span[0] - 1)] for of, span in trace.steps.items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
+from tests.kineto_files import trace, write
 from tracekit import loading
 from tracekit.errors import InputError, MissingExtraError
 
@@ -156,6 +157,18 @@ def test_a_folder_that_hta_cannot_load_is_handed_over_all_the_same(tmp_path):
     analysis = to_hta(loading.load(run))
     assert {0, 1} <= set(analysis.t.get_ranks())
     assert analysis.get_comm_comp_overlap(visualize=False)["comp_comm_overlap_pctg"].tolist()[:2] == [0.0, 0.0]
+
+
+def test_a_rank_without_a_device_is_left_out_aloud_and_the_others_are_analyzed(tmp_path):
+    for rank in (0, 1, 2):
+        write(tmp_path / f"rank{rank}.json", trace(rank, 3, start_us=100.0 + rank, on_device=rank != 1))
+    run = loading.load(tmp_path)
+    with pytest.warns(UserWarning, match="rank 1 has no device activity"):
+        analysis = to_hta(run)
+    assert analysis.get_temporal_breakdown(visualize=False)["rank"].tolist() == [0, 2]
+    assert to_hta(run, ranks=[0, 1]).t.get_ranks() == [0, 1]
+    with pytest.raises(InputError, match="no trace of rank 7"):
+        to_hta(run, ranks=[7])
 
 
 def test_times_are_whole_us_as_hta_rounds_them_unless_told_not_to(tmp_path, monkeypatch):

@@ -1,16 +1,21 @@
-"""Perfetto's own reader opens what we write. It is a program that Perfetto publishes; without it these tests skip."""
+"""Perfetto's own reader opens what we write.
+
+It is a program that Perfetto publishes; without it, its tests skip, and what its published schema says must do.
+"""
 
 import io
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 import tracekit
-from tests import drawn
+from tests import drawn, perfetto_file
 from tests.unit.test_export import ops
 from tracekit.export import perfetto
 from tracekit.trace import Run
@@ -84,3 +89,25 @@ def test_perfettos_own_reader_opens_the_file_without_an_error_and_finds_every_sl
     assert found["least_ns"] >= 0
     assert ask(trace_processor, file, "SELECT count(*) AS n FROM flow") == [{"n": done.flows}]
     assert ask(trace_processor, file, "SELECT count(*) AS n FROM counter") == [{"n": done.counter_values}]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("nanogpt_h100_8ranks", [4]), ("torchrec_v100_4ranks", None)])
+def test_by_the_published_schema_a_recorded_run_is_whole_and_no_track_overlaps(name, ranks):
+    if not (OTHERS / name).exists():
+        pytest.skip("the traces of others are not beside this checkout")
+    run = tracekit.load(OTHERS / name)
+    data = io.BytesIO()
+    perfetto.write(run, data, ranks=ranks)
+    found = perfetto_file.read(data.getvalue())
+    there = Counter()
+    for rank in ranks or run.ranks:
+        trace = run.trace(rank)
+        for kinds in (trace.ops["kind"], trace.activities["kind"]):
+            there.update(dict(kinds.value_counts().iter_rows()))
+        there["step"] += trace.steps.height
+    assert Counter(each.category for each in found.slices) == there
+    level = defaultdict(list)
+    for each in found.slices:
+        level[each.track, each.depth].append((each.start_ns, each.start_ns + each.dur_ns))
+    for slices in level.values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(slices)))

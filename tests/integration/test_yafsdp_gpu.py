@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 from typing import NamedTuple
 
 import pytest
@@ -29,17 +30,33 @@ WARM_UP_STEPS, STEPS = 3, 5
 
 
 class Memory(NamedTuple):
-    """What the caching allocator did in some steps after warm-up."""
+    """What the caching allocator did in some steps after warm-up, less what was held before the model was made."""
 
     peak_bytes: int
+    """The most that tensors took."""
+    reserved_bytes: int
+    """The most that was taken from the device for them."""
     device_allocations: int
 
 
-def memory(strategy: str) -> Memory:
+def memory(strategy: str, micro_batches: int) -> Memory:
     """Train in bf16 and return what the allocator did."""
+    gc.collect()  # models of earlier cases are full of reference cycles
+    torch.cuda.empty_cache()
+    held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     options = ShardOptions(torch.bfloat16, torch.float32)
-    case = Training(strategy, dtype=torch.float32, config=CONFIG, options=options, device="cuda", max_norm=1.0)
+    case = Training(
+        strategy,
+        "fused adamw",
+        dtype=torch.float32,
+        config=CONFIG,
+        options=options,
+        device="cuda",
+        max_norm=1.0,
+        micro_batches=micro_batches,
+    )
     model, optimizer = training.build(case)
+    torch.cuda.empty_cache()  # the whole model was there until it was sharded
     for number in range(WARM_UP_STEPS):
         training.step(case, model, optimizer, number)
     torch.cuda.synchronize()
@@ -48,17 +65,32 @@ def memory(strategy: str) -> Memory:
     for number in range(STEPS):
         training.step(case, model, optimizer, number)
     torch.cuda.synchronize()
-    return Memory(torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["num_device_alloc"] - before)
+    return Memory(
+        torch.cuda.max_memory_allocated() - held,
+        torch.cuda.max_memory_reserved() - reserved,
+        torch.cuda.memory_stats()["num_device_alloc"] - before,
+    )
 
 
 @functools.cache
 def outcomes() -> dict[str, ranks.Outcome]:
-    cases = {name: functools.partial(memory, name) for name in ("yafsdp", "fsdp2")}
+    cases = {
+        f"{name}, {count} micro-batches": functools.partial(memory, name, count)
+        for name in ("yafsdp", "fsdp2")
+        for count in (1, 2)
+    }
     cases |= {
         name: functools.partial(parity.compare, dataclasses.replace(case, device="cuda"))
         for name, case in (CASES | {"divisor off by a thousandth": Case(divisor_error=1.001)}).items()
     }
-    return ranks.run_cases(WORLD_SIZE, cases, cuda=True)
+    # Making communicators over sockets takes a second or two a case.
+    return ranks.run_cases(WORLD_SIZE, cases, cuda=True, timeout_s=560)
+
+
+def pairs(micro_batches: int) -> list[tuple[Memory, Memory]]:
+    """Return YaFSDP's memory and FSDP2's, by rank."""
+    mine, theirs = (outcomes()[f"{name}, {micro_batches} micro-batches"].results() for name in ("yafsdp", "fsdp2"))
+    return list(zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,11 +104,20 @@ def test_a_divisor_off_by_a_thousandth_is_seen() -> None:
         assert difference.gradient > TOLERANCE
 
 
-def test_needs_no_more_memory_than_fsdp2() -> None:
-    for mine, theirs in zip(outcomes()["yafsdp"].results(), outcomes()["fsdp2"].results(), strict=True):
-        assert mine.peak_bytes <= theirs.peak_bytes
+def test_takes_no_more_memory_from_the_device_than_fsdp2() -> None:
+    # By the formula in docs/yafsdp.md the tensors of both come to the same here, within a hundredth. What the device
+    # gives for them differs: FSDP2's come and go on several streams, and the allocator keeps a pool for each.
+    for mine, theirs in pairs(micro_batches=1):
+        assert mine.reserved_bytes <= theirs.reserved_bytes, (mine, theirs)
 
 
-def test_asks_the_device_for_no_memory_after_warm_up() -> None:
-    for rank in outcomes()["yafsdp"].results():
-        assert rank.device_allocations == 0
+def test_needs_less_memory_than_fsdp2_where_gradients_add_up() -> None:
+    # FSDP2 keeps the whole gradients of all layers from one micro-batch to the next, YaFSDP their shards.
+    for mine, theirs in pairs(micro_batches=2):
+        assert mine.peak_bytes < theirs.peak_bytes, (mine, theirs)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_asks_the_device_for_no_memory_after_warm_up(micro_batches: int) -> None:
+    for mine, _ in pairs(micro_batches):
+        assert mine.device_allocations == 0

@@ -21,7 +21,9 @@ from tracekit import intervals
 
 LAYERS, BUFFERS = 5, 2
 CONFIG = ModelConfig(width=192, layers=LAYERS, heads=8, key_value_heads=2, hidden_width=512, vocabulary=512)
-WARM_UP_STEPS, STEPS = 2, 3
+TOKENS = 160  # so that a layer computes for longer than it communicates, as where sharding pays
+WARM_UP_STEPS, STEPS = 2, 4
+LARGE_BYTES = 1_000_000
 
 
 class Recorded(NamedTuple):
@@ -32,11 +34,11 @@ class Recorded(NamedTuple):
     spans: Counter[str]
     """How often each user annotation came, per step."""
     allocations: Counter[str]
-    """How many allocations of at least 1 MiB in all steps, by who made them: engine, backend or model."""
+    """How many allocations of at least 1 MB in all steps, by who made them: engine, backend or model."""
 
 
 def record(strategy: str) -> Recorded:
-    case = Training(strategy, dtype=torch.float32, config=CONFIG)
+    case = Training(strategy, dtype=torch.float32, config=CONFIG, tokens=TOKENS)
     model, optimizer = training.build(case)
     for number in range(WARM_UP_STEPS):
         training.step(case, model, optimizer, number)
@@ -47,7 +49,7 @@ def record(strategy: str) -> Recorded:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    allocations = [event for event in events if event["name"] == "[memory]" and event["args"]["Bytes"] >= 1 << 20]
+    allocations = [event for event in events if event["name"] == "[memory]" and event["args"]["Bytes"] >= LARGE_BYTES]
     return _measure([event for event in events if event.get("ph") == "X"], allocations)
 
 
@@ -89,17 +91,18 @@ def recorded() -> dict[str, ranks.Outcome]:
     return ranks.run_cases(2, {name: functools.partial(record, name) for name in ("yafsdp", "fsdp2")})
 
 
+def overlap_ratio(of_ranks: list[Recorded]) -> float:
+    return sum(rank.overlapped_ns for rank in of_ranks) / sum(rank.communication_ns for rank in of_ranks)
+
+
 def test_communication_runs_beside_computation(recorded: dict[str, ranks.Outcome]) -> None:
-    for rank in recorded["yafsdp"].results():
-        assert rank.communication_ns > 0
-        assert rank.overlapped_ns > 0.02 * rank.communication_ns
+    # Over many runs benchmarks/yafsdp.py finds more than half; a single short one on a busy machine may lie lower.
+    assert overlap_ratio(recorded["yafsdp"].results()) > 0.25
 
 
 def test_that_of_fsdp2_does_not(recorded: dict[str, ranks.Outcome]) -> None:
     # The measure itself: FSDP2's calls block on gloo, so whatever it reported as overlapped would be an error of ours.
-    for rank in recorded["fsdp2"].results():
-        assert rank.communication_ns > 0
-        assert rank.overlapped_ns < 0.01 * rank.communication_ns
+    assert overlap_ratio(recorded["fsdp2"].results()) < 0.01
 
 
 def test_in_steady_state_the_engine_allocates_nothing_large(recorded: dict[str, ranks.Outcome]) -> None:

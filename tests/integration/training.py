@@ -20,6 +20,9 @@ SEQUENCES, TOKENS = 2, 12
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: strategies.make_optimizer(model, torch.optim.SGD, lr=0.3),
     "adamw": lambda model: strategies.make_optimizer(model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
+    "fused adamw": lambda model: strategies.make_optimizer(
+        model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1, fused=True
+    ),
 }
 
 
@@ -40,6 +43,7 @@ class Training:
     device: str = "cpu"
     replicas: int = 1
     """Over how many ranks each shard is replicated."""
+    tokens: int = TOKENS
 
 
 def build(training: Training, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -115,6 +119,6 @@ def _run(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer,
 def _batch(training: Training, number: int) -> Tensor:
     """Return this rank's tokens of a step, (micro-batches, B, T + 1). Five batches come again and again."""
     generator = torch.Generator().manual_seed(number % 5)
-    shape = dist.get_world_size(), training.micro_batches, SEQUENCES, TOKENS + 1
+    shape = dist.get_world_size(), training.micro_batches, SEQUENCES, training.tokens + 1
     tokens = torch.randint(training.config.vocabulary, shape, generator=generator)
     return tokens[0 if training.alike else dist.get_rank()].to(training.device)

@@ -43,6 +43,6 @@ def test_what_a_package_imports_is_declared(folder: str, extras: tuple[str, ...]
 
 def test_what_is_declared_has_one_version_in_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     extras = set(PROJECT["optional-dependencies"]) - {"all"}
     assert declared(*extras) <= pinned

@@ -1,3 +1,4 @@
+import io
 import math
 
 import numpy as np
@@ -6,9 +7,10 @@ import pytest
 
 import tracekit
 from tests import drawn
-from tracekit import querying, schema
-from tracekit.analysis import breakdown
+from tracekit import align, querying, schema
+from tracekit.analysis import breakdown, doubts, instances
 from tracekit.errors import InputError
+from tracekit.reports import rows
 from tracekit.trace import Run, Source
 
 
@@ -52,6 +54,73 @@ def test_joins_groups_and_sums_come_back_as_plain_integers(run):
 def test_a_number_that_64_bits_cannot_hold_is_kept(run):
     found = tracekit.query(run, f"SELECT {2**100}::HUGEINT AS large")
     assert int(found.item()) == 2**100
+
+
+def test_columns_of_one_name_are_numbered(run):
+    found = tracekit.query(run, "SELECT a.rank, b.rank, 1 AS rank_1 FROM steps a, steps b LIMIT 1")
+    assert found.columns == ["rank", "rank_1", "rank_1_1"]
+    joined = tracekit.query(run, 'SELECT * FROM activities a JOIN lanes l USING ("window", rank, lane)')
+    assert "name" in joined.columns
+    assert "name_1" in joined.columns
+
+
+EXOTIC = (
+    "INTERVAL 3 DAYS",
+    "[INTERVAL 3 DAYS]",
+    "{'a': INTERVAL 3 DAYS}",
+    "'101'::BIT",
+    "TIMETZ '10:00:00+02'",
+    "gen_random_uuid()",
+    "'[1]'::JSON",
+    "1::UHUGEINT",
+    "union_value(a := 1)",
+    "MAP {'a': 1}",
+    "'a'::ENUM('a', 'b')",
+    "now()",
+    "'x'::BLOB",
+    "1.5::DECIMAL(20, 3)",
+    "[1, 2]::INTEGER[2]",
+    "NULL",
+    "'nan'::DOUBLE",
+    "'9999999999999999999999999'::BIGNUM",
+    "1::VARIANT",
+)
+
+
+def test_values_of_any_type_come_back_and_can_be_written(run):
+    columns = ", ".join(f"{value} AS x{i}" for i, value in enumerate(EXOTIC))
+    found = tracekit.query(run, f"SELECT {columns}, {columns} FROM range(2) -- twice")
+    assert found.shape == (2, 2 * len(EXOTIC))
+    assert found["x0"].to_list() == ["3 days"] * 2
+    for written in (rows.as_text(found, width=4000), rows.as_csv(found), rows.as_json(found)):
+        assert f"x{len(EXOTIC) - 1}_1" in written
+    found.write_parquet(io.BytesIO())
+
+
+def test_doubts_are_those_that_reports_tell_measured_ones_and_clocks_included():
+    drawn_ranks = [drawn.trace("compute aab.cc\ncomm ..xxx.", rank=rank) for rank in (0, 1)]
+    run = drawn.run(*drawn_ranks)
+    assert set(tracekit.query(run, "FROM doubts")["kind"]) == set(run.table(doubts.doubts)["kind"])
+    alone = tracekit.query(run, "FROM run_doubts")
+    assert alone.equals(align.doubts(run))
+
+
+def test_offsets_instances_and_waits_can_be_asked_for():
+    collective = pl.DataFrame({"activity_id": [1, 2, 3, 4], "op": ["all_reduce"] * 4, "bytes": [8, 16, 24, 32]})
+    picture = "compute a..............\ncomm .xx.yyyy.zzz.wwwww."
+    late = "compute aaaa...........\ncomm .xx...yy..zz....ww."
+    traces = [
+        drawn.trace(p, rank=rank, scale_ns=1000, collectives=collective.rename({"bytes": "sent_bytes"}))
+        for rank, p in enumerate((picture, late))
+    ]
+    run = drawn.run(*traces)
+    assert tracekit.query(run, "FROM offsets").equals(run.offsets)
+    assert tracekit.query(run, "FROM instances").equals(run.across(instances.instances))
+    assert tracekit.query(run, "FROM waits").equals(run.across(instances.waits))
+    found = tracekit.query(
+        run, "SELECT instance, last_rank, max_wait_ns FROM instances ORDER BY max_wait_ns DESC LIMIT 1"
+    )
+    assert found.rows()[0][1:] == (1, 3000)
 
 
 def test_no_trace_is_opened_for_tables_that_are_not_named():

@@ -16,7 +16,7 @@ from tracekit.rules import data
 from tracekit.rules.data import DoubtfulTrace
 
 SOURCES = Path(tracekit.__file__).parent
-RAISED = re.compile(r'(?:Doubt\(|yield \(?|"kind": |append\(\(|None, |\[\()\s*"([a-z]+_?[a-z_]*)",')
+RAISED = re.compile(r'(?:Doubt\(|yield \(?|"kind": |append\(\(|None, |\[\(|row = \()\s*"([a-z]+_?[a-z_]*)",')
 
 
 def kinds_in_the_code():

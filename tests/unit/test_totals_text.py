@@ -31,12 +31,21 @@ def test_the_table_fits_and_cuts_no_number(width):
         assert "1016001" in lines[-2]
 
 
+def test_names_that_begin_alike_are_cut_so_that_they_still_differ():
+    names = [f"triton_red_fused__log_softmax_div_mul_{i}" for i in (1, 2)] + ["nccl" + "AllGather" * 9]
+    text = totals.as_text(ROWS.head(3).with_columns(name=pl.Series(names)), top=3, width=80)
+    shown = [line.split()[0] for line in text.splitlines()[-3:]]
+    assert [name[-6:] for name in shown[:2]] == ["_mul_1", "_mul_2"]
+    assert shown[2].startswith("ncclAllGatherAllGat")
+    assert shown[2].endswith("…")
+
+
 def test_a_column_without_any_value_is_left_out():
     assert "rank" not in totals.as_text(ROWS.with_columns(spread_ratio=None, most_rank=None), top=3, width=200)
 
 
 def test_no_rows_is_said():
-    assert totals.as_text(ROWS.clear(), top=3, width=80) == "The traces hold none.\n"
+    assert totals.as_text(ROWS.clear(), top=3, width=80) == "The traces hold no kernels.\n"
 
 
 def test_names_are_inert():

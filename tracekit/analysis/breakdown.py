@@ -1,5 +1,8 @@
 """What the time of a step goes into: compute, exposed communication, exposed copies, idle. The parts sum exactly."""
 
+from typing import Any
+
+import numpy as np
 import polars as pl
 
 from tracekit import intervals
@@ -9,7 +12,6 @@ from tracekit.trace import Trace
 COPY_KINDS = ("memcpy", "memset")
 
 _INT = pl.Int64
-_WINDOW = {"step": _INT, "device": _INT, "start_ns": _INT, "end_ns": _INT}
 COLUMNS = {
     "step": _INT,
     "device": _INT,
@@ -34,9 +36,13 @@ def by_step(trace: Trace) -> pl.DataFrame:
     compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
     copy + idle = duration, exactly. overlapped = communication ∩ compute.
     """
-    steps = trace.steps.drop_nulls(["start_ns", "end_ns"]).with_row_index("order")
-    parts = [_split(busy(trace, device), mine) for (device,), mine in steps.group_by("device", maintain_order=True)]
-    return pl.concat(parts).sort("order").select(*COLUMNS) if parts else pl.DataFrame(schema=COLUMNS)
+    steps = trace.steps.drop_nulls(["start_ns", "end_ns"])
+    device, windows = steps["device"].to_list(), steps.select("start_ns", "end_ns").to_numpy()
+    terms = np.zeros((len(windows), len(_TERMS)), np.int64)
+    for each in dict.fromkeys(device):
+        mine = np.array([other == each for other in device], np.bool_)
+        terms[mine] = _split(busy(trace, each), windows[mine])
+    return _table(steps["step"].to_list(), device, windows, terms)
 
 
 def by_rank(trace: Trace) -> pl.DataFrame:
@@ -44,52 +50,65 @@ def by_rank(trace: Trace) -> pl.DataFrame:
 
     Columns as in `by_step`; one row per device.
     """
-    parts = []
+    parts: list[tuple[int | None, Spans, Spans]] = []
     for device in devices(trace):
         sets = busy(trace, device)
         covered = intervals.union(*sets)
         if len(covered):
-            whole = {"step": None, "device": device, "start_ns": int(covered[0, 0]), "end_ns": int(covered[-1, 1])}
-            parts.append(_split(sets, pl.DataFrame([whole], schema=_WINDOW)).select(*COLUMNS))
-    return pl.concat(parts) if parts else pl.DataFrame(schema=COLUMNS)
+            window = np.array([[covered[0, 0], covered[-1, 1]]])
+            parts.append((device, window, _split(sets, window)))
+    if not parts:
+        return pl.DataFrame(schema=COLUMNS)
+    device_of, windows, terms = zip(*parts, strict=True)
+    return _table([None] * len(parts), list(device_of), np.concatenate(windows), np.concatenate(terms))
 
 
 def devices(trace: Trace) -> tuple[int | None, ...]:
     """Return the devices that did work, in order; (None,) on a CPU run, () where nothing ran."""
-    lanes = trace.activities.select("lane").unique().join(trace.lanes.select("lane", "device"), on="lane")
-    return tuple(lanes.get_column("device").unique().sort().to_list())
+    device_of = _device_of(trace)
+    used = {device_of[lane] for lane in np.unique(trace.activities["lane"]).tolist() if lane in device_of}
+    return tuple(sorted(used, key=lambda device: -1 if device is None else device))
 
 
 def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
-    lanes = trace.lanes.filter(pl.col("device").eq_missing(device))["lane"].to_list()
-    mine = trace.activities.lazy().filter(pl.col("lane").is_in(lanes)).select("kind", "start_ns", "dur_ns").collect()
+    lanes = [lane for lane, its in _device_of(trace).items() if its == device]
+    activities = trace.activities
+    mine = np.isin(activities["lane"].to_numpy(), lanes)
+    spans = intervals.from_columns(activities["start_ns"], activities["dur_ns"])
+    kind = {each: (activities["kind"] == each).to_numpy() for each in ("compute", "communication", *COPY_KINDS)}
+    copies = np.logical_or.reduce([kind[each] for each in COPY_KINDS])
     compute, communication, copy = (
-        _spans(mine.filter(pl.col("kind").is_in(kinds))) for kinds in (("compute",), ("communication",), COPY_KINDS)
+        intervals.union(spans[mine & which]) for which in (kind["compute"], kind["communication"], copies)
     )
     return compute, communication, copy
 
 
-def _spans(activities: pl.DataFrame) -> Spans:
-    return intervals.union(intervals.from_columns(activities["start_ns"], activities["dur_ns"]))
+def _device_of(trace: Trace) -> dict[int, int | None]:
+    return dict(zip(trace.lanes["lane"].to_list(), trace.lanes["device"].to_list(), strict=True))
 
 
-def _split(sets: tuple[Spans, Spans, Spans], windows: pl.DataFrame) -> pl.DataFrame:
-    """Return `windows` (columns start_ns and end_ns among others) with what their time goes into."""
+_TERMS = ("compute_ns", "communication_ns", "copy_ns", "overlapped_ns", "exposed_communication_ns", "exposed_copy_ns")
+
+
+def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
+    """Return what the time of each window goes into, shape (windows, _TERMS)."""
     compute, communication, copy = sets
-    terms = {
-        "compute_ns": compute,
-        "communication_ns": communication,
-        "copy_ns": copy,
-        "overlapped_ns": intervals.intersect(communication, compute),
-        "exposed_communication_ns": intervals.subtract(communication, compute),
-        "exposed_copy_ns": intervals.subtract(copy, intervals.union(compute, communication)),
-    }
-    spans = windows.select("start_ns", "end_ns").to_numpy()
-    duration = pl.col("end_ns") - pl.col("start_ns")
-    measured = windows.with_columns(
-        duration.alias("duration_ns"),
-        *(pl.Series(name, intervals.coverage(spans, term), pl.Int64) for name, term in terms.items()),
+    terms = (
+        compute,
+        communication,
+        copy,
+        intervals.intersect(communication, compute),
+        intervals.subtract(communication, compute),
+        intervals.subtract(copy, intervals.union(compute, communication)),
     )
-    busy_ns = pl.sum_horizontal("compute_ns", "exposed_communication_ns", "exposed_copy_ns")
-    return measured.with_columns((pl.col("duration_ns") - busy_ns).alias("idle_ns"))
+    return np.stack([intervals.coverage(windows, term) for term in terms], axis=1)
+
+
+def _table(step: list[int | None], device: list[int | None], windows: Spans, terms: Spans) -> pl.DataFrame:
+    part = {name: terms[:, index] for index, name in enumerate(_TERMS)}
+    duration_ns = windows[:, 1] - windows[:, 0]
+    idle_ns = duration_ns - part["compute_ns"] - part["exposed_communication_ns"] - part["exposed_copy_ns"]
+    place = {"step": step, "device": device, "start_ns": windows[:, 0], "duration_ns": duration_ns}
+    columns: dict[str, Any] = place | part | {"idle_ns": idle_ns}
+    return pl.DataFrame([pl.Series(name, columns[name], dtype) for name, dtype in COLUMNS.items()])

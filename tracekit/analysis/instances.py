@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import polars as pl
 
 from tracekit import align, match
+from tracekit.schema import Column, Table
 from tracekit.trace import Run
 
 BUS_FACTORS: Mapping[str, tuple[float, float]] = {
@@ -28,30 +29,61 @@ _KEY = ("window", "instance")
 _SECOND_NS = 1_000_000_000
 
 _INT, _TEXT, _FLOAT = pl.Int64(), pl.String(), pl.Float64()
-INSTANCES: Mapping[str, pl.DataType] = {
-    "window": _INT,
-    "instance": _INT,
-    "op": _TEXT,
-    "group": _TEXT,
-    "seq": _INT,
-    "dtype": _TEXT,
-    "bytes": _INT,
-    "step": _INT,
-    "phase": _TEXT,
-    "unit": _TEXT,
-    "ranks": pl.List(_INT),
-    "group_size": _INT,
-    "first_arrival_ns": _INT,
-    "last_arrival_ns": _INT,
-    "end_ns": _INT,
-    "last_rank": _INT,
-    "max_wait_ns": _INT,
-    "transfer_ns": _INT,
-    "algorithm_bytes_per_s": _FLOAT,
-    "bus_bytes_per_s": _FLOAT,
-    "residual_ns": _INT,
-    "how": _TEXT,
-}
+
+_WHICH = (
+    Column("window", _INT, "", "Profiled window of the run, from 0."),
+    Column("instance", _INT, "", "Number of the collective, unique in the window and the same on every rank."),
+)
+_WHAT = (
+    Column("op", _TEXT, "", "all_reduce, all_gather, reduce_scatter, broadcast or another."),
+    Column("group", _TEXT, "", "Process group; null where not known."),
+    Column("group_size", _INT, "", "Ranks in the group; where no trace tells, as many as ever came together."),
+    Column("seq", _INT, "", "Sequence number within the group; null in most traces."),
+    Column("dtype", _TEXT, "", "Element type; null where not known."),
+    Column("bytes", _INT, "bytes", "Size as nccl-tests counts it: the whole, the larger of sent and received."),
+    Column("step", _INT, "", "Training step that launched it."),
+    Column("phase", _TEXT, "", "forward, backward, clip or optimizer; null where not known."),
+    Column("unit", _TEXT, "", "FSDP unit (layer) by its module path; null outside FSDP's spans."),
+)
+_HOW = (
+    Column("residual_ns", _INT, "ns", "How well its ranks' clocks agree, at worst; nothing below it is told."),
+    Column("how", _TEXT, "", "seq, order: how it was found on the other ranks."),
+)
+
+INSTANCES = Table(
+    "instances",
+    "collective that several ranks recorded, on the run's clock",
+    (
+        *_WHICH,
+        *_WHAT,
+        Column("ranks", pl.List(_INT), "", "Ranks whose traces have it."),
+        Column("first_arrival_ns", _INT, "ns", "Start on the rank that came first."),
+        Column("last_arrival_ns", _INT, "ns", "Start on the rank that came last."),
+        Column("end_ns", _INT, "ns", "Median end over ranks."),
+        Column("last_rank", _INT, "", "Rank that came last; null if by less than the residual or a rank has no trace."),
+        Column("max_wait_ns", _INT, "ns", "Longest that a rank waited for the last."),
+        Column("transfer_ns", _INT, "ns", "From the last arrival to the end; null where a rank has no trace."),
+        Column("algorithm_bytes_per_s", _FLOAT, "bytes/s", "bytes over transfer_ns; null if no longer than residual."),
+        Column("bus_bytes_per_s", _FLOAT, "bytes/s", "What nccl-tests calls bus bandwidth; null as the former."),
+        *_HOW,
+    ),
+)
+
+WAITS = Table(
+    "waits",
+    "rank's part in a collective that several ranks recorded, on the run's clock",
+    (
+        *_WHICH,
+        Column("rank", _INT, "", "Global rank of the process."),
+        Column("activity_id", _INT, "", "activities.id."),
+        *_WHAT,
+        Column("arrival_ns", _INT, "ns", "Start of the kernel, or of the gloo slice."),
+        Column("end_ns", _INT, "ns", "Its end."),
+        Column("dur_ns", _INT, "ns", "Its duration: waiting and transfer."),
+        Column("wait_ns", _INT, "ns", "From arrival to the last known arrival; 0 where less than the residual."),
+        *_HOW,
+    ),
+)
 
 
 def instances(run: Run) -> pl.DataFrame:
@@ -65,7 +97,7 @@ def instances(run: Run) -> pl.DataFrame:
     """
     found = run.across(waits)
     if found.is_empty():
-        return pl.DataFrame(schema=INSTANCES)
+        return INSTANCES.empty()
     arrival, end = pl.col("arrival_ns"), pl.col("end_ns")
     table = found.group_by(*_KEY, maintain_order=True).agg(
         pl.col("op", "group").first(),
@@ -101,7 +133,7 @@ def instances(run: Run) -> pl.DataFrame:
         .with_columns(
             (pl.col("algorithm_bytes_per_s") * (factor + per_rank / pl.col("group_size"))).alias("bus_bytes_per_s")
         )
-        .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.items())
+        .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.schema.items())
         .sort("window", "first_arrival_ns")
     )
 
@@ -109,10 +141,9 @@ def instances(run: Run) -> pl.DataFrame:
 def waits(run: Run) -> pl.DataFrame:
     """Return what each rank did in each collective that several ranks recorded; ask by ``run.across(waits)``.
 
-    Columns window, rank, instance, activity_id, op, group, group_size, seq, dtype, bytes, step, phase, unit,
-    arrival_ns, end_ns (on the run's clock), dur_ns, wait_ns, residual_ns, how; one row per window, instance and rank. A
-    rank waits from its arrival to the last one known, or until it leaves; 0 where that is less than the residual, below
-    which nothing is told. Where a rank of the group has no trace, it waited at least so long.
+    Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last one known, or
+    until it leaves; 0 where that is less than the residual, below which nothing is told. Where a rank of the group has
+    no trace, it waited at least so long.
     """
     calls = run.across(match.matched).drop_nulls("instance")
     clocks = run.offsets.select("window", "rank", "residual_ns")
@@ -133,15 +164,9 @@ def waits(run: Run) -> pl.DataFrame:
             (pl.col("end_ns") - pl.col("arrival_ns")).alias("dur_ns"),
             pl.when(wait_ns >= pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"),
         )
-        .select(*_WAITS)
+        .select(pl.col(name).cast(dtype) for name, dtype in WAITS.schema.items())
         .sort("window", "instance", "rank")
     )
-
-
-_WAITS = (
-    *("window", "rank", "instance", "activity_id", "op", "group", "group_size", "seq", "dtype", "bytes"),
-    *("step", "phase", "unit", "arrival_ns", "end_ns", "dur_ns", "wait_ns", "residual_ns", "how"),
-)
 
 
 def by_collective(run: Run) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""The breakdown of a run in one row per rank, or per rank and step."""
+"""The breakdown of a run in one row per rank, or per rank and step; and its clocks."""
 
 import polars as pl
 
@@ -34,6 +34,15 @@ def by_rank(run: Run) -> pl.DataFrame:
     """
     windows = _slowest_device(run.table(breakdown.by_rank))
     return windows.group_by("rank").agg(pl.col("step").first(), pl.col(COLUMNS[2:]).sum()).select(COLUMNS).sort("rank")
+
+
+def by_clock(run: Run) -> pl.DataFrame:
+    """Return how far the clock of each trace was off: columns of OFFSETS that people read, one row per window and rank.
+
+    `part` is there only where the ranks are on several clocks, `window` where there are several.
+    """
+    found = run.offsets.drop("at_ns")
+    return found.drop(name for name in ("window", "part") if found[name].n_unique() < 2)
 
 
 def step_time_ns(run: Run) -> float | None:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from tracekit import __version__
+from tracekit.cli import output
 from tracekit.cli.cache import cache
 from tracekit.cli.check import check
 from tracekit.cli.compare import compare
@@ -61,14 +62,14 @@ def main() -> None:
     try:
         app(prog_name="tracekit")
     except TracekitError as error:
-        _leave(f"tracekit: {error}", error.exit_code)
+        _leave(str(error), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 whatever else comes here is a bug, and is said to be one
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         told = " ".join(f"{type(error).__name__}: {error}{cause}".split())
         _leave(
-            f"tracekit: an error of tracekit itself: {told}; please report it, with what {DEBUG}=1 shows",
+            f"an error of tracekit itself: {told}; please report it, with what {DEBUG}=1 shows",
             INTERNAL_ERROR,
         )
 
@@ -76,7 +77,7 @@ def main() -> None:
 def _leave(message: str, code: int) -> None:
     if os.environ.get(DEBUG):
         logging.getLogger(__name__).exception("")
-    sys.stderr.write(message + "\n")
+    output.say(message)
     sys.exit(code)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
+_ALONE = "rank {} shares too few collectives with others: it is"
 _MAX_RANKS = 1 << 20
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     out: Annotated[
         Path,
@@ -38,6 +40,7 @@ def export(
     findings: Annotated[
         bool, typer.Option("--findings/--no-findings", help="Show what check finds as a track.")
     ] = True,
+    cache: UseCache = True,
 ) -> None:
     """Write a run as one Perfetto trace, which ui.perfetto.dev opens: all ranks, on one clock.
 
@@ -45,20 +48,32 @@ def export(
     track without nesting have tracks of their own: nothing is dropped. Arrows go from launches to kernels, counters
     show memory, and what tracekit check finds lies above each rank.
     """
+    import polars as pl
+
+    from tracekit import units
     from tracekit.export import perfetto
 
-    wanted = None if ranks is None else sorted(_numbers(ranks))
-    opened = opening.opened(run)
+    wanted = None if ranks is None else sorted(set(_numbers(ranks)))
+    if wanted == []:
+        raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
+    opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
         step_on = bar.measured((1 + findings) * len(opened.sources))
         found = _found(opened, step_on) if findings else ()
         with output.whole_file(out) as file, _zipped(file, out) as packed:
             done = perfetto.write(opened, packed, findings=found, step=step, ranks=wanted, on_progress=step_on)
-    own = f"; {done.own_tracks} tracks hold slices that overlap others" if done.own_tracks else ""
+    own = f"; {_counted(done.own_tracks, 'track')} for slices that overlap others" if done.own_tracks else ""
     output.say(
-        f"{out}: {done.slices:,} slices of {done.traces} trace{'s' * (done.traces != 1)}{own}; "
-        "open it at ui.perfetto.dev"
+        f"{out}: {_counted(done.slices, 'slice')} of {_counted(done.traces, 'trace')}{own}; open it at ui.perfetto.dev"
     )
+    if opened.offsets["residual_ns"].null_count() and len(opened.ranks) > 1:
+        alone = opened.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
+        ranks_are = "ranks {} share too few collectives with others: each is" if len(alone) > 1 else _ALONE
+        output.say(f"{ranks_are.format(units.ranges(alone))} on its own clock in the file")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -5,11 +5,12 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Output, TotalsFormat
 
 
 def kernels(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     by: Annotated[
         str,
@@ -24,6 +25,7 @@ def kernels(
         typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
     ] = None,
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Show the kernels, copies and collectives of a run: count, total, mean, median, 95th percentile, longest.
@@ -34,7 +36,7 @@ def kernels(
     """
     from tracekit.analysis import kernels as measured
 
-    opened = opening.opened(run)
+    opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
         rows = measured.kernels(opened, output.names(by), on_progress=bar.measured(len(opened.sources)))
     output.emit_totals(rows, totals_format, top, out)

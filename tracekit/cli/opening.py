@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from tracekit.rule import Report, Rule
     from tracekit.trace import Run
 
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A folder of traces, a trace file, a glob in quotes, or a URL such as s3://bucket/run."
+    ),
+]
 UseCache = Annotated[
     bool, typer.Option("--cache/--no-cache", help="Use the tables that were parsed before, and keep those parsed now.")
 ]

@@ -5,11 +5,12 @@ from typing import Annotated
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Output, TotalsFormat
 
 
 def ops(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
+    run: RunArgument,
     *,
     by: Annotated[
         str,
@@ -30,6 +31,7 @@ def ops(
         typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
     ] = None,
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Show the ops of a run: count, total, time by themselves, on the device, mean, median, 95th percentile, longest.
@@ -39,7 +41,7 @@ def ops(
     """
     from tracekit.analysis import ops as measured
 
-    opened = opening.opened(run)
+    opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
         step = bar.measured(len(opened.sources))
         rows = measured.ops(opened, output.names(by), output.names(kinds), on_progress=step)

@@ -25,6 +25,8 @@ FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends
 _SILENT_S = 0.7
 _TOP = 20
+_MAX_MESSAGE = 4000
+_MAX_NAME = 40
 
 
 class Format(StrEnum):
@@ -104,12 +106,23 @@ def emit_totals(rows: "pl.DataFrame", totals_format: TotalsFormat, top: int | No
         emit(totals.as_text(rows, top=top or _TOP, width=width(output), color=color(output)), output)
         return
     shown = rows if top is None else rows.head(top)
-    emit(written.as_csv(shown) if totals_format is TotalsFormat.CSV else written.as_json(shown), output)
+    emit_rows(written.as_csv(shown) if totals_format is TotalsFormat.CSV else written.as_json(shown), output)
+
+
+def emit_rows(text: str, output: Path | None) -> None:
+    """Write rows for programs as they are; a person's terminal gets no control character of theirs but line ends."""
+    if output is None and sys.stdout.isatty():
+        from tracekit import markup
+
+        text = "".join(markup.inert(line, len(line) + 1) + "\n" for line in text.split("\n")[:-1])
+    emit(text, output)
 
 
 def say(message: str) -> None:
-    """Write one line to stderr."""
-    sys.stderr.write(f"tracekit: {message}\n")
+    """Write one line to stderr. Names from traces in it can do nothing to a terminal."""
+    from tracekit import markup
+
+    sys.stderr.write(f"tracekit: {markup.inert(message, _MAX_MESSAGE)}\n")
     sys.stderr.flush()
 
 
@@ -133,7 +146,10 @@ class Bar:
 
         def step(source: "Source") -> None:
             self._done += 1
-            self._show(f"measuring {source.path.rsplit('/', 1)[-1]}", self._done, total)
+            from tracekit import markup
+
+            name = markup.inert(source.path.rsplit("/", 1)[-1], _MAX_NAME)
+            self._show(f"reading {name}", self._done, total)
 
         return step
 
@@ -170,7 +186,7 @@ def _progress() -> "tuple[Progress, TaskID]":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = Progress(*columns, console=Console(stderr=True), transient=True)
     shown.start()
     return shown, shown.add_task("", total=None)

@@ -1,11 +1,13 @@
 """``tracekit query``: one SELECT over the tables of a run."""
 
+import sys
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from tracekit.cli import opening, output
+from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import ConfigError
 
@@ -23,8 +25,10 @@ class RowFormat(StrEnum):
 
 
 def query(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
-    sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT; tracekit schema lists tables and columns.")],
+    run: RunArgument,
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help="One SELECT, or - to read it from stdin; tracekit schema lists tables.")
+    ],
     *,
     row_format: Annotated[RowFormat, typer.Option("--format", help="How to write the rows.")] = RowFormat.TABLE,
     timeout_s: Annotated[
@@ -37,26 +41,26 @@ def query(
         int | None,
         typer.Option("--max-rows", min=0, help="Write no more rows.  [default: 100 of a table, else all]"),
     ] = None,
+    cache: UseCache = True,
     out: Output = None,
 ) -> None:
     """Ask a run in SQL: one SELECT in DuckDB's dialect over the tables of all ranks.
 
-    Every table has the columns "window" and rank in front. A query reads the tables and nothing else: no file, no
-    network, no setting. Times are ns, sizes bytes, shares 0 to 1.
+    The tables of ranks have the columns "window" and rank in front. A query reads the tables and nothing else: no file,
+    no network, no setting. Times are ns, sizes bytes, shares 0 to 1.
     """
     if row_format is RowFormat.PARQUET and out is None:
         raise ConfigError("--format parquet writes no text: name a file with --output")
     from tracekit import querying
 
     limit = _ROWS_OF_TABLE if max_rows is None and row_format is RowFormat.TABLE else max_rows
-    querying.check(sql)
-    rows = querying.query(
-        opening.opened(run),
-        sql,
-        timeout_s=timeout_s,
-        memory_bytes=int(memory_gib * _GIB),
-        max_rows=None if limit is None else limit + 1,
-    )
+    memory_bytes = int(memory_gib * _GIB)
+    most = None if limit is None else limit + 1
+    text = sys.stdin.read() if sql == "-" else sql
+    with querying.asked(text, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=most) as question:
+        opened = opening.opened(run, cache=cache)
+        with output.progress() as bar:
+            rows = question.of(opened, bar.measured(len(opened.sources)))
     shown = rows if limit is None else rows.head(limit)
     if row_format is RowFormat.PARQUET:
         assert out is not None
@@ -69,4 +73,4 @@ def query(
         more = rows.height > shown.height
         output.emit(written.as_text(shown, width=output.width(out), color=output.color(out), more=more), out)
     else:
-        output.emit(written.as_csv(shown) if row_format is RowFormat.CSV else written.as_json(shown), out)
+        output.emit_rows(written.as_csv(shown) if row_format is RowFormat.CSV else written.as_json(shown), out)

@@ -6,6 +6,7 @@ external ids, Python ids, sequence numbers, shapes and strides. Device annotatio
 synchronization events have no rows. Correlation numbers are made anew from the links that tracekit knows.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from tracekit import units
 from tracekit.errors import InputError, MissingExtraError
 from tracekit.trace import Run, Trace
 
@@ -43,12 +45,20 @@ _MISSING = {
 }  # fmt: skip
 
 
-def to_hta(run: Run, *, window: int | None = None, include_last_profiler_step: bool = False) -> "TraceAnalysis":
+def to_hta(
+    run: Run,
+    *,
+    window: int | None = None,
+    ranks: Iterable[int] | None = None,
+    include_last_profiler_step: bool = False,
+) -> "TraceAnalysis":
     """Return a ``TraceAnalysis`` over the traces of a run, as its own loader would make it, without parsing a file.
 
-    HTA knows one window: that numbered `window`, by default the first. As its loader does, it leaves out the last
-    profiled step unless told, and rounds times to whole µs unless ``HTA_DISABLE_NS_ROUNDING`` is set. Raises InputError
-    if the run has no such window, MissingExtraError if HTA is not installed.
+    HTA knows one window: that numbered `window`, by default the first. A rank without device activity breaks most of
+    its analyses for all ranks, so where other ranks have some it is left out, with a warning, unless in `ranks`. As its
+    loader does, it leaves out the last profiled step unless told, and rounds times to whole µs unless
+    ``HTA_DISABLE_NS_ROUNDING`` is set. Raises InputError if the run has no such window or rank, MissingExtraError if
+    HTA is not installed.
     """
     if find_spec("hta") is None:
         raise MissingExtraError("HTA is not installed: pip install 'torch-tracekit[hta]'")
@@ -56,7 +66,7 @@ def to_hta(run: Run, *, window: int | None = None, include_last_profiler_step: b
     from hta.common.trace_parser import infer_gpu_type
     from hta.trace_analysis import TraceAnalysis
 
-    traces = list(_window(run, window))
+    traces = _for_hta(list(_window(run, window)), None if ranks is None else set(ranks))
     handed = HtaTrace(trace_files={}, trace_dir=run.path)
     zero_ns = _zero_ns(traces)
     for trace in traces:
@@ -74,6 +84,20 @@ def to_hta(run: Run, *, window: int | None = None, include_last_profiler_step: b
     analysis = TraceAnalysis.__new__(TraceAnalysis)  # its __init__ would parse the files
     analysis.t = handed
     return analysis
+
+
+def _for_hta(traces: list[Trace], ranks: set[int] | None) -> list[Trace]:
+    if ranks is not None:
+        missing = sorted(ranks - {trace.rank for trace in traces})
+        if missing:
+            raise InputError(f"no trace of rank {units.ranges(missing)} to hand to HTA; see the run's ranks")
+        return [trace for trace in traces if trace.rank in ranks]
+    without = [trace.rank for trace in traces if not trace.on_device]
+    if len(without) in (0, len(traces)):
+        return traces
+    told = f"rank {units.ranges(without)} has no device activity, which HTA cannot analyze: left out; name it in ranks="
+    warnings.warn(told, stacklevel=3)
+    return [trace for trace in traces if trace.on_device]
 
 
 def _window(run: Run, window: int | None) -> Iterable[Trace]:

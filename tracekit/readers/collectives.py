@@ -1,7 +1,6 @@
 """Collectives by the field's names, with their sizes, and the process groups they run in."""
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -10,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from tracekit import schema
+from tracekit.readers import sizes
 from tracekit.readers.events import Args
 from tracekit.readers.host import Host
 from tracekit.readers.work import Speaker
@@ -21,6 +21,7 @@ _OPS = (
     ("all_gather", "all_gather"),
     ("allreduce", "all_reduce"),
     ("all_reduce", "all_reduce"),
+    ("cross_device_reduce", "all_reduce"),
     ("alltoall", "all_to_all"),
     ("all_to_all", "all_to_all"),
     ("broadcast", "broadcast"),
@@ -32,24 +33,6 @@ _OPS = (
     ("recv", "recv"),
     ("barrier", "barrier"),
 )
-_ITEM_BYTES = {
-    "double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4, "int32": 4,
-    "half": 2, "float16": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "short": 2, "byte": 1, "int8": 1,
-    "char": 1, "signed char": 1, "unsigned char": 1, "uint8": 1, "bool": 1, "long int": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1, "int16": 2,
-}  # fmt: skip
-# NCCL names its old kernels …_Sum_float(…) and its new ones …_Sum_f32_….
-_KERNEL_DTYPE = re.compile(
-    r"_(?:sum|prod|min|max|minmax|avg|premulsum|sumpostdiv)_(b?f16|f32|f64|f8e4m3|f8e5m2|[iu](?:8|32|64)|u?int\d+_t|float|double|"
-    r"half|__nv_bfloat16)(?=_|\(|$)",
-    re.I,
-)
-_DTYPE_NAMES = {
-    "bf16": "BFloat16", "f16": "Half", "f32": "Float", "f64": "Double", "__nv_bfloat16": "BFloat16", "half": "Half",
-    "float": "Float", "double": "Double", "f8e4m3": "Float8_e4m3fn", "f8e5m2": "Float8_e5m2",
-}  # fmt: skip
-# A gather or a send moves bytes of any type, and NCCL runs it as int8: its kernel's name tells no dtype.
-_TYPED = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def table(speakers: Iterable[Speaker], host: Host, saying: Mapping[int, Args]) -> pl.DataFrame:
@@ -110,75 +93,68 @@ def _listed(ranks: object) -> list[int] | None:
 
 
 def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any, ...]:
-    around = saying.get(speaker.issuer)
     own = speaker.args or _SILENT
-    told = own if own.collective is not None or around is None or around.collective is None else around
-    issuer = host.names.name[int(host.named[speaker.issuer])] if speaker.issuer >= 0 else None
+    around = _around(speaker.issuer, host, saying)
+    told = next((args for _, args in ((speaker.name, own), *around) if args.collective is not None), own)
     op = op_of(str(told.collective)) if told.collective is not None else None
-    op = op or op_of(speaker.name) if _is_kernel(speaker.name) else op or op_of(issuer or speaker.name)
-    op = op or op_of(issuer or "")
-    place = (_text(told.group), _whole(told.seq))
+    op = op or _op_by_names(speaker.name, [name for name, _ in around])
+    by_name = sizes.dtype_by_name(op, speaker.name)
     if told.dtype is not None or told.in_nelems is not None:
-        dtype = _text(told.dtype)
-        item = _ITEM_BYTES.get(str(dtype).lower())
-        sizes = tuple(
-            None if item is None or n is None else item * n for n in map(_whole, (told.in_nelems, told.out_nelems))
-        )
+        dtype = by_name if told.dtype is None else _text(told.dtype)
+        sent, received = (_bytes(n, dtype) for n in (told.in_nelems, told.out_nelems))
     else:
-        dtype, *sizes = _from_shapes(op, _shapes(around) or _shapes(own))  # type: ignore[assignment]
-    if dtype is None and op in _TYPED:
-        dtype = _kernel_dtype(speaker.name)
-    return (speaker.activity_id, op, *place, dtype, *sizes, _whole(told.group_size))
+        # The op's own inputs come first, which are output and input; slices inside it tell the input alone.
+        shapes = [_shapes(name, args) for name, args in (*reversed(around), (speaker.name, own))]
+        dtype, sent, received = sizes.by_shapes(op, by_name, shapes)
+    return (
+        speaker.activity_id,
+        op,
+        _text(told.group),
+        _whole(told.seq),
+        dtype,
+        sent,
+        received,
+        _whole(told.group_size),
+    )
 
 
 _SILENT = Args()
+_C10D = "c10d::"
+_MAX_DEPTH = 64
+
+
+def _around(at: int, host: Host, saying: Mapping[int, Args]) -> list[tuple[str, Args]]:
+    """Return the slices around a launch that may describe it, innermost first, up to the c10d op that issued it."""
+    found: list[tuple[str, Args]] = []
+    for _ in range(_MAX_DEPTH):
+        if at < 0 or (found and found[-1][0].startswith(_C10D)):
+            break
+        if at in saying:
+            found.append((host.names.name[int(host.named[at])], saying[at]))
+        at = int(host.parent[at])
+    return found
+
+
+def _op_by_names(name: str, around: list[str]) -> str | None:
+    """Return the op that a kernel's name tells, else the slices around it."""
+    issued = next((op for op in map(op_of, around) if op), None)
+    named = op_of(name)
+    # NCCL runs many an op as sends and receives; and gloo runs a reduce-scatter as an all-reduce.
+    return named if _is_kernel(name) and named != "send_recv" else issued or named
 
 
 def _is_kernel(name: str) -> bool:
     return ":" not in name.partition("(")[0] and op_of(name) is not None
 
 
-def _shapes(args: Args | None) -> tuple[str, str] | None:
-    if args is None or not bytes(args.input_dims):
-        return None
-    return bytes(args.input_dims).decode("utf-8", "replace"), bytes(args.input_type).decode("utf-8", "replace")
+def _shapes(name: str, args: Args) -> sizes.Shapes:
+    dims, kinds = (bytes(raw).decode("utf-8", "replace") for raw in (args.input_dims, args.input_type))
+    return dims, kinds, name.startswith(_C10D)
 
 
-@lru_cache(maxsize=4096)
-def _from_shapes(op: str | None, shapes: tuple[str, str] | None) -> tuple[str | None, int | None, int | None]:
-    """Return dtype, sent and received bytes of a c10d op by its shapes: (output, input, …) or (tensors, …)."""
-    try:
-        dims, types = json.loads(shapes[0]), json.loads(shapes[1] or "[]")  # type: ignore[index]
-    except (TypeError, ValueError):
-        return None, None, None
-    dtype = _first(types)
-    item = _ITEM_BYTES.get(str(dtype).lower())
-    if item is None or not isinstance(dims, list) or not dims:
-        return dtype, None, None
-    first = _elements(dims[0])
-    if op in ("all_gather", "reduce_scatter", "all_to_all") and len(dims) > 1 and _elements(dims[1]):
-        return dtype, item * _elements(dims[1]), item * first
-    return dtype, item * first, item * first
-
-
-@lru_cache(maxsize=4096)
-def _kernel_dtype(name: str) -> str | None:
-    found = _KERNEL_DTYPE.search(name.partition("(")[0])
-    return _DTYPE_NAMES.get(found[1].lower(), found[1]) if found else None
-
-
-def _first(kinds: object) -> str | None:
-    while isinstance(kinds, list) and kinds:
-        kinds = kinds[0]
-    return kinds if isinstance(kinds, str) and kinds else None
-
-
-def _elements(shape: object) -> int:
-    if not isinstance(shape, list) or not shape:
-        return 1 if shape == [] else 0
-    if all(isinstance(n, int) for n in shape):
-        return math.prod(shape)
-    return sum(_elements(inner) for inner in shape)
+def _bytes(elements: Any, dtype: str | None) -> int | None:
+    count, item = _whole(elements), sizes.item_bytes(dtype)
+    return None if count is None or item is None else item * count
 
 
 def _text(value: object) -> str | None:

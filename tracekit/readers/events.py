@@ -136,7 +136,7 @@ Event: TypeAlias = AnySlice | FlowStart | FlowEnd | Counter | Other
 _KINDS: tuple[type[Any], ...] = (Slice, Begin, End, Instant, OldInstant, Metadata)
 _EXACT: tuple[type[Any], ...] = (Exact, ExactBegin, ExactEnd, ExactInstant, ExactOldInstant)
 SLICES = frozenset({Slice, Exact})
-FLOWS = frozenset({FlowStart, FlowEnd})
+COUNTED = frozenset({FlowStart, FlowEnd, Counter, Other})
 BEGINS = frozenset({Begin, ExactBegin})
 ENDS = frozenset({End, ExactEnd})
 INSTANTS = frozenset({Instant, OldInstant, ExactInstant, ExactOldInstant})
@@ -162,6 +162,12 @@ def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:
         return decoder.decode(array)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def from_text(text: str, event: Mapping[str, Any]) -> Event:
+    """Return the event of a JSON object, given as text and parsed; its times are text."""
+    found = decode(f"[{text}]".encode(), exact=True)
+    return found[0] if found else from_object(event)
 
 
 def from_object(event: Mapping[str, Any]) -> Event:

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -51,16 +52,18 @@ def states_ranks(batch: list[Event]) -> bool:
 
 def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
     """Add how many events of each (ph, cat) a batch holds."""
-    try:
-        seen = Counter([(type(e), e.cat) for e in batch])
-    except TypeError:  # a list or object where a category should be
-        mend(batch)
-        seen = Counter([(type(e), e.cat) for e in batch])
-    for (kind, category), n in seen.items():
-        if kind is not events.Other:
+    for kind in dict.fromkeys(map(type, batch)):
+        found: list[Any] = [e for e in batch if type(e) is kind]
+        if kind is events.Other:
+            into.update((_text(e.ph), _text(e.cat)) for e in found)
+            continue
+        try:
+            seen = Counter([e.cat for e in found])
+        except TypeError:  # a list or object where a category should be
+            mend(found)
+            seen = Counter([e.cat for e in found])
+        for category, n in seen.items():
             into[events.PHASES[kind], _text(category)] += n
-    if any(kind is events.Other for kind, _ in seen):
-        into.update((_text(e.ph), _text(e.cat)) for e in batch if isinstance(e, events.Other))
 
 
 def mend(batch: list[Event]) -> None:
@@ -70,15 +73,6 @@ def mend(batch: list[Event]) -> None:
             value = getattr(event, name, None)
             if isinstance(value, list | dict):
                 setattr(event, name, json.dumps(value))
-
-
-class _Places(dict[Any, int]):
-    """Category to place, remembering every spelling that a file uses."""
-
-    def __missing__(self, category: Any) -> int:
-        place = _PLACES.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN
-        self[category] = place
-        return place
 
 
 class _Codes(dict[Any, int]):
@@ -101,9 +95,11 @@ class Gather:
     _names: _Codes = field(default_factory=_Codes)
     _threads: _Codes = field(default_factory=_Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
-    _places: _Places = field(default_factory=_Places)
+    _categories: _Codes = field(default_factory=_Codes)
+    _place_of: list[int] = field(default_factory=list)
+    """The place of each category, every spelling that the file uses by itself."""
     _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
-    _speaks: list[bool] = field(default_factory=list)
+    _speaks: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _host: list[dict[str, Any]] = field(default_factory=list)
     _device: list[dict[str, Any]] = field(default_factory=list)
     _memory: list[dict[str, Any]] = field(default_factory=list)
@@ -128,82 +124,99 @@ class Gather:
         return True
 
     def _parts(self, batch: list[Any]) -> tuple[dict[str, Any], ...] | None:
-        slices = [e for e in batch if type(e) in events.SLICES]
-        rest = [e for e in batch if type(e) not in events.SLICES]
-        places = self._places
-        categories = [e.cat for e in slices]
-        where = [places[category] for category in categories]
-        host = self._host_part(*_placed(slices, where, 0, _FIRST_DEVICE))
-        device = self._device_part(*_placed(slices, where, _FIRST_DEVICE, _UNUSED))
-        others = [e for e in rest if type(e) not in events.FLOWS]
+        slices, rest = _parted(batch)
+        category, place = self._placed([e.cat for e in slices])
+        host = self._host_part(*_of_places(slices, place, 0, _FIRST_DEVICE))
+        device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _UNUSED))
+        others = [e for e in rest if type(e) not in events.COUNTED]
         memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
-        if host is None or device is None or memory is None:
+        halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        if host is None or device is None or memory is None or self.clock.ns([e.ts for e in halves]) is None:
             return None
-        self.unknown += where.count(_UNKNOWN)
-        self._pairs += [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        self.unknown += int(np.count_nonzero(place == _UNKNOWN))
+        self._pairs += halves
         self._name_threads([e for e in others if type(e) is events.Metadata and e.name == "thread_name"])
-        for category, n in Counter(categories).items():
-            self.counts[_SLICE_PHASE, _text(category)] += n
+        spellings = list(self._categories)
+        for code, n in enumerate(np.bincount(category).tolist()):
+            if n:
+                self.counts[_SLICE_PHASE, _text(spellings[code])] += n
         count(self.counts, rest)
         return host, device, memory
+
+    def _placed(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
+        """Return the code of each slice's category, and its place."""
+        codes = np.fromiter(map(self._categories.__getitem__, categories), np.int64, len(categories))
+        for category in islice(self._categories, len(self._place_of), None):
+            self._place_of.append(_PLACES.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN)
+        return codes, np.array(self._place_of, np.uint8)[codes]
 
     def _common(self, found: list[Any]) -> dict[str, Any] | None:
         start_ns = self.clock.ns([e.ts for e in found])
         dur_ns = self.clock.ns([e.dur for e in found], missing=0)
         if start_ns is None or dur_ns is None:
             return None
-        names, threads = self._names, self._threads
         return {
-            "name": np.array([names[e.name] for e in found], np.uint32),
-            "lane": np.array([threads[e.pid, e.tid] for e in found], np.int32),
+            "name": np.fromiter(map(self._names.__getitem__, [e.name for e in found]), np.uint32, len(found)),
+            "lane": self._lanes(found),
             "start_ns": start_ns,
             "dur_ns": dur_ns,
         } | self._ranks(found)
+
+    def _lanes(self, found: list[Any]) -> npt.NDArray[np.int32]:
+        threads = zip([e.pid for e in found], [e.tid for e in found], strict=True)
+        return np.fromiter(map(self._threads.__getitem__, threads), np.int32, len(found))
 
     def _ranks(self, found: list[Any]) -> dict[str, Any]:
         if not self.several:
             return {}
         return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in found])}
 
-    def _host_part(self, found: list[Any], where: list[int]) -> dict[str, Any] | None:
+    def _host_part(self, found: list[Any], kind: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
         part = self._common(found)
         if part is None:
             return None
-        kind = np.array(where, np.uint8)
-        ops, calls = np.flatnonzero(kind == _CPU_OP), np.flatnonzero(kind == _RUNTIME)
-        op_args = [found[i].args or _NO_ARGS for i in ops.tolist()]
+        is_op, is_call = kind == _CPU_OP, kind == _RUNTIME
+        ops, calls = np.flatnonzero(is_op), np.flatnonzero(is_call)
+        op_args = [e.args or _NO_ARGS for e in compress(found, is_op.tobytes())]
+        called = [(e.args or _NO_ARGS).correlation or 0 for e in compress(found, is_call.tobytes())]
         part |= {
             "kind": kind,
-            "external_id": _scattered(len(found), ops, [_external_id(a) for a in op_args]),
-            "sequence": _scattered(len(found), ops, [a.sequence or 0 for a in op_args]),
-            "forward_thread": _scattered(len(found), ops, [a.forward_thread or 0 for a in op_args]),
+            "external_id": _scattered(len(found), ops, _external_ids(op_args)),
+            "sequence": _scattered(len(found), ops, numbers.ids([a.sequence or 0 for a in op_args])),
+            "forward_thread": _scattered(len(found), ops, numbers.ids([a.forward_thread or 0 for a in op_args])),
             "shapes": self._shape_codes(len(found), ops, op_args),
-            "correlation": _scattered(
-                len(found), calls, [(found[i].args or _NO_ARGS).correlation or 0 for i in calls.tolist()]
-            ),
+            "correlation": _scattered(len(found), calls, numbers.ids(called)),
         }
-        self._speaks += [_speaks(name) for name in list(self._names)[len(self._speaks) :]]
-        speaking = np.flatnonzero(np.array(self._speaks, np.bool_)[part["name"]]) if found else ops
+        speaking = self._speaking(part["name"])
         part["spoken"] = [(i, found[i].args) for i in speaking.tolist() if found[i].args is not None]
         return part
 
+    def _speaking(self, named: npt.NDArray[np.uint32]) -> Ints:
+        """Return which slices of these names may say something of a collective."""
+        new = len(self._names) - len(self._speaks)
+        if new:
+            latest = [_speaks(name) for name in islice(reversed(self._names), new)]
+            self._speaks = np.concatenate((self._speaks, np.array(latest[::-1], np.bool_)))
+        return np.flatnonzero(self._speaks[named])
+
     def _shape_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
-        shapes = self._shapes
         codes = np.zeros(length, np.int32)
-        codes[at] = [shapes[bytes(a.input_dims)] for a in args]
+        if args:
+            raw = [bytes(a.input_dims) for a in args]
+            codes[at] = np.fromiter(map(self._shapes.__getitem__, raw), np.int32, len(raw))
         return codes
 
-    def _device_part(self, found: list[Any], where: list[int]) -> dict[str, Any] | None:
+    def _device_part(self, found: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
         part = self._common(found)
         if part is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
         return part | {
-            "kind": np.array(where, np.uint8) - _FIRST_DEVICE,
+            "kind": place - np.uint8(_FIRST_DEVICE),
             "device": numbers.ints([a.device for a in args]),
             "stream": numbers.ints([a.stream for a in args]),
             "correlation": numbers.ids([a.correlation for a in args]),
-            "external_id": numbers.ids([_external_id(a) for a in args]),
+            "external_id": _external_ids(args),
             "bytes": numbers.ints([a.bytes for a in args]),
             "spoken": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
         }
@@ -213,18 +226,20 @@ class Gather:
         if at_ns is None:
             return None
         args = [e.args or _NO_ARGS for e in found]
-        threads = self._threads
-        part: dict[str, Any] = {
-            "lane": np.array([threads[e.pid, e.tid] for e in found], np.int32),
+        return {
+            "lane": self._lanes(found),
             "at_ns": at_ns,
-        }
-        for name in _MEMORY_ARGS:
-            part[name] = numbers.ints([getattr(a, name) for a in args])
-        return part | self._ranks(found)
+            "device_type": numbers.ints([a.device_type for a in args]),
+            "device_id": numbers.ints([a.device_id for a in args]),
+            "address": numbers.ints([a.address for a in args]),
+            "delta_bytes": numbers.ints([a.delta_bytes for a in args]),
+            "allocated_bytes": numbers.ints([a.allocated_bytes for a in args]),
+            "reserved_bytes": numbers.ints([a.reserved_bytes for a in args]),
+        } | self._ranks(found)
 
     def _keep(self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any]) -> None:
-        self.host_spoken += [Spoken(self._host_rows + i, args) for i, args in host.pop("spoken")]
-        self.device_spoken += [Spoken(self._device_rows + i, args) for i, args in device.pop("spoken")]
+        self.host_spoken += [Spoken(self._host_rows + i, _by_itself(args)) for i, args in host.pop("spoken")]
+        self.device_spoken += [Spoken(self._device_rows + i, _by_itself(args)) for i, args in device.pop("spoken")]
         self._host_rows += len(host["kind"])
         self._device_rows += len(device["kind"])
         for parts, part in ((self._host, host), (self._device, device), (self._memory, memory)):
@@ -262,9 +277,9 @@ class Gather:
         """Return the distinct names by the index that the frames' `name` holds."""
         return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
 
-    def shapes(self) -> pl.Series:
-        """Return the distinct shapes of ops' inputs, as JSON, by the index that the host frame's `shapes` holds."""
-        return pl.Series("shapes", [_plain(raw) for raw in self._shapes], dtype=pl.String)
+    def shapes(self) -> list[bytes]:
+        """Return the distinct shapes of ops' inputs, as the file writes them, by index in the host frame's `shapes`."""
+        return list(self._shapes)
 
     def threads(self) -> list[_Thread]:
         """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
@@ -279,13 +294,26 @@ _NULLABLE = frozenset(
         "reserved_bytes",
     }
 )  # fmt: skip
-_MEMORY_ARGS = ("device_type", "device_id", "address", "delta_bytes", "allocated_bytes", "reserved_bytes")
 _ENOUGH_RANKS = 0.9
 
 
-def _placed(slices: list[Any], where: list[int], first: int, end: int) -> tuple[list[Any], list[int]]:
-    found = [e for e, at in zip(slices, where, strict=True) if first <= at < end]
-    return found, where if len(found) == len(where) else [at for at in where if first <= at < end]
+def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the complete events of a batch, and the rest."""
+    kinds = [kind for kind in dict.fromkeys(map(type, batch)) if kind in events.SLICES]
+    if len(kinds) > 1:  # some bytes were unusual
+        return [e for e in batch if type(e) in kinds], [e for e in batch if type(e) not in kinds]
+    kind = kinds[0] if kinds else None
+    slices = [e for e in batch if type(e) is kind]
+    return slices, [e for e in batch if type(e) is not kind] if len(slices) < len(batch) else []
+
+
+def _of_places(
+    slices: list[Any], place: npt.NDArray[np.uint8], first: int, end: int
+) -> tuple[list[Any], npt.NDArray[np.uint8]]:
+    inside = (place >= first) & (place < end)
+    if inside.all():
+        return slices, place
+    return list(compress(slices, inside.tobytes())), place[inside]
 
 
 def _speaks(name: Any) -> bool:
@@ -293,23 +321,27 @@ def _speaks(name: Any) -> bool:
     return isinstance(name, str) and _SPEAKS.match(name) is not None
 
 
-def _external_id(args: Args) -> Any:
-    return args.external_id if args.external_id is not None else args.old_external_id
+def _by_itself(args: Args) -> Args:
+    """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
+    if args.input_dims is not _NO_ARGS.input_dims:
+        args.input_dims = args.input_dims.copy()
+    if args.input_type is not _NO_ARGS.input_type:
+        args.input_type = args.input_type.copy()
+    return args
 
 
-def _scattered(length: int, at: Ints, values: list[Any]) -> Ints:
-    """Return an array with whole numbers at some places and 0, which no profiler uses, at the others."""
+def _external_ids(args: list[Args]) -> Ints:
+    ids = numbers.plain([a.external_id for a in args])
+    if ids is not None:
+        return ids
+    return numbers.ids([a.external_id if a.external_id is not None else a.old_external_id for a in args])
+
+
+def _scattered(length: int, at: Ints, ids: Ints) -> Ints:
+    """Return an array with ids at some places and 0, which no profiler uses, at the others."""
     spread = np.zeros(length, np.int64)
-    spread[at] = numbers.ids(values)
+    spread[at] = ids
     return spread
-
-
-def _plain(raw: bytes) -> str | None:
-    """Return a JSON value without the blanks of its file; None for none, and for what is no JSON."""
-    try:
-        return json.dumps(json.loads(raw.decode("utf-8", "replace"))) if raw else None
-    except (ValueError, RecursionError):
-        return None
 
 
 def _text(value: Any) -> str | None:

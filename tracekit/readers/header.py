@@ -18,6 +18,7 @@ _BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
 _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
 _WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "traceName")
+_HEADER_KEYS = frozenset({*_WORTH_SAVING, "schemaVersion", "displayTimeUnit", "traceEvents"})
 
 
 def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, bool]:
@@ -69,7 +70,9 @@ def parse_tail(text: str) -> tuple[Header, bool]:
 def end_of_events(text: str) -> int | None:
     """Return where the event array ends in the last part of a file; None where it doesn't."""
     for found in _ARRAY_END.finditer(text):
-        if parse_tail(text[found.start() + 1 :])[1]:
+        keys, whole = parse_tail(text[found.start() + 1 :])
+        # A file cut behind an event's arguments ends like one whose array ends with the last list in them.
+        if whole and (text[: found.start()].rstrip().endswith("}") or not _HEADER_KEYS.isdisjoint(keys)):
             return found.start()
     return None
 

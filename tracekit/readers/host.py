@@ -1,5 +1,6 @@
 """Host slices: which encloses which, and the step, phase and FSDP unit that each belongs to."""
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ class Host:
     """
 
     names: HostNames
-    shapes: pl.Series
+    shapes: list[bytes]
     steps: Steps
     row: Ints
     named: Ints
@@ -49,6 +50,11 @@ class Host:
         """Return which slices are of a kind of `gather.HOST_KINDS`."""
         return np.equal(self.kind, _KIND[kind])
 
+    @property
+    def size_bytes(self) -> int:
+        """Return how much memory the slices take."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
     def table(self) -> pl.DataFrame:
         """Return the ops table."""
         return pl.DataFrame(
@@ -61,7 +67,7 @@ class Host:
                 "start_ns": self.start_ns,
                 "dur_ns": self.end_ns - self.start_ns,
                 "forward_id": nulled(_forward(self)),
-                "shapes": self.shapes.gather(self.shaped),
+                "shapes": pl.Series([_plain(raw) for raw in self.shapes], dtype=pl.String).gather(self.shaped),
             }
         ).with_columns(self.context(np.arange(len(self.row), dtype=np.int64)))
 
@@ -83,7 +89,7 @@ class Host:
         return found if otherwise is None else np.where(found >= 0, found, self._at(which, otherwise, None))
 
 
-def build(frame: pl.DataFrame, distinct: pl.Series, shapes: pl.Series, lanes: Ints) -> Host:
+def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: Ints) -> Host:
     """Build the slices of `frame` (columns of `stream.Events.host`, and row); `lanes` numbers the threads in use."""
     told = names.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
@@ -139,6 +145,14 @@ def first_of(ids: Ints, sought: Ints) -> Ints:
 
 def _picked(values: pl.Series, at: Ints) -> pl.Series:
     return values.gather(nulled(at)) if len(values) else values.clear().extend_constant(None, len(at))
+
+
+def _plain(raw: bytes) -> str | None:
+    """Return a JSON value without the blanks of its file; None for none, and for what is no JSON."""
+    try:
+        return json.dumps(json.loads(raw.decode("utf-8", "replace"))) if raw else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _phase(told: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:

@@ -15,7 +15,7 @@ from tracekit.readers.events import Args
 from tracekit.readers.gather import Spoken
 from tracekit.readers.nesting import Ints
 from tracekit.readers.stream import Events
-from tracekit.trace import Trace
+from tracekit.trace import LazyTrace, Trace
 
 
 def read(path: str, *, rank: int, window: int = 0) -> Trace:
@@ -24,9 +24,13 @@ def read(path: str, *, rank: int, window: int = 0) -> Trace:
     A file that is cut or damaged is read as far as it goes, and `doubts` says what is missing. Raises BadTraceError if
     the file is missing, empty, no trace, or holds not one whole event.
     """
+    return read_counted(path, rank=rank, window=window)[0]
+
+
+def read_counted(path: str, *, rank: int, window: int = 0) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
+    """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
     events = stream.read_events(path)
-    trace = _trace(events, path, rank=rank, window=window)
-    return replace(trace, doubts=pl.concat([trace.doubts, _several_ranks(events)]))
+    return _trace(events, path, rank=rank, window=window, further=_several_ranks(events)), events.counts
 
 
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
@@ -37,14 +41,12 @@ def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
     events = stream.read_events(path)
     found = sorted(_ranks(events))
     rankless = sum(frame["rank"].null_count() for frame in (events.host, events.device) if "rank" in frame.columns)
-    traces = {rank: _trace(_of_rank(events, rank), path, rank=rank, window=window) for rank in found}
-    if not rankless:
-        return traces
-    message = f"{rankless:,} events of the merged file name no rank and were left out."
-    row = pl.DataFrame(
-        [("rankless_events", message, rankless / sum(events.counts.values()))], schema.DOUBTS.schema, orient="row"
-    )
-    return {rank: replace(trace, doubts=pl.concat([trace.doubts, row])) for rank, trace in traces.items()}
+    further = schema.DOUBTS.empty()
+    if rankless:
+        message = f"{rankless:,} events of the merged file name no rank and were left out."
+        row = ("rankless_events", message, rankless / sum(events.counts.values()))
+        further = pl.DataFrame([row], schema.DOUBTS.schema, orient="row")
+    return {rank: _trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found}
 
 
 def is_merged(path: str) -> bool:
@@ -76,7 +78,8 @@ def rank_of(header: Mapping[str, Any]) -> int | None:
     return rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
 
 
-def _trace(events: Events, path: str, *, rank: int, window: int) -> Trace:
+def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
+    """Return the trace that `events` tell, with `further` doubts; tables that few ask for are made when they are."""
     base_ns = _base_ns(events.header)
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
@@ -94,24 +97,31 @@ def _trace(events: Events, path: str, *, rank: int, window: int) -> Trace:
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     checkpoints, metrics, bad_logs = logs.read_beside(path, rank)
-    bad_times = len(events.host) + len(events.device) - len(slices) - len(device)
+    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
     found = doubts.table(events, built.steps, bad_times=bad_times)
     speaking: list[Args] = [s.args for s in (*events.device_spoken, *events.host_spoken)]
-    return Trace(
+    trace = Trace(
         rank=rank,
         window=window,
         path=path,
         lanes=lanes,
         steps=schema.STEPS.conform(windows.table(built.steps, activities, lanes)),
-        ops=schema.OPS.conform(built.table()),
         activities=activities,
-        collectives=schema.COLLECTIVES.conform(collectives.table(speakers, built, saying)),
         groups=collectives.groups(events.header, speaking),
-        allocations=schema.ALLOCATIONS.conform(allocations.table(_at_times(events.memory), built, threads, base_ns)),
         checkpoints=checkpoints,
         metrics=metrics,
-        doubts=pl.concat([bad_logs, found]),
+        doubts=pl.concat([bad_logs, found, further]),
         header=events.header,
+    )
+    return LazyTrace.of(
+        trace,
+        {
+            "ops": lambda: schema.OPS.conform(built.table()),
+            "collectives": lambda: schema.COLLECTIVES.conform(collectives.table(speakers, built, saying)),
+            "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
+        },
+        held_bytes=built.size_bytes + int(memory.estimated_size()),
     )
 
 
@@ -131,16 +141,9 @@ def _base_ns(header: Mapping[str, Any]) -> int:
 
 def _timed(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
     """Return the slices that have a usable time, on the clock of `base_ns`, with their place in the file as row."""
-    usable = (pl.col("start_ns") != numbers.BAD) & (pl.col("dur_ns") >= 0)
-    return (
-        frame.with_row_index("row")
-        .filter(usable)
-        .with_columns(pl.col("row").cast(pl.Int64), pl.col("start_ns") + base_ns)
-    )
-
-
-def _at_times(memory: pl.DataFrame) -> pl.DataFrame:
-    return memory.filter(pl.col("at_ns") != numbers.BAD)
+    usable = (frame["start_ns"] != numbers.BAD) & (frame["dur_ns"] >= 0)
+    placed = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
+    return placed if usable.all() else placed.filter(usable)
 
 
 def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:

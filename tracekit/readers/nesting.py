@@ -32,14 +32,15 @@ def parents(lane: Ints, start: Ints, end: Ints) -> Ints:
 
 def nearest(parent: Ints, marked: Flags) -> Ints:
     """Return, for each slice, itself if it is marked, else its nearest marked ancestor; -1 for none."""
-    count = len(parent)
-    jump = np.where(marked, np.arange(count, dtype=np.int64), parent)
-    while True:
-        inner = np.where(jump >= 0, jump, 0)
-        further = np.where((jump >= 0) & ~marked[inner], jump[inner], jump)
-        if (further == jump).all():
-            return jump
-        jump = further
+    if not marked.any():
+        return np.full(len(parent), -1, np.int64)
+    jump = np.where(marked, np.arange(len(parent), dtype=np.int64), parent)
+    below = np.flatnonzero((jump >= 0) & ~marked[jump])
+    while len(below):
+        above = jump[jump[below]]  # twice as far each time
+        jump[below] = above
+        below = below[(above >= 0) & ~marked[above]]
+    return jump
 
 
 def order(lane: Ints, start: Ints, end: Ints) -> Ints:

@@ -47,21 +47,18 @@ class Clock:
         return self._from_numbers(values, missing)
 
     def _from_numbers(self, values: list[Any], missing: int) -> Ints | None:
-        if values and type(values[0]) is int:
-            try:
-                us = np.frombuffer(array("q", values), np.int64)
-            except (TypeError, OverflowError):
-                pass
-            else:
-                size = np.abs(us)
-                self.epoch |= bool((size >= _EXACT_US).any())
-                return us * 1000 if (size < _MOST_NS // 1000).all() else self._one_by_one(values, missing)
+        if values and type(values[0]) is int and (us := plain(values)) is not None:
+            largest = _largest(us)
+            self.epoch |= largest >= _EXACT_US
+            return us * 1000 if largest < _MOST_NS // 1000 else self._one_by_one(values, missing)
         try:
             given = np.frombuffer(array("d", values), np.float64)
         except (TypeError, OverflowError):
             return self._one_by_one(values, missing)
-        if (np.abs(given) < _WHOLE_US).all():  # false for NaN too
+        largest = _largest(given)
+        if largest < _EXACT_US:
             return self._from_floats(given)
+        return None if largest < _WHOLE_US else self._one_by_one(values, missing)  # NaN is not less
         return self._one_by_one(values, missing)
 
     def one(self, value: Any) -> int | None:
@@ -69,28 +66,24 @@ class Clock:
         ns = self._ns(value, BAD)
         return None if ns == BAD else ns
 
-    def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints | None:
+    def _from_floats(self, us: npt.NDArray[np.float64]) -> Ints:
         whole = np.floor(us)
         fraction = us - whole
-        large = np.abs(us) >= _EXACT_US
-        broken = fraction != 0
-        if (large & broken).any():
-            return None
-        self.epoch |= bool(large.any())
-        self.fractions |= bool(broken.any())
+        self.fractions = self.fractions or bool(fraction.any())
         return whole.astype(np.int64) * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
     def _from_raw(self, values: list[Any], missing: int) -> Ints:
         if not all(isinstance(value, msgspec.Raw) for value in values):
             return self._one_by_one(values, missing)
         texts = pl.Series([bytes(value).decode("utf-8", "replace") for value in values], dtype=pl.String)
-        self.epoch = True
         self.fractions |= bool(texts.str.contains(".", literal=True).any())
         self.thousandths = self.thousandths or bool(texts.str.contains(_THREE_DECIMALS).any())
         parsed = texts.cast(pl.Decimal(38, 3), strict=False).to_physical().cast(pl.Int64, strict=False)
         if parsed.null_count():
             return self._one_by_one(values, missing)
-        return parsed.to_numpy()
+        ns = parsed.to_numpy()
+        self.epoch |= bool((np.abs(ns) >= _EXACT_US * 1000).any())
+        return ns
 
     def _one_by_one(self, values: list[Any], missing: int) -> Ints:
         return np.array([self._ns(value, missing) for value in values], np.int64)
@@ -116,12 +109,25 @@ class Clock:
         return ns if abs(ns) < _MOST_NS else BAD
 
 
+def _largest(given: npt.NDArray[Any]) -> float:
+    """Return the largest absolute value, NaN where any is; 0 of none."""
+    return max(given.max().item(), -given.min().item()) if len(given) else 0
+
+
 def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
     """Return whole numbers, `missing` where one is none or doesn't fit; text that holds one counts."""
+    found = plain(values)
+    if found is None:
+        found = plain([missing if value is None else value for value in values])
+    return np.array([_int(value, missing) for value in values], np.int64) if found is None else found
+
+
+def plain(values: list[Any]) -> Ints | None:
+    """Return whole numbers that are all there and fit; None where one does not."""
     try:
-        return np.frombuffer(array("q", [missing if value is None else value for value in values]), np.int64)
+        return np.frombuffer(array("q", values), np.int64)
     except (TypeError, OverflowError):
-        return np.array([_int(value, missing) for value in values], np.int64)
+        return None
 
 
 def ids(values: list[Any]) -> Ints:

@@ -13,7 +13,8 @@ from tracekit.readers.blocks import Blocks
 from tracekit.readers.events import Event
 
 _BATCH_BYTES = 1 << 18  # decoded objects of a batch should still be in cache when they are put into columns
-_PATIENCE_BYTES = 1 << 20  # an event longer than this that doesn't parse is damaged, not just incomplete
+_PATIENCE_BYTES = 8 << 20  # an event longer than this that doesn't parse is damaged, not just incomplete
+_LITERAL_CHARACTERS = 16  # a literal or escape cut at the end of a block fails that much before it at most
 _KEYS = "ph|name|cat|args|ts|pid|tid|id|dur|s|bp"
 _EVENT_START = re.compile(rf'\{{\s*"(?:{_KEYS})"\s*:')
 _PHASE_KEY = re.compile(r'"ph"\s*:')
@@ -78,7 +79,7 @@ class Scan:
         if self.exact or not self._batch:
             return None
         self.exact = True
-        return events.decode(b"[%b]" % self._batch, exact=True)
+        return events.decode(self._batch, exact=True)
 
     def _counted(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
         for block in blocks:
@@ -89,17 +90,22 @@ class Scan:
         between = _between_events(held)
         comma = between.find(b",")
         for block in unread:
-            held += block
-            if len(held) < _BATCH_BYTES:
+            if len(held) + len(block) < _BATCH_BYTES:
+                held += block
                 continue
-            cut = held.rfind(between) if between else -1
-            batch = self._decode(held[: cut + 1]) if cut >= 0 else None
+            cut = block.rfind(between) if between else -1
+            if cut < 0:
+                held, block = b"", held + block
+                cut = block.rfind(between) if between else -1
+            batch = self._decode(held, memoryview(block)[: cut + 1]) if cut >= 0 else None
             if batch is not None:
-                held = held[cut + comma + 1 :]
-            elif cut >= 0 or len(held) > _PATIENCE_BYTES:
-                batch, held = self._one_by_one(held, last=False)
-                between = _between_events(held) or between
-                comma = between.find(b",")
+                held = block[cut + comma + 1 :]
+            else:
+                held += block
+                if cut >= 0 or len(held) > _PATIENCE_BYTES:
+                    batch, held = self._one_by_one(held, last=False)
+                    between = _between_events(held) or between
+                    comma = between.find(b",")
             yield batch or []
             if self._closed:
                 break
@@ -115,15 +121,16 @@ class Scan:
         self.damage.broken = blocks.broken
         self._finish(b"".join((held, *rest)).decode("utf-8", "replace"))
 
-    def _decode(self, batch: bytes) -> list[Event] | None:
-        self._batch = batch
-        found = None if self._need_comma else events.decode(b"[%b]" % batch, exact=self.exact)
+    def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
+        """Return the events that `parts` hold together; None where they must be read one by one."""
+        self._batch = b"".join((b"[", *parts, b"]"))
+        found = None if self._need_comma else events.decode(self._batch, exact=self.exact)
         if found is None:
-            mended = batch.decode("utf-8", "replace").encode()
-            if mended != batch and not self._need_comma:
+            mended = self._batch.decode("utf-8", "replace").encode()
+            if mended != self._batch and not self._need_comma:
                 self.damage.stray_bytes = True
                 self._batch = mended
-                found = events.decode(b"[%b]" % mended, exact=self.exact)
+                found = events.decode(mended, exact=self.exact)
         return found
 
     def _one_by_one(self, held: bytes, *, last: bool) -> tuple[list[Event], bytes]:
@@ -148,7 +155,7 @@ class Scan:
         if start >= len(text):
             self._need_comma &= not comma
             return None, start
-        if text[start] == "]" and not comma:
+        if text[start] == "]":
             after = _AFTER_ARRAY.match(text, start + 1)
             if after:
                 sure = last or after.end() < len(text)  # else what follows may yet show that the array goes on
@@ -156,14 +163,14 @@ class Scan:
                 return None, start + 1 if sure else at
         try:
             item, end = _parse(text, start)
-        except (ValueError, RecursionError):
-            if not last and len(text) - start < _PATIENCE_BYTES:
+        except (ValueError, RecursionError) as error:
+            if not last and _may_be_incomplete(error, text, start):
                 return None, at
             return self._resume(text, start)
         self.damage.lost_bytes += self._need_comma and not comma
         self._need_comma = True
         if isinstance(item, dict):
-            found.append(events.from_object(item))
+            found.append(events.from_text(text[start:end], item))
         else:
             self.damage.not_events += 1
         return end, end
@@ -222,6 +229,13 @@ def _between_events(held: bytes) -> bytes:
         except (ValueError, RecursionError):
             break
     return seen.most_common(1)[0][0].encode() if seen else b""
+
+
+def _may_be_incomplete(error: Exception, text: str, start: int) -> bool:
+    """Return whether the object at `start`, which failed to parse, may go on in the bytes that follow `text`."""
+    if not isinstance(error, json.JSONDecodeError) or len(text) - start >= _PATIENCE_BYTES:
+        return False
+    return error.pos >= len(text) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
 
 
 def _next_event(text: str, at: int) -> int | None:

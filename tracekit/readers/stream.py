@@ -31,7 +31,7 @@ class Events:
     device: pl.DataFrame
     memory: pl.DataFrame
     names: pl.Series
-    shapes: pl.Series
+    shapes: list[bytes]
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
     host_spoken: list[Spoken]

@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from tracekit import markup
 from tracekit.bar import Bar
@@ -36,11 +35,9 @@ def as_json(found: Comparison) -> str:
 def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
     """Return the comparison as a table, one row per metric, and what to know when reading it."""
     gap = 1 if width < _NARROW else 2
-    made = paper.table(*_table(found), right=[False, True, True, True, True, False], gap=gap)
+    styles = [_STYLES[change.verdict] for change in found.changes]
+    made = paper.table(*_table(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
     made.columns[0].no_wrap = True
-    for change, cell in zip(found.changes, list(made.columns[-1].cells), strict=True):
-        assert isinstance(cell, Text)
-        cell.stylize(_STYLES[change.verdict])
     parts: list[RenderableType] = [
         paper.line(
             (found.candidate, paper.BOLD), " compared with ", (found.reference, paper.BOLD), ": medians over steps"

@@ -1,10 +1,13 @@
 """Plain text and terminal colours: tables and paragraphs laid out for a width."""
 
 import io
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import polars as pl
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
@@ -55,10 +58,19 @@ def hanging(mark: str, part: RenderableType) -> Padding:
     return indented(grid)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[bool] = (), gap: int = 2) -> Table:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[bool] = (),
+    gap: int = 2,
+    longest: int = _MAX_CELL,
+    last_styles: Sequence[str] = (),
+) -> Table:
     """Return a table without lines, of plain strings that are made inert; `right` says which columns are numbers.
 
-    Where it is too wide, text is cut; numbers never are.
+    Where it is too wide, and beyond `longest`, text is cut; numbers never are. `last_styles` are those of each row's
+    last cell.
     """
     sides = right or [False] * len(header)
     columns = [
@@ -71,9 +83,50 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         for name, side in zip(header, sides, strict=True)
     ]
     made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    for row in rows:
-        made.add_row(*(Text(markup.inert(cell, _MAX_CELL), no_wrap=True, overflow="ellipsis") for cell in row))
+    texts = [[markup.inert(cell, longest) for cell in row] for row in rows]
+    of_column = [_Texts(column) for column in zip(*texts, strict=True)]
+    for row, last_style in zip(texts, last_styles or [""] * len(texts), strict=True):
+        styles = [*[""] * (len(row) - 1), last_style]
+        made.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
     return made
+
+
+class _Cell:
+    """A text on one line, cut where its column is narrow."""
+
+    def __init__(self, text: str, column: "_Texts", style: str) -> None:
+        self._text, self._column, self._style = text, column, style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._text), 1), cell_len(self._text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self._column.cut(options.max_width).get(self._text, self._text)
+        yield Text(text, self._style, no_wrap=True, overflow="ellipsis")
+
+
+class _Texts:
+    """The texts of a column, cut so that those that differ still do: names of one family often differ at their end."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = set(texts)
+        self._cut: dict[int, dict[str, str]] = {}
+
+    def cut(self, width: int) -> dict[str, str]:
+        """Return what each text becomes that is too long for `width`."""
+        if width not in self._cut:
+            long = [text for text in self._texts if cell_len(text) > width]
+            ways = [{text: way(text, width) for text in self._texts} for way in (_beginning, markup.inert)]
+            counts = [Counter(way.values()) for way in ways]
+            self._cut[width] = {
+                text: next((way[text] for way, n in zip(ways, counts, strict=True) if n[way[text]] == 1), ways[0][text])
+                for text in long
+            }
+        return self._cut[width]
+
+
+def _beginning(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
 def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import polars as pl
 from rich.console import RenderableType
 
+from tracekit import markup
 from tracekit.reports import paper
 
 _NARROW = 100
@@ -23,7 +24,13 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool =
     cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
     gap = 1 if width < _NARROW else 2
     fitting = _fitting(rows.columns, cells, right, width, gap)
-    shown = paper.table(rows.columns[:fitting], [row[:fitting] for row in cells], right=right[:fitting], gap=gap)
+    shown = paper.table(
+        rows.columns[:fitting],
+        [row[:fitting] for row in cells],
+        right=right[:fitting],
+        gap=gap,
+        longest=markup.MAX_TEXT,
+    )
     parts: list[RenderableType] = [shown, paper.line((_size(rows, more), paper.DIM))]
     left = rows.columns[fitting:]
     if left:

@@ -5,7 +5,6 @@ import json
 import polars as pl
 
 from tracekit import markup
-from tracekit.reports import paper
 
 _HEADINGS = {
     "communication_ns": "comm",
@@ -14,6 +13,8 @@ _HEADINGS = {
     "exposed_copy_ns": "exposed\ncopy",
     "came_last": "came\nlast",
     "bus_bytes_per_s": "bus\nbandwidth",
+    "pairs": "shared\ncollectives",
+    "how": "matched by",
 }
 _NARROW = 100
 
@@ -25,6 +26,8 @@ def as_json(rows: pl.DataFrame) -> str:
 
 def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
     """Return the rows as a table in readable units; a column without any value is left out."""
+    from tracekit.reports import paper  # brings rich, which takes a tenth of a second, and which programs do without
+
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
     if shown.is_empty():
         what = "collectives that ranks share" if "came_last" in rows.columns else "work to break down"

@@ -22,14 +22,14 @@ _SPARED = ("most_rank", "spread_ratio", "p50_ns", "kind", "mean_ns", "p95_ns", "
 
 def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) -> str:
     """Return the first `top` rows as a table, and below it what the others add up to."""
-    if rows.is_empty():
-        return "The traces hold none.\n"
     share = next(name for name in ("time_ratio", "self_ratio") if name in rows.columns)
+    if rows.is_empty():
+        return f"The traces hold no {'kernels' if share == 'time_ratio' else 'ops of these kinds'}.\n"
     head = _fitted(rows.head(top), width)
     cells = [[markup.cell(name, value) for name, value in zip(head.columns, row, strict=True)] for row in head.rows()]
     headings = [_HEADINGS.get(name, markup.heading(name)) for name in head.columns]
     right = [dtype.is_numeric() for dtype in head.dtypes]
-    parts: list[RenderableType] = [paper.table(headings, cells, right=right, gap=_gap(width))]
+    parts: list[RenderableType] = [paper.table(headings, cells, right=right, gap=_gap(width), longest=markup.MAX_TEXT)]
     rest = rows.slice(top)
     if rest.height:
         part = units.share(float(rest[share].sum() or 0))

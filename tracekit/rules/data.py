@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import polars as pl
 
-from tracekit import units
+from tracekit import align, match, units
 from tracekit.analysis import doubts
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.trace import RUN_DOUBTS, Fact, Run
@@ -72,10 +72,10 @@ _KINDS = {
         _INFO, "Record with a newer PyTorch, which writes times relative to baseTimeNanoseconds."
     ),
     "clock_skew": _Kind(
-        _WARNING, "Read no differences between ranks below the residual named; keep clocks in step with PTP or chrony."
+        _INFO, "Read no differences between ranks below the residual named; keep clocks in step with PTP or chrony."
     ),
     "clock_unaligned": _Kind(
-        _WARNING, "Profile the same steps on all ranks, with at least two collectives that they share."
+        _WARNING, "Profile the same steps on all ranks, with three or more collectives that they share."
     ),
     "overlapping_slices": _Kind(_WARNING, "Nothing to change: tracekit counts shared time once.", grows=True),
 }
@@ -106,14 +106,15 @@ class DoubtfulTrace(Rule):
     """
 
     code: ClassVar[str] = "DATA001"
-    facts: ClassVar[tuple[Fact, ...]] = (doubts.doubts, doubts.versions)
+    facts: ClassVar[tuple[Fact, ...]] = (doubts.doubts, doubts.versions, match.calls)
     min_doubtful_ratio: float = 0.01
     error_doubtful_ratio: float = 0.5
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per kind of doubt."""
         measured = RUN_DOUBTS.conform(run.table(doubts.doubts))
-        every = pl.concat([RUN_DOUBTS.conform(run.doubts), measured, _mixed_versions(run.table(doubts.versions))])
+        versions = _mixed_versions(run.table(doubts.versions))
+        every = pl.concat([RUN_DOUBTS.conform(run.doubts), measured, versions, align.doubts(run)])
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("doubtful_ratio") < self.min_doubtful_ratio)
         for (kind,), rows in every.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(str(kind), rows.sort("doubtful_ratio", descending=True, nulls_last=True))

@@ -14,6 +14,7 @@ from instrumented_trainers.strategies.placement import device_of
 from instrumented_trainers.strategies.yafsdp.engine import Engine
 from instrumented_trainers.strategies.yafsdp.lane import Ranks
 from instrumented_trainers.strategies.yafsdp.module import YaFSDPModule
+from instrumented_trainers.strategies.yafsdp.optimizers import is_shard
 from instrumented_trainers.strategies.yafsdp.policy import MixedPrecisionPolicy
 from instrumented_trainers.strategies.yafsdp.unit import Unit
 
@@ -102,6 +103,11 @@ def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[t
     kind = type(module).__name__
     for parameter, sites in parameters.items():
         name = f"parameter {sites[0][1]!r} of {type(sites[0][0]).__name__} in {kind}"
+        if is_shard(parameter):
+            raise ValueError(
+                f"YaFSDP: {name} is a shard already: a module around {kind} was sharded before it; shard the blocks "
+                "first, then the module that holds them"
+            )
         if (other := getattr(parameter, _UNIT_MARK, None)) is not None:
             raise ValueError(
                 f"YaFSDP: {name} is tied to one that the unit of {other} has; parameters that are tied must be in one "

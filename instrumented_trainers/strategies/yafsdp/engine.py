@@ -25,7 +25,13 @@ from instrumented_trainers.strategies.yafsdp.policy import tensors_in
 from instrumented_trainers.strategies.yafsdp.slots import GradientSlot, Slots, WeightSlot, allocate
 from instrumented_trainers.strategies.yafsdp.unit import Unit
 from instrumented_trainers.strategies.yafsdp.usage import Usage
-from instrumented_trainers.strategies.yafsdp.watch import named, refuse_lost_weights, span, watch_inputs
+from instrumented_trainers.strategies.yafsdp.watch import (
+    named,
+    refuse_lost_weights,
+    refuse_replaced_parameters,
+    span,
+    watch_inputs,
+)
 
 
 class Engine:
@@ -109,7 +115,8 @@ class Engine:
                 with span("grad_slot_wait", unit):
                     self._receive(slot)
             slot.owner = unit
-        unit.take_gradient(index)
+        with span("post_backward_accumulate", unit):
+            unit.take_gradient(index)
 
     def post_backward(self, unit: Unit) -> None:
         """Send the unit's gradients off to be summed and give its weight slot free."""
@@ -143,6 +150,8 @@ class Engine:
                 unit.in_forward = 0
                 unit.show_shards()
         self._forget_all()
+        for unit in self.units:
+            refuse_replaced_parameters(unit)
         self._turn = -1
         self.order.begin()
 
@@ -152,6 +161,7 @@ class Engine:
                 f"YaFSDP: {named(unit)} was run by itself, but {named(unit.leaves_to)} has the parameters that it left "
                 "out; run that one"
             )
+        refuse_replaced_parameters(unit)
         if unit.slots is not None:
             self._forget(unit.slots.weights)  # the optimizer may have stepped since they were gathered
 
@@ -159,7 +169,7 @@ class Engine:
         """Give a unit that runs for the first time its slots: the ones after those of the unit that ran before it."""
         if unit.slots is None and unit.layout.numel:
             slots = self.own_slots.get(unit) or self.shared_slots[(self._turn + 1) % len(self.shared_slots)]
-            unit.bind(slots, self.on_gradient)
+            unit.bind(slots)
         if unit.slots in self.shared_slots:
             self._turn = self.shared_slots.index(unit.slots)
 

@@ -36,8 +36,13 @@ class Ranks:
     def of(cls, mesh: DeviceMesh) -> Self:
         """Return the ranks of a mesh: one dim is the shards, of two the first is the replicas.
 
-        Raises NotImplementedError for a mesh of more dims.
+        Raises NotImplementedError for a mesh of more dims, ValueError for one that this rank is not in.
         """
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"YaFSDP: rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: only its ranks may shard and "
+                "run the module"
+            )
         if mesh.ndim == 1:
             return cls(mesh.get_group())
         if mesh.ndim == 2:
@@ -169,17 +174,17 @@ class StreamLane(Lane):
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             collectives()
-        return _Passed(self.stream.record_event())
+        return _Passed(self.stream)
 
 
 class _Passed:
-    """An event on the lane's stream that the current stream can be made to wait for."""
+    """This moment on the lane's stream, for which the current stream of its device can be made to wait."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device, self._event = stream.device, stream.record_event()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def lane_for(device: torch.device, ranks: Ranks) -> Lane:

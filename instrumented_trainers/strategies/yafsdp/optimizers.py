@@ -22,6 +22,11 @@ def mark(shard: nn.Parameter) -> None:
     setattr(shard, _MARK, True)
 
 
+def is_shard(parameter: nn.Parameter) -> bool:
+    """Return whether the parameter is a unit's shard."""
+    return hasattr(parameter, _MARK)
+
+
 @functools.cache
 def _register_hook() -> None:
     register_optimizer_step_pre_hook(_refuse)

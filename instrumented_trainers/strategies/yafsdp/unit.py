@@ -1,6 +1,8 @@
 """A unit: what is sharded, gathered and reduced as one. It knows its tensors; when things happen is the engine's."""
 
-from collections.abc import Callable, Collection, Iterator
+import functools
+import weakref
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,9 +128,18 @@ class Unit:
         """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
         for parameter in self.parameters:
             own = self.master[parameter.part.start : parameter.part.stop]
-            if parameter.shard.data_ptr() != own.data_ptr():
+            if not _is_same_memory(parameter.shard, own):
                 own.copy_(parameter.shard)
                 parameter.shard.data = own
+
+    def replaced(self) -> UnitParameter | None:
+        """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
+        for parameter in self.parameters:
+            shard, own = parameter.shard, self.master[parameter.part.start : parameter.part.stop]
+            is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
+            if not is_there or not _is_same_memory(shard, own):
+                return parameter
+        return None
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
@@ -149,10 +160,10 @@ class Unit:
         return self.in_forward > 0 or self.in_backward
 
     @torch.inference_mode(mode=False)
-    def bind(self, slots: Slots, on_gradient: Callable[["Unit", int], None]) -> None:
+    def bind(self, slots: Slots) -> None:
         """Give the unit its slots for good: autograd keeps views of the weights, so their address must not change.
 
-        Calls `on_gradient` with the unit and a parameter's index whenever that parameter got a gradient.
+        From then on its engine hears of each gradient that a parameter got.
         """
         self.slots = slots
         for index, parameter in enumerate(self.parameters):
@@ -160,7 +171,9 @@ class Unit:
             # Not nn.Parameter(view): that shares the buffer's version counter, every gather bumps it, and backward
             # would take the weights for modified.
             weight.data = self.whole_weights[self.layout.span(index)].view(parameter.shape)
-            weight.register_post_accumulate_grad_hook(lambda _, index=index: on_gradient(self, index))
+            # A weak reference: Python's garbage collector does not see what these hooks hold, and a cycle through them
+            # would keep the model for ever.
+            weight.register_post_accumulate_grad_hook(functools.partial(_tell_engine, weakref.ref(self), index))
             parameter.weight = weight
 
     @torch.no_grad()
@@ -274,3 +287,15 @@ class Unit:
             elif published.data_ptr() != local.data_ptr():
                 local.copy_(published)
         return True
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
+    storages = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
+
+
+def _tell_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
+    unit = reference()
+    if unit is not None and unit.engine is not None:  # else nobody holds the model, and nobody would see the gradient
+        unit.engine.on_gradient(unit, index)

@@ -33,6 +33,16 @@ def refuse_lost_weights(unit: Unit) -> None:
         )
 
 
+def refuse_replaced_parameters(unit: Unit) -> None:
+    """Raise RuntimeError if an optimizer's parameter is no longer the shard that the engine gathers from."""
+    if (parameter := unit.replaced()) is not None:
+        module, name = parameter.sites[0]
+        raise RuntimeError(
+            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {named(unit)} was replaced after fully_shard, "
+            "or given other memory or another dtype; copy values into it in place, and cast before sharding"
+        )
+
+
 def span(label: str, unit: Unit) -> record_function:
     """Return a span named as FSDP2 names its own: the root has no suffix."""
     return record_function(f"YaFSDP::{label} ({unit.name})" if unit.name else f"YaFSDP::{label}")

@@ -1,0 +1,1 @@
+"""Measurements side by side; not part of the package."""

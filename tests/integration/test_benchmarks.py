@@ -1,0 +1,76 @@
+"""The benchmark's own code: that it measures what it says, and works its ratios out right. No times are judged."""
+
+import re
+
+import pytest
+
+from benchmarks import __main__, cases, measure, results, runner
+from benchmarks.runner import Result, Sample
+
+SAMPLE = next(case for case in cases.CASES if case.name == "sample")
+
+
+def _sample(*, cpu_s, peak_mib=100.0):
+    return Sample(work_wall_s=cpu_s, work_cpu_s=cpu_s, whole_wall_s=cpu_s, whole_cpu_s=cpu_s, peak_mib=peak_mib)
+
+
+def test_one_command_measures_a_recorded_run_and_writes_the_results(tmp_path, capsys):
+    out = tmp_path / "results.md"
+    asked = ["--cases", "sample", "--rounds", "1", "--subjects", "tracekit", "tracekit summary", "json"]
+    assert __main__.main([*asked, "--work", str(tmp_path / "work"), "--out", str(out)]) == 0
+    text = out.read_text()
+    size_mb = measure.size_bytes(tmp_path / "work" / "sample") / 1e6
+    assert f"{size_mb:,.1f} MB of JSON" in text
+    rows = {line.split("|")[1].strip(): line for line in text.partition("### sample")[2].splitlines() if "|" in line}
+    assert {"tracekit", "tracekit summary", "json"} <= set(rows)
+    assert not any("failed" in row for row in rows.values())
+    assert re.search(r"\| sample \| .*\d% of json", text)
+
+
+def test_traces_that_are_absent_are_skipped_with_a_word(tmp_path, capsys):
+    asked = ["--cases", "nanogpt_h100_8ranks", "--traces", str(tmp_path), "--work", str(tmp_path / "work")]
+    assert __main__.main(asked) == 1
+    assert "nanogpt_h100_8ranks: skipped: no folder nanogpt_h100_8ranks" in capsys.readouterr().err
+
+
+def test_a_subject_that_fails_is_said_to_have_failed_and_does_not_end_the_benchmark(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    said = []
+    found = runner.measure(
+        SAMPLE, empty, size_bytes=1, rounds=2, work=tmp_path, only=("tracekit summary", "json"), say=said.append
+    )
+    assert "no trace files" in found.failures["tracekit summary"]
+    assert len(said) == 3  # the failed one is not tried again
+    assert "| tracekit summary | failed: exit code 2" in results.markdown([found])
+
+
+def test_a_ratio_is_taken_within_a_round_before_the_median_over_rounds():
+    rounds = (
+        {"tracekit": _sample(cpu_s=1.0), "hta": _sample(cpu_s=10.0)},
+        {"tracekit": _sample(cpu_s=4.0), "hta": _sample(cpu_s=80.0)},  # a busy machine slows both
+        {"tracekit": _sample(cpu_s=2.0)},
+    )
+    found = Result(SAMPLE, 10**6, rounds, {})
+    assert found.ratios("hta", "tracekit", "work_cpu_s") == [10.0, 20.0]
+    assert found.median("tracekit").work_cpu_s == 2.0
+    assert "15.0x (10.0 to 20.0)" in results.markdown([found])
+
+
+def test_the_copies_of_a_rank_are_ranks_of_their_own(tmp_path):
+    from tracekit import loading
+
+    folder = cases.copied(cases.ROOT / "sample_traces" / "demo-fsdp2" / "rank00000.pt.trace.json.gz", tmp_path, 3)
+    run = loading.load(folder, cache=False)
+    assert run.ranks == (0, 1, 2)
+    assert {trace.activities.height for trace in run.traces()} == {run.trace(0).activities.height}
+
+
+@pytest.mark.parametrize("name", ["json", "orjson", "msgspec", "simdjson"])
+def test_a_floor_parses_every_byte_of_the_traces(name, tmp_path):
+    pytest.importorskip(name)
+    (tmp_path / "rank0.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    measure.SUBJECTS[name]()(str(tmp_path))
+    (tmp_path / "rank0.json").write_text('{"traceEvents": [{"ph": "X"}]')
+    with pytest.raises(ValueError, match=r".+"):  # each parser has an error of its own
+        measure.SUBJECTS[name]()(str(tmp_path))

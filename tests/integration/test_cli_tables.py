@@ -1,0 +1,188 @@
+"""query, kernels, ops, summary and export as a shell and a terminal see them."""
+
+import csv
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.integration.test_cli import environment, only_line, tracekit
+from tests.kineto_files import slice_, trace, write
+
+TIMEOUT_S = 120
+NASTY = {
+    "red": "\x1b[31mred\x1b[0m",
+    "a title": "\x1b]0;owned\x07",
+    "one byte": "\x9b31m",
+    "two lines": "a\nb\tc",
+    "backwards": "\u202egpj.exe",
+    "markup": "[bold]loud[/bold][/x]",
+    "quotes": 'a,"b"',
+    "long": "x" * 5000,
+}
+CONTROL = ("\x1b", "\x07", "\x9b", "\u202e")
+
+
+@pytest.fixture(scope="module")
+def nasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run whose kernels and ops have names that nobody should print."""
+    events = [slice_("user_annotation", "ProfilerStep#0", 0, 1000, tid=1)]
+    for i, name in enumerate(NASTY.values()):
+        events.append(slice_("cpu_op", name, 10 * i + 1, 8, tid=1))
+        events.append(slice_("cuda_runtime", "cudaLaunchKernel", 10 * i + 2, 2, tid=1, correlation=i + 1))
+        events.append(slice_("kernel", name, 10 * i + 5, 4, tid=7, device=0, stream=7, correlation=i + 1))
+    run = tmp_path_factory.mktemp("nasty") / "run [x]\x1b[31m"
+    write(run / "rank0 [/y].json", trace(0, 1, steps=0) | {"traceEvents": events})
+    return run
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of two ranks that share four collectives; the clock of rank 1 is 40 µs fast."""
+    run = tmp_path_factory.mktemp("pair")
+    for rank in (0, 1):
+        write(run / f"rank{rank}.json", trace(rank, start_us=100.0 + 40 * rank, steps=4))
+    return run
+
+
+def on_a_terminal(*arguments: object) -> str:
+    """Return all that a command shows on a terminal, its stdout and stderr."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tracekit", *map(str, arguments)]
+    with subprocess.Popen(
+        command, cwd="/", env=environment(TERM="xterm", NO_COLOR="1"), stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while block := os.read(ours, 1 << 16):
+                shown += block
+        except OSError:  # how a terminal says that its last writer has gone
+            pass
+        process.wait(TIMEOUT_S)
+    os.close(ours)
+    return shown.decode()
+
+
+# Names from traces can do nothing to a terminal ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("kernels", "RUN"),
+        ("ops", "RUN", "--format", "csv"),
+        ("query", "RUN", "SELECT name FROM ops"),
+        ("query", "RUN", "SELECT name FROM ops", "--format", "csv"),
+        ("query", "RUN", "SELECT name, [name] AS l, {'x': name} AS s FROM ops", "--format", "json"),
+        ("query", "RUN", "SELECT error(name) FROM ops"),
+        ("query", "RUN", 'SELECT "\x1b[31m" FROM ops'),
+        ("kernels", "/nothing\x1b[31m"),
+        ("export", "RUN", "--out", "OUT"),
+        ("check", "RUN", "--fail-on", "never"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:1] + arguments[2:])[:50].encode("ascii", "replace").decode(),
+)
+def test_no_control_character_of_a_trace_reaches_a_terminal(nasty, tmp_path, arguments):
+    places = {"RUN": nasty, "OUT": tmp_path / "o\x1b[31m"}
+    shown = on_a_terminal(*(places.get(each, each) for each in arguments))
+    assert shown.strip()
+    assert not [each for each in CONTROL if each in shown]
+    assert "error of tracekit itself" not in shown
+
+
+def test_programs_get_names_as_they_are(nasty, tmp_path):
+    sql = "SELECT name FROM ops WHERE kind = 'cpu_op' ORDER BY start_ns"
+    names = list(NASTY.values())
+    told = tracekit("query", nasty, sql, "--format", "json")
+    assert [row["name"] for row in json.loads(told.stdout)] == names
+    as_csv = tracekit("query", nasty, sql, "--format", "csv").stdout
+    assert [row["name"] for row in csv.DictReader(io.StringIO(as_csv))] == names
+    tracekit("query", nasty, sql, "--format", "parquet", "--output", tmp_path / "names.parquet")
+    assert pl.read_parquet(tmp_path / "names.parquet")["name"].to_list() == names
+
+
+def test_a_query_can_come_by_stdin_and_begin_with_a_comment(pair):
+    command = [sys.executable, "-m", "tracekit", "query", str(pair), "-", "--format", "csv"]
+    asked = "-- how many\nSELECT count(*) AS n FROM activities;\n"
+    done = subprocess.run(
+        command, cwd="/", env=environment(), input=asked, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.stdout, done.stderr) == ("n\n16\n", "")
+
+
+# One clock, and collectives across ranks -----------------------------------------------------------------------------
+
+
+def test_offsets_residuals_and_instances_are_shown_by_rank(pair):
+    told = json.loads(tracekit("summary", pair, "--by", "clock", "--format", "json").stdout)
+    assert [(row["rank"], row["offset_ns"], row["residual_ns"], row["pairs"]) for row in told] == [
+        (0, 0, 0, 4),
+        (1, -40_000, 0, 4),
+    ]
+    shown = tracekit("summary", pair, "--by", "clock").stdout
+    assert "-40 µs" in shown
+    assert "residual" in shown
+    sql = 'SELECT instance, op, ranks, end_ns - last_arrival_ns AS transfer_ns FROM instances WHERE "window" = 0'
+    rows = json.loads(tracekit("query", pair, sql, "--format", "json").stdout)
+    assert [(row["op"], row["ranks"], row["transfer_ns"]) for row in rows] == [("all_reduce", [0, 1], 200_000)] * 4
+
+
+def test_a_clock_that_was_off_is_said_and_one_within_the_residual_is_not(pair, tmp_path):
+    report = json.loads(tracekit("check", pair, "--format", "json", "--fail-on", "never").stdout)
+    (said,) = [found["message"] for found in report["findings"] if "clock of rank" in found["message"]]
+    assert "40.0 µs off" in said
+    for rank in (0, 1):
+        write(tmp_path / f"rank{rank}.json", trace(rank, start_us=100.0, steps=4))
+    alike = json.loads(tracekit("check", tmp_path, "--format", "json", "--fail-on", "never").stdout)
+    assert not [found for found in alike["findings"] if "clock" in found["message"]]
+
+
+# What cannot be done is one line -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["query", "RUN", "SELECT durr_ns FROM ops"], 'did you mean "dur_ns"'),
+        (["query", "RUN", "SELECT 1", "--format", "parquet"], "name a file with --output"),
+        (["query", "absent", "SELECT 1"], "absent: no such file or folder"),
+        (["query", "RUN", "PIVOT ops ON kind USING count(*)"], "list the values of a PIVOT"),
+        (["query", "RUN", "SELECT levenshtein(repeat('a', 200000), repeat('b', 200000))", "--timeout", "0.3"], "0.3 s"),
+        (["query", "RUN", "SELECT length(repeat('x', 4000000000))", "--memory", "0.05"], "0.05 GiB"),
+        (["kernels", "RUN", "--by", "nmae"], "--by nmae: expected some of name, op"),
+        (["ops", "RUN", "--kind", ""], "--kind: expected some of cpu_op"),
+        (["export", "RUN", "--out", "OUT", "--ranks", ""], "--ranks: expected ranks"),
+        (["export", "RUN", "--out", "OUT", "--ranks", "7"], "--ranks 7: no trace of that rank"),
+        (["export", "RUN", "--out", "OUT", "--step", "99"], "--step 99: no such step; the traces have 0, 1, 2, 3"),
+        (["export", "RUN", "--out", "no/such/folder/x"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_said_on_one_line_and_leaves_no_file(pair, tmp_path, arguments, expected):
+    places = {"RUN": str(pair), "OUT": str(tmp_path / "out")}
+    done = tracekit(*[places.get(each, each) for each in arguments])
+    assert done.returncode == 2
+    assert expected in only_line(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_share_no_clock_are_said_when_they_are_exported(tmp_path):
+    for rank in (0, 1):
+        write(tmp_path / f"rank{rank}.json", trace(rank, start_us=100.0, steps=1))
+    done = tracekit("export", tmp_path, "--out", tmp_path / "run.pftrace")
+    assert done.returncode == 0
+    assert "ranks 0–1 share too few collectives with others" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["query", "kernels", "ops", "export"])
+def test_without_cache_nothing_is_kept(pair, tmp_path, command):
+    more = {"query": ["SELECT 1 FROM ops"], "export": ["--out", str(tmp_path / "out")]}.get(command, [])
+    done = tracekit(command, pair, *more, "--no-cache", TRACEKIT_CACHE_DIR=str(tmp_path / "cache"))
+    assert done.returncode == 0
+    assert not list((tmp_path / "cache").rglob("*.parquet"))

@@ -1,0 +1,221 @@
+"""Damaged traces: no traceback, no hang, and nothing lost in silence. Every damage is drawn with a fixed seed."""
+
+import gzip
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.kineto_files import trace as device_trace
+from tracekit.analysis import breakdown, doubts
+from tracekit.errors import BadTraceError
+from tracekit.readers import blocks, kineto, scan
+
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2" / "rank00000.pt.trace.json.gz"
+SIZE = 200_000
+SEED = 20_261_121
+ODD = (
+    *(None, True, -1, 0, 7, 1 << 40, 1 << 70, -(1 << 63), 1.5, 1e300, math.nan, math.inf, "", "7", "NaN", "stream 7"),
+    *("\ud800", "\x00", [], [1], [[1, "a"], None], {}, {"ph": "X"}, {"name": {"name": 1}}),
+)
+pytestmark = pytest.mark.timeout(240)
+
+
+# The reference: another way to read what is left of a trace -----------------------------------------------------------
+
+
+def lenient(data: bytes) -> Counter:
+    """Count events per (ph, cat): each object of the array by itself; after damage, the next that has a ph."""
+    text = data.decode("utf-8", "replace")
+    key = text.find('"traceEvents"')
+    at = text.find("[", key) + 1 if key >= 0 else text.find('{"ph"')
+    found: Counter = Counter()
+    lost = False
+    decode = json.JSONDecoder(strict=False).raw_decode
+    while 0 <= at < len(text):
+        if text[at] in " \t\r\n,":
+            at += 1
+        elif text[at] == "]" and not lost:
+            break
+        else:
+            item, at, lost = one(decode, text, at, lost)
+            if item is not None:
+                found[told(item.get("ph")), told(item.get("cat"))] += 1
+    return found
+
+
+def one(decode, text, at, lost):
+    try:
+        item, end = decode(text, at)
+    except (ValueError, RecursionError):
+        return None, next_brace(text, at), True
+    if isinstance(item, dict) and ("ph" in item or not lost):
+        return item, end, False
+    return None, next_brace(text, at) if lost else end, lost
+
+
+def next_brace(text, at):
+    found = text.find("{", at + 1)
+    return len(text) if found < 0 else found
+
+
+def told(value):
+    if value is None or isinstance(value, str):
+        return None if value is None else value.encode("utf-8", "replace").decode()
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+# What is damaged ------------------------------------------------------------------------------------------------------
+
+
+def cut_down(text: str) -> str:
+    """Return a trace of the first 200 KB of one step: header, metadata and whole events as their writer wrote them."""
+    decode = json.JSONDecoder().raw_decode
+    first = text.index("[", text.index('"traceEvents"')) + 1
+    at, pieces = first, []
+    while text[at : at + 8].strip()[:1] != "]":
+        begin = text.index("{", at)
+        event, at = decode(text, begin)
+        pieces.append((event, text[begin:at]))
+    step = next(event for event, _ in pieces if event["name"] == "ProfilerStep#5")
+    kept, size = set(), 0
+    for i in sorted(range(len(pieces)), key=lambda i: (pieces[i][0]["ph"] != "M", float(pieces[i][0].get("ts", 0)))):
+        event, piece = pieces[i]
+        if event["ph"] == "M" or (float(event["ts"]) >= float(step["ts"]) and size < SIZE):
+            kept.add(i)
+            size += len(piece)
+    return text[:first] + "\n  " + ",\n  ".join(pieces[i][1] for i in sorted(kept)) + text[at:]
+
+
+@pytest.fixture(scope="module")
+def real() -> bytes:
+    """A real CPU run, as Kineto prints it."""
+    return cut_down(gzip.decompress(SAMPLE.read_bytes()).decode()).encode()
+
+
+@pytest.fixture(scope="module")
+def drawn() -> bytes:
+    """A drawn device run on one line, its header last."""
+    return json.dumps(device_trace(steps=80, last=True), separators=(",", ":")).encode()
+
+
+@pytest.fixture(params=[None, 1 << 12], ids=["one batch", "many batches"])
+def batches(request, monkeypatch):
+    """Files of 200 KB are one batch to the reader; with smaller ones damage also lies at the edges of batches."""
+    if request.param:
+        monkeypatch.setattr(scan, "_BATCH_BYTES", request.param)
+        monkeypatch.setattr(blocks, "_READ_BYTES", request.param)
+        monkeypatch.setattr(blocks, "_BLOCK_BYTES", request.param)
+
+
+class Damaged:
+    """Reads one damaged file after the other, and judges what came of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, data: bytes, *, packed: bool = False):
+        """Return counts, reference counts and the kinds of doubt (None: refused); asserts that nothing is silent."""
+        self.path.write_bytes(data)
+        reference = lenient(data) if not packed else None
+        try:
+            trace, counts = kineto.read_counted(str(self.path), rank=0)
+        except BadTraceError:
+            return Counter(), reference, None
+        kinds = set(trace.doubts["kind"])
+        if not packed:
+            assert counts == reference or kinds & LOSSY, f"silent loss: {reference - counts}, {counts - reference}"
+        return counts, reference, kinds
+
+
+LOSSY = {"truncated", "damaged_events", "repeated_events", "damaged_header"}
+PARTS = ("compute_ns", "exposed_communication_ns", "exposed_copy_ns", "idle_ns")
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    return Damaged(tmp_path / "trace.json")
+
+
+# Tests ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_that_is_damaged_is_whole_before(damaged, real, drawn):
+    assert 150_000 < len(real) < 260_000
+    for data in (real, drawn):
+        counts, reference, kinds = damaged.read(data)
+        assert counts == reference == Counter((e["ph"], e.get("cat")) for e in json.loads(data)["traceEvents"])
+        assert not kinds & LOSSY
+
+
+def test_cut_anywhere_every_whole_event_before_is_read(damaged, real, drawn, batches):
+    random_ = random.Random(SEED)
+    for data in (real, drawn):
+        first = data.index(b"[", data.index(b'"traceEvents"')) + 1
+        last = data.rindex(b"]", 0, len(data) - (0 if data is real else 100))
+        for at in (random_.randrange(len(data)) for _ in range(250 if data is real else 25)):
+            counts, reference, kinds = damaged.read(data[:at])
+            assert counts == reference
+            if kinds is None:
+                assert at < first + 2000
+                assert not reference
+            elif at < last:
+                assert "truncated" in kinds
+
+
+@pytest.mark.parametrize("which", ["real", "drawn"])
+def test_a_flipped_byte_costs_two_events_at_most_and_is_told(damaged, which, request, batches):
+    whole = request.getfixturevalue(which)
+    random_ = random.Random(SEED + 1)
+    for _ in range(250 if which == "real" else 25):
+        at = random_.randrange(len(whole))
+        byte = whole[at] ^ (1 << random_.randrange(8)) if random_.random() < 0.5 else random_.randrange(256)
+        counts, reference, kinds = damaged.read(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        assert kinds is not None
+        assert sum((reference - counts).values()) <= 2
+
+
+@pytest.mark.parametrize("which", ["real", "drawn"])
+def test_missing_fields_and_values_of_other_types_lose_no_event(damaged, which, request):
+    whole = request.getfixturevalue(which)
+    random_ = random.Random(SEED + 2)
+    for _ in range(140 if which == "real" else 60):
+        document = json.loads(whole)
+        for _ in range(random_.randrange(1, 6)):
+            swap(document, random_)
+        counts, reference, kinds = damaged.read(json.dumps(document).encode())
+        assert counts == reference
+        assert kinds is not None
+        if which == "drawn":
+            trace = kineto.read(str(damaged.path), rank=0)
+            wrong = breakdown.by_step(trace).filter(pl.sum_horizontal(PARTS) != pl.col("duration_ns"))
+            assert wrong.is_empty()
+            assert doubts.doubts(trace).height >= trace.doubts.height
+
+
+def swap(document, random_):
+    """Delete a field of a random event, of its arguments or of the header, or give it a value of any type."""
+    event = random_.choice(document["traceEvents"])
+    places = [event, event, event.get("args"), document]
+    place = random_.choice([p for p in places if isinstance(p, dict) and p])
+    key = random_.choice([k for k in place if k != "traceEvents"] or ["args"])
+    if random_.random() < 0.3:
+        place.pop(key, None)
+    else:
+        place[key] = random_.choice(ODD)
+
+
+def test_packed_bytes_cut_or_flipped_are_told(damaged, real):
+    packed = gzip.compress(real, 6)
+    whole = lenient(real)
+    random_ = random.Random(SEED + 3)
+    for _ in range(60):
+        at = random_.randrange(len(packed))
+        for data in (packed[:at], packed[:at] + bytes([packed[at] ^ (1 << random_.randrange(8))]) + packed[at + 1 :]):
+            counts, _, kinds = damaged.read(data, packed=True)
+            assert kinds is None or counts == whole or kinds & LOSSY
+            assert not counts - whole or kinds & LOSSY
