@@ -1,7 +1,9 @@
 """What a training run is asked to do, and the command line that asks it."""
 
 import argparse
+import functools
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import NoReturn
 import torch
 
 from instrumented_trainers import faults
-from instrumented_trainers.faults import FAULTS
 from instrumented_trainers.model import PRESETS
 from instrumented_trainers.strategies import STRATEGIES
 
@@ -120,12 +121,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults where there is one to show."""
+    """Shows defaults where there is one to show, and keeps the lines of a text of several."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = functools.partial(textwrap.fill, width=width, initial_indent=indent, subsequent_indent=indent + "    ")
+        return "\n".join(fill(line) for line in text.splitlines()) if "\n" in text else fill(text)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or isinstance(action.default, bool):
             return action.help
         return super()._get_help_string(action)
+
+
+_TROUBLES = "Troubles made for real, to see them found. Losses stay what they are without.\n" + faults.explained()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         ("checkpoints", _add_checkpoints),
         ("faults", _add_faults),
     ):
-        add(parser.add_argument_group(title))
+        add(parser.add_argument_group(title, _TROUBLES if title == "faults" else None))
     return parser
 
 
@@ -263,8 +271,7 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
         "--fault",
         action="append",
         metavar="NAME[=ARGS]",
-        help="make a trouble for real, to see it found; may be repeated: "
-        + "; ".join(fault.usage for fault in FAULTS.values()),
+        help="make this trouble for real; may be repeated",
     )
 
 
@@ -329,11 +336,13 @@ def _fault_complaint(config: TrainingConfig) -> str | None:
     """Return why the faults asked for cannot be made, or None."""
     for text in config.fault:
         try:
-            complaint = faults.parse(text).complaint(config.strategy, config.world_size)
+            fault = faults.parse(text)
         except ValueError as error:
             return f"--fault: {error}"
-        if complaint:
+        if complaint := fault.complaint(config.strategy, config.world_size):
             return f"--fault {text}: {complaint}"
+        if fault.needs_saves and not config.checkpoint_every:
+            return f"--fault {text}: a trouble of checkpoints, but none is saved; add --checkpoint-every N"
     return None
 
 

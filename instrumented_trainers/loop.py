@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     rank = mesh.get_rank()
     origin = resume.origin(config)
     first_step = origin.seal.step if origin else 0
+    if first_step >= config.steps:
+        if rank == 0:
+            sys.stdout.write(f"  nothing to do: {_done(origin, config)}\n")
+        return
     troubles = tuple(faults.parse(text) for text in config.fault)
     batches = _batches(config, rank, origin)
     options = _options(config, troubles)
@@ -41,7 +46,7 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
     checkpoints = Checkpoints(config, troubles, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
-    progress.say(_introduction(config, first_step))
+    progress.say(_introduction(config, origin))
     with Recorder(
         config.out,
         device=config.device,
@@ -218,11 +223,19 @@ def _manifest(
     }
 
 
-def _introduction(config: TrainingConfig, first_step: int) -> str:
+def _introduction(config: TrainingConfig, origin: Origin | None) -> str:
     parameters = PRESETS[config.model].parameters
     where = f"{config.world_size} {'GPUs' if config.device == 'cuda' else 'CPU processes'}"
-    since = f" from step {first_step}" if first_step else ""
+    since = f" from step {origin.seal.step}, saved in {origin.path}" if origin else ""
     return (
         f"{config.strategy}: {config.model} ({parameters / 1e6:,.1f} M parameters) in {config.precision} on {where}, "
         f"{config.tokens_per_step:,} tokens a step{since}"
+    )
+
+
+def _done(origin: Origin | None, config: TrainingConfig) -> str:
+    assert origin is not None
+    return (
+        f"{origin.path} was saved after step {origin.seal.step} of {config.steps}; to train on, --override steps=N, "
+        f"N over {origin.seal.step}"
     )

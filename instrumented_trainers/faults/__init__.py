@@ -4,6 +4,7 @@ No fault touches what the training computes: losses are the same with and withou
 numbers into a recording; `run.json` says under ``faults`` which were asked for.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from instrumented_trainers.faults.fault import Fault
 from instrumented_trainers.faults.save import GilSave, SlowDisk, SlowFsync, SmallTensors
 from instrumented_trainers.faults.step import Churn, HostSync, LateLaunch, NoPrefetch, SlowData, SlowRank
 
-__all__ = ["FAULTS", "Fault", "parse", "truth"]
+__all__ = ["FAULTS", "Fault", "explained", "parse", "truth"]
 
 FAULTS: Mapping[str, type[Fault]] = MappingProxyType(
     {
@@ -38,14 +39,26 @@ def parse(text: str) -> Fault:
     """Return the fault that ``NAME[=ARGS]`` asks for. Raises ValueError, naming what there is, if it makes no sense."""
     name, _, arguments = text.partition("=")
     if name not in FAULTS:
-        raise ValueError(f"{name!r} is no fault; one of: {', '.join(FAULTS)}")
+        near = difflib.get_close_matches(name, FAULTS, n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"{name!r} is no fault; {guess}There are: {', '.join(FAULTS)}")
     try:
         return FAULTS[name].parse(arguments)
     except ValueError as error:
         raise ValueError(f"{text}: {error}; it is asked for as {FAULTS[name].usage}") from error
 
 
+def explained() -> str:
+    """Return a line for each fault: how it is asked for, and what it does."""
+    return "\n".join(f"{fault.usage}. {_first_sentence(fault)}" for fault in FAULTS.values())
+
+
 def truth(fault: Fault) -> dict[str, Any]:
     """Return what `run.json` says of a fault."""
     arguments = asdict(fault)  # type: ignore[call-overload]
     return {"name": fault.name, "args": arguments, "seen_by": list(fault.seen_by)}
+
+
+def _first_sentence(fault: type[Fault]) -> str:
+    assert fault.__doc__
+    return " ".join(fault.__doc__.partition("\n\n")[0].split())

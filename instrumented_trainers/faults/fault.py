@@ -20,6 +20,8 @@ class Fault:
     usage: ClassVar[str]
     seen_by: ClassVar[tuple[str, ...]]
     """Codes of the rules, or families of rules, that should see it in a recording."""
+    needs_saves: ClassVar[bool] = False
+    """Whether it is a trouble of checkpoints, so that without one there is none."""
     saves_in_background: ClassVar[bool] = False
 
     @classmethod

@@ -27,13 +27,16 @@ class SlowDisk(Fault):
     name: ClassVar[str] = "slow-disk"
     usage: ClassVar[str] = "slow-disk=RATE[:RANK], such as slow-disk=40MB/s"
     seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
+    needs_saves: ClassVar[bool] = True
     bytes_per_second: int
     rank: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "SlowDisk":
-        rate, _, rank = text.partition(":")
-        return cls(quantities.bytes_per_second(rate), int(rank) if rank.isdecimal() else None)
+        rate, colon, rank = text.partition(":")
+        if colon and not rank.isdecimal():
+            raise ValueError(f"{rank!r} is no rank")
+        return cls(quantities.bytes_per_second(rate), int(rank) if colon else None)
 
     def complaint(self, strategy: str, world_size: int) -> str | None:
         return f"there is no rank {self.rank} among {world_size}" if (self.rank or 0) >= world_size else None
@@ -61,6 +64,7 @@ class SlowFsync(Fault):
     name: ClassVar[str] = "slow-fsync"
     usage: ClassVar[str] = "slow-fsync[=DURATION], added to each, 500ms"
     seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
+    needs_saves: ClassVar[bool] = True
     delay_ns: int = 500_000_000
 
     @classmethod
@@ -93,6 +97,7 @@ class SmallTensors(Fault):
     name: ClassVar[str] = "small-tensors"
     usage: ClassVar[str] = "small-tensors[=COUNT], on each rank, 500"
     seen_by: ClassVar[tuple[str, ...]] = ("CKPT001",)
+    needs_saves: ClassVar[bool] = True
     count: int = 500
 
     @classmethod

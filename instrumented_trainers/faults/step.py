@@ -12,6 +12,8 @@ from instrumented_trainers.faults.fault import Fault, count
 from instrumented_trainers.quantities import duration_ns
 from instrumented_trainers.strategies import ShardOptions
 
+_COMPUTED = 240  # rows of the square matrices that a slow rank multiplies: less than 1 ms a product, so few events
+
 
 @dataclass(frozen=True)
 class SlowRank(Fault):
@@ -138,7 +140,10 @@ class HostSync(Fault):
 
 @dataclass(frozen=True)
 class SlowData(Fault):
-    """Each batch is prepared in Python for longer while nothing trains. Seen by the HOST family (data loading)."""
+    """Each batch is prepared in Python for longer while nothing trains.
+
+    Seen by the HOST family (data loading).
+    """
 
     name: ClassVar[str] = "dataloader"
     usage: ClassVar[str] = "dataloader[=DURATION], for each batch, 50ms"
@@ -158,7 +163,7 @@ def _compute(time_ns: int, device: str) -> None:
     if device == "cuda":
         torch.cuda._sleep(int(time_ns * torch.cuda.get_device_properties().clock_rate / 1e6))
         return
-    matrix, end_ns = torch.ones(96, 96), time.perf_counter_ns() + time_ns
+    matrix, end_ns = torch.ones(_COMPUTED, _COMPUTED), time.perf_counter_ns() + time_ns
     with torch.no_grad():
         while time.perf_counter_ns() < end_ns:
             matrix @ matrix

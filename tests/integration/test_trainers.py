@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -13,28 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.integration.launched import MICRO, ranks_of, start, train
 from tracekit import conventions
 
-REPOSITORY = Path(__file__).parents[2]
 LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]
 ACTIVE = ["--profile-wait", "1", "--profile-warmup", "1", "--profile-active", "2"]
-
-
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-
-
-def start(*arguments: str, program: tuple[str, ...] = ("-m", "instrumented_trainers")) -> "subprocess.Popen[str]":
-    command = [sys.executable, *program, *arguments]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def train(*arguments: str, program: tuple[str, ...] = ("-m", "instrumented_trainers")) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of a training."""
-    process = start(*arguments, program=program)
-    out, err = process.communicate(timeout=180)
-    return process.returncode, out, err
 
 
 def trace(run: Path, rank: int) -> list[dict[str, Any]]:
@@ -151,7 +132,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_also_under_torchrun(
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    process = start("--strategy", "ddp", "--out", str(tmp_path), "--steps", "100000", *LEAN)
+    process = start("--strategy", "ddp", "--out", str(tmp_path), "--steps", "100000", *MICRO)
     assert process.stdout is not None
     while "step    1 of" not in process.stdout.readline():
         assert process.poll() is None
@@ -160,15 +141,6 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert err.splitlines()[-1] == "instrumented_trainers: rank 1 was killed by SIGKILL"
     assert ranks_of(process.pid) == []
-
-
-def ranks_of(pid: int) -> list[int]:
-    """Return the processes that a training started for its ranks, in order of rank."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    if not children.exists():
-        return []
-    pids = sorted(int(child) for child in children.read_text().split())
-    return [child for child in pids if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
@@ -191,7 +163,8 @@ def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
             checkpoint.Save = Broken
 
             if __name__ == "__main__":
-                config = TrainingConfig("ddp", Path({str(run)!r}), steps=3, batch=1, tokens=16, checkpoint_every=1)
+                config = TrainingConfig("ddp", Path({str(run)!r}), model="micro", steps=3, batch=1, tokens=16,
+                                        checkpoint_every=1)
                 sys.exit(launch.run(config, ["train.py"]))
         """)
     )

@@ -1,18 +1,26 @@
 """A training that goes on from a checkpoint: exactly as if it had never stopped, or not at all."""
 
+import contextlib
 import functools
+import io
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from instrumented_trainers import loop, seal
+from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.faults import Fault
+from instrumented_trainers.stop import StopRequest
 from tests import ranks
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
 
 STEPS = 7
-LONG = {"steps": STEPS, "checkpoint_every": 3, "keep": 5, "dropout": 0.1}
+THIRD = "step-000003"
+OTHERS = ("ddp", "zero1", "fsdp1", "yafsdp")
+LONG = {"steps": STEPS, "checkpoint_every": 3, "keep": 5, "dropout": 0.1, "profile_wait": 99}
 
 
 def flip_a_bit(path: Path) -> None:
@@ -37,6 +45,38 @@ def prepare(folder: Path) -> None:
     dist.barrier()
 
 
+def told(config: TrainingConfig) -> str:
+    """Train and return what this rank said on stdout."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with contextlib.redirect_stdout(io.StringIO()) as words:
+        loop.train(config, init_device_mesh("cpu", (dist.get_world_size(),)), ["train"], StopRequest())
+    return words.getvalue()
+
+
+def train_limited(run: Path) -> tuple[list[float], str]:
+    """Train while rank 1 may write files of a size that its first checkpoint just fits; the second is larger."""
+    import resource
+
+    import torch
+    import torch.distributed as dist
+
+    def add_more(fault: Fault, rank: int) -> dict[str, torch.Tensor]:
+        saved_before = (run / "checkpoints" / "step-000002" / seal.SEAL_FILE).exists()
+        return {"more": torch.ones(1_000_000)} if rank == 1 and saved_before else {}
+
+    limits, add_state = resource.getrlimit(resource.RLIMIT_FSIZE), Fault.add_state
+    Fault.add_state = add_more  # type: ignore[method-assign]
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, limits[1]))
+    try:
+        return trainings.train(micro("fsdp2", run, steps=9, checkpoint_every=2, fault=("host-sync",)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        Fault.add_state = add_state  # type: ignore[method-assign]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -44,16 +84,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
-    third = str(folder / "fsdp2" / "checkpoints" / "step-000003")
+    third = str(folder / "fsdp2" / "checkpoints" / THIRD)
     cases = {
         "fsdp2": case(micro("fsdp2", folder / "fsdp2", **LONG)),
-        "zero1": case(micro("zero1", folder / "zero1", **LONG)),
+        **{name: case(micro(name, folder / name, **LONG)) for name in OTHERS},
         "without dropout": case(micro("fsdp2", folder / "dry", **{**LONG, "dropout": 0.0})),
         "prepare": functools.partial(prepare, folder),
         "from the third step": case(micro("fsdp2", folder / "on", **LONG, resume=third)),
         "from its newest": case(micro("fsdp2", folder / "on", **LONG, resume="newest")),
-        "zero1 from the third step": case(
-            micro("zero1", folder / "zero1 on", **LONG, resume=str(folder / "zero1" / "checkpoints" / "step-000003"))
+        **{
+            f"{name} on": case(
+                micro(name, folder / f"{name} on", **LONG, resume=str(folder / name / "checkpoints" / THIRD))
+            )
+            for name in OTHERS
+        },
+        "done": functools.partial(
+            told, micro("fsdp2", folder / "done", **{**LONG, "steps": 3}, resume=third, override=("steps=3",))
         ),
         "past the damage": case(micro("fsdp2", folder / "damaged", **LONG, resume="newest")),
         "nothing there": case(micro("fsdp2", folder / "new", **LONG, resume=str(folder / "nowhere"))),
@@ -69,6 +115,7 @@ def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
                 override=("learning_rate=0.001", "weight_decay=0.0"),
             )
         ),
+        "limited": functools.partial(train_limited, folder / "limited"),
         "another text": case(micro("fsdp2", folder / "text", **{**LONG, "tokens": 16}, resume=third)),
     }
     return ranks.run_cases(2, cases)
@@ -85,11 +132,11 @@ def said(outcomes: Mapping[str, ranks.Outcome], name: str) -> str:
     return str(outcomes[name].results()[0][1])
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero1"])
+@pytest.mark.parametrize("strategy", ["fsdp2", *OTHERS])
 def test_a_resumed_training_is_the_uninterrupted_one_random_numbers_included(
     outcomes: Mapping[str, ranks.Outcome], strategy: str
 ) -> None:
-    name = {"fsdp2": "from the third step", "zero1": "zero1 from the third step"}[strategy]
+    name = "from the third step" if strategy == "fsdp2" else f"{strategy} on"
     assert losses(outcomes, name) == [of_rank[3:] for of_rank in losses(outcomes, strategy)]
     # Random numbers matter here: the masks of dropout are drawn anew in each step.
     assert losses(outcomes, "without dropout")[0][3:] != losses(outcomes, "fsdp2")[0][3:]
@@ -135,3 +182,22 @@ def test_other_settings_need_an_override_and_another_training_is_refused(
     assert overrides == ["learning_rate=0.001", "weight_decay=0.0"]
     assert "tokens 32, not 16" in said(outcomes, "another text")
     assert "override" not in said(outcomes, "another text")
+
+
+def test_a_rank_that_cannot_save_ends_the_training_with_the_last_good_checkpoint(
+    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+) -> None:
+    words = {said for _, said in outcomes["limited"].results()}
+    assert words == {
+        "FailedError: step-000004 could not be saved: rank 1: File too large; step-000002 is the last whole one"
+    }
+    assert [path.name for path in (folder / "limited" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_training_that_is_done_says_so_and_leaves_the_run_alone(
+    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+) -> None:
+    first, second = outcomes["done"].results()
+    assert first.endswith("step-000003 was saved after step 3 of 3; to train on, --override steps=N, N over 3\n")
+    assert second == ""
+    assert not (folder / "done").exists()

@@ -6,6 +6,7 @@ import torch
 
 from instrumented_trainers import loop
 from instrumented_trainers.config import TrainingConfig, parse
+from instrumented_trainers.faults import FAULTS
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 REQUIRED = ["--strategy", "ddp", "--out", "runs/x"]
@@ -22,6 +23,12 @@ def test_options_become_the_run() -> None:
     config = parse([*REQUIRED, "--world-size", "3", "--steps", "7", "--precision", "bf16", "--no-memory", "--resume"])
     assert (config.strategy, config.out, config.world_size, config.steps) == ("ddp", Path("runs/x"), 3, 7)
     assert (config.precision, config.memory, config.resume) == ("bf16", False, "newest")
+
+
+def test_overrides_take_the_place_of_options_under_their_full_names() -> None:
+    config = parse([*REQUIRED, "--resume", "--override", "lr=1e-4", "--override", "weight-decay=0", "--steps", "9"])
+    assert (config.learning_rate, config.weight_decay, config.steps) == (1e-4, 0.0, 9)
+    assert config.override == ("learning_rate=0.0001", "weight_decay=0.0")
 
 
 def test_what_is_not_asked_is_the_default_of_the_run() -> None:
@@ -47,6 +54,25 @@ def test_under_a_launcher_its_world_size_counts(monkeypatch: pytest.MonkeyPatch)
         ([*REQUIRED, "--checkpoint-layers", "9"], "--checkpoint-layers 9: tiny has 4"),
         ([*REQUIRED, "--stepz", "9"], "--stepz"),
         (["--strategy", "fsdp1", "--out", "x", "--precision", "fp64"], "add --max-norm 0"),
+        ([*REQUIRED, "--override", "lr=1e-4"], "--override: only with --resume"),
+        ([*REQUIRED, "--resume", "--override", "lrr=1"], "--override lrr=1: NAME=VALUE, NAME one of lr, steps, "),
+        ([*REQUIRED, "--resume", "--override", "lr=fast"], "--override lr=fast: invalid float value"),
+        ([*REQUIRED, "--memory-report", "--profile-wait", "2"], "add --profile-wait 3"),
+        (
+            [*REQUIRED, "--fault", "slow-rnak=1:20ms"],
+            "'slow-rnak' is no fault; did you mean slow-rank? There are: slow-rank, ",
+        ),
+        (
+            [*REQUIRED, "--fault", "slow-rank=1"],
+            "'' is no duration, such as 20ms, 500us or 1.5s; it is asked for as slow",
+        ),
+        ([*REQUIRED, "--fault", "slow-rank=9:20ms"], "there is no rank 9 among 2"),
+        ([*REQUIRED, "--fault", "slow-disk=40"], "'40' is no rate, such as 40MB/s or 1GiB/s"),
+        ([*REQUIRED, "--fault", "slow-disk=40MB/s:one"], "'one' is no rank"),
+        ([*REQUIRED, "--fault", "no-prefetch"], "ddp gathers no weights"),
+        ([*REQUIRED, "--fault", "no-prefetch=2"], "takes no arguments"),
+        ([*REQUIRED, "--fault", "churn=0"], "'0' is no count"),
+        ([*REQUIRED, "--fault", "slow-fsync"], "none is saved; add --checkpoint-every N"),
         pytest.param([*REQUIRED, "--device", "cuda"], "no GPU", marks=NO_CUDA),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -79,6 +105,16 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for field in dataclasses.fields(TrainingConfig):
         option = "--no-memory" if field.name == "memory" else "--" + field.name.replace("_", "-")
         assert option in text
+
+
+def test_help_says_of_each_fault_what_it_does_and_how_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for fault in FAULTS.values():
+        assert fault.__doc__
+        said = " ".join(fault.__doc__.partition("\n\n")[0].split())
+        assert f"{fault.usage}. {said}".replace("- ", "-") in text.replace("- ", "-")
 
 
 def test_the_learning_rate_rises_and_then_falls_to_its_floor() -> None:
