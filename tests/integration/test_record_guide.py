@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
+# What torch 2.13 now and then dies of when a process ends that saved by gloo, without our recorder as well as with it
+# (1 in 28 plain trainings): a thread of its own that nobody joined.
+TORCH_DIED_AT_EXIT = "terminate called without an active exception"
+TRIES = 4
 
 
 def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
@@ -16,7 +20,11 @@ def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(example)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    for _ in range(TRIES):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        if TORCH_DIED_AT_EXIT not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "today"
     promised = {f"rank0000{rank}{suffix}" for rank in (0, 1) for suffix in (".pt.trace.json.gz", ".metrics.jsonl")}
     promised |= {"run.json", "rank00000.checkpoint.jsonl", "rank00001.checkpoint.jsonl"}

@@ -20,6 +20,12 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _keep_main(monkeypatch):
+    """Streamlit puts the page it runs in the place of __main__, which spawned processes of later tests would import."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
 @pytest.fixture
 def app(monkeypatch):
     def opened_on(*paths):

@@ -27,7 +27,6 @@ def _damage(events: Events) -> Iterator[Row]:
         yield "truncated", f"Cut: {why}; {total:,} whole events before that were read, what followed is lost.", None
     lost = damage.lost_events + damage.not_events + damage.later_events
     if damage.lost_bytes or damage.not_events:
-        # What is lost at the end of a cut file is part of the event that the cut went through.
         share = min(max(lost / (total + lost), damage.lost_bytes / max(events.read_bytes, 1)), 1.0)
         size = units.size(damage.lost_bytes)
         message = f"{size} are not readable as events, {max(lost, 1)} or more events are lost; {total:,} were read."

@@ -185,10 +185,9 @@ class Scan:
         return resumed, resumed
 
     def _give_up(self, text: str, start: int) -> int:
-        """Nothing after `start` is an event: count it lost up to the end of the array, if there is one."""
+        """Nothing after `start` is an event: count it lost up to the end of the array. Without one the file is cut."""
         end = header.end_of_events(text[start:])
         if end is None:
-            self._lose(text[start:])
             return len(text)
         self._lose(text[start : start + end])
         self._closed = True
