@@ -345,12 +345,12 @@ def test_scrubbing_lists_what_it_removed_but_not_the_words(runs: Path, tmp_path:
     assert before == after != ""
 
 
-@pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_colours_are_for_terminals_that_want_them(runs: Path, extra: dict[str, str], *, coloured: bool) -> None:
+def on_a_terminal(*arguments: object, **variables: str) -> tuple[int, str]:
+    """Return a command's exit code and all that it shows on a terminal, its stdout and stderr."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tracekit", "rules"]
+    command = [sys.executable, "-m", "tracekit", *map(str, arguments)]
     with subprocess.Popen(
-        command, env=environment(**{"TERM": "xterm"} | extra), stdout=theirs, stderr=theirs
+        command, cwd="/", env=environment(**{"TERM": "xterm"} | variables), stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)
         shown = b""
@@ -359,10 +359,17 @@ def test_colours_are_for_terminals_that_want_them(runs: Path, extra: dict[str, s
                 shown += block
         except OSError:  # how a terminal says that its last writer has gone
             pass
-        assert process.wait(TIMEOUT_S) == 0
+        code = process.wait(TIMEOUT_S)
     os.close(ours)
-    assert (b"\x1b[" in shown) is coloured
-    assert b"COMM001" in shown
+    return code, shown.decode()
+
+
+@pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_colours_are_for_terminals_that_want_them(extra: dict[str, str], *, coloured: bool) -> None:
+    code, shown = on_a_terminal("rules", **extra)
+    assert code == 0
+    assert ("\x1b[" in shown) is coloured
+    assert "COMM001" in shown
 
 
 # The dashboard's command ---------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import csv
 import io
 import json
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.integration.test_cli import environment, only_line, tracekit
+from tests.integration.test_cli import environment, on_a_terminal, only_line, tracekit
 from tests.kineto_files import slice_, trace, write
 
 TIMEOUT_S = 120
@@ -51,25 +49,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def on_a_terminal(*arguments: object) -> str:
-    """Return all that a command shows on a terminal, its stdout and stderr."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tracekit", *map(str, arguments)]
-    with subprocess.Popen(
-        command, cwd="/", env=environment(TERM="xterm", NO_COLOR="1"), stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        try:
-            while block := os.read(ours, 1 << 16):
-                shown += block
-        except OSError:  # how a terminal says that its last writer has gone
-            pass
-        process.wait(TIMEOUT_S)
-    os.close(ours)
-    return shown.decode()
-
-
 # Names from traces can do nothing to a terminal ----------------------------------------------------------------------
 
 
@@ -91,7 +70,7 @@ def on_a_terminal(*arguments: object) -> str:
 )
 def test_no_control_character_of_a_trace_reaches_a_terminal(nasty, tmp_path, arguments):
     places = {"RUN": nasty, "OUT": tmp_path / "o\x1b[31m"}
-    shown = on_a_terminal(*(places.get(each, each) for each in arguments))
+    _, shown = on_a_terminal(*(places.get(each, each) for each in arguments), NO_COLOR="1")
     assert shown.strip()
     assert not [each for each in CONTROL if each in shown]
     assert "error of tracekit itself" not in shown

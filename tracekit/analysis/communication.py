@@ -11,11 +11,6 @@ COLUMNS = {
     "phase": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
 }  # fmt: skip
 
-STEP_COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "duration_ns": pl.Int64, "communication_ns": pl.Int64,
-    "exposed_ns": pl.Int64,
-}  # fmt: skip
-
 
 def exposed(trace: Trace) -> pl.DataFrame:
     """Return every communication activity of training with the part of it during which its device computed nothing.
@@ -38,27 +33,6 @@ def exposed(trace: Trace) -> pl.DataFrame:
         )
     empty = pl.DataFrame(schema=COLUMNS)
     return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])
-
-
-def by_step(trace: Trace) -> pl.DataFrame:
-    """Return the collectives' time within each step's device window, and the part of it that no compute hides.
-
-    Columns step, device, start_ns, duration_ns (of the window), communication_ns, exposed_ns (both interval unions);
-    one row per step and device. It differs from the breakdown's by what a checkpoint's save sends.
-    """
-    work = _of_training(trace)
-    parts: dict[int | None, tuple[intervals.Spans, intervals.Spans]] = {}
-    rows = []
-    for step, start, end, device in trace.steps.select("step", "start_ns", "end_ns", "device").iter_rows():
-        if start is None or end is None:
-            continue
-        if device not in parts:
-            mine = work.filter(pl.col("device").eq_missing(device))
-            sent = intervals.union(intervals.from_columns(mine["start_ns"], mine["dur_ns"]))
-            parts[device] = sent, intervals.subtract(sent, breakdown.busy(trace, device)[0])
-        lengths = (intervals.length(intervals.clip(spans, (start, end))) for spans in parts[device])
-        rows.append((step, device, start, end - start, *lengths))
-    return pl.DataFrame(rows, schema=STEP_COLUMNS, orient="row")
 
 
 def _of_training(trace: Trace) -> pl.DataFrame:

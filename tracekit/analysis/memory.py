@@ -18,9 +18,6 @@ STALL_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "duration_ns": pl.Int64, "calls": pl.Int64,
     "host_ns": pl.Int64, "stalled_ns": pl.Int64,
 }  # fmt: skip
-BUFFER_COLUMNS = {
-    "step": pl.Int64, "unit": pl.String, "span": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
-}  # fmt: skip
 RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64}
 
 

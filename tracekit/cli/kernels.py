@@ -6,7 +6,7 @@ import typer
 
 from tracekit.cli import opening, output
 from tracekit.cli.opening import RunArgument, UseCache
-from tracekit.cli.output import Output, TotalsFormat
+from tracekit.cli.output import Output, Top, TotalsFormat
 
 
 def kernels(
@@ -20,10 +20,7 @@ def kernels(
             help="One row per: name, op, shapes, unit, phase, span, step, device, stream, rank; several by commas.",
         ),
     ] = "name",
-    top: Annotated[
-        int | None,
-        typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
-    ] = None,
+    top: Top = None,
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
     cache: UseCache = True,
     out: Output = None,

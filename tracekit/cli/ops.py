@@ -6,7 +6,7 @@ import typer
 
 from tracekit.cli import opening, output
 from tracekit.cli.opening import RunArgument, UseCache
-from tracekit.cli.output import Output, TotalsFormat
+from tracekit.cli.output import Output, Top, TotalsFormat
 
 
 def ops(
@@ -26,10 +26,7 @@ def ops(
             "--kind", metavar="KIND,…", help="cpu_op, annotation, runtime, python, overhead; several by commas."
         ),
     ] = "cpu_op",
-    top: Annotated[
-        int | None,
-        typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
-    ] = None,
+    top: Top = None,
     totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
     cache: UseCache = True,
     out: Output = None,

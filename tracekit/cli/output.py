@@ -47,6 +47,10 @@ class TotalsFormat(StrEnum):
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, which appears once it is whole.")
 ]
+Top = Annotated[
+    int | None,
+    typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
+]
 TextOrJson = Annotated[Format, typer.Option("--format", help="Write it for people or for programs.")]
 
 

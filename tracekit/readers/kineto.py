@@ -59,11 +59,6 @@ def is_merged(path: str) -> bool:
     return stream.states_ranks(path)
 
 
-def ranks_in(path: str) -> tuple[int, ...]:
-    """Return the ranks whose events a merged file holds, in order; empty for a file of one rank. Reads all of it."""
-    return tuple(sorted(_ranks(stream.read_events(path)))) if is_merged(path) else ()
-
-
 def counts(path: str) -> Counter[tuple[str | None, str | None]]:
     """Return how many events of each (ph, cat) a file holds, those included that no table needs.
 
