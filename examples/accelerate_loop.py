@@ -41,7 +41,7 @@ def train(accelerator: Accelerator, options: argparse.Namespace) -> None:
     rows = DataLoader(TensorDataset(torch.randn(1024, WIDTH)), batch_size=BATCH, shuffle=True)
     model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
     about = {"strategy": "ddp", "model": {"name": "network"}}
-    with Recorder(options.out, wait=3, warmup=2, active=5, manifest=about) as recorder:
+    with Recorder(options.out, steps="10:15", manifest=about) as recorder:
         done, batches = 0, iter(rows)
         while done < options.steps:
             with recorder.span("data"):

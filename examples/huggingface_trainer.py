@@ -78,7 +78,7 @@ def train(options: argparse.Namespace) -> None:
         disable_tqdm=True,
     )
     text = Text()
-    recording = TracekitCallback(options.out, wait=3, warmup=2, active=5)
+    recording = TracekitCallback(options.out, steps="10:15")
     trainer = Trainer(
         LlamaForCausalLM(CONFIG),
         arguments,

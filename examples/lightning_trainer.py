@@ -102,7 +102,7 @@ def train(options: argparse.Namespace) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         logger=False,
-        callbacks=[TracekitCallback(options.out, wait=3, warmup=2, active=5)],
+        callbacks=[TracekitCallback(options.out, steps="10:15")],
     )
     text = Text()
     trainer.fit(

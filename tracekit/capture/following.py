@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.profiler import record_function
+
 from tracekit import conventions
 from tracekit.capture import files
 from tracekit.capture.metrics import Number
@@ -48,7 +50,7 @@ class Follower:
         recorder.__enter__()
         self._recorder = recorder
         atexit.register(self.end)  # a training that raises ends no callback
-        self._aside_ns = 0
+        self._phase, self._aside_ns = None, 0
         self._began_ns = self._turned_ns = time.perf_counter_ns()
 
     def end(self) -> None:
@@ -65,11 +67,14 @@ class Follower:
             return
         self._close_span()
         now_ns = time.perf_counter_ns()
-        if EVALUATION in (was, self._phase):
+        was = was or self._phase
+        if was == EVALUATION:
             self._aside_ns += now_ns - self._turned_ns
+        elif was == conventions.DATA:
+            self._recorder.waited(now_ns - self._turned_ns)
         self._phase, self._turned_ns = phase, now_ns
         if phase is not None:
-            self._span = self._recorder.span(phase)
+            self._span = record_function(conventions.span_name(phase))  # not recorder.span: was it data? that turns out
             self._span.__enter__()
 
     def step(self, metrics: Mapping[str, Number], *, tokens: int | None, last: bool = False) -> None:

@@ -110,6 +110,7 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
 
     @harmless
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(None, was=conventions.CHECKPOINT)
         self._turn(control)
 
     @harmless
