@@ -89,7 +89,7 @@ class Agent:
         self._begin()
         if root.numel() == 1:
             unscaled = self._unscaled
-            self._losses.append((unscaled[1] if unscaled is not None and unscaled[0] is root else root).detach())
+            self._losses.append(unscaled[1] if unscaled is not None and unscaled[0]() is root else root.detach())
 
     def _after_backward(self, *_: Any) -> None:
         stepped, self._stepped = self._stepped, []
@@ -97,7 +97,8 @@ class Agent:
             self._count(optimizer, skipped=skipped)
 
     def _scaled(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
-        self._unscaled = (scaled, outputs) if isinstance(outputs, torch.Tensor) else None
+        # Holding what autograd knows of the loss would hold the whole graph.
+        self._unscaled = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
     def _before_step(self, optimizer: Any) -> None:
         self._begin()

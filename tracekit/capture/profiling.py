@@ -87,11 +87,11 @@ class Profiling:
         self._writer.finish()
 
     def _move(self, window: Window, step: int) -> None:
+        self._window = window
         if self._session is None:
             if self._writer.busy:
                 raise RuntimeError("earlier windows are still being written; record them farther apart")
             options = self._options
-            self._window = window
             self._session = Session(
                 device=options.device, memory=options.memory, stacks=options.stacks, shapes=options.shapes
             )
