@@ -1,9 +1,9 @@
 """Train in a loop of one's own with Accelerate, and record the run.
 
-    accelerate launch --num-processes 2 examples/accelerate_loop.py --out runs/accelerate
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py --out runs/accelerate
     tracekit check runs/accelerate
 
-Needs accelerate; torchrun --nproc-per-node 2 starts it as well. A small network learns to shift what it is given; each
+Needs accelerate, whose own `accelerate launch` starts it as well. A small network learns to shift what it is given; each
 step takes two batches.
 """
 

@@ -101,6 +101,7 @@ def train(options: argparse.Namespace) -> None:
         check_val_every_n_epoch=None,
         enable_checkpointing=False,
         enable_progress_bar=False,
+        enable_model_summary=False,
         logger=False,
         callbacks=[TracekitCallback(options.out, steps="10:15")],
     )
