@@ -42,11 +42,18 @@ class Follower:
         """Return whether a recording has begun and not ended."""
         return self._recorder is not None
 
-    def begin(self, first_step: int, manifest: Mapping[str, Any]) -> None:
-        """Begin a recording at optimizer step `first_step`; end an earlier one that was left open."""
+    def begin(self, first_step: int, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Begin a recording at optimizer step `first_step`; end an earlier one that was left open.
+
+        `about` gives what the framework knows of the run, for the manifest. Where it raises, the manifest lacks that.
+        """
         self.end()
-        about = {**manifest, **(self._options.get("manifest") or {})}
-        recorder = Recorder(self._out, first_step=first_step, **{**self._options, "manifest": about})
+        given = self._options.get("manifest") or {}
+        try:
+            given = {**about(), **given}
+        except Exception as error:  # noqa: BLE001 a run without it is still worth recording
+            files.complain("what the framework knows of the run is not recorded", error)
+        recorder = Recorder(self._out, first_step=first_step, **{**self._options, "manifest": given})
         recorder.__enter__()
         self._recorder = recorder
         atexit.register(self.end)  # a training that raises ends no callback

@@ -43,7 +43,7 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self._unhook()
         self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen
-        self.follower.begin(state.global_step, _about(args, model))
+        self.follower.begin(state.global_step, lambda: _about(args, model))
         # What is compiled stays as it is: a hook would become part of it.
         if isinstance(model, torch.nn.Module) and not (args.torch_compile or hasattr(model, "_orig_mod")):
             self._hooks = [
@@ -152,12 +152,11 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
 
 def _about(args: Any, model: Any) -> dict[str, Any]:
     """Return what the Trainer knows about the run."""
-    parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else None
-    return {
-        "strategy": _strategy(),
-        "model": {"name": type(model).__name__, "parameters": parameters},
-        "arguments": args.to_dict(),
-    }
+    strategy = _strategy()
+    described: dict[str, Any] = {"name": type(model).__name__}
+    if strategy in (None, "ddp"):  # others hold parts of the parameters, or none
+        described["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    return {"strategy": strategy, "model": described, "arguments": args.to_dict()}
 
 
 def _strategy() -> str | None:

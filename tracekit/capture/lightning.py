@@ -66,7 +66,7 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
         self._between = None if automatic else conventions.FORWARD
         self._begin_step()
         optimizers = 1 if automatic else max(1, len(trainer.optimizers))
-        self.follower.begin(trainer.global_step // optimizers, _about(trainer, pl_module))
+        self.follower.begin(trainer.global_step // optimizers, lambda: _about(trainer, pl_module))
         self._watch_fetching(trainer.profiler)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
@@ -187,11 +187,15 @@ def _tokens_in(batch: Any) -> int | None:
 def _about(trainer: Any, module: Any) -> dict[str, Any]:
     """Return what the Trainer knows about the run."""
     name = type(trainer.strategy).__name__
+    strategy = _STRATEGIES.get(name, name)
+    model: dict[str, Any] = {"name": type(module).__name__}
+    if strategy in (None, "ddp"):  # others hold parts of the parameters
+        model["parameters"] = sum(parameter.numel() for parameter in module.parameters())
     plain = (str, int, float, bool, type(None))
     arguments = {key: value for key, value in dict(module.hparams).items() if isinstance(value, plain)}
     return {
-        "strategy": _STRATEGIES.get(name, name),
-        "model": {"name": type(module).__name__, "parameters": sum(p.numel() for p in module.parameters())},
+        "strategy": strategy,
+        "model": model,
         "arguments": {
             **arguments,
             "max_steps": trainer.max_steps,
