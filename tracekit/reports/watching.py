@@ -44,7 +44,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
     """Return a series as a row of bars, the smallest value the lowest; '' of fewer than two values.
 
     >>> sparkline([0, 1, 2, 3])
-    '▁▃▅█'
+    '▁▃▆█'
     """
     if len(values) < 2:
         return ""
@@ -53,7 +53,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
     means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
     low, high = min(means), max(means)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[min(int((mean - low) * scale), len(_SPARKS) - 1)] for mean in means)
+    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 
 
 def _heading(picture: Picture) -> Text:
@@ -121,7 +121,7 @@ def _ranks(picture: Picture) -> Iterator[str | tuple[str, str]]:
         yield "no metrics log yet"
         return
     known = max(picture.world_size or 0, picture.ranks_logging)
-    yield f"{picture.ranks_logging} of {known} log"
+    yield f"{picture.ranks_logging:,} of {known:,}{'' if picture.is_over else ' logging'}"
     if 0 < picture.ranks_closed < picture.ranks_logging:
         yield f" · {picture.ranks_closed} ended"
     if picture.slowest_rank is not None:

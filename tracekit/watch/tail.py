@@ -70,7 +70,8 @@ class Tail:
         if self._is_inside_line and end:
             lines, self._is_inside_line = lines[1:], False
         if not end and self.is_behind:
-            end, self._is_inside_line, self.bad_lines = len(data), True, self.bad_lines + 1
+            self.bad_lines += not self._is_inside_line
+            end, self._is_inside_line = len(data), True
         self._position += end
         self._proof = (self._proof + data[:end])[-_PROOF_BYTES:]
         return self._objects(lines)

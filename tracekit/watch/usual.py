@@ -34,10 +34,11 @@ class Usual:
     median absolute deviation", JASA 88, 1993; Iglewicz & Hoaglin, "How to detect and handle outliers", 1993, who take
     3.5 spreads to label single outliers in one sample; here thousands of steps are judged).
 
-    It is out of line if it is also above the k-th largest of the n values, k = 1 + n // 128. If the values are
+    It is out of line if it is also above the k-th largest of the n values, k = 2 + n // 128. If the values are
     exchangeable, noise of whatever distribution, each order is as likely, so that happens to no more than a share
-    k / (n + 1): 1.2% with a full window, however heavy the tail. And when a training gets slower for good, it is said
-    a few times, not for as long as the window still holds faster steps.
+    k / (n + 1): 1.6% with a full window, however heavy the tail. (Of lognormal noise it is below 0.1%, by the spread.)
+    And when a training gets slower for good, it is said some dozen times, not for as long as the window still holds
+    faster steps.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class Usual:
         bound = self.bound(least_rise)
         if bound is None or value <= bound:
             return Verdict.USUAL
-        place = 1 + len(self._last) // _VALUES_PER_PLACE
+        place = 2 + len(self._last) // _VALUES_PER_PLACE
         return Verdict.OUT_OF_LINE if value > self._ordered[-place] else Verdict.HIGH
 
 
