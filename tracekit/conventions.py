@@ -14,6 +14,9 @@ CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"
 MEMORY_SNAPSHOT_SUFFIX = ".memory.pickle"
 PARTIAL_SUFFIX = ".partial"  # a file under this name is still being written, or its writer died
+CLAIM_FILE = ".training"  # whose run the folder is, where `tracekit record` chose it
+NOW_FILE = "record.now"  # touched in the folder of a run being recorded, it asks for another window
+REQUEST_FILE = "record.request"  # the window that was asked for, told to all ranks
 
 
 def rank_file(rank: int, suffix: str) -> str:
@@ -25,6 +28,9 @@ def window_folder(window: int) -> str:
     """Return the folder of a profiled window other than the first (which lies in the run's own folder)."""
     return f"window{window:03d}"
 
+
+# `tracekit record` tells the processes it starts, JSON: see tracekit/capture/settings.py
+RECORD_VARIABLE = "TRACEKIT_RECORD"
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------
 SPAN_PREFIX = "tracekit::"
@@ -75,6 +81,8 @@ CHECKPOINT_STAGES = (PLAN, STAGE, SERIALIZE, WRITE, FSYNC, FINISH, WAIT, TOTAL)
 STEP_TIME_METRIC = "step_time_ns"
 LOSS_METRIC = "loss"
 TOKENS_METRIC = "tokens_per_second"
+DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch
+SKIPPED_METRIC = "skipped"  # 1 where a GradScaler skipped the step's update
 ALLOCATED_METRIC = "allocated_bytes"
 RESERVED_METRIC = "reserved_bytes"
 DEVICE_ALLOC_METRIC = "num_device_alloc"

@@ -48,8 +48,21 @@ def compress(source: Path, target: Path) -> None:
     try:
         with whole_file(target) as partial, source.open("rb") as plain, gzip.open(partial, "wb", _LEVEL) as packed:
             shutil.copyfileobj(plain, packed, 1 << 20)
-    finally:
-        source.unlink()
+    except BaseException:
+        # A compressed copy failed: the plain one is kept if it is a whole file in a scratch folder.
+        if source.name.endswith(conventions.PARTIAL_SUFFIX):
+            source.unlink()
+        raise
+    source.unlink()
+
+
+def plain_name(rank: int, window: int) -> str:
+    """Return the name under which a trace waits in a scratch folder to be compressed.
+
+    >>> plain_name(3, 1)
+    'rank00003.window001.json'
+    """
+    return conventions.rank_file(rank, f".{conventions.window_folder(window)}.json")
 
 
 def complain(what: str, error: BaseException) -> None:

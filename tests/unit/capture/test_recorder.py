@@ -43,7 +43,7 @@ def metrics(run: Path, rank: int = 0) -> list[dict[str, Any]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     given = {"strategy": "ddp", "arguments": {"lr": 0.1, "hf_token": "abc"}, "command": ["train.py", "--key=abc"]}
-    with Recorder(folder, first_step=100, wait=1, warmup=1, active=2, windows=2, manifest=given) as recorder:
+    with Recorder(folder, first_step=100, steps="2:4", every=4, warmup=1, manifest=given) as recorder:
         train(recorder, 10)
     return folder
 
@@ -104,7 +104,7 @@ def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> No
         asked.append(step)
         return float(step)
 
-    with Recorder(tmp_path, wait=100) as recorder:
+    with Recorder(tmp_path, steps=None) as recorder:
         recorder.step({"loss": lambda: loss(0)})
         assert asked == []
         recorder.step({"loss": lambda: loss(1)})
@@ -114,14 +114,14 @@ def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> No
 
 def test_a_resumed_run_keeps_the_metrics_of_earlier_steps(tmp_path: Path) -> None:
     for first_step, steps in ((0, 4), (2, 3)):
-        with Recorder(tmp_path, first_step=first_step, wait=100) as recorder:
+        with Recorder(tmp_path, first_step=first_step, steps=None) as recorder:
             for step in range(first_step, first_step + steps):
                 recorder.step({"loss": 10.0 * first_step + step})
     assert [(row["step"], row["loss"]) for row in metrics(tmp_path)] == [(0, 0), (1, 1), (2, 22), (3, 23), (4, 24)]
 
 
 def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyboardInterrupt), Recorder(tmp_path, wait=0, warmup=1, active=5) as recorder:
+    with contextlib.suppress(KeyboardInterrupt), Recorder(tmp_path, steps=(1, 6), warmup=1) as recorder:
         train(recorder, 3)
         raise KeyboardInterrupt
     assert "ProfilerStep#2" in names(read_trace(tmp_path / "rank00000.pt.trace.json.gz"))
@@ -131,7 +131,7 @@ def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_p
 @pytest.mark.parametrize("wait", [0, 2])
 def test_the_trainings_own_profiler_is_left_alone(tmp_path: Path, wait: int, capfd: pytest.CaptureFixture[str]) -> None:
     own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with own, Recorder(tmp_path, wait=wait, warmup=1, active=1) as recorder:
+    with own, Recorder(tmp_path, steps=(wait + 1, wait + 2), warmup=1) as recorder:
         train(recorder, 6)
     assert sum(event.name == "aten::mm" for event in own.events()) >= 6
     complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
@@ -151,7 +151,7 @@ def full_disk(tmp_path: Path) -> Path:
 def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
     full_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Recorder(full_disk, wait=0, warmup=1, active=1) as recorder:
+    with Recorder(full_disk, steps="1:2", warmup=1) as recorder:
         train(recorder, 4)
     complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
     assert len(complaints) == 2
