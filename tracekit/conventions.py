@@ -88,5 +88,3 @@ RESERVED_METRIC = "reserved_bytes"
 DEVICE_ALLOC_METRIC = "num_device_alloc"
 DEVICE_FREE_METRIC = "num_device_free"
 ALLOC_RETRIES_METRIC = "num_alloc_retries"
-DATA_WAIT_METRIC = "data_wait_ns"  # of the step's time, what the training waited for data
-SKIPPED_METRIC = "skipped"  # 1 where a GradScaler skipped the update

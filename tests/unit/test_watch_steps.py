@@ -147,6 +147,15 @@ def test_what_the_allocator_and_the_scaler_did_is_told(tmp_path: Path) -> None:
     assert (picture.retries, picture.device_allocs, picture.skipped) == (5, 11, 1)
 
 
+def test_a_window_is_told_though_its_trace_was_written_only_later(tmp_path: Path) -> None:
+    watched.write(tmp_path, slow(steady(60), 41), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    watched.manifest(tmp_path, windows=[{"window": 0, "first_step": 40, "steps": 4}])
+    watch.poll(NOW_S)
+    assert whats(only(watch.picture(NOW_S))) == [Happened.PROFILED]
+
+
 # Losses --------------------------------------------------------------------------------------------------------------
 
 

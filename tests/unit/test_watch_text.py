@@ -71,9 +71,10 @@ def test_a_thousand_ranks_stay_one_screen(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
     console.print(watching.screen(picture, height=24))
     told = console.file.getvalue()
+    assert len(told.splitlines()) <= 24
+    told = " ".join(told.split())
     assert "990 of 1,000 logging" in told
     assert "no log of ranks 990–999" in told
-    assert len(told.splitlines()) <= 24
 
 
 def test_a_short_terminal_gets_the_last_steps_out_of_line_and_their_number(tmp_path: Path) -> None:

@@ -70,8 +70,11 @@ def _await(watched: "Watch", *, once: bool, wait: bool) -> None:
 
 
 def _may_begin(folder: Path) -> bool:
-    """Return whether a recording is about to begin here: its manifest is there, or nothing is yet."""
-    return folder.is_dir() and ((folder / conventions.MANIFEST_FILE).is_file() or not any(folder.iterdir()))
+    """Return whether a recording is about to begin here: its first files are there, or nothing is yet."""
+    if not folder.is_dir():
+        return False
+    present = {path.name for path in folder.iterdir()}
+    return not present or bool(present & {conventions.MANIFEST_FILE, conventions.CLAIM_FILE})
 
 
 def _nothing_there(folder: Path) -> str:

@@ -130,7 +130,7 @@ def _ranks(picture: Picture) -> Iterator[str | tuple[str, str]]:
         longest = _age(max(picture.standing.values()))
         yield f" · log of {_named(sorted(picture.standing))} stands still, for {longest}", _WARNING
     if picture.missing:
-        yield f" · no log of {_named(picture.missing)}", _WARNING
+        yield f" · no log of {_named(picture.missing)}"  # perhaps not asked for
 
 
 def _saves(picture: Picture) -> str:
@@ -180,7 +180,7 @@ def line(picture: Picture) -> str:
     state, _ = _state(picture)
     parts += [state] if state not in ("running", "waiting for the first step") else []
     ranks = "".join(part if isinstance(part, str) else part[0] for part in _ranks(picture))
-    parts += [ranks] if picture.standing or picture.missing else []
+    parts += [ranks] if picture.standing else []
     return markup.inert(" · ".join(parts), _MOST_LINE)
 
 

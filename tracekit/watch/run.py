@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tracekit import conventions
@@ -22,6 +23,7 @@ _METRICS = re.compile(
     rf"rank(\d{{5,7}}){re.escape(conventions.METRICS_SUFFIX)}(?:{re.escape(conventions.PARTIAL_SUFFIX)})?"
 )
 _SHOWN = 10
+_MOST_STEPS_MET = 100
 
 
 class Watch:
@@ -63,7 +65,7 @@ class Watch:
 
     def take_news(self) -> list[OutOfLine]:
         """Return what was found out of line since the last call."""
-        return self._steps.take_news()
+        return [self._with_windows(found) for found in self._steps.take_news()]
 
     def picture(self, now_s: float) -> Picture:
         """Return what is known now; `now_s` is Unix time in seconds."""
@@ -105,7 +107,7 @@ class Watch:
             last_save=self._saves.last,
             windows=self._manifest.windows,
             out_of_line_count=steps.out_of_line_count,
-            out_of_line=tuple(steps.out_of_line)[-_SHOWN:],
+            out_of_line=tuple(self._with_windows(found) for found in tuple(steps.out_of_line)[-_SHOWN:]),
             bad_lines=sum(log.tail.bad_lines + log.bad_rows for log in logs),
         )
 
@@ -132,6 +134,12 @@ class Watch:
     def _coinciding(self, step: int, usual_ns: float | None) -> Iterator[Coincidence]:
         yield from self._saves.touching(step, usual_ns)
         yield from self._manifest.touching(step)
+
+    def _with_windows(self, found: OutOfLine) -> OutOfLine:
+        """Return it with the profiled windows that it met: they are known only once their traces are written."""
+        steps = range(found.step, min(found.last_step, found.step + _MOST_STEPS_MET) + 1)
+        met = dict.fromkeys(window for step in steps for window in self._manifest.touching(step))
+        return replace(found, coincided=(*found.coincided, *(each for each in met if each not in found.coincided)))
 
     def _read(self, now_s: float) -> bool:
         """Read all that is new; return False where a log was replaced, so that what was read before is void."""
