@@ -37,7 +37,11 @@ def declared(*extras: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("tracekit", ("train", "hta", "pandas")), ("dashboard", ("dashboard",)), ("instrumented_trainers", ("train",))],
+    [
+        ("tracekit", ("train", "hta", "pandas", "huggingface")),
+        ("dashboard", ("dashboard",)),
+        ("instrumented_trainers", ("train",)),
+    ],
 )
 def test_what_a_package_imports_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     assert imported(folder)
