@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --out runs/accelerate
     tracekit check runs/accelerate
 
-Needs accelerate, whose own `accelerate launch` starts it as well. A small network learns to shift what it is given; each
-step takes two batches.
+Needs accelerate, whose own `accelerate launch` starts it as well. A small network learns to shift what it is given;
+each step takes two batches.
 """
 
 import argparse

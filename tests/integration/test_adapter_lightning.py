@@ -15,9 +15,9 @@ from tests.integration import recordings
 from tracekit import conventions
 
 try:
-    import lightning.pytorch as pl_
+    import lightning.pytorch as lit
 except ImportError:
-    pl_ = pytest.importorskip(
+    lit = pytest.importorskip(
         "pytorch_lightning", reason="Lightning is not installed: pip install pytorch-lightning", exc_type=ImportError
     )
 
@@ -26,7 +26,7 @@ from tracekit.capture.lightning import TracekitCallback
 WIDTH, ROWS, BATCH = 8, 24, 2
 
 
-class Model(pl_.LightningModule):
+class Model(lit.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(WIDTH, WIDTH)
@@ -46,7 +46,7 @@ class Model(pl_.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Pair(pl_.LightningModule):
+class Pair(lit.LightningModule):
     """Two networks, each with its optimizer; the first steps with each batch, the second with every other."""
 
     def __init__(self, *, fail_at: int = -1) -> None:
@@ -88,7 +88,7 @@ def fit(folder: Path, model: Any, *callbacks: Any, resume: Path | None = None, *
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl_.Trainer(
+        trainer = lit.Trainer(
             accelerator="cpu", devices=1, callbacks=list(callbacks), default_root_dir=folder, **quiet, **arguments
         )
         trainer.fit(model, DataLoader(Rows(), BATCH), DataLoader(Rows(), BATCH), ckpt_path=resume)
