@@ -10,12 +10,14 @@ Stage = str | None
 class StageClock:
     """The time of one thread, each nanosecond charged to the stage it is in; None is no stage.
 
-    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry.
+    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. `came_from` is
+    for whoever switches to a stage and back.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.spent_ns: dict[Stage, int] = {}
         self.first_ns: dict[Stage, int] = {}
+        self.came_from: Stage = None
         self._stages: list[Stage] = []
         self._since_ns = time.time_ns()
         self._enter(stage, self._since_ns)
