@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ class Background:
         self._before: Counters | None = None
         self._start_ns = 0
         self._staging_ns: list[int] = []
+        self._staging_entry = entry
         self._launch_ns: list[int] = []
         self._thread_entry = entry
 
@@ -56,12 +59,12 @@ class Background:
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
             self._staging_ns.append(time.time_ns())
-            staging.add_done_callback(guarded(lambda _: self._staging_ns.append(time.time_ns())))
+            staging.add_done_callback(guarded(self._staged))
         getattr(response, "upload_completion", response).add_done_callback(guarded(self._complete))
 
     def bind(self, running: Operation, executor: Any, staged: Any) -> None:
         """Let what an executor of torch's is given next be done as this save's; count what was staged."""
-        if isinstance(staged, Mapping):
+        if isinstance(staged, dict):
             running.count(conventions.STAGE, tensor_bytes(staged), None)
         pool = executor._executor
         submit = pool.submit
@@ -94,13 +97,19 @@ class Background:
         if function == "create_checkpoint_daemon_process" and threading.get_ident() == own:
             self._launch_ns.append(time.time_ns())
 
+    def _staged(self, _: "Future[None]") -> None:
+        self._staging_ns.append(time.time_ns())
+        staged_by = self.entry.by(conventions.THREAD)
+        # Where it is done already, this is called at once, by the thread that asked for it.
+        self._staging_entry = replace(staged_by, thread=None) if staged_by.thread == self.entry.thread else staged_by
+
     def _complete(self, future: "Future[Any]") -> None:
         end_ns = time.time_ns()
         if future.cancelled() or future.exception() is not None or self._before is None:
             return
         lines = []
         for stage, times_ns, entry in (
-            (conventions.STAGE, self._staging_ns, self.entry.by(conventions.THREAD)),
+            (conventions.STAGE, self._staging_ns, self._staging_entry),
             (conventions.LAUNCH, self._launch_ns, self._thread_entry),
         ):
             if len(times_ns) == 2:
@@ -139,7 +148,7 @@ def in_daemon() -> bool:
 
 
 def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 << 20) -> int:
-    """Return the bytes of the tensors in nested mappings, lists, tuples and modules, as far as this process holds them.
+    """Return the bytes of the tensors in nested dicts, lists, tuples and modules, as far as this process holds them.
 
     Stops once `most_bytes` are found, or `most_items` were looked at.
     """
@@ -150,10 +159,8 @@ def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 
         if isinstance(item, torch.Tensor):
             local = getattr(item, "_local_tensor", item)
             total_bytes += local.numel() * local.element_size()
-        elif isinstance(item, Mapping):
-            left.extend(item.values())
-        elif isinstance(item, list | tuple):
-            left.extend(item[:most_items])
+        elif isinstance(item, dict | list | tuple):
+            left.extend(itertools.islice(item.values() if isinstance(item, dict) else item, most_items))
         elif isinstance(item, torch.nn.Module):
             left.extend(item.parameters())
         elif torch.is_storage(item):
@@ -210,7 +217,7 @@ def _travelling(folder: Path, rank: int) -> Iterator[None]:
 def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
-    from tracekit.capture import watching
+    from tracekit.capture import watching  # which needs this module
 
     watching.watch_distributed_checkpoints(lambda: Path(folder), lambda: rank, lambda: None)
     _AsyncCheckpointProcess._checkpointing_subprocess(*args)

@@ -69,6 +69,37 @@ def record_save(
         yield
 
 
+@contextlib.contextmanager
+def record_load(
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    checkpoint: str,
+    step: int | None = None,
+    rank: int | None = None,
+) -> Iterator[None]:
+    """Record the ``torch.distributed.checkpoint.load`` from `path` in this block, as `record_save` does a save.
+
+    with record_load(run, path, checkpoint="step-100"):
+        dcp.load(state, checkpoint_id=path)
+    """
+
+    def entry(_: Operation) -> Entry:
+        return Entry(
+            folder=Path(folder),
+            rank=this_rank() if rank is None else rank,
+            checkpoint=checkpoint,
+            operation=conventions.LOAD,
+            step=step,
+            path=str(path),
+            call=conventions.DCP_LOAD,
+            worker=conventions.MAIN,
+        )
+
+    with Recorded(lambda: recording.begin(operation.LOAD, attach_load, entry, step=lambda: step, blocking=True)):
+        yield
+
+
 def listen(running: Operation, window: contextlib.ExitStack) -> None:
     """Follow torch's own log of what a save or load does, until `window` closes."""
     from torch.distributed.checkpoint.logger import _dcp_logger  # a costly import; whoever saves has paid for it

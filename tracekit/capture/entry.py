@@ -19,7 +19,7 @@ _PLAIN = {"bytes": None, "files": None, "calls": None}
 
 @dataclass(frozen=True)
 class Entry:
-    """What all lines of one operation say alike. `worker` is one of `conventions.WORKERS`, `thread` a native id."""
+    """What all lines of one operation say alike; `worker` is one of `conventions.WORKERS`, `thread` a native id."""
 
     folder: Path
     rank: int
@@ -29,7 +29,7 @@ class Entry:
     path: str | None
     call: str
     worker: str
-    thread: int = field(default_factory=threading.get_native_id)
+    thread: int | None = field(default_factory=threading.get_native_id)
 
     def by(self, worker: str) -> "Entry":
         """Return the same of the calling thread, which is a `worker`."""

@@ -37,10 +37,12 @@ class Recording:
 
     def end(self, *, failed: bool) -> None:
         """End it; write its lines unless the call failed. Raises what goes wrong, after all is given back."""
-        self.operation.stop()
-        blocking = self.operation.looks.blocked() if self.blocking is None else self.blocking
-        after = counters.read(self.before.thread)
-        self.window.close()
+        try:
+            self.operation.stop()
+            blocking = self.operation.looks.blocked() if self.blocking is None else self.blocking
+            after = counters.read(self.before.thread)
+        finally:
+            self.window.close()
         entry = None if failed else self.conclude(self.operation)
         if entry is None:
             return
