@@ -1,12 +1,13 @@
 """Whether the training thread waited for what another thread did: told by looking at it now and then."""
 
-import concurrent.futures
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
-# A thread that waits for another one (join, Future.result, Queue.get, Condition.wait) is inside of these.
-_WAITING = {threading.__file__, concurrent.futures._base.__file__}
+# A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside of one of these.
+_WAITING = ("wait", "join", "acquire")
+_JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
 
 
 class Looks:
@@ -29,8 +30,15 @@ class Looks:
             return
         frame = sys._current_frames().get(self._training or 0)
         self._looks += 1
-        self._waited = frame is not None and frame.f_code.co_filename in _WAITING
+        self._waited = frame is not None and _waits(frame)
 
     def blocked(self) -> bool:
         """Return whether training waited from the first look to the last and finished no step meanwhile."""
         return not self._is_other or (self._waited and self._looks > 0 and self._count_steps() == self.step)
+
+
+def _waits(frame: FrameType) -> bool:
+    if frame.f_code.co_filename != threading.__file__:
+        return False
+    caller = frame.f_back if frame.f_code.co_name == _JOINING else frame
+    return caller is not None and caller.f_code.co_name in _WAITING

@@ -87,14 +87,21 @@ class Recorded(contextlib.AbstractContextManager["Recorded"]):
         self.recording: Ending | None = None
 
     def __enter__(self) -> "Recorded":  # noqa: PYI034 typing.Self is not in Python 3.10
-        self.recording = guarded(self._begin)()
+        try:
+            self.recording = self._begin()
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+            say(error)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.recording is not None:
-            guarded(self.recording.end)(failed=kind is not None)
+        if self.recording is None:
+            return
+        try:
+            self.recording.end(failed=kind is not None)
+        except Exception as failure:  # noqa: BLE001 whatever fails here, the training goes on
+            say(failure)
 
 
 _said: set[str] = set()
@@ -107,16 +114,16 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     def harmless(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except OSError as error:
-            _say("the checkpoint log was not written", error)
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            _say("a checkpoint was not recorded", error)
+            say(error)
         return None
 
     return harmless
 
 
-def _say(what: str, error: BaseException) -> None:
+def say(error: Exception) -> None:
+    """Say that recording failed, each of the ways it can but once."""
+    what = "the checkpoint log was not written" if isinstance(error, OSError) else "a checkpoint was not recorded"
     if what not in _said:
         _said.add(what)
         files.complain(what, error)

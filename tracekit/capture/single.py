@@ -20,7 +20,7 @@ from tracekit.capture import operation, recording, zipped
 from tracekit.capture.background import tensor_bytes
 from tracekit.capture.entry import Entry, name_of
 from tracekit.capture.operation import Course, Operation
-from tracekit.capture.recording import Ending
+from tracekit.capture.recording import Attach, Ending
 from tracekit.capture.replacing import replaced_for_all
 
 LEAST_BYTES = 1 << 20
@@ -45,28 +45,28 @@ class _Kind:
     call: str
     course: Course
     moving: str  # the stage whose bytes are the file's
-    attach: Callable[[ExitStack], None]
+    attach: Attach
 
 
-def begin_torch_save(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending | None:
-    """Begin to record a call of ``torch.save``; None where it is not to be."""
-    return _begin_save(_TORCH_SAVE, watch, _argument(args, kwargs, 0, "obj"), _argument(args, kwargs, 1, "f"))
+def begin_torch_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+    """Begin to record a call of ``torch.save``."""
+    return _begin_save(_TORCH_SAVE, watch, folder, _argument(args, kwargs, 0, "obj"), _argument(args, kwargs, 1, "f"))
 
 
-def begin_torch_load(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending | None:
-    """Begin to record a call of ``torch.load``; None where it is not to be."""
-    return _begin_load(_TORCH_LOAD, watch, _argument(args, kwargs, 0, "f"))
+def begin_torch_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+    """Begin to record a call of ``torch.load``."""
+    return _begin_load(_TORCH_LOAD, watch, folder, _argument(args, kwargs, 0, "f"))
 
 
-def begin_safetensors_save(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending | None:
-    """Begin to record a call of ``safetensors.torch.save_file``; None where it is not to be."""
+def begin_safetensors_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+    """Begin to record a call of ``safetensors.torch.save_file``."""
     tensors, target = _argument(args, kwargs, 0, "tensors"), _argument(args, kwargs, 1, "filename")
-    return _begin_save(_SAFETENSORS_SAVE, watch, tensors, target)
+    return _begin_save(_SAFETENSORS_SAVE, watch, folder, tensors, target)
 
 
-def begin_safetensors_load(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending | None:
-    """Begin to record a call of ``safetensors.torch.load_file``; None where it is not to be."""
-    return _begin_load(_SAFETENSORS_LOAD, watch, _argument(args, kwargs, 0, "filename"))
+def begin_safetensors_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+    """Begin to record a call of ``safetensors.torch.load_file``."""
+    return _begin_load(_SAFETENSORS_LOAD, watch, folder, _argument(args, kwargs, 0, "filename"))
 
 
 def worker_here() -> str:
@@ -75,10 +75,7 @@ def worker_here() -> str:
     return conventions.MAIN if is_main else conventions.THREAD
 
 
-def _begin_save(kind: _Kind, watch: Watch, value: Any, target: Any) -> Ending | None:
-    folder = watch.folder()
-    if folder is None:
-        return None
+def _begin_save(kind: _Kind, watch: Watch, folder: Path, value: Any, target: Any) -> Ending:
     before = target.tell() if type(target) is io.BytesIO else 0
 
     def conclude(saved: Operation) -> Entry:
@@ -94,10 +91,7 @@ def _begin_save(kind: _Kind, watch: Watch, value: Any, target: Any) -> Ending | 
     return _begin(kind, watch, conclude)
 
 
-def _begin_load(kind: _Kind, watch: Watch, source: Any) -> Ending | None:
-    folder = watch.folder()
-    if folder is None:
-        return None
+def _begin_load(kind: _Kind, watch: Watch, folder: Path, source: Any) -> Ending:
 
     def conclude(loaded: Operation) -> Entry:
         known = loaded.counted_bytes(conventions.TOTAL) is not None
@@ -110,7 +104,7 @@ def _begin_load(kind: _Kind, watch: Watch, source: Any) -> Ending | None:
 
 
 def _begin(kind: _Kind, watch: Watch, conclude: Callable[[Operation], Entry]) -> Ending:
-    return recording.begin(kind.course, lambda _, window: kind.attach(window), conclude, step=watch.step)
+    return recording.begin(kind.course, kind.attach, conclude, step=watch.step)
 
 
 class _Brief:
@@ -177,7 +171,7 @@ def _size_bytes(target: Any) -> int | None:
         return None
 
 
-def _attach_safetensors(window: ExitStack) -> None:
+def _attach_safetensors(_: Operation, window: ExitStack) -> None:
     window.enter_context(replaced_for_all(sys.modules["safetensors.torch"], "serialize_file", _timed_writing))
 
 
@@ -192,8 +186,8 @@ def _timed_writing(original: Callable[..., Any]) -> Callable[..., Any]:
     return serialize_file
 
 
-def _attach_nothing(window: ExitStack) -> None:
-    pass
+def _attach_nothing(_: Operation, window: ExitStack) -> None:
+    """Time nothing: what C++ does there is one stage."""
 
 
 _TORCH_SAVE = _Kind(conventions.SAVE, conventions.TORCH_SAVE, operation.FILE_SAVE, conventions.WRITE, zipped.attach)

@@ -33,15 +33,23 @@ class StageClock:
         self._stages.pop()
         self._enter(stage, now_ns)
 
+    def enter(self, stage: Stage) -> None:
+        """Charge what follows to `stage`, until `leave`."""
+        self._enter(stage, self._charge())
+
+    def leave(self) -> None:
+        """Go on with the stage before the last `enter`."""
+        self._charge()
+        self._stages.pop()
+
     @contextlib.contextmanager
     def inside(self, stage: Stage) -> Iterator[None]:
         """Charge the block to `stage`, then go on with the present one."""
-        self._enter(stage, self._charge())
+        self.enter(stage)
         try:
             yield
         finally:
-            self._charge()
-            self._stages.pop()
+            self.leave()
 
     def stop(self) -> int:
         """Charge what is due and return the time, Unix ns."""

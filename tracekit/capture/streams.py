@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tracekit import conventions
 from tracekit.capture.operation import Operation
 from tracekit.capture.replacing import replaced
-from tracekit.capture.stages import StageClock
+from tracekit.capture.timed import Moving, timed_reader, timed_writer
 from tracekit.capture.written import File
 
 
@@ -68,15 +69,19 @@ def _timed_create_stream(
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            file = operation.written.open(raw)
-            timed = _Written(raw, clock, stage, file, paired_tells=paired_tells)
+            moving = Moving(clock, stage, operation.written.open(raw))
+            # Between two items torch fetches the next; each ends with the second of two questions for the position.
+            timed = timed_writer(raw, moving, paired_tells=paired_tells)
+            if isinstance(timed, io.BufferedWriter):
+                # What it still holds must fail here as it would have in the stream that it stands for.
+                stream.enter_context(contextlib.closing(timed))
             yield timed
             with clock.inside(stage):
                 stream.close()
-            file.flush()
+            moving.file.flush()
         if stage == conventions.WRITE:
             clock.switch(None)  # until there is another item: a thread may be done and wait for the others
-        operation.count(stage, timed.moved_bytes, 1, timed.calls)
+        operation.count(stage, moving.moved_bytes, 1, moving.calls)
 
     return create
 
@@ -84,8 +89,12 @@ def _timed_create_stream(
 def _timed_resolve_data(operation: Operation, resolve_data: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(resolve_data)
     def resolve(write_item: Any) -> Any:
-        with operation.clock_here().inside(conventions.STAGE):
+        clock = operation.clock_here()
+        clock.enter(conventions.STAGE)
+        try:
             data = resolve_data(write_item)
+        finally:
+            clock.leave()
         operation.count(conventions.STAGE, _size_bytes(data), None)
         return data
 
@@ -101,12 +110,12 @@ def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) 
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            timed = _Read(raw, clock, stage)
+            moving = Moving(clock, stage, File())
             with clock.inside(between):
-                yield timed
+                yield timed_reader(raw, moving)
             with clock.inside(stage):
                 stream.close()
-        operation.count(stage, timed.moved_bytes, 1, timed.calls)
+        operation.count(stage, moving.moved_bytes, 1, moving.calls)
 
     return create
 
@@ -147,77 +156,6 @@ class _Copies:
             return committed
 
         return commit
-
-
-class _Timed:
-    """A stream whose own work is charged to `stage` of a clock."""
-
-    def __init__(self, raw: Any, clock: StageClock, stage: str) -> None:
-        self._raw = raw
-        self._clock = clock
-        self._stage = stage
-        self.moved_bytes = 0
-        self.calls = 0
-
-    def close(self) -> None:
-        with self._clock.inside(self._stage):
-            self._raw.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
-
-    def _moved(self, size_bytes: int) -> None:
-        self.moved_bytes += size_bytes
-        self.calls += 1
-
-
-class _Written(_Timed):
-    """A stream to write to: its caller's work on an item is charged to serialize."""
-
-    def __init__(self, raw: Any, clock: StageClock, stage: str, file: File, *, paired_tells: bool) -> None:
-        super().__init__(raw, clock, stage)
-        self._file = file
-        # Whether the position is asked for both before and after each item.
-        self._paired_tells = paired_tells
-
-    def write(self, data: Any) -> Any:
-        with self._clock.inside(self._stage):
-            written = self._raw.write(data)
-        self._file.write()
-        self._moved(len(data.encode()) if isinstance(data, str) else memoryview(data).nbytes)  # JSON is text
-        return written
-
-    def tell(self) -> Any:
-        # torch asks for the position before and after each item; between two items it fetches the next.
-        if self._stage == conventions.WRITE:
-            ends = self._paired_tells and self._clock.stage == conventions.SERIALIZE
-            self._clock.switch(conventions.STAGE if ends else conventions.SERIALIZE)
-        return self._raw.tell()
-
-    def flush(self) -> None:
-        with self._clock.inside(self._stage):
-            self._raw.flush()
-        self._file.flush()
-
-    def close(self) -> None:
-        super().close()
-        self._file.flush()
-
-
-class _Read(_Timed):
-    """A stream to read from."""
-
-    def read(self, *args: Any) -> Any:
-        with self._clock.inside(self._stage):
-            data = self._raw.read(*args)
-        self._moved(len(data or b""))
-        return data
-
-    def readinto(self, buffer: Any) -> Any:
-        with self._clock.inside(self._stage):
-            count = self._raw.readinto(buffer)
-        self._moved(count or 0)
-        return count
 
 
 def _size_bytes(data: Any) -> int | None:

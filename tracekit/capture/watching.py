@@ -20,6 +20,8 @@ from tracekit.capture.operation import Operation
 from tracekit.capture.recording import Ending, Recorded, Recording, guarded
 from tracekit.capture.single import Watch
 
+Begin = Callable[[Watch, Path, tuple[Any, ...], dict[str, Any]], Ending | None]
+
 _MARK = "_recorded_by_tracekit"
 _watch: dict[str, Watch] = {}
 
@@ -36,8 +38,8 @@ def watch_torch_files(
     import torch.serialization
 
     _watch["files"] = Watch(folder, rank, step)
-    _replace("torch", torch.serialization, "save", _recording_file(single.begin_torch_save))
-    _replace("torch", torch.serialization, "load", _recording_file(single.begin_torch_load))
+    _replace("torch", torch.serialization, "save", _recording(single.begin_torch_save, "files"))
+    _replace("torch", torch.serialization, "load", _recording(single.begin_torch_load, "files"))
 
 
 @guarded
@@ -49,8 +51,8 @@ def watch_safetensors(
     if module is None:
         return
     _watch["files"] = Watch(folder, rank, step)
-    _replace("safetensors", module, "save_file", _recording_file(single.begin_safetensors_save))
-    _replace("safetensors", module, "load_file", _recording_file(single.begin_safetensors_load))
+    _replace("safetensors", module, "save_file", _recording(single.begin_safetensors_save, "files"))
+    _replace("safetensors", module, "load_file", _recording(single.begin_safetensors_load, "files"))
 
 
 @guarded
@@ -63,9 +65,9 @@ def watch_distributed_checkpoints(
     if saver is None or loader is None:
         return
     _watch["dcp"] = Watch(folder, rank, step)
-    _replace("torch", saver, "save", _recording(_begin_dcp_save))
+    _replace("torch", saver, "save", _recording(_begin_dcp_save, "dcp"))
     _replace("torch", saver, "async_save", _recording_in_background)
-    _replace("torch", loader, "load", _recording(_begin_dcp_load))
+    _replace("torch", loader, "load", _recording(_begin_dcp_load, "dcp"))
 
 
 def _replace(package: str, module: ModuleType, name: str, wrap: Callable[..., Any]) -> None:
@@ -80,26 +82,13 @@ def _replace(package: str, module: ModuleType, name: str, wrap: Callable[..., An
             setattr(holder, name, wrapped)
 
 
-def _recording(begin: Callable[..., Ending | None]) -> Callable[..., Any]:
+def _recording(begin: Begin, library: str) -> Callable[..., Any]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # What a save calls to save is part of it.
-            if operation.here() is not None:
+            folder = _folder(library)
+            if folder is None:
                 return original(*args, **kwargs)
-            with Recorded(lambda: begin(_watch["dcp"], args, kwargs)):
-                return original(*args, **kwargs)
-
-        return call
-
-    return wrap
-
-
-def _recording_file(begin: Callable[..., Ending | None]) -> Callable[..., Any]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if operation.here() is not None:
-                return original(*args, **kwargs)
-            with Recorded(lambda: begin(_watch["files"], args, kwargs)):
+            with Recorded(lambda: begin(_watch[library], folder, args, kwargs)):
                 return original(*args, **kwargs)
 
         return call
@@ -109,9 +98,10 @@ def _recording_file(begin: Callable[..., Ending | None]) -> Callable[..., Any]:
 
 def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]:
     def async_save(*args: Any, **kwargs: Any) -> Any:
-        if operation.here() is not None:
+        folder = _folder("dcp")
+        if folder is None:
             return original(*args, **kwargs)
-        with Recorded(lambda: _begin_async_save(_watch["dcp"], args, kwargs)) as recorded:
+        with Recorded(lambda: _begin_async_save(_watch["dcp"], folder, args, kwargs)) as recorded:
             response = original(*args, **kwargs)
             if isinstance(recorded.recording, _AsyncRecording):
                 guarded(recorded.recording.background.follow)(response)
@@ -120,13 +110,23 @@ def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]
     return async_save
 
 
-def _begin_dcp_save(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+def _folder(library: str) -> Path | None:
+    """Return where a call on this thread is to be recorded; None where it is not."""
+    try:
+        # What a save calls to save is part of it.
+        if operation.here() is not None:
+            return None
+        background = background_here()
+        return _watch[library].folder() if background is None else background.entry.folder
+    except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        recording.say(error)
+        return None
+
+
+def _begin_dcp_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     background = background_here()
     if background is not None:
         return _begin_background_save(watch, background)
-    folder = watch.folder()
-    if folder is None:
-        return None
     daemon = in_daemon()
     call = conventions.DCP_ASYNC_SAVE if daemon else conventions.DCP_SAVE
     entry = _entry(watch, folder, conventions.SAVE, call, _path(args, kwargs, "storage_writer"))
@@ -150,10 +150,7 @@ def _begin_background_save(watch: Watch, background: Background) -> Recording:
     return recording.begin(operation.SAVE, checkpoint.attach_save, conclude, step=watch.step)
 
 
-def _begin_dcp_load(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
-    folder = watch.folder()
-    if folder is None:
-        return None
+def _begin_dcp_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     path = _path(args, kwargs, "storage_reader")
     entry = _entry(watch, folder, conventions.LOAD, conventions.DCP_LOAD, path)
     return recording.begin(operation.LOAD, checkpoint.attach_load, lambda _: entry, step=watch.step)
@@ -171,10 +168,7 @@ class _AsyncRecording:
         self._recording.end(failed=failed)
 
 
-def _begin_async_save(watch: Watch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _AsyncRecording | None:
-    folder = watch.folder()
-    if folder is None:
-        return None
+def _begin_async_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _AsyncRecording:
     path = _path(args, kwargs, "storage_writer")
     entry = _entry(watch, folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
     kind = str(getattr(kwargs.get("async_checkpointer_type"), "name", "THREAD"))

@@ -13,8 +13,10 @@ from tracekit.capture.replacing import replaced_for_all
 _PICKLE = "data.pkl"  # the first record; storages follow, each fetched from its device just before
 
 
-def attach(window: contextlib.ExitStack) -> None:
-    """Time the files of the operations that threads are in, until `window` closes."""
+def attach(running: Operation, window: contextlib.ExitStack) -> None:
+    """Time the file of an operation until `window` closes."""
+    _attached.add(running)
+    window.callback(_attached.discard, running)
     for name, wrap in (
         ("_open_zipfile_writer", _timed_open(lambda raw, operation: _ZipWriter(raw, operation), conventions.WRITE)),
         ("_open_zipfile_reader", _timed_open(lambda raw, operation: _ZipReader(raw, operation), conventions.READ)),
@@ -23,12 +25,20 @@ def attach(window: contextlib.ExitStack) -> None:
         window.enter_context(replaced_for_all(torch.serialization, name, wrap))
 
 
+_attached: set[Operation] = set()
+
+
+def _here() -> Operation | None:
+    running = here()
+    return running if running in _attached else None
+
+
 def _timed_open(
     timed: Callable[[Any, Operation], Any], stage: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def open_zip(*args: Any, **kwargs: Any) -> Any:
-            operation = here()
+            operation = _here()
             if operation is None:
                 return original(*args, **kwargs)
             with operation.clock_here().inside(stage):
@@ -99,7 +109,7 @@ class _ZipReader(_Zip):
 def _timed_restoring(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_restore_location(*args: Any, **kwargs: Any) -> Any:
         restore = original(*args, **kwargs)
-        operation = here()
+        operation = _here()
         if operation is None:
             return restore
 
