@@ -26,6 +26,7 @@ from tracekit.cli.rules import explain, rules
 from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
 from tracekit.cli.summary import summary
+from tracekit.cli.watch import watch
 from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
@@ -54,6 +55,7 @@ for command, in_short in (
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
+    (watch, "Show a training as it runs, and its steps out of line."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
     app.command(short_help=in_short, context_settings=PASS_ON if command in (record, gather) else None)(command)
