@@ -3,17 +3,14 @@
 import csv
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-from tests.integration.test_cli import environment, on_a_terminal, only_line, tracekit
+from tests.commands import on_a_terminal, only_line, tracekit
 from tests.kineto_files import slice_, trace, write
 
-TIMEOUT_S = 120
 NASTY = {
     "red": "\x1b[31mred\x1b[0m",
     "a title": "\x1b]0;owned\x07",
@@ -88,11 +85,8 @@ def test_programs_get_names_as_they_are(nasty, tmp_path):
 
 
 def test_a_query_can_come_by_stdin_and_begin_with_a_comment(pair):
-    command = [sys.executable, "-m", "tracekit", "query", str(pair), "-", "--format", "csv"]
     asked = "-- how many\nSELECT count(*) AS n FROM activities;\n"
-    done = subprocess.run(
-        command, cwd="/", env=environment(), input=asked, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = tracekit("query", pair, "-", "--format", "csv", stdin=asked)
     assert (done.stdout, done.stderr) == ("n\n16\n", "")
 
 
