@@ -1,0 +1,92 @@
+"""The work of a device with the time at which the host had launched it, and the preparation of each collective."""
+
+import polars as pl
+
+from tracekit import intervals
+from tracekit.trace import Trace
+
+_SPANS_OF_COLLECTIVES = r"all_gather|unshard|reduce|post_backward|pre_forward|pre_backward"
+_NO_PREPARATION = "copy_out"
+_KEY = ("step", "phase", "span", "unit")
+
+
+def work(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Return the activities of one device by start, with launched_ns, role and device.
+
+    launched_ns is the end of the runtime call that launched it, no later than its own start; on a CPU run the start of
+    the op that it is or that issued it; null where not known. role is its lane's.
+    """
+    lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64))).select("lane", "role", "device")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("at_ns"), pl.col("dur_ns"))
+    taken_ns = pl.lit(0) if device is None else pl.col("dur_ns_right")
+    return (
+        trace.activities.join(lanes, on="lane", maintain_order="left")
+        .join(calls, on="launch_id", how="left", maintain_order="left")
+        .with_columns(pl.min_horizontal(pl.col("at_ns") + taken_ns, "start_ns").alias("launched_ns"))
+        .with_columns(pl.when(pl.col("at_ns").is_not_null()).then("launched_ns").alias("launched_ns"))
+        .drop("at_ns", "dur_ns_right")
+        .sort("start_ns", "id")
+    )
+
+
+def preparation(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Return the work that prepares a collective: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
+
+    Work launched under the same span of a unit before the collective (evidence span), else what lies directly before it
+    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile; alone_ns is the median
+    duration of the same kernel before collectives of the same size that compute left alone, null where there is none.
+    """
+    others = work.filter(pl.col("kind") != "communication")
+    calls = work.filter(pl.col("kind") == "communication")
+    by_span = _under_span(others, calls)
+    by_lane = _on_lane(others.join(by_span, on="id", how="anti"), calls)
+    found = pl.concat([by_span, by_lane]).sort("start_ns", "id")
+    sizes = collectives.select(
+        pl.col("activity_id").alias("collective_id"),
+        pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
+    ).unique("collective_id")
+    found = found.join(sizes, on="collective_id", how="left", maintain_order="left")
+    return _with_alone(found.with_columns(_overlapped(found, work)))
+
+
+def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    spans = pl.col("span").str.contains(_SPANS_OF_COLLECTIVES) & ~pl.col("span").str.contains(_NO_PREPARATION)
+    keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
+    left = others.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns")
+    right = (
+        calls.filter(spans)
+        .drop_nulls("launched_ns")
+        .with_columns(keyed)
+        .sort("launched_ns")
+        .select(*(f"_{name}" for name in _KEY), "launched_ns", pl.col("id").alias("collective_id"))
+    )
+    right = right.with_columns(pl.col("launched_ns").alias("collective_launched_ns"))
+    found = left.join_asof(
+        right, on="launched_ns", by=[f"_{name}" for name in _KEY], strategy="forward", check_sortedness=False
+    )
+    return found.drop_nulls("collective_id").select(*others.columns, "collective_id", pl.lit("span").alias("evidence"))
+
+
+def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    communicating = pl.col("role") == "communication"
+    both = pl.concat([others.filter(communicating), calls.filter(communicating)]).sort("lane", "start_ns", "id")
+    following = pl.when(pl.col("kind") == "communication").then("id").backward_fill().over("lane")
+    found = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))
+    return found.filter(pl.col("kind") != "communication").drop_nulls("collective_id")
+
+
+def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
+    compute = work.filter(pl.col("kind") == "compute").join(found.select("id"), on="id", how="anti")
+    spans = intervals.from_columns(found["start_ns"], found["dur_ns"])
+    by = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
+    return pl.Series("overlapped_ns", intervals.coverage(spans, by), pl.Int64)
+
+
+def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
+    key = ["name", "lane", "message_bytes"]
+    alone = (
+        found.filter(pl.col("overlapped_ns") == 0)
+        .group_by(key)
+        .agg(pl.col("dur_ns").median().round().cast(pl.Int64).alias("alone_ns"))
+    )
+    return found.join(alone, on=key, how="left", nulls_equal=True, maintain_order="left")
