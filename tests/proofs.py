@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from tests import drawn
+from tests import drawn, late
 from tracekit import schema
 from tracekit.trace import RUN_DOUBTS, Run
 
@@ -95,9 +95,59 @@ def doubtful(*doubts: tuple[str, float]) -> Run:
     return Run(run.path, run.sources, doubts=pl.DataFrame(rows, schema=RUN_DOUBTS.schema, orient="row"))
 
 
+def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> Run:
+    """Return a run of three steps in which the host is late for the middle of each: idle from 8 to 16 of 20."""
+    picture = """
+        step     000000000000000000001111111111111111111122222222222222222222
+        compute  aaaaaaaa........bbbbcccccccc........ddddeeeeeeee........ffff
+    """
+    starts = (8, 28, 48)
+    doing: list[tuple[str, str, int, int]] = []
+    if reads:
+        doing += [("cudaStreamSynchronize", "runtime", start - 4, start) for start in starts]
+    if loads:
+        doing += [("enumerate(DataLoader)#it.__next__", "annotation", start, start + 8) for start in starts]
+    launched = {letter: start + late_by for letter, start in zip("bdf", starts, strict=True)}
+    return drawn.run(late.trace(picture, dict.fromkeys("ace", 0) | launched, tuple(doing)))
+
+
+def preparing(picture: str) -> Run:
+    """Return a run in which p prepares the collective behind it on its stream."""
+    return drawn.run(late.trace(picture, dict.fromkeys("abpx", 0)))
+
+
+def meeting(*tardy: int) -> Run:
+    """Return ranks that all-reduce four times in each of three steps, each so much later than it could."""
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(tardy)))]})
+    steps = "".join(str(step) * 32 for step in range(3))
+    traces = []
+    for rank, after in enumerate(tardy):
+        compute = ("a" * (2 + after) + "." * (6 - after)) * 12
+        calls = ("." * (2 + after) + "y" * (5 - after) + ".") * 12
+        picture = f"step {steps}\ncompute {compute}\ncomm {calls}"
+        traces.append(late.trace(picture, {"a": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"}))
+    return drawn.run(*traces)
+
+
 PROOFS: dict[str, Proof] = {
     "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
     "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
+    "COMM004": Proof(
+        lambda: preparing("""
+            step     0000000000000000
+            compute  aaaa........bbbb
+            comm     ....ppppxxxx....
+        """),
+        lambda: preparing("""
+            step     0000000000000000
+            compute  aaaaaaaaaaaabbbb
+            comm     ppppxxxxxxxx....
+        """),
+    ),
+    "HOST001": Proof(lambda: launching(late_by=7), launching),
+    "HOST002": Proof(lambda: launching(late_by=7, reads=True), lambda: launching(late_by=7)),
+    "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
+    "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
     "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
     "CKPT001": Proof(
         lambda: saving(plan=10, write=80, total=100), lambda: drawn.run(drawn.trace(HIDDEN), strategy="ddp")

@@ -8,6 +8,7 @@ import polars as pl
 
 from tracekit import intervals
 from tracekit.analysis import breakdown, gaps, hosts, launches, sweep
+from tracekit.analysis.once import once
 from tracekit.analysis.sweep import Flags, Ints, Pieces
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
@@ -33,6 +34,7 @@ NEAR_NS = 20_000
 _NEVER = np.iinfo(np.int64).min // 2
 
 
+@once
 def gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each communication gap with the cause of each; of a gap they tile it, so they sum to it.
 

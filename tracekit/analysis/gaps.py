@@ -5,6 +5,7 @@ import polars as pl
 
 from tracekit import conventions, intervals
 from tracekit.analysis import breakdown, launches
+from tracekit.analysis.once import once
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
 
@@ -18,6 +19,7 @@ COMPUTE_COLUMNS = {
 }  # fmt: skip
 
 
+@once
 def communication_gaps(trace: Trace) -> pl.DataFrame:
     """Return the spans of a phase in which no collective runs on the device although more of the phase are to come.
 
@@ -38,6 +40,7 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
     return _numbered(parts, COMMUNICATION_COLUMNS)
 
 
+@once
 def compute_gaps(trace: Trace) -> pl.DataFrame:
     """Return the spans of each step's device window in which the device computes nothing.
 

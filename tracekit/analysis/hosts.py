@@ -4,6 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions, intervals
+from tracekit.analysis.once import once
 from tracekit.analysis.sweep import Flags, Ints, running
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
@@ -61,6 +62,7 @@ def is_synchronizing(doing_at: Ints) -> Flags:
     return np.isin(doing_at, [DOINGS.index(SYNCHRONIZE), DOINGS.index(RATE_LIMITER)])
 
 
+@once
 def _spans(trace: Trace) -> list[Spans]:
     """Return when the launching threads did each of DOINGS but the last."""
     ops = trace.ops.join(launching(trace), on="lane", how="semi")

@@ -3,6 +3,7 @@
 import polars as pl
 
 from tracekit import intervals
+from tracekit.analysis.once import once
 from tracekit.trace import Trace
 
 _SPANS_OF_COLLECTIVES = r"all_gather|unshard|reduce|post_backward|pre_forward|pre_backward"
@@ -16,9 +17,14 @@ def work(trace: Trace, device: int | None) -> pl.DataFrame:
     launched_ns is the end of the runtime call that launched it, no later than its own start; on a CPU run the start of
     the op that it is or that issued it; null where not known. role is its lane's.
     """
-    lanes = trace.lanes.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64))).select("lane", "role", "device")
+    return _all_work(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+
+
+@once
+def _all_work(trace: Trace) -> pl.DataFrame:
+    lanes = trace.lanes.select("lane", "role", "device")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("at_ns"), pl.col("dur_ns"))
-    taken_ns = pl.lit(0) if device is None else pl.col("dur_ns_right")
+    taken_ns = pl.when(pl.col("device").is_not_null()).then("dur_ns_right").otherwise(0)
     return (
         trace.activities.join(lanes, on="lane", maintain_order="left")
         .join(calls, on="launch_id", how="left", maintain_order="left")

@@ -21,6 +21,7 @@ from tracekit.analysis.causes import (
     UNKNOWN,
     Side,
 )
+from tracekit.analysis.once import once
 from tracekit.analysis.sweep import Flags, Ints, Pieces
 from tracekit.trace import Run, Trace
 
@@ -39,6 +40,7 @@ CHAIN_COLUMNS = {
 _NEVER = np.iinfo(np.int64).min // 2
 
 
+@once
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each compute gap with the cause of each; of a gap they tile it, so they sum to it.
 

@@ -4,14 +4,21 @@ from importlib.metadata import entry_points
 
 from tracekit.rule import Rule
 from tracekit.rules.checkpoint import BlockingCheckpoint
-from tracekit.rules.comm import ExposedCommunication
+from tracekit.rules.comm import ExposedCommunication, PreparationGap
 from tracekit.rules.data import DoubtfulTrace
+from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.memory import AllocatorChurn
+from tracekit.rules.rank import Straggler
 from tracekit.rules.stream import GiveWay
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,
+    PreparationGap,
     GiveWay,
+    Straggler,
+    LateLaunch,
+    BlockingSync,
+    DataStall,
     AllocatorChurn,
     BlockingCheckpoint,
     DoubtfulTrace,

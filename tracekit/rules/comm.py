@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions, units
-from tracekit.analysis import breakdown, checkpoint, communication, strategy
+from tracekit.analysis import breakdown, checkpoint, communication, contention, strategy, waiting
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import remedies, typical
 from tracekit.trace import Fact, Run
@@ -76,6 +76,87 @@ class ExposedCommunication(Rule):
             steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
             evidence=_evidence(worst, collectives),
         )
+
+
+@dataclass(frozen=True)
+class PreparationGap(Rule):
+    """Collectives that start late because of the copies and casts that prepare them, and compute that waits for that.
+
+    What it does: reports steps in which compute waits more than `min_lost_ratio` of the time for collectives that were
+    held up by the own time of their preparation: copy-in, concatenation, cast, divide.
+
+    Why it costs: while a collective is prepared the network idles, and where compute then waits for that collective,
+    it waits for its preparation too. What contention adds to the preparation is STREAM001's.
+
+    How it is measured: preparation is what was launched under the same FSDP span before the collective, else what lies
+    directly before it on its communication stream. Its time while no collective runs on the device, alone or as long as
+    the same kernel takes alone, is set against how long nothing computed for want of the collective or of those that
+    follow without a gap: the smaller counts. Steps that save are left out. The typical step of the worst device is
+    quoted.
+
+    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients kept in the reduce dtype
+    (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
+    (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
+
+    Blind spots: needs device streams: on a CPU run preparation is compute. Preparation without a sample alone counts
+    whole, contention included. Work under other spans and on other streams is not seen as preparation.
+    """
+
+    code: ClassVar[str] = "COMM004"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        waiting.chains,
+        contention.device_count,
+        breakdown.by_step,
+        checkpoint.save_spans,
+    )
+    min_lost_ratio: float = 0.02
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        chains = _prepared(run)
+        steps = _lost(run, chains)
+        worst = typical.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
+            return
+        lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
+        own = typical.here(chains, worst).sort("lost_ns", "start_ns", descending=[True, False])
+        others = chains.join(own, on=["window", "rank", "communication_gap"], how="anti")
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Preparing collectives keeps them waiting for {units.duration(int(own['preparation_ns'].sum()))} in "
+            f"{typical.in_words(worst)}, and compute waits {units.duration(worst['lost_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) for that.",
+            "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
+            "(MixedPrecisionPolicy.reduce_dtype); or earlier: set_modules_to_forward_prefetch, "
+            "set_modules_to_backward_prefetch.",
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=0.7,
+            ranks=tuple(lost["rank"].unique().sort().to_list()),
+            steps=tuple(lost["step"].unique().sort().to_list()),
+            evidence=pl.concat([own, others.sort("lost_ns", descending=True).head(_EVIDENCE_ROWS)]),
+        )
+
+
+def _prepared(run: Run) -> pl.DataFrame:
+    """Return the chains that preparation opens on devices, with lost_ns, what compute waited for it at most."""
+    if not run.table(contention.device_count)["devices"].sum():
+        return run.table(waiting.chains).clear().with_columns(lost_ns=pl.lit(0, pl.Int64))
+    lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
+    return run.table(waiting.chains).with_columns(lost_ns.alias("lost_ns")).filter(pl.col("lost_ns") > 0)
+
+
+def _lost(run: Run, chains: pl.DataFrame) -> pl.DataFrame:
+    lost = chains.group_by(typical.PLACE).agg(pl.col("lost_ns").sum())
+    return (
+        _steps(run)
+        .drop_nulls("step")
+        .select(*typical.PLACE, "start_ns", "duration_ns")
+        .join(lost, on=typical.PLACE, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("lost_ns").fill_null(0))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+    )
 
 
 def _steps(run: Run) -> pl.DataFrame:

@@ -1,0 +1,284 @@
+"""Judgements of the host: what it does instead of launching work."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit import units
+from tracekit.analysis import breakdown, checkpoint, contention, hosts, lateness
+from tracekit.rule import Finding, Rule, Severity
+from tracekit.rules import typical
+from tracekit.trace import Fact, Run
+
+_EVIDENCE_ROWS = 40
+_FACTS: tuple[Fact, ...] = (
+    lateness.host_gaps,
+    breakdown.by_step,
+    checkpoint.save_spans,
+    contention.device_count,
+)
+_LATE = (hosts.PYTHON, hosts.OP, hosts.LAUNCH, hosts.LOCK)
+_WHILE = {
+    hosts.PYTHON: "in Python or not running",
+    hosts.OP: "inside ops of the framework",
+    hosts.LAUNCH: "inside launches",
+    hosts.LOCK: "waiting for a lock",
+}
+_STEP = ["window", "rank", "step", "device"]
+_PLACE = ["window", "rank", "device", "phase", "name", "nth"]
+
+
+@dataclass(frozen=True)
+class LateLaunch(Rule):
+    """A device that has nothing to do because the host has not launched it yet.
+
+    What it does: reports steps in which the device computes nothing for more than `min_late_ratio` of the time because
+    what is to compute next has not been launched, and the host neither waits for the device nor loads data, saves or
+    takes memory. On a CPU run, where ops run on the host itself, it reports pauses between ops of at least
+    `min_pause_ns` that come back at the same place of every step.
+
+    Why it costs: a device that is launched late idles, and what the host loses the device never makes up.
+
+    How it is measured: a gap in compute, less the time for which the compute that ends it waited for a collective, is
+    the host's until the end of the runtime call that launched that compute. What comes after a synchronize that let the
+    device run dry is HOST002's. Steps that save are left out. The typical step of the worst device is quoted; on a CPU
+    run a pause counts with the shortest it has in any step, so that what happens once is not told.
+
+    How to fix: keep Python between launches short (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
+    launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
+    larger micro-batches.
+
+    Blind spots: Python is told from a thread that does not run only where stacks are recorded. The profiler itself
+    slows launches, most of all with stacks and shapes. Work without a recorded launch is not judged.
+    """
+
+    code: ClassVar[str] = "HOST001"
+    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    min_late_ratio: float = 0.1
+    min_pause_ns: int = 2_000_000
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        on_device = _on_device(run)
+        late = run.table(lateness.host_gaps).filter(pl.col("detail").is_in(_LATE))
+        late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
+        steps = _lost(run, late)
+        worst = typical.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_late_ratio:
+            return
+        own = typical.here(late, worst)
+        doing = own.group_by("detail").agg(pl.col("dur_ns").sum()).sort("dur_ns", "detail", descending=[True, False])
+        most = doing.row(0, named=True)
+        yield _finding(
+            self,
+            worst,
+            steps.filter(pl.col("lost_ratio") >= self.min_late_ratio),
+            _evidence(worst, late),
+            f"The host launches late: for {_share(worst)} nothing computes for want of launched work, "
+            f"for {units.duration(most['dur_ns'])} of that the host is {_WHILE[most['detail']]}.",
+            "Shorten what Python does between launches (hooks, logging, gc), or launch less: torch.compile, "
+            'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
+            0.8 if on_device else 0.6,
+        )
+
+    def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
+        """Return the long pauses of Python that every step has at the same place, each as long as the shortest."""
+        every = _judged(run).group_by("window", "rank", "device").agg(pl.len().alias("steps"))
+        pauses = late.filter(pl.col("detail") == hosts.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
+        pauses = pauses.join(_judged(run).select(_STEP), on=_STEP, how="semi", nulls_equal=True)
+        counted = pauses.join(every, on=["window", "rank", "device"], nulls_equal=True, maintain_order="left")
+        at_place = counted.with_columns(
+            pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
+        )
+        found = at_place.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
+        return found.select(late.columns)
+
+
+@dataclass(frozen=True)
+class BlockingSync(Rule):
+    """A host that waits for the device within a step, and a device that then runs dry.
+
+    What it does: reports steps in which the device stands idle for more than `min_idle_ratio` of the time after the
+    host waited for it: .item(), .cpu(), a boolean of a tensor, torch.cuda.synchronize(). On a CPU run, where such reads
+    cost nothing, values read in every step's forward or backward are told as information.
+
+    Why it costs: while the host waits it launches nothing; when the device is done nothing is queued, and it idles
+    until the host has caught up.
+
+    How it is measured: gaps in compute that are the host's and began while it was in a synchronizing call (Stream-,
+    Event- or DeviceSynchronize, a blocking memcpy, aten::item), or have such a call in them; all of the host's time in
+    them counts, whatever it did after the call. FSDP1's rate limiter does not count. Steps that save are left out. The
+    typical step of the worst device is quoted.
+
+    How to fix: keep values on the device and read them once every so many steps, after the step's launches; copy with
+    non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and
+    clip_grad_norm_ without reading the norm.
+
+    Blind spots: a sync while the device has work queued that outlasts it costs nothing, and is not told. What calls it
+    is named only where stacks are recorded.
+    """
+
+    code: ClassVar[str] = "HOST002"
+    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, lateness.reads)
+    min_idle_ratio: float = 0.02
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step exceeds the threshold, or the host reads."""
+        if not _on_device(run):
+            yield from self._reads(run)
+            return
+        late = run.table(lateness.host_gaps).filter(
+            pl.col("synced") & pl.col("detail").is_in([*_LATE, hosts.SYNCHRONIZE])
+        )
+        steps = _lost(run, late)
+        worst = typical.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_idle_ratio:
+            return
+        yield _finding(
+            self,
+            worst,
+            steps.filter(pl.col("lost_ratio") >= self.min_idle_ratio),
+            _evidence(worst, late),
+            f"The host waits for the device, which then runs dry: for {_share(worst)} nothing computes after "
+            f"{typical.here(late, worst)['gap'].n_unique()} such waits.",
+            _READ_LATER,
+            0.8,
+        )
+
+    def _reads(self, run: Run) -> Iterator[Finding]:
+        reads = run.table(lateness.reads)
+        steps = _judged(run)
+        counts = reads.group_by("window", "rank", "step").agg(pl.len().cast(pl.Int64).alias("reads"))
+        counted = steps.join(counts, on=["window", "rank", "step"], how="left").with_columns(
+            pl.col("reads").fill_null(0)
+        )
+        worst = typical.of_worst(counted, "reads")
+        if worst is None or not worst["reads"]:
+            return
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"{worst['reads']} values are read onto the host in forward and backward of {typical.in_words(worst)}; on "
+            "the CPU that costs nothing, on a device each read would wait for all that is queued.",
+            _READ_LATER,
+            confidence=0.9,
+            ranks=tuple(counted.filter(pl.col("reads") > 0)["rank"].unique().sort().to_list()),
+            steps=tuple(counted.filter(pl.col("reads") > 0)["step"].unique().sort().to_list()),
+            evidence=typical.here(reads, worst).head(_EVIDENCE_ROWS),
+        )
+
+
+_READ_LATER = (
+    "Keep values on the device and read them (.item(), .cpu(), print) once every so many steps after the step's "
+    "launches, or copy them with non_blocking=True into pinned memory; torch.where instead of an if on a tensor."
+)
+
+
+@dataclass(frozen=True)
+class DataStall(Rule):
+    """A device that waits for the next batch.
+
+    What it does: reports steps in which nothing computes for more than `min_stall_ratio` of the time because the host
+    is loading data.
+
+    Why it costs: the device idles until the batch is there and copied.
+
+    How it is measured: gaps in compute that are the host's, as far as it is in the phase data or in the data loader's
+    __next__. The batch of the next step is loaded at the end of a step's device window; the last step of a window,
+    after which no loading is seen, is left out where there are others. Steps that save are left out. The typical step
+    of the worst device is quoted.
+
+    How to fix: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True), cheaper
+    decoding and augmentation, data on faster or local storage, batches prepared ahead on another thread.
+
+    Blind spots: loading without a DataLoader and outside a span of phase data looks like Python (HOST001). Why the
+    loader is slow is not in the trace of the training process where workers do the work.
+    """
+
+    code: ClassVar[str] = "HOST003"
+    facts: ClassVar[tuple[Fact, ...]] = _FACTS
+    min_stall_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        late = run.table(lateness.host_gaps).filter(pl.col("detail") == hosts.DATA)
+        place = ["window", "rank", "device"]
+        last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
+        steps = _lost(run, late).filter(~last)
+        worst = typical.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_stall_ratio:
+            return
+        yield _finding(
+            self,
+            worst,
+            steps.filter(pl.col("lost_ratio") >= self.min_stall_ratio),
+            _evidence(worst, late),
+            f"Loading data holds up the step: for {_share(worst)} nothing computes while the host waits for a batch.",
+            "Load ahead: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True); make "
+            "decoding and augmentation cheaper, or keep the data on faster storage.",
+            0.9,
+        )
+
+
+def _on_device(run: Run) -> bool:
+    return bool(run.table(contention.device_count)["devices"].sum())
+
+
+def _judged(run: Run) -> pl.DataFrame:
+    """Return the breakdown of the marked steps that save no checkpoint."""
+    saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
+    return steps.join(saving, on=["window", "step"], how="anti", maintain_order="left")
+
+
+def _lost(run: Run, late: pl.DataFrame) -> pl.DataFrame:
+    """Return every judged step with lost_ns, the sum of dur_ns of `late` in it, and lost_ratio."""
+    lost = late.group_by(_STEP).agg(pl.col("dur_ns").sum().alias("lost_ns"))
+    return (
+        _judged(run)
+        .select(*_STEP, "start_ns", "duration_ns")
+        .join(lost, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("lost_ns").fill_null(0))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+    )
+
+
+def _share(worst: dict[str, Any]) -> str:
+    return (
+        f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
+        f"({units.share(worst['lost_ratio'])}) in {typical.in_words(worst)}"
+    )
+
+
+def _evidence(worst: dict[str, Any], late: pl.DataFrame) -> pl.DataFrame:
+    """Return the gaps of the quoted step, the longest first, then the longest of others."""
+    order = {"by": ["dur_ns", "start_ns"], "descending": [True, False]}
+    own = typical.here(late, worst).sort(**order)  # type: ignore[arg-type]
+    others = late.join(own, on=["window", "rank", "gap", "detail"], how="anti").sort(**order)  # type: ignore[arg-type]
+    columns = ("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")
+    return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(columns)
+
+
+def _finding(
+    rule: Rule,
+    worst: dict[str, Any],
+    lost: pl.DataFrame,
+    evidence: pl.DataFrame,
+    message: str,
+    fix: str,
+    confidence: float,
+) -> Finding:
+    return Finding(
+        rule.code,
+        Severity.WARNING,
+        message,
+        fix,
+        impact=worst["lost_ratio"],
+        cost_ns=worst["lost_ns"],
+        confidence=confidence,
+        ranks=tuple(lost["rank"].unique().sort().to_list()),
+        steps=tuple(lost["step"].unique().sort().to_list()),
+        evidence=evidence,
+    )
