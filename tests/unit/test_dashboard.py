@@ -109,7 +109,7 @@ def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
     shown = _timeline(runs / recorded.GOOD)
     finding = next(box for box in shown.selectbox if box.label == "Finding")
     whole = shown.slider[0].value
-    finding.select_index(1).run()
+    finding.select(next(option for option in finding.options if "COMM001" in option)).run()
     assert not shown.exception
     left_ms, right_ms = shown.slider[0].value
     assert whole[0] < left_ms < right_ms
