@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=None, help="where to save (default: a temporary folder)")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.freeze()  # collecting, before each call, should not go over all that is imported
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="saves-") as folder:
@@ -70,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(row(subject.name, measure(subject, recording, Path(folder), rounds=options.rounds)), flush=True)
         print()
         print("\n".join(calls(recording, Path(folder), count=options.calls)))
+    gc.unfreeze()
+    torch.set_num_threads(threads)
     return 0
 
 

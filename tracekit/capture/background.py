@@ -157,6 +157,8 @@ def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 
     while left and seen < most_items and (most_bytes is None or total_bytes < most_bytes):
         item = left.pop()
         seen += 1
+        if isinstance(item, _PLAIN):
+            continue
         if isinstance(item, torch.Tensor):
             local = getattr(item, "_local_tensor", item)
             total_bytes += local.numel() * local.element_size()
@@ -169,6 +171,7 @@ def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 
     return total_bytes
 
 
+_PLAIN = (int, float, str, bytes, type(None))
 _links: dict[int, Background] = {}
 
 
