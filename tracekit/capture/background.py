@@ -24,6 +24,7 @@ from tracekit.capture.replacing import replaced_for_all
 
 _here = threading.local()
 _DAEMON_FILE = "_async_process_executor.py"  # of torch
+_LAUNCH = "create_checkpoint_daemon_process"  # what torch's log calls it
 _MOST_FRAMES = 12
 
 
@@ -88,13 +89,13 @@ class Background:
 
             self._thread_entry = self.entry.by(conventions.THREAD)
             own = threading.get_ident()
-            handler = checkpoint.Listener(functools.partial(self._heed, own))
+            handler = checkpoint.Listener({_LAUNCH}, functools.partial(self._heed, own))
             _dcp_logger.addHandler(handler)
             window.callback(_dcp_logger.removeHandler, handler)
             window.enter_context(_travelling(self.entry.folder, self.entry.rank))
 
-    def _heed(self, own: int, function: str, _: str) -> None:
-        if function == "create_checkpoint_daemon_process" and threading.get_ident() == own:
+    def _heed(self, own: int, *_: str) -> None:
+        if threading.get_ident() == own:
             self._launch_ns.append(time.time_ns())
 
     def _staged(self, _: "Future[None]") -> None:
@@ -156,6 +157,8 @@ def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 
     while left and seen < most_items and (most_bytes is None or total_bytes < most_bytes):
         item = left.pop()
         seen += 1
+        if isinstance(item, _PLAIN):
+            continue
         if isinstance(item, torch.Tensor):
             local = getattr(item, "_local_tensor", item)
             total_bytes += local.numel() * local.element_size()
@@ -168,6 +171,7 @@ def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 
     return total_bytes
 
 
+_PLAIN = (int, float, str, bytes, type(None))
 _links: dict[int, Background] = {}
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,22 +104,25 @@ def listen(running: Operation, window: contextlib.ExitStack) -> None:
     """Follow torch's own log of what a save or load does, until `window` closes."""
     from torch.distributed.checkpoint.logger import _dcp_logger  # a costly import; whoever saves has paid for it
 
-    handler = Listener(running.turn)
+    handler = Listener({function for function, _ in running.turns}, running.turn)
     _dcp_logger.addHandler(handler)
     window.callback(_dcp_logger.removeHandler, handler)
 
 
 class Listener(logging.Handler):
-    """Gives function and event of each line of torch's checkpoint log to `heed`."""
+    """Gives those lines of torch's checkpoint log that tell of `functions` to `heed`: function and event."""
 
-    def __init__(self, heed: Callable[[str, str], None]) -> None:
+    def __init__(self, functions: Container[str], heed: Callable[[str, str], None]) -> None:
         super().__init__(logging.DEBUG)
+        self._functions = functions
         self._heed = recording.guarded(heed)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Heed one line."""
-        if isinstance(record.msg, dict):
-            self._heed(str(record.msg.get("func_name")), str(record.msg.get("event")))
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Heed one line, without a lock: torch writes two for each tensor, which say nothing to us."""
+        message = record.msg
+        if isinstance(message, dict) and message.get("func_name") in self._functions:
+            self._heed(message["func_name"], str(message.get("event")))
+        return True
 
 
 def attach_save(running: Operation, window: contextlib.ExitStack) -> None:

@@ -6,9 +6,8 @@ Linux tells it under /proc. What is not there, or not readable, is None.
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-_PROC = Path("/proc")
+_PROC = "/proc"
 _DIRTY = re.compile(rb"^(Dirty|Writeback): +(\d+) kB$", re.MULTILINE)
 _PRESSURE = re.compile(rb"^(some|full) .*total=(\d+)$", re.MULTILINE)
 _OWN_IO = re.compile(rb"^(read_bytes|write_bytes): (\d+)$", re.MULTILINE)
@@ -47,12 +46,12 @@ class Counters:
         }
 
 
-def read(thread: int, proc: Path = _PROC) -> Counters:
+def read(thread: int, proc: str = _PROC) -> Counters:
     """Read all counters; `thread` is the native id of the thread of this process whose processor time is meant."""
-    pages = _found(_DIRTY, _text(proc / "meminfo"))
-    pressure = _found(_PRESSURE, _text(proc / "pressure" / "io"))
-    own = _found(_OWN_IO, _text(proc / "self" / "io"))
-    cpu_ns, run_delay_ns = _schedule(_text(proc / "self" / "task" / str(thread) / "schedstat"))
+    pages = _found(_DIRTY, _text(f"{proc}/meminfo"))
+    pressure = _found(_PRESSURE, _text(f"{proc}/pressure/io"))
+    own = _found(_OWN_IO, _text(f"{proc}/self/io"))
+    cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
     return Counters(
         thread=thread,
         dirty_bytes=_times(pages.get("Dirty"), 1024),
@@ -66,7 +65,7 @@ def read(thread: int, proc: Path = _PROC) -> Counters:
     )
 
 
-def _text(path: Path) -> bytes:
+def _text(path: str) -> bytes:
     # os.open costs half of what open does, and this runs twice in each save.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

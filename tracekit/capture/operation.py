@@ -17,6 +17,7 @@ AT_WORK = "at work"  # the part in which threads take turns at several stages, e
 _AFTER = "after"  # what the caller's block does after torch's save has ended
 
 Row = dict[str, Any]
+Turns = Mapping[tuple[str, str], Stage]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Course:
     """
 
     first: str
-    turns: Mapping[tuple[str, str], Stage]
+    turns: Turns
     aside: str
 
 
@@ -96,6 +97,11 @@ class Operation:
     def end_ns(self) -> int:
         """Return the Unix time at which it was stopped."""
         return self._end_ns
+
+    @property
+    def turns(self) -> Turns:
+        """Return what torch's log says that matters to it, and the stage from then on."""
+        return self._course.turns
 
     @property
     def aside(self) -> str:

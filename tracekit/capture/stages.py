@@ -18,9 +18,9 @@ class StageClock:
         self.spent_ns: dict[Stage, int] = {}
         self.first_ns: dict[Stage, int] = {}
         self.came_from: Stage = None
-        self._stages: list[Stage] = []
+        self._stages = [stage]
         self._since_ns = time.time_ns()
-        self._enter(stage, self._since_ns)
+        self._begin(stage, self._since_ns)
 
     @property
     def stage(self) -> Stage:
@@ -30,12 +30,16 @@ class StageClock:
     def switch(self, stage: Stage) -> None:
         """Leave the present stage for `stage`."""
         now_ns = self._charge()
-        self._stages.pop()
-        self._enter(stage, now_ns)
+        self._stages[-1] = stage
+        if stage not in self.first_ns:
+            self._begin(stage, now_ns)
 
     def enter(self, stage: Stage) -> None:
         """Charge what follows to `stage`, until `leave`."""
-        self._enter(stage, self._charge())
+        now_ns = self._charge()
+        self._stages.append(stage)
+        if stage not in self.first_ns:
+            self._begin(stage, now_ns)
 
     def leave(self) -> None:
         """Go on with the stage before the last `enter`."""
@@ -55,15 +59,15 @@ class StageClock:
         """Charge what is due and return the time, Unix ns."""
         return self._charge()
 
-    def _enter(self, stage: Stage, now_ns: int) -> None:
-        self._stages.append(stage)
-        self.spent_ns.setdefault(stage, 0)
-        self.first_ns.setdefault(stage, now_ns)
+    def _begin(self, stage: Stage, now_ns: int) -> None:
+        self.spent_ns[stage] = 0
+        self.first_ns[stage] = now_ns
 
     def _charge(self) -> int:
         now_ns = time.time_ns()
         # The system's clock may be set back; a stage never lasts less than no time.
-        self.spent_ns[self._stages[-1]] += max(0, now_ns - self._since_ns)
+        if now_ns > self._since_ns:
+            self.spent_ns[self._stages[-1]] += now_ns - self._since_ns
         self._since_ns = now_ns
         return now_ns
 

@@ -108,14 +108,11 @@ class _FileWriter(io.BufferedWriter):
         super().__init__(_RawWriter(stream, moving), _buffer_bytes(stream))
         self._moving = moving
         self._paired_tells = paired_tells
+        moving.file.holds_back = self.holds_back
 
-    def write(self, data: Any) -> int:
-        self._moving.file.held_back = True
-        return super().write(data)
-
-    def flush(self) -> None:
-        super().flush()
-        self._moving.file.held_back = False
+    def holds_back(self) -> bool:
+        """Return whether it has bytes that the system was not given yet."""
+        return not self.closed and super().tell() != self.raw.tell()
 
     def tell(self) -> int:
         _turn(self._moving, paired_tells=self._paired_tells)

@@ -1,6 +1,7 @@
 """Which of the files that a save wrote were on the disk, as far as a system call can promise, when it ended."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ class File:
 
     held_back: bool = False
     synced: bool = True
+    holds_back: Callable[[], bool] | None = None
+    """Tells it better than `held_back` does, where the stream can be asked."""
 
     def write(self) -> None:
         """Take note of a write to the stream."""
@@ -24,7 +27,7 @@ class File:
 
     def sync(self) -> None:
         """Take note of a sync: what the stream holds back at that moment is not part of it."""
-        self.synced = not self.held_back
+        self.synced = not (self.held_back if self.holds_back is None else self.holds_back())
 
 
 class Written:
