@@ -167,6 +167,17 @@ def test_once_shows_how_it_stands_and_ends_though_the_training_goes_on(
     assert json.loads(capsys.readouterr().out)["steps_done"] == 30
 
 
+def test_the_guide_shows_what_the_sample_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    guide = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    cli.watch(SAMPLE, once=True)
+    cli.watch(SAMPLE)
+    for line in capsys.readouterr().out.splitlines():
+        assert f"    {line}".rstrip() in guide
+
+
 def test_a_run_that_is_not_there_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = watch(tmp_path / "absent")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
