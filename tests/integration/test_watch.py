@@ -124,8 +124,9 @@ def test_a_growing_training_is_followed_to_its_end(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_picture_stays_in_place_and_the_last_one_remains(tmp_path: Path) -> None:
-    training = train(tmp_path / "today", 120)
     terminal = Terminal(tmp_path / "today", "--wait", "--interval", "0.1")
+    terminal.read_until("waiting for a training that records into")
+    training = train(tmp_path / "today", 120)
     terminal.read_until("61 steps done")
     (tmp_path / "today" / "go").touch()
     code = terminal.leave()
