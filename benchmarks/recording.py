@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,15 +41,15 @@ class Plan:
     window_starts: int
 
 
-Steps = Mapping[str, Mapping[str, Sequence[int]]]
-"""By subject, what each step of one start took: cpu_ns and wall_ns, in the order of the steps."""
+Turns = Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
+"""By subject, what each step of each turn of one start took: cpu_ns and wall_ns. All subjects take the same turns."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables as Markdown and write them; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recording", description=__doc__.splitlines()[0])
-    parser.add_argument("--starts", type=int, default=10, help="fresh processes of each subject (default: 10)")
-    parser.add_argument("--turns", type=int, default=40, help="turns of each process (default: 40)")
+    parser.add_argument("--starts", type=int, default=6, help="fresh processes of each subject (default: 6)")
+    parser.add_argument("--turns", type=int, default=60, help="turns of each process (default: 60)")
     parser.add_argument("--model-steps", type=int, default=2, help="steps of a turn of the model (default: 2)")
     parser.add_argument("--empty-steps", type=int, default=100, help="empty steps of a turn (default: 100)")
     parser.add_argument("--windows", type=int, default=4, help="profiled windows of a process (default: 4)")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # Outside the window --------------------------------------------------------------------------------------------------
 
 
-def _outside(work: str, plan: Plan) -> list[Steps]:
+def _outside(work: str, plan: Plan) -> list[Turns]:
     """Return by start what the steps of each subject took."""
     starts = []
     for number in range(plan.starts):
@@ -86,7 +86,7 @@ def _outside(work: str, plan: Plan) -> list[Steps]:
     return starts
 
 
-def take_turns(work: str, folder: Path, *, turns: int, steps: int, subjects: Sequence[str] = SUBJECTS) -> Steps:
+def take_turns(work: str, folder: Path, *, turns: int, steps: int, subjects: Sequence[str] = SUBJECTS) -> Turns:
     """Return what the steps of subjects took that live at the same time; `folder` is for what they record.
 
     Raises RuntimeError if ``tracekit record`` recorded nothing.
@@ -103,13 +103,13 @@ def take_turns(work: str, folder: Path, *, turns: int, steps: int, subjects: Seq
     try:
         for side in sides.values():
             _answer(side)
-        measured: dict[str, dict[str, list[int]]] = {name: {"cpu_ns": [], "wall_ns": []} for name in subjects}
+        measured: dict[str, dict[str, list[list[int]]]] = {name: {"cpu_ns": [], "wall_ns": []} for name in subjects}
         for number in range(turns):
             # Who goes first changes from turn to turn.
             order = [subjects[(place + number) % len(subjects)] for place in range(len(subjects))]
             for name in order:
                 for measure, times in _asked(sides[name], steps).items():
-                    measured[name][measure] += times
+                    measured[name][measure].append(times)
     finally:
         for side in sides.values():
             assert side.stdin is not None
@@ -145,25 +145,24 @@ def _answer(side: "subprocess.Popen[str]") -> dict[str, Any]:
     return told
 
 
-def ratios(starts: Sequence[Steps], subject: str, measure: str) -> list[float]:
-    """Return by start how many times as long a subject's undisturbed step took as alone."""
-    return [undisturbed(start[subject][measure]) / undisturbed(start[ALONE][measure]) for start in starts]
+def ratios(starts: Sequence[Turns], subject: str, measure: str) -> list[float]:
+    """Return by turn how many times as long a subject's steps took as those alone right before or after."""
+    return [taken / alone for taken, alone in _beside_alone(starts, subject, measure)]
 
 
-def added_us(starts: Sequence[Steps], subject: str) -> list[float]:
-    """Return by start the µs of CPU time that a subject's undisturbed step took more than alone."""
-    return [(undisturbed(start[subject]["cpu_ns"]) - undisturbed(start[ALONE]["cpu_ns"])) / 1000 for start in starts]
+def added_us(starts: Sequence[Turns], subject: str) -> list[float]:
+    """Return by turn the µs of CPU time that a subject's step took more than alone."""
+    return [(taken - alone) / 1000 for taken, alone in _beside_alone(starts, subject, "cpu_ns")]
 
 
-def undisturbed(times_ns: Sequence[int]) -> float:
-    """Return the lower quartile of times: other work on the machine makes steps longer, CPU time too, never shorter.
+def _beside_alone(starts: Sequence[Turns], subject: str, measure: str) -> Iterator[tuple[float, float]]:
+    for start in starts:
+        for taken, alone in zip(start[subject][measure], start[ALONE][measure], strict=True):
+            # Of many steps, some are disturbed.
+            yield statistics.median(taken), statistics.median(alone)
 
-    What recording adds it adds to every step, so it is in the quick ones as well.
-    """
-    return sorted(times_ns)[len(times_ns) // 4]
 
-
-def outside_tables(measured: Mapping[str, Sequence[Steps]]) -> list[str]:
+def outside_tables(measured: Mapping[str, Sequence[Turns]]) -> list[str]:
     """Return as Markdown what recording costs outside of the window."""
     if not measured:
         return []
@@ -175,7 +174,7 @@ def outside_tables(measured: Mapping[str, Sequence[Steps]]) -> list[str]:
     lines += ["|---|---|---|---|---|"]
     model, empty = measured.get(_MODEL, ()), measured.get(_EMPTY, ())
     for subject in SUBJECTS:
-        times = [undisturbed(start[subject]["cpu_ns"]) for start in model]
+        times = [time for start in model for turn in start[subject]["cpu_ns"] for time in turn]
         cells = [units.duration(statistics.median(times)) if times else "—"]
         for measure in ("cpu_ns", "wall_ns"):
             against = ratios(model, subject, measure) if subject != ALONE else []

@@ -8,25 +8,26 @@ import pytest
 from benchmarks import recording, recording_training
 
 
-def steps(*, alone: list[int], recorded: list[int]) -> recording.Steps:
+def turns(*, alone: list[list[int]], recorded: list[list[int]]) -> recording.Turns:
     times = {recording.ALONE: alone, recording.AGAIN: alone, recording.RECORD: recorded, recording.RECORDER: recorded}
-    return {name: {"cpu_ns": each, "wall_ns": [2 * time for time in each]} for name, each in times.items()}
+    doubled = {name: [[2 * time for time in turn] for turn in each] for name, each in times.items()}
+    return {name: {"cpu_ns": times[name], "wall_ns": doubled[name]} for name in times}
 
 
-def test_disturbed_steps_count_on_neither_side() -> None:
-    start = steps(alone=[100, 102, 101, 103, 900], recorded=[110, 800, 112, 111, 700])
-    assert recording.ratios([start], recording.RECORD, "cpu_ns") == [111 / 101]
-    assert recording.added_us([start], recording.RECORD) == [pytest.approx(0.01)]
-    assert recording.ratios([start], recording.AGAIN, "wall_ns") == [1.0]
+def test_steps_are_compared_with_those_alone_in_the_same_turn() -> None:
+    start = turns(alone=[[100], [1000]], recorded=[[110], [1010]])  # a busy machine slows both
+    assert recording.ratios([start], recording.RECORD, "cpu_ns") == [1.1, 1.01]
+    assert recording.ratios([start], recording.AGAIN, "wall_ns") == [1.0, 1.0]
+    assert recording.added_us([start], recording.RECORD) == [0.01, 0.01]
 
 
-def test_the_table_has_intervals_where_there_are_starts_enough() -> None:
-    measured = {"model": [steps(alone=[100_000_000], recorded=[101_000_000 + n * 10_000]) for n in range(10)]}
-    rows = recording.outside_tables(measured)
+def test_the_table_has_intervals_where_there_are_turns_enough() -> None:
+    start = turns(alone=[[100_000_000]] * 10, recorded=[[101_000_000 + n * 10_000] for n in range(10)])
+    rows = recording.outside_tables({"model": [start]})
     assert "| tracekit record | 101 ms | +1.04% (+1.01% to +1.08%) | +1.04% (+1.01% to +1.08%) | — |" in rows
     assert "| alone | 100 ms | — | — | — |" in rows
-    few = recording.outside_tables({"model": measured["model"][:2]})
-    assert "| tracekit record | 101 ms | +1.01% | +1.01% | — |" in few
+    few = recording.outside_tables({"model": [turns(alone=[[100_000_000]], recorded=[[101_000_000]])]})
+    assert "| tracekit record | 101 ms | +1.00% | +1.00% | — |" in few
 
 
 def test_what_a_window_costs_is_taken_against_the_steps_before_it() -> None:
@@ -38,8 +39,10 @@ def test_what_a_window_costs_is_taken_against_the_steps_before_it() -> None:
 def test_a_training_takes_turns_alone_and_under_tracekit_record(tmp_path: Path) -> None:
     subjects = (recording.ALONE, recording.RECORD)
     found = recording.take_turns("empty", tmp_path, turns=3, steps=2, subjects=subjects)
-    assert {name: len(times["cpu_ns"]) for name, times in found.items()} == dict.fromkeys(subjects, 6)
-    assert min(min(times[measure]) for times in found.values() for measure in times) > 0
+    for name in subjects:
+        for times in found[name].values():
+            assert [len(turn) for turn in times] == [2, 2, 2]
+            assert min(map(min, times)) > 0
     lines = (tmp_path / "record" / "rank00000.metrics.jsonl").read_text().splitlines()
     assert len(lines) >= 6
 

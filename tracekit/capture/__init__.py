@@ -8,14 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tracekit.capture.checkpoint import record_save
+    from tracekit.capture.checkpoint import record_load, record_save
     from tracekit.capture.recorder import Recorder
     from tracekit.capture.redaction import redact
 
-__all__ = ["Recorder", "record_save", "redact"]
+__all__ = ["Recorder", "record_load", "record_save", "redact"]
 
 _HOMES = {
     "Recorder": "tracekit.capture.recorder",
+    "record_load": "tracekit.capture.checkpoint",
     "record_save": "tracekit.capture.checkpoint",
     "redact": "tracekit.capture.redaction",
 }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tracekit.capture import claim, files, place, settings
+from tracekit.capture import claim, files, place, settings, watching
 from tracekit.capture.rounds import Rounds
 from tracekit.capture.wrapping import wrap
 
@@ -32,8 +32,20 @@ def imported(module: str) -> None:
     """Take note that the script has imported a module; with torch, recording begins to watch for a training."""
     if module == "torch":
         asked = settings.from_environment(os.environ)
-        if asked is not None:
-            Agent(asked).install()
+        if asked is None:
+            return
+        _agents.append(Agent(asked))
+        _agents[0].install()
+    for agent in _agents:
+        _WATCHES[module](agent.folder, agent.rank, agent.step)
+
+
+_WATCHES = {
+    "torch": watching.watch_torch_files,
+    "torch.distributed.checkpoint": watching.watch_distributed_checkpoints,
+    "safetensors.torch": watching.watch_safetensors,
+}
+_agents: "list[Agent]" = []
 
 
 class Agent:
@@ -78,6 +90,22 @@ class Agent:
         self._unscaled: tuple[Any, Any] | None = None
         self._skipped = False
 
+    # What saves and loads ask -----------------------------------------------------------------------------------------
+
+    def folder(self) -> Path | None:
+        """Return the run's folder; None where nothing is recorded: before there is an optimizer, or on other ranks."""
+        if self._on and threading.get_ident() == self._loop_thread:
+            self._safe(self._begin)()  # a load comes before the first step
+        return self._recorder.folder if self._recorder is not None else None
+
+    def rank(self) -> int:
+        """Return the rank that is recorded."""
+        return self._recorder.rank if self._recorder is not None else place.this_rank()
+
+    def step(self) -> int | None:
+        """Return the optimizer steps done; None before the recording begins."""
+        return self._recorder.steps_done if self._recorder is not None else None
+
     # What the script does ---------------------------------------------------------------------------------------------
 
     def _made(self, optimizer: Any, *_: Any) -> None:
@@ -89,7 +117,7 @@ class Agent:
         self._begin()
         if root.numel() == 1:
             unscaled = self._unscaled
-            self._losses.append((unscaled[1] if unscaled is not None and unscaled[0] is root else root).detach())
+            self._losses.append(unscaled[1] if unscaled is not None and unscaled[0]() is root else root.detach())
 
     def _after_backward(self, *_: Any) -> None:
         stepped, self._stepped = self._stepped, []
@@ -97,7 +125,8 @@ class Agent:
             self._count(optimizer, skipped=skipped)
 
     def _scaled(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
-        self._unscaled = (scaled, outputs) if isinstance(outputs, torch.Tensor) else None
+        # Holding what autograd knows of the loss would hold the whole graph.
+        self._unscaled = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
     def _before_step(self, optimizer: Any) -> None:
         self._begin()

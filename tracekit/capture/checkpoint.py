@@ -1,146 +1,172 @@
-"""A distributed-checkpoint save taken apart: where its time goes on this rank, in the log and in the trace.
+"""A distributed-checkpoint save or load taken apart: where its time goes on this rank, in the log and in the trace.
 
 torch tells by its own log when a save plans, writes and finishes, and nothing of what happens inside its writing. So
 for the time of a save, and only for it, the writer's streams, the planner's `resolve_data` and `os.fsync` are timed
-on the threads that save. Nothing else changes: the files are those that would be written without.
+on the threads that save; for a load, the reader's streams and what the planner does with what they give. Nothing else
+changes: the files are those that would be written without.
 """
 
 import contextlib
 import functools
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.logger import _dcp_logger
-
 from tracekit import conventions
-from tracekit.capture import files
+from tracekit.capture import operation, recording, streams
+from tracekit.capture.entry import Entry
+from tracekit.capture.operation import Operation
 from tracekit.capture.place import this_rank
-from tracekit.capture.saving import Save
+from tracekit.capture.recording import Recorded
+from tracekit.capture.replacing import replaced_for_all
 
 
 @contextlib.contextmanager
 def record_save(
     folder: str | os.PathLike[str],
     writer: Any,
-    planner: Any = None,
+    planner: Any = None,  # noqa: ARG001 known once the writer is given it
     *,
     checkpoint: str,
     step: int | None = None,
     rank: int | None = None,
     blocking: bool = True,
 ) -> Iterator[None]:
-    """Record the ``torch.distributed.checkpoint.save`` in this block that uses `writer` (and `planner`).
+    """Record the ``torch.distributed.checkpoint.save`` in this block that uses `writer`.
 
     Adds one line per stage to the rank's checkpoint log in `folder`, in the format that `tracekit.conventions`
     documents, and to a trace being recorded the spans ``tracekit::checkpoint`` and ``tracekit::checkpoint.<stage>``
     of the stages that are one stretch of time (plan, wait, finish, and each fsync). What the block does before the
-    save, such as gathering the state, counts as plan. Without a planner the bytes staged are not known. `writer` is a
-    FileSystemWriter or another with a file system of its kind under `fs`; of any other, all of its writing counts as
-    write. A save that raises leaves no lines. Say ``blocking=False`` on a thread that training does not wait for.
+    save, such as gathering the state, counts as plan, what it does after as finish. `writer` is a FileSystemWriter or
+    another with a file system of its kind under `fs`; of any other, all of its writing counts as write. A save that
+    raises leaves no lines. Say ``blocking=False`` on a thread that training does not wait for.
 
         writer, planner = FileSystemWriter(path), DefaultSavePlanner()
         with record_save(run, writer, planner, checkpoint="step-100", step=100):
             dcp.save({"model": model.state_dict()}, storage_writer=writer, planner=planner)
     """
-    streams = hasattr(getattr(writer, "fs", None), "create_stream")
-    with contextlib.ExitStack() as window:
-        window.enter_context(torch.profiler.record_function(conventions.span_name(conventions.CHECKPOINT)))
-        save = Save(streams=streams, paired_tells=_serialization(writer) != "SAFETENSORS")
-        window.callback(save.close_span)
-        window.enter_context(_listening(save))
-        if streams:
-            window.enter_context(_replaced(writer.fs, "create_stream", save.timed_create_stream))
-        if planner is not None:
-            window.enter_context(_replaced(planner, "resolve_data", save.timed_resolve_data))
-        window.enter_context(_fsync_timed(save))
+
+    def attach(running: Operation, window: contextlib.ExitStack) -> None:
+        running.worker_stage = conventions.WRITE
+        listen(running, window)
+        streams.attach_writer(running, window, writer)
+
+    def entry(_: Operation) -> Entry:
+        return Entry(
+            folder=Path(folder),
+            rank=this_rank() if rank is None else rank,
+            checkpoint=checkpoint,
+            operation=conventions.SAVE,
+            step=step,
+            path=str(writer.path) if hasattr(writer, "path") else None,
+            call=conventions.DCP_SAVE,
+            worker=conventions.MAIN if blocking else conventions.THREAD,
+        )
+
+    with Recorded(lambda: recording.begin(operation.SAVE, attach, entry, step=lambda: step, blocking=blocking)):
         yield
-        save.stop()
-    number = this_rank() if rank is None else rank
-    what = {"checkpoint": checkpoint, "operation": "save", "step": step}
-    where = {"path": str(writer.path) if hasattr(writer, "path") else None, "blocking": blocking, "rank": number}
-    try:
-        log = Path(folder) / conventions.rank_file(number, conventions.CHECKPOINT_LOG_SUFFIX)
-        files.append_lines(log, [{**what, **row, **where} for row in save.rows()])
-    except OSError as error:
-        files.complain("the checkpoint log was not written", error)
 
 
 @contextlib.contextmanager
-def _listening(save: Save) -> Iterator[None]:
-    """Follow torch's own log of what a save does."""
-    handler = _Listener(save)
-    _dcp_logger.addHandler(handler)
-    try:
+def record_load(
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    checkpoint: str,
+    step: int | None = None,
+    rank: int | None = None,
+) -> Iterator[None]:
+    """Record the ``torch.distributed.checkpoint.load`` from `path` in this block, as `record_save` does a save.
+
+    with record_load(run, path, checkpoint="step-100"):
+        dcp.load(state, checkpoint_id=path)
+    """
+
+    def entry(_: Operation) -> Entry:
+        return Entry(
+            folder=Path(folder),
+            rank=this_rank() if rank is None else rank,
+            checkpoint=checkpoint,
+            operation=conventions.LOAD,
+            step=step,
+            path=str(path),
+            call=conventions.DCP_LOAD,
+            worker=conventions.MAIN,
+        )
+
+    with Recorded(lambda: recording.begin(operation.LOAD, attach_load, entry, step=lambda: step, blocking=True)):
         yield
-    finally:
-        _dcp_logger.removeHandler(handler)
 
 
-class _Listener(logging.Handler):
-    def __init__(self, save: Save) -> None:
+def listen(running: Operation, window: contextlib.ExitStack) -> None:
+    """Follow torch's own log of what a save or load does, until `window` closes."""
+    from torch.distributed.checkpoint.logger import _dcp_logger  # a costly import; whoever saves has paid for it
+
+    handler = Listener(running.turn)
+    _dcp_logger.addHandler(handler)
+    window.callback(_dcp_logger.removeHandler, handler)
+
+
+class Listener(logging.Handler):
+    """Gives function and event of each line of torch's checkpoint log to `heed`."""
+
+    def __init__(self, heed: Callable[[str, str], None]) -> None:
         super().__init__(logging.DEBUG)
-        self._save = save
+        self._heed = recording.guarded(heed)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Heed one line."""
         if isinstance(record.msg, dict):
-            self._save.turn(str(record.msg.get("func_name")), str(record.msg.get("event")))
+            self._heed(str(record.msg.get("func_name")), str(record.msg.get("event")))
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Give one object, not its class, a wrapped method for the time of the block."""
-    own = vars(owner).get(name)
-    setattr(owner, name, wrap(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+def attach_save(running: Operation, window: contextlib.ExitStack) -> None:
+    """Time a ``dcp.save`` whose writer torch makes or is given."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    running.worker_stage = conventions.WRITE
+    listen(running, window)
+    _meet(window, state_dict_saver, running, functools.partial(streams.attach_writer, running, window))
 
 
-_saves: list[Save] = []
-_saves_lock = threading.Lock()
-_syncs: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
+    """Time a ``dcp.load`` whose reader torch makes or is given."""
+    from torch.distributed.checkpoint import state_dict_loader
+
+    listen(running, window)
+    _meet(window, state_dict_loader, running, functools.partial(streams.attach_reader, running, window))
+    window.enter_context(replaced_for_all(state_dict_loader, "_load_state_dict", _then_finish))
 
 
-@contextlib.contextmanager
-def _fsync_timed(save: Save) -> Iterator[None]:
-    """Time `os.fsync` and `os.sync` on the threads of `save`. Several saves at once share one replacement."""
-    with _saves_lock:
-        if not _saves:
-            for name in ("fsync", "sync"):
-                original = getattr(os, name)
-                _syncs[name] = (original, _timed_sync(original))
-                setattr(os, name, _syncs[name][1])
-        _saves.append(save)
-    try:
-        yield
-    finally:
-        with _saves_lock:
-            _saves.remove(save)
-            for name, (original, timed) in _syncs.items():
-                if not _saves and getattr(os, name) is timed:
-                    setattr(os, name, original)
+_takers: dict[int, Callable[[Any], None]] = {}
 
 
-def _timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sync(*args: Any) -> Any:
-        for save in tuple(_saves):
-            if save.is_mine():
-                with save.syncing():
-                    return original(*args)
-        return original(*args)
-
-    return sync
+def _meet(window: contextlib.ExitStack, module: Any, running: Operation, take: Callable[[Any], None]) -> None:
+    """Give `take` the storage that the module sets up on the thread of the operation."""
+    _takers[id(running)] = recording.guarded(take)
+    window.callback(_takers.pop, id(running))
+    window.enter_context(replaced_for_all(module, "_storage_setup", _introducing))
 
 
-def _serialization(writer: Any) -> str:
-    return str(getattr(getattr(writer, "serialization_format", None), "name", "TORCH_SAVE"))
+def _introducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def storage_setup(*args: Any, **kwargs: Any) -> Any:
+        storage = original(*args, **kwargs)
+        running = operation.here()
+        if storage is not None and id(running) in _takers:
+            _takers[id(running)](storage)
+        return storage
+
+    return storage_setup
+
+
+def _then_finish(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        running = operation.here()
+        if running is not None:
+            running.switch(conventions.FINISH)  # objects take what was loaded for them
+        return loaded
+
+    return load_state_dict

@@ -1,6 +1,8 @@
 """Windows of steps profiled on one rank: when the profiler warms up, starts, marks steps, ends, and what it leaves."""
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ from tracekit.capture import files, snapshot
 from tracekit.capture.session import Session
 from tracekit.capture.windows import Window, Windows
 from tracekit.capture.writing import Writer
+
+_LEAST_FREE_BYTES = 1 << 30  # in scratch, for a trace that is not compressed yet
 
 Written = Callable[[Window, int], None]
 """Called with a window that is written and the number of its steps that were recorded, on any thread."""
@@ -87,11 +91,11 @@ class Profiling:
         self._writer.finish()
 
     def _move(self, window: Window, step: int) -> None:
+        self._window = window
         if self._session is None:
             if self._writer.busy:
                 raise RuntimeError("earlier windows are still being written; record them farther apart")
             options = self._options
-            self._window = window
             self._session = Session(
                 device=options.device, memory=options.memory, stacks=options.stacks, shapes=options.shapes
             )
@@ -119,13 +123,13 @@ class Profiling:
         self._writer.submit(f"rank {self._rank}: {trace.name} was not written", put)
 
     def _save(self, session: Session, window: Window, folder: Path) -> Path:
+        """Write the trace as it is, on local disk if there is room: torch writes it once, there is no second try."""
         name = files.plain_name(self._rank, window.number)
-        if self._options.scratch is not None:
-            with contextlib.suppress(OSError):  # full, or not there: then beside the trace's place
-                path = self._options.scratch / name
-                with files.whole_file(path) as partial:
-                    session.save(partial)
-                return path
+        scratch = self._options.scratch
+        if scratch is not None and _has_room(scratch):
+            with files.whole_file(scratch / name) as partial:
+                session.save(partial)
+            return scratch / name
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / (name + conventions.PARTIAL_SUFFIX)
         session.save(path)
@@ -147,3 +151,11 @@ class Profiling:
         if session is not None:
             with contextlib.suppress(Exception):
                 session.stop()
+
+
+def _has_room(scratch: Path) -> bool:
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        return os.access(scratch, os.W_OK) and shutil.disk_usage(scratch).free > _LEAST_FREE_BYTES
+    except OSError:
+        return False

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from tracekit import conventions
 from tracekit.capture import files, writing
+from tracekit.capture.checkpoint import record_save
 from tracekit.capture.control import Requests
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
@@ -149,8 +150,6 @@ class Recorder:
         self, writer: Any, planner: Any = None, *, checkpoint: str, step: int | None = None, blocking: bool = True
     ) -> Iterator[None]:
         """Record the distributed-checkpoint save in this block: `record_save`, into this run."""
-        from tracekit.capture.checkpoint import record_save  # imports distributed checkpointing, which takes a second
-
         with record_save(
             self.folder, writer, planner, checkpoint=checkpoint, step=step, rank=self.rank, blocking=blocking
         ):

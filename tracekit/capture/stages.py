@@ -10,12 +10,14 @@ Stage = str | None
 class StageClock:
     """The time of one thread, each nanosecond charged to the stage it is in; None is no stage.
 
-    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry.
+    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. `came_from` is
+    for whoever switches to a stage and back.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.spent_ns: dict[Stage, int] = {}
         self.first_ns: dict[Stage, int] = {}
+        self.came_from: Stage = None
         self._stages: list[Stage] = []
         self._since_ns = time.time_ns()
         self._enter(stage, self._since_ns)
@@ -31,15 +33,23 @@ class StageClock:
         self._stages.pop()
         self._enter(stage, now_ns)
 
+    def enter(self, stage: Stage) -> None:
+        """Charge what follows to `stage`, until `leave`."""
+        self._enter(stage, self._charge())
+
+    def leave(self) -> None:
+        """Go on with the stage before the last `enter`."""
+        self._charge()
+        self._stages.pop()
+
     @contextlib.contextmanager
     def inside(self, stage: Stage) -> Iterator[None]:
         """Charge the block to `stage`, then go on with the present one."""
-        self._enter(stage, self._charge())
+        self.enter(stage)
         try:
             yield
         finally:
-            self._charge()
-            self._stages.pop()
+            self.leave()
 
     def stop(self) -> int:
         """Charge what is due and return the time, Unix ns."""

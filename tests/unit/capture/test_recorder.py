@@ -1,6 +1,9 @@
 import contextlib
 import gzip
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +161,75 @@ def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
     assert "metrics are not recorded" in complaints[0]
     assert "rank00000.pt.trace.json.gz was not written" in complaints[1]
     assert all(line.endswith("training goes on") for line in complaints)
+
+
+def test_the_oldest_windows_but_the_first_give_way_to_the_disk_budget(tmp_path: Path) -> None:
+    with Recorder(tmp_path, steps="1:2", every=2, warmup=1, disk_budget_bytes=1) as recorder:
+        for _ in range(10):
+            train(recorder, 1)
+            time.sleep(0.3)  # as long as a window takes to be written
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gz"))
+    assert kept == ["rank00000.pt.trace.json.gz", "window004/rank00000.pt.trace.json.gz"]
+    manifest = json.loads((tmp_path / "run.json").read_text())
+    assert [window["first_step"] for window in manifest["windows"]] == [1, 9]
+
+
+def test_a_trace_waits_in_scratch_to_be_compressed_and_leaves_nothing_there(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run", steps="1:2", warmup=1, scratch=tmp_path / "scratch") as recorder:
+        train(recorder, 4)
+    assert (tmp_path / "run" / "rank00000.pt.trace.json.gz").exists()
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_without_a_scratch_folder_the_trace_waits_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "scratch").write_text("a file stands where the folder should")
+    with Recorder(tmp_path / "run", steps="1:2", warmup=1, scratch=tmp_path / "scratch") as recorder:
+        train(recorder, 4)
+    assert "ProfilerStep#1" in names(read_trace(tmp_path / "run" / "rank00000.pt.trace.json.gz"))
+
+
+def test_a_disk_that_takes_nothing_holds_up_no_step_and_no_window_is_piled_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe that nobody reads stands for a file system that hangs: opening it to write waits."""
+    stuck = tmp_path / "rank00000.pt.trace.json.gz.partial"
+    os.mkfifo(stuck)
+    with Recorder(tmp_path, steps="1:2", every=2, warmup=1) as recorder:
+        train(recorder, 9)
+        steps = recorder.steps_done
+        reader = os.open(stuck, os.O_RDONLY | os.O_NONBLOCK)
+        threading.Thread(target=drain, args=(reader,)).start()
+    assert steps == 9
+    complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
+    assert len(complaints) == 3  # two windows wait, each of the others is told once
+    assert all("earlier windows are still being written" in line for line in complaints)
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(9))
+
+
+def drain(reader: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if not os.read(reader, 1 << 16):
+                time.sleep(0.01)
+        except BlockingIOError:
+            time.sleep(0.01)
+
+
+def test_time_in_the_data_span_is_what_a_step_waited(tmp_path: Path) -> None:
+    with Recorder(tmp_path, steps=None) as recorder:
+        for wait_s in (0.0, 0.05):
+            with recorder.span(conventions.DATA):
+                time.sleep(wait_s)
+            recorder.step()
+    first, second = [row[conventions.DATA_WAIT_METRIC] for row in metrics(tmp_path)]
+    assert first < 50_000_000 <= second
+
+
+def test_a_first_step_that_is_under_way_has_no_time(tmp_path: Path) -> None:
+    with Recorder(tmp_path, steps=None, mid_step=True) as recorder:
+        recorder.step(tokens=5)
+        recorder.step(tokens=5)
+    first, second = metrics(tmp_path)
+    assert first == {"step": 0}
+    assert {conventions.STEP_TIME_METRIC, conventions.TOKENS_METRIC} <= set(second)

@@ -73,31 +73,30 @@ def verdict(folder: Path) -> None:
 def _tell_of(folder: Path, notes: list[Note], settings: Settings, *, code: int) -> None:
     for note in notes:
         if not note.ended:
-            steps = _steps_logged(folder, note)
-            _say(
-                f"rank {note.rank} was ended while it was recorded, after {steps} steps; what was whole by then is kept"
-            )
+            kept = "what was whole by then is kept"
+            _say(f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps; {kept}")
     traced = _traced(folder, (note.rank for note in notes))
     where = _shown(folder)
     if not traced:
-        _say(f"{_too_short(settings, notes)}; metrics are in {where}")
+        if all(note.ended for note in notes):
+            _say(f"{_too_short(settings, notes)}; metrics are in {where}")
         return
     _say(f"recorded {_named_ranks(traced)} in {where}")
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
-        return  # another node has the rank that leads, and says the rest
-    world = range(notes[0].world_size) if settings.ranks is None else settings.ranks
+        return  # the rank that leads is on another node, where the rest is said
     if code == 0:
-        _wait_for(folder, set(world))
+        _wait_for(folder, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
     if has_analysis():
         verdict(folder)
     _say(f"next: tracekit check {where}, tracekit dashboard {_shown(folder.parent)}")
 
 
 def _nothing(settings: Settings) -> str:
-    only = "" if settings.ranks is None else f" on ranks {', '.join(map(str, settings.ranks))}"
+    if settings.ranks is not None:
+        return f"nothing was recorded: no torch optimizer took a step on ranks {', '.join(map(str, settings.ranks))}"
     return (
-        f"nothing was recorded: no torch optimizer took a step{only} in a Python process of this command that got "
-        f"PYTHONPATH and {conventions.RECORD_VARIABLE} passed on (python -I and -E take neither)"
+        "nothing was recorded: no torch optimizer took a step in it, or its launcher did not pass PYTHONPATH and "
+        f"{conventions.RECORD_VARIABLE} on"
     )
 
 
@@ -118,13 +117,13 @@ def _traced(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def _wait_for(folder: Path, ranks: "set[int]") -> None:
-    """Wait a while for what other nodes bring: only for ranks whose metrics say that they record into this run."""
+    """Wait a while for what other nodes bring."""
     deadline = time.monotonic() + _OTHERS_WAIT_S
     while time.monotonic() < deadline and len(_traced(folder, ranks)) < len(ranks):
         time.sleep(0.2)
 
 
-def _steps_logged(folder: Path, note: Note) -> int:
+def _steps(folder: Path, note: Note) -> int:
     log = folder / (conventions.rank_file(note.rank, conventions.METRICS_SUFFIX) + conventions.PARTIAL_SUFFIX)
     try:
         last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]

@@ -8,7 +8,8 @@ from tracekit import conventions
 from tracekit.capture import claim, files
 
 _PLAIN = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
-_OURS = re.compile(r"rank\d{5,}\.|run\.json$|\.training$")
+# What died in the middle of its writing is no file of the run, but a log is good up to its last line.
+_OURS = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
 
 
 def gather(run: Path, parts: list[Path]) -> int:

@@ -43,11 +43,15 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
     The folders for notes and for traces that wait are made here, and gone in the end. A command that a signal ended
     ends this process by the same one. `on_signal` is a signal that asks for a window instead of reaching the command.
     """
-    with _folders(settings) as settings:
-        watched = dataclasses.replace(settings)
-        code = _run(_words(command), _environment(settings), lambda: ending.ask_for_window(watched), on_signal)
+    with _folders(settings) as placed:
         try:
-            ending.tell(settings, code=code, quiet=quiet)
+            code = _run(_words(command), _environment(placed), lambda: ending.ask_for_window(placed), on_signal)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            sys.stderr.write(f"tracekit: {command[0]}: {'command not found' if missing else error.strerror}\n")
+            return NOT_FOUND if missing else NOT_EXECUTABLE
+        try:
+            ending.tell(placed, code=code, quiet=quiet)
         except KeyboardInterrupt:
             pass
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it
@@ -108,14 +112,7 @@ def _words(command: list[str]) -> list[str]:
 def _run(command: list[str], environment: Mapping[str, str], ask: Callable[[], None], on_signal: "int | None") -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
-        try:
-            child = subprocess.Popen(command, env=environment, preexec_fn=lambda: _as_if_alone(before))  # noqa: S603
-        except FileNotFoundError:
-            sys.stderr.write(f"tracekit: {command[0]}: command not found\n")
-            return NOT_FOUND
-        except OSError as error:
-            sys.stderr.write(f"tracekit: {command[0]}: {error.strerror}\n")
-            return NOT_EXECUTABLE
+        child = subprocess.Popen(command, env=environment, preexec_fn=lambda: _as_if_alone(before))  # noqa: S603
         while child.poll() is None:
             told = signal.sigtimedwait(_WATCHED, _LOOK_EVERY_S)
             if told is None or told.si_signo == signal.SIGCHLD:
