@@ -203,6 +203,17 @@ def test_ranks_behind_missing_or_standing_still_are_named(tmp_path: Path) -> Non
     assert picture.standing[0] == pytest.approx(60, abs=1)
 
 
+def test_a_log_that_grows_does_not_stand_still_though_its_server_has_another_clock(tmp_path: Path) -> None:
+    watched.write(tmp_path, steady(30), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    assert set(watch.picture(NOW_S).standing) == {0}
+    watched.append(tmp_path, steady(1, first=30))
+    watch.poll(NOW_S + 1)
+    picture = watch.picture(NOW_S + 3)
+    assert (picture.standing, picture.quiet_s) == ({}, 2)
+
+
 def test_a_run_is_over_when_every_log_is_closed(tmp_path: Path) -> None:
     watched.write(tmp_path, steady(30), steady(30, seed=1), live=True)
     watch = Watch(tmp_path)
