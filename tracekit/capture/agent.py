@@ -69,7 +69,7 @@ class Agent:
         register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: after(optimizer))
         wrap(Optimizer, "__init__", after=self._safe(self._made))
-        wrap(torch.Tensor, "backward", before=self._safe(self._before_backward), after=self._safe(self._after_backward))
+        wrap(torch.Tensor, "backward", around=self._around_backward)
         wrap(GradScaler, "scale", result=self._safe(self._scaled))
         wrap(GradScaler, "step", around=self._around_scaled_step)
         wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
@@ -86,6 +86,7 @@ class Agent:
         self._within = threading.local()
         self._stepped: list[tuple[Any, bool]] = []
         self._loop_thread = threading.get_ident()
+        self._in_backward = False
         self._losses: list[Any] = []
         self._unscaled: tuple[Any, Any] | None = None
         self._skipped = False
@@ -112,14 +113,23 @@ class Agent:
         elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
         self._rounds.made(self._number(optimizer), elements)
 
-    def _before_backward(self, root: Any, *_: Any) -> None:
+    def _before_backward(self, root: Any) -> None:
         self._loop_thread = threading.get_ident()
         self._begin()
         if root.numel() == 1:
             unscaled = self._unscaled
             self._losses.append(unscaled[1] if unscaled is not None and unscaled[0]() is root else root.detach())
 
-    def _after_backward(self, *_: Any) -> None:
+    def _around_backward(self, backward: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
+        self._safe(self._before_backward)(root)
+        self._in_backward = True
+        try:
+            return backward(root, *args, **kwargs)
+        finally:
+            self._in_backward = False
+            self._safe(self._after_backward)()
+
+    def _after_backward(self) -> None:
         stepped, self._stepped = self._stepped, []
         for optimizer, skipped in stepped:
             self._count(optimizer, skipped=skipped)
@@ -129,7 +139,8 @@ class Agent:
         self._unscaled = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
     def _before_step(self, optimizer: Any) -> None:
-        self._begin()
+        if not self._in_backward:
+            self._begin()
         within = self._inside()
         if optimizer in within:  # its last step raised
             del within[within.index(optimizer) :]
@@ -170,8 +181,11 @@ class Agent:
     # What is made of it -----------------------------------------------------------------------------------------------
 
     def _count(self, optimizer: Any, *, skipped: bool) -> None:
-        """Count the step of an optimizer; one on another thread once the loop's own thread is back from backward."""
-        if threading.get_ident() != self._loop_thread:
+        """Count the step of an optimizer, or of one that steps inside of backward once that is over.
+
+        There autograd keeps the state of each thread, the profiler's included, and puts it back in the end.
+        """
+        if self._in_backward or threading.get_ident() != self._loop_thread:
             self._stepped.append((optimizer, skipped))
             return
         self._skipped |= skipped
