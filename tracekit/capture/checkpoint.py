@@ -39,7 +39,7 @@ def record_save(
     Adds one line per stage to the rank's checkpoint log in `folder`, in the format that `tracekit.conventions`
     documents, and to a trace being recorded the spans ``tracekit::checkpoint`` and ``tracekit::checkpoint.<stage>``
     of the stages that are one stretch of time (plan, wait, finish, and each fsync). What the block does before the
-    save, such as gathering the state, counts as plan, what it does after as finish. `writer` is a FileSystemWriter or
+    save, such as gathering the state, counts as plan, what it does after as wait. `writer` is a FileSystemWriter or
     another with a file system of its kind under `fs`; of any other, all of its writing counts as write. A save that
     raises leaves no lines. Say ``blocking=False`` on a thread that training does not wait for.
 

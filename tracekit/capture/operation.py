@@ -14,7 +14,6 @@ from tracekit.capture.stages import Stage, StageClock, share_out
 from tracekit.capture.written import Written
 
 AT_WORK = "at work"  # the part in which threads take turns at several stages, each by its own clock
-_AFTER = "after"  # what the caller's block does after torch's save has ended
 
 Row = dict[str, Any]
 Turns = Mapping[tuple[str, str], Stage]
@@ -46,7 +45,6 @@ SAVE = Course(
         ("write_data", "end"): conventions.WAIT,
         ("finish_checkpoint", "start"): conventions.FINISH,
         ("finish_checkpoint", "end"): conventions.WAIT,
-        ("save", "end"): _AFTER,
     },
     conventions.FINISH,
 )
@@ -198,18 +196,11 @@ class Operation:
             if stage is None or stage == AT_WORK:
                 continue
             start_ns = self._clock.first_ns[stage]
-            name = self._name_of(stage, spent_ns, total_ns)
             # Rank 0 syncs its shard at work, and the metadata inside finish.
-            first_ns, other_ns = times.get(name, (start_ns, 0))
-            times[name] = (min(first_ns, start_ns), other_ns + spent_ns)
+            first_ns, other_ns = times.get(stage, (start_ns, 0))
+            times[stage] = (min(first_ns, start_ns), other_ns + spent_ns)
         times[conventions.TOTAL] = (self.start_ns, total_ns)
         return times
-
-    def _name_of(self, stage: str, spent_ns: int, total_ns: int) -> str:
-        if stage != _AFTER:
-            return stage
-        # What the caller adds to the save finishes it; leaving the block is no work.
-        return conventions.FINISH if spent_ns > total_ns / 100 else conventions.WAIT
 
     def _on_own_thread(self) -> bool:
         return threading.get_ident() == self._thread
@@ -282,7 +273,7 @@ def _span_name(stage: str) -> str:
 
 
 def _open_span(stage: Stage) -> Any:
-    if stage in (None, AT_WORK, _AFTER):
+    if stage in (None, AT_WORK):
         return None
     span = torch.profiler.record_function(_span_name(str(stage)))
     span.__enter__()
