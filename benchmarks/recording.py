@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     steps = {_MODEL: given.model_steps, _EMPTY: given.empty_steps}
     plan = Plan(given.starts, given.turns, steps, given.windows, given.window_starts)
-    outside = {work: _outside(work, plan) for work in (_MODEL, _EMPTY) if steps[work]}
+    outside = {work: _outside(work, plan) for work in (_MODEL, _EMPTY) if steps[work] and plan.starts}
     inside = _inside(given.options or list(recording_training.OPTIONS), plan, given.inside_work)
     text = "\n".join([results.machine(), *outside_tables(outside), *inside_table(inside)]) + "\n"
     print(text)
@@ -166,10 +166,9 @@ def outside_tables(measured: Mapping[str, Sequence[Turns]]) -> list[str]:
     """Return as Markdown what recording costs outside of the window."""
     if not measured:
         return []
-    starts = len(next(iter(measured.values())))
-    lines = [
-        f"Outside the window; medians and 95% intervals of {starts} starts, of each the lower quartile of steps:\n"
-    ]
+    starts = next(iter(measured.values()))
+    turns = sum(len(start[ALONE]["cpu_ns"]) for start in starts)
+    lines = [f"Outside the window; medians and 95% intervals of {turns} turns in {len(starts)} starts:\n"]
     lines += ["| | step of the model | CPU time, against alone | wall time, against alone | added to an empty step |"]
     lines += ["|---|---|---|---|---|"]
     model, empty = measured.get(_MODEL, ()), measured.get(_EMPTY, ())
@@ -228,7 +227,9 @@ def inside_table(measured: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
             units.duration(statistics.median(each["background_ns"] for each in windows)) + " of CPU",
         )
         lines.append(f"| {option} | {' | '.join(cells)} |")
-    return lines
+    calls_us = [each["call_ns"] / 1000 for found in measured.values() for windows in found for each in windows]
+    told = _interval(calls_us, "{:.0f} µs")
+    return [*lines, f"\nOutside of windows, `Recorder.step` itself takes {told} of CPU between steps of the model."]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ recorder where RUN is given, and nothing otherwise.
 
 import contextlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,7 @@ def windows(step: Step, option: str, run: str, count: int) -> None:
         tell(
             {
                 "before_ns": _mean([steps_ns[n] + calls_ns[n] for n in before]),
+                "call_ns": statistics.median(calls_ns[n] for n in before),
                 "inside_ns": _mean([steps_ns[n] + calls_ns[n] for n in inside]),
                 # The profiler is prepared, started, and stopped, its trace written in calls between steps.
                 "held_ns": sum(held_ns[begin - WARM_UP_STEPS - 1 : end]),
