@@ -74,7 +74,9 @@ def _tell_of(folder: Path, notes: list[Note], settings: Settings, *, code: int) 
     for note in notes:
         if not note.ended:
             kept = "what was whole by then is kept"
-            _say(f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps; {kept}")
+            _say(
+                f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps or more; {kept}"
+            )
     traced = _traced(folder, (note.rank for note in notes))
     where = _shown(folder)
     if not traced:
