@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import os
 import sys
 import threading
 import time
@@ -205,9 +206,8 @@ def _travelling(folder: Path, rank: int) -> Iterator[None]:
 
     name = "_checkpointing_subprocess"
     original = vars(_AsyncCheckpointProcess).get(name)
-    root = Path(__file__).parents[2]
-    # That process finds modules by our sys.path and no other way; if it did not find this one it could not save.
-    if original is None or not any(Path(entry or ".").resolve() == root.resolve() for entry in sys.path):
+    # If that process did not find this module it could not save.
+    if original is None or not _found_by_children():
         yield
         return
     serve = staticmethod(functools.partial(_serve_recorded, str(folder.absolute()), rank))
@@ -216,6 +216,15 @@ def _travelling(folder: Path, rank: int) -> Iterator[None]:
         yield
     finally:
         setattr(_AsyncCheckpointProcess, name, original)
+
+
+def _found_by_children() -> bool:
+    """Return whether a new Python finds tracekit: by our sys.path, which it gets, or as `tracekit record` has it."""
+    root = Path(__file__).resolve().parents[2]
+    if any(Path(entry or ".").resolve() == root for entry in sys.path):
+        return True
+    injected = os.environ.get("PYTHONPATH", "").split(os.pathsep) if conventions.RECORD_VARIABLE in os.environ else []
+    return any(Path(entry).resolve().is_relative_to(root / "tracekit") for entry in injected if entry)
 
 
 def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
