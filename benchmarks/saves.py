@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.results import machine
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.capture import watching
+from tracekit.capture.checkpoints import watching
 
 _WARM_UP_ROUNDS = 2
 

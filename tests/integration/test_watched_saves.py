@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tests import ranks
 from tracekit import conventions
-from tracekit.capture import watching
+from tracekit.capture.checkpoints import watching
 
 ROWS = 256
 Lines = list[dict[str, Any]]

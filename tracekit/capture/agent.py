@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tracekit.capture import claim, files, place, settings, watching
+from tracekit.capture import claim, files, place, settings
+from tracekit.capture.checkpoints import watching
 from tracekit.capture.rounds import Rounds
 from tracekit.capture.wrapping import wrap
 

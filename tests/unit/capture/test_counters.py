@@ -3,9 +3,9 @@ import threading
 import time
 from pathlib import Path
 
-from tracekit.capture import counters
-from tracekit.capture.looks import Looks
-from tracekit.capture.written import Written
+from tracekit.capture.checkpoints import counters
+from tracekit.capture.checkpoints.looks import Looks
+from tracekit.capture.checkpoints.written import Written
 
 
 def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int) -> str:

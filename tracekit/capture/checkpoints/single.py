@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.capture import operation, recording, zipped
-from tracekit.capture.background import tensor_bytes
-from tracekit.capture.entry import Entry, name_of
-from tracekit.capture.operation import Course, Operation
-from tracekit.capture.recording import Attach, Ending
-from tracekit.capture.replacing import replaced_for_all
+from tracekit.capture.checkpoints import operation, recording, zipped
+from tracekit.capture.checkpoints.background import tensor_bytes
+from tracekit.capture.checkpoints.entry import Entry, name_of
+from tracekit.capture.checkpoints.operation import Course, Operation
+from tracekit.capture.checkpoints.recording import Attach, Ending
+from tracekit.capture.checkpoints.replacing import replaced_for_all
 
 LEAST_BYTES = 1 << 20
 LEAST_NS = 10_000_000

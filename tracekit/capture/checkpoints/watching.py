@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from tracekit import conventions
-from tracekit.capture import checkpoint, operation, recording, single
-from tracekit.capture.background import Background, background_here, in_daemon
-from tracekit.capture.entry import Entry, name_of
-from tracekit.capture.operation import Operation
-from tracekit.capture.recording import Ending, Recorded, Recording, guarded
-from tracekit.capture.single import Watch
+from tracekit.capture.checkpoints import distributed, operation, recording, single
+from tracekit.capture.checkpoints.background import Background, background_here, in_daemon
+from tracekit.capture.checkpoints.entry import Entry, name_of
+from tracekit.capture.checkpoints.operation import Operation
+from tracekit.capture.checkpoints.recording import Ending, Recorded, Recording, guarded
+from tracekit.capture.checkpoints.single import Watch
 
 Begin = Callable[[Watch, Path, tuple[Any, ...], dict[str, Any]], Ending | None]
 
@@ -33,7 +33,7 @@ def watch_torch_files(
     """Record ``torch.save`` and ``torch.load`` from now on, where `folder` returns a run's folder, as `rank`.
 
     `step` returns the optimizer steps done, or None. Calling it again exchanges the three. What
-    `tracekit.capture.single` holds too small is not logged.
+    `tracekit.capture.checkpoints.single` holds too small is not logged.
     """
     import torch.serialization
 
@@ -134,7 +134,7 @@ def _begin_dcp_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: d
         entry = entry.by(conventions.PROCESS)
     return recording.begin(
         operation.SAVE,
-        checkpoint.attach_save,
+        distributed.attach_save,
         lambda _: entry,
         step=watch.step,
         blocking=False if daemon else None,
@@ -147,13 +147,13 @@ def _begin_background_save(watch: Watch, background: Background) -> Recording:
         return entry
 
     entry = background.entry.by(conventions.THREAD)
-    return recording.begin(operation.SAVE, checkpoint.attach_save, conclude, step=watch.step)
+    return recording.begin(operation.SAVE, distributed.attach_save, conclude, step=watch.step)
 
 
 def _begin_dcp_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     path = _path(args, kwargs, "storage_reader")
     entry = _entry(watch, folder, conventions.LOAD, conventions.DCP_LOAD, path)
-    return recording.begin(operation.LOAD, checkpoint.attach_load, lambda _: entry, step=watch.step)
+    return recording.begin(operation.LOAD, distributed.attach_load, lambda _: entry, step=watch.step)
 
 
 class _AsyncRecording:

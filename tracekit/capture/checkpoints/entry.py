@@ -11,8 +11,8 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture import files
-from tracekit.capture.counters import Counters
-from tracekit.capture.operation import Row
+from tracekit.capture.checkpoints.counters import Counters
+from tracekit.capture.checkpoints.operation import Row
 
 _PLAIN = {"bytes": None, "files": None, "calls": None}
 

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import torch
 
 from tracekit import conventions
-from tracekit.capture import counters, files, operation
-from tracekit.capture.counters import Counters
-from tracekit.capture.entry import Entry, with_counters
-from tracekit.capture.operation import Course, Operation
-from tracekit.capture.replacing import replaced_for_all
+from tracekit.capture import files
+from tracekit.capture.checkpoints import counters, operation
+from tracekit.capture.checkpoints.counters import Counters
+from tracekit.capture.checkpoints.entry import Entry, with_counters
+from tracekit.capture.checkpoints.operation import Course, Operation
+from tracekit.capture.checkpoints.replacing import replaced_for_all
 
 Attach = Callable[[Operation, contextlib.ExitStack], None]
 Conclude = Callable[[Operation], Entry | None]

@@ -7,8 +7,8 @@ from typing import Any
 import torch.serialization
 
 from tracekit import conventions
-from tracekit.capture.operation import Operation, here
-from tracekit.capture.replacing import replaced_for_all
+from tracekit.capture.checkpoints.operation import Operation, here
+from tracekit.capture.checkpoints.replacing import replaced_for_all
 
 _PICKLE = "data.pkl"  # the first record; storages follow, each fetched from its device just before
 

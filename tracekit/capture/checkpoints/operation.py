@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.looks import Looks
-from tracekit.capture.stages import Stage, StageClock, share_out
-from tracekit.capture.written import Written
+from tracekit.capture.checkpoints.looks import Looks
+from tracekit.capture.checkpoints.stages import Stage, StageClock, share_out
+from tracekit.capture.checkpoints.written import Written
 
 AT_WORK = "at work"  # the part in which threads take turns at several stages, each by its own clock
 

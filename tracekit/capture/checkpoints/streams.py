@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.operation import Operation
-from tracekit.capture.replacing import replaced
-from tracekit.capture.timed import Moving, timed_reader, timed_writer
-from tracekit.capture.written import File
+from tracekit.capture.checkpoints.operation import Operation
+from tracekit.capture.checkpoints.replacing import replaced
+from tracekit.capture.checkpoints.timed import Moving, timed_reader, timed_writer
+from tracekit.capture.checkpoints.written import File
 
 
 def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: Any) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.capture import operation, recording, streams
-from tracekit.capture.entry import Entry
-from tracekit.capture.operation import Operation
+from tracekit.capture.checkpoints import operation, recording, streams
+from tracekit.capture.checkpoints.entry import Entry
+from tracekit.capture.checkpoints.operation import Operation
+from tracekit.capture.checkpoints.recording import Recorded
+from tracekit.capture.checkpoints.replacing import replaced_for_all
 from tracekit.capture.place import this_rank
-from tracekit.capture.recording import Recorded
-from tracekit.capture.replacing import replaced_for_all
 
 
 @contextlib.contextmanager

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture import checkpoint, counters, operation
-from tracekit.capture.counters import Counters
-from tracekit.capture.entry import Entry, with_counters
-from tracekit.capture.operation import Operation, Row
-from tracekit.capture.recording import guarded
-from tracekit.capture.replacing import replaced_for_all
+from tracekit.capture.checkpoints import counters, distributed, operation
+from tracekit.capture.checkpoints.counters import Counters
+from tracekit.capture.checkpoints.entry import Entry, with_counters
+from tracekit.capture.checkpoints.operation import Operation, Row
+from tracekit.capture.checkpoints.recording import guarded
+from tracekit.capture.checkpoints.replacing import replaced_for_all
 
 _here = threading.local()
 _DAEMON_FILE = "_async_process_executor.py"  # of torch
@@ -50,7 +50,7 @@ class Background:
         """Follow an async_save on the thread that called it, and lay hold of the one that will do the work."""
         self._before = counters.read(threading.get_native_id())
         self._start_ns = running.start_ns
-        checkpoint.listen(running, window)
+        distributed.listen(running, window)
         _links[id(running)] = self
         window.callback(_links.pop, id(running), None)
         for executor in _executors():
@@ -90,7 +90,7 @@ class Background:
 
             self._thread_entry = self.entry.by(conventions.THREAD)
             own = threading.get_ident()
-            handler = checkpoint.Listener({_LAUNCH}, functools.partial(self._heed, own))
+            handler = distributed.Listener({_LAUNCH}, functools.partial(self._heed, own))
             _dcp_logger.addHandler(handler)
             window.callback(_dcp_logger.removeHandler, handler)
             window.enter_context(_travelling(self.entry.folder, self.entry.rank))
@@ -220,7 +220,7 @@ def _travelling(folder: Path, rank: int) -> Iterator[None]:
 
 def _found_by_children() -> bool:
     """Return whether a new Python finds tracekit: by our sys.path, which it gets, or as `tracekit record` has it."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if any(Path(entry or ".").resolve() == root for entry in sys.path):
         return True
     injected = os.environ.get("PYTHONPATH", "").split(os.pathsep) if conventions.RECORD_VARIABLE in os.environ else []
@@ -230,7 +230,7 @@ def _found_by_children() -> bool:
 def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
-    from tracekit.capture import watching  # which needs this module
+    from tracekit.capture.checkpoints import watching  # which needs this module
 
     watching.watch_distributed_checkpoints(lambda: Path(folder), lambda: rank, lambda: None)
     _AsyncCheckpointProcess._checkpointing_subprocess(*args)

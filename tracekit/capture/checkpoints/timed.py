@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracekit import conventions
-from tracekit.capture.stages import StageClock
-from tracekit.capture.written import File
+from tracekit.capture.checkpoints.stages import StageClock
+from tracekit.capture.checkpoints.written import File
 
 
 @dataclass
