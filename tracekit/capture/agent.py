@@ -6,6 +6,7 @@ which no optimizer steps is left alone.
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -216,7 +217,11 @@ class Agent:
         self._on = False  # for good, if what follows raises
         from tracekit.capture.recorder import Recorder
 
-        folder = claim.claim(Path(asked.out), _training(asked))
+        try:
+            folder = claim.claim(Path(asked.out), _training(asked))
+        except OSError as error:
+            self._tell({"failed": True})
+            raise OSError(f"--out {asked.out} cannot be written ({error.strerror or error})") from error
         self._recorder = Recorder(
             folder,
             steps=asked.steps,
@@ -259,22 +264,29 @@ class Agent:
             self._recorder = recorder
             self._safe(self._note, always=True)(ended=True)
             self._recorder = None
+            if not Path(self._asked.notes).is_dir():  # a node without a launcher to tidy up
+                with contextlib.suppress(OSError):
+                    Path(self._asked.scratch).rmdir()
 
     def _note(self, *, ended: bool) -> None:
-        """Tell the launcher, where it is on this node, of this rank's recording."""
+        """Tell the launcher of this rank's recording."""
         recorder = self._recorder
         assert recorder is not None
-        notes = Path(self._asked.notes)
-        if notes.is_dir():
-            told = {
+        self._tell(
+            {
                 "folder": str(recorder.folder),
                 "rank": recorder.rank,
                 "world_size": place.this_world_size(),
                 "steps": recorder.steps_done,
                 "ended": ended,
             }
-            path = notes / f"{self._pid}.json"
-            files.write_json(path, told)
+        )
+
+    def _tell(self, note: dict[str, Any]) -> None:
+        """Leave a note to the launcher, where it is on this node."""
+        notes = Path(self._asked.notes)
+        if notes.is_dir():
+            files.write_json(notes / f"{self._pid}.json", note)
 
     def _number(self, optimizer: Any) -> int:
         return self._numbers.setdefault(optimizer, len(self._numbers))
@@ -295,7 +307,7 @@ class Agent:
                 call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
                 self._on = False
-                files.complain("no longer recorded", error)
+                files.complain("not recorded", error)
 
         vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not look in here
         return safe
@@ -311,7 +323,8 @@ def _training(asked: settings.Settings) -> str:
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         try:
             store = distributed.distributed_c10d._get_default_store()
-            return str(store.compare_set(_SHARED_KEY, "", own).decode())
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its restarts
+            return str(store.compare_set(f"{_SHARED_KEY}/{attempt}", "", own).decode())
         except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
             return asked.launch
     return own
