@@ -198,15 +198,6 @@ def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert re.search(r"not recorded: OSError: --out \S+/file/run cannot be written .*training goes on$", done.said[0])
 
 
-def test_a_training_that_its_launcher_starts_again_has_a_run_for_each_try(tmp_path: Path) -> None:
-    again = [*launched(2, "plain_ddp.py", "--steps", "8", "--fail-first-at", "6")]
-    again[again.index("--standalone")] = "--max-restarts=1"
-    done = do(command("--quiet", "--steps", "2:4", "--out", "run", "--", *again), tmp_path)
-    assert done.code == 0, done.err
-    for name in ("run", "run-2"):
-        assert steps_by_rank(load(tmp_path / name)) == {0: [2, 3], 1: [2, 3]}
-
-
 def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     both = " ".join(["'" + "' '".join(script("plain_single.py")) + "'", "; exec", *script("plain_single.py")])
     done = do(command("--quiet", "--steps", "3:5", "--out", "run", "--", "bash", "-c", both), tmp_path)

@@ -218,7 +218,7 @@ class Agent:
         from tracekit.capture.recorder import Recorder
 
         try:
-            folder = claim.claim(Path(asked.out), _training(asked))
+            folder = claim.claim(Path(asked.out), training_name(asked))
         except OSError as error:
             self._tell({"failed": True})
             raise OSError(f"--out {asked.out} cannot be written ({error.strerror or error})") from error
@@ -313,7 +313,7 @@ class Agent:
         return safe
 
 
-def _training(asked: settings.Settings) -> str:
+def training_name(asked: settings.Settings) -> str:
     """Return the name that all ranks of this training share and no other training has.
 
     The ranks agree by the store through which they found each other, without waiting for one another.

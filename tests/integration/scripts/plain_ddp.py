@@ -25,7 +25,6 @@ def main() -> None:
     parser.add_argument("--save-at", type=int, default=8, help="optimizer steps done when saving; 0: never")
     parser.add_argument("--save-to", type=Path, default=Path("checkpoints"))
     parser.add_argument("--kill-at", type=int, help="optimizer steps done when the last rank is killed")
-    parser.add_argument("--fail-first-at", type=int, help="optimizer steps done when all ranks fail, unless restarted")
     options = parser.parse_args()
     device = start()
     loss = train(device, options)
@@ -51,8 +50,6 @@ def train(device: torch.device, options: argparse.Namespace) -> float:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step == options.fail_first_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            raise RuntimeError("the first try fails")
         if step == options.kill_at and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == options.save_at and dist.get_rank() == 0:
