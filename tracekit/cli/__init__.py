@@ -24,6 +24,7 @@ from tracekit.cli.query import query
 from tracekit.cli.rules import explain, rules
 from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
+from tracekit.cli.simulate import simulate
 from tracekit.cli.summary import summary
 from tracekit.errors import TracekitError
 
@@ -51,6 +52,7 @@ for command, in_short in (
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
+    (simulate, "Write traces of a simulated training, with known faults."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
     app.command(short_help=in_short)(command)
