@@ -44,6 +44,12 @@ def late_launch(job: Job, given: Sequence[str]) -> Job:
     return _with(job, launch_delay_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job) / passes)))
 
 
+def host_sync(job: Job, given: Sequence[str]) -> Job:
+    """Let the host read each layer's output, and think about it: DURATION."""
+    passes = job.model.layers * job.micro_batches
+    return _with(job, reading_ns=_duration(given, 0, lambda: step_ns(job) // (10 * passes)))
+
+
 def data_stall(job: Job, given: Sequence[str]) -> Job:
     """Let each batch be late: DURATION."""
     return _with(job, data_stall_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job))))

@@ -78,6 +78,9 @@ class Device:
     collective_slows_compute: float
     streams: dict[int, Stream] = field(default_factory=dict)
     running: list[Work] = field(default_factory=list)
+    shares_queue: bool = False
+    queue: deque[Work] = field(default_factory=deque)
+    """What was launched and has not started, in order."""
     launched: int = 0
     done: int = 0
     last_end_ns: int = 0

@@ -41,7 +41,10 @@ class Engine:
         self._jitter = _jitter(job)
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._members = set(job.simulated_ranks)
-        self.devices = {rank: Device(RankRecord(rank), *self._contention()) for rank in job.simulated_ranks}
+        self.devices = {
+            rank: Device(RankRecord(rank), *self._contention(), shares_queue=job.troubles.shares_queue)
+            for rank in job.simulated_ranks
+        }
         self.hosts = {rank: HostState(self, device, program) for rank, device in self.devices.items()}
 
     def run(self) -> Recording:
@@ -121,10 +124,13 @@ class Engine:
         device, transfer = stream.device, work.transfer
         if transfer is not None and device.turns[transfer.group.name][0] is not transfer:
             return False  # it is tried again when its turn comes
+        if device.shares_queue and device.queue[0] is not work:
+            return False
         device.pass_time(now_ns)
         if stream.number == MAIN_STREAM:
             device.record.account.begin(work.step, now_ns)
         stream.running = work
+        self._leave_queue(now_ns, device)
         work.start_ns = work.since_ns = now_ns
         device.running.append(work)
         if transfer is not None:
@@ -133,6 +139,14 @@ class Engine:
                 self._carry(now_ns, transfer)
         self._settle(now_ns, device)
         return True
+
+    def _leave_queue(self, now_ns: int, device: Device) -> None:
+        if not device.shares_queue:
+            return
+        device.queue.popleft()
+        for stream in device.streams.values():
+            if stream.running is None and stream.queue and device.queue and stream.queue[0][0] is device.queue[0]:
+                self.at(max(now_ns, stream.free_ns), self._advance, stream)
 
     def _settle(self, now_ns: int, device: Device) -> None:
         """Give every resident kernel its rate, and set when it ends if that changed."""

@@ -144,9 +144,10 @@ _LISTED = (
     Fault(
         "host-sync",
         "HOST002",
-        "host-sync",
-        "each layer's output is read on the host (.item()), which waits for the device",
-        causes.switch(blocking_reads=True),
+        "host-sync[:DURATION]",
+        "each layer's output is read on the host (.item()), which waits for the device and then looks at it for "
+        "DURATION (a tenth of a step over all layers)",
+        causes.host_sync,
     ),
     Fault(
         "dataloader-stall",
@@ -185,9 +186,9 @@ _LISTED = (
         "serialized-communicators",
         "STREAM002",
         "serialized-communicators",
-        "gathers and reductions take turns on one communicator",
-        causes.switch(shares_communicator=True),
-        strategies=(FSDP2, HSDP),
+        "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives take turns with compute",
+        causes.switch(shares_queue=True),
+        strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
     ),
     Fault(
         "sm-contention",

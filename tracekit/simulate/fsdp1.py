@@ -55,6 +55,7 @@ class Fsdp1(Sharded):
     def begin_forward(self) -> None:
         """Gather the root, which stays gathered."""
         with self._span("forward"), self._span("_pre_forward"):
+            self.host.follow(GATHER_STREAM, MAIN_STREAM)  # for the weights that the optimizer has just written
             self._gather(None)
             self.await_gather(None)
 

@@ -9,10 +9,8 @@ from tracekit.simulate.program import (
     COPY_IN_STREAM,
     GATHER_STREAM,
     MAIN_STREAM,
-    REDUCE,
     REDUCE_STREAM,
     REPLICATE,
-    SHARD,
     Give,
     Take,
 )
@@ -20,7 +18,10 @@ from tracekit.simulate.sharded import ADD, CAST, DIVIDE, SPLIT, Sharded
 
 
 class Fsdp2(Sharded):
-    """fully_shard: prefetches on the device without blocking the host; gradients are packed on the compute stream."""
+    """fully_shard: prefetches on the device without blocking the host; gradients are packed on the compute stream.
+
+    As by default, gathers and reductions share a communicator, and one reduction is in flight.
+    """
 
     prefix = "FSDP::"
 
@@ -32,6 +33,7 @@ class Fsdp2(Sharded):
     def begin_forward(self) -> None:
         """Gather the root, which stays gathered."""
         with self._span("pre_forward", None):
+            self.host.follow(COPY_IN_STREAM, MAIN_STREAM)  # for the weights that the optimizer has just written
             self._unshard(None)
             self._await(None)
 
@@ -71,10 +73,6 @@ class Fsdp2(Sharded):
             self._reduced = []
             self.host.add(Give("weights -1"))
 
-    @property
-    def _group(self) -> str:
-        return SHARD if self.job.troubles.shares_communicator else REDUCE
-
     def _unshard(self, layer: int | None) -> None:
         parameters = self.parameters(layer)
         with self._span("all_gather", layer):
@@ -104,7 +102,7 @@ class Fsdp2(Sharded):
             buffer = f"gradients {layer}"
             self.host.add(Take(buffer, costs.REDUCED_BYTES * parameters))
             self._prepare(parameters)
-            self.collective("reduce_scatter", REDUCE_STREAM, parameters, group=self._group)
+            self.collective("reduce_scatter", REDUCE_STREAM, parameters)
             reduced = self.host.record(REDUCE_STREAM)
             shard = parameters // self.job.shards
             self._finish(shard, reduced)

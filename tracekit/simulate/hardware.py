@@ -45,7 +45,7 @@ class Hardware:
     """How much longer a collective's transfer takes while compute runs."""
     launch_s: float = 4e-6
     """Host time of one kernel launch."""
-    op_s: float = 6e-6
+    op_s: float = 15e-6
     """Host time of one op besides its launches: Python and dispatcher."""
     queue_depth: int = 1024
     """Launches that may be outstanding before the host must wait."""
@@ -100,7 +100,7 @@ _ALL = (
         network_hop_s=6e-6,
         collective_slows_compute=0.05,
         launch_s=3e-6,
-        op_s=4e-6,
+        op_s=10e-6,
         gemm_name="nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT",
     ),
     # Peaks: NVIDIA V100 SXM2 32GB datasheet (125 TFLOP/s fp16, 900 GB/s, NVLink 150 GB/s each way); four 100 Gb/s
@@ -117,10 +117,10 @@ _ALL = (
         gpus_per_node=8,
         node_bytes_per_s=120e9,
         network_bytes_per_s=42e9,
-        node_hop_s=4e-6,
+        node_hop_s=10e-6,
         network_hop_s=9e-6,
         launch_s=5e-6,
-        op_s=8e-6,
+        op_s=20e-6,
         gemm_name="volta_fp16_s884gemm_fp16_256x128_ldg8_f2f_tn",
     ),
 )

@@ -164,6 +164,8 @@ class HostState:
         if kernel.collective is not None:
             work.transfer = self._engine.issue(device, kernel, what.key, self._step)
         device.launched += 1
+        if device.shares_queue:
+            device.queue.append(work)
         self._engine.enqueue(device.stream(kernel.stream), work, self._clock_ns + _LAUNCH_LATENCY_NS)
         return True
 

@@ -11,7 +11,7 @@ DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = "ddp", "fsdp1", "fsdp2", "hsdp", "y
 STRATEGIES: Mapping[str, str] = {
     DDP: "weights on every rank, gradients all-reduced layer by layer",
     FSDP1: "FullyShardedDataParallel: gradients prepared on the stream that reduces them",
-    FSDP2: "fully_shard, with a communicator of its own for reduce-scatters",
+    FSDP2: "fully_shard: gradients packed on the compute stream, the host never held back",
     HSDP: "fully_shard inside a node, all-reduce across nodes",
     YAFSDP: "this project's YaFSDP: two alternating buffers, gradients prepared on the compute stream",
     YAFSDP_V1: "YaFSDP as published in May 2024: deferred reduce-scatters, the cast on the communication stream",
@@ -31,8 +31,8 @@ class Troubles:
     """By rank: how many times as long the collectives through its network link take, and from which step on."""
     launch_delay_ns: int = 0
     """Host time lost in Python before each layer's forward pass."""
-    blocking_reads: bool = False
-    """Whether each layer's output is read on the host."""
+    reading_ns: int | None = None
+    """Host time spent on each layer's output, which is read for it and so waits for the device; None: it isn't read."""
     data_stall_ns: int = 0
     """Time that each batch takes to come, nothing being launched meanwhile."""
     save_ns: int = 0
@@ -42,8 +42,8 @@ class Troubles:
     """Steps in which the allocator frees its cache and takes memory anew."""
     retry_calls: int = 24
     prefetches: bool = True
-    shares_communicator: bool = False
-    """Whether gathers and reductions take turns on one communicator where the strategy could keep them apart."""
+    shares_queue: bool = False
+    """Whether all streams are fed by one queue, so that no kernel starts before all launched earlier have started."""
     collectives_per_unit: int = 1
     reduces_every_micro_batch: bool = False
     prepares_on_communication: bool = False

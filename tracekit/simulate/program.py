@@ -10,8 +10,8 @@ COMPUTE, COMMUNICATION, COPY = "compute", "communication", "copy"
 MAIN_STREAM, GATHER_STREAM, REDUCE_STREAM, COPY_IN_STREAM, ALL_REDUCE_STREAM = 7, 20, 24, 28, 32
 MAIN_THREAD, AUTOGRAD_THREAD = 4242, 4243
 
-SHARD, REPLICATE, REDUCE = "shard", "replicate", "reduce"
-"""Process groups: the ranks over which units are sharded, those that hold the same shard, and SHARD's second one."""
+SHARD, REPLICATE = "shard", "replicate"
+"""Process groups: the ranks over which units are sharded, and those that hold the same shard."""
 
 
 @dataclass(frozen=True, slots=True)

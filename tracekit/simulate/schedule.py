@@ -205,12 +205,14 @@ class Schedule:
         self.host.add(Take(buffer, round(kept * self.job.tokens * self.job.model.width)))
 
     def _read_output(self) -> None:
-        if not self.job.troubles.blocking_reads:
+        reading_ns = self.job.troubles.reading_ns
+        if reading_ns is None:
             return
         copy = Kernel("Memcpy DtoH (Device -> Pageable)", COPY, MAIN_STREAM, 1_500, bytes=_READ_BYTES)
         with self.host.op("aten::item"), self.host.op("aten::_local_scalar_dense"):
             self.host.launch(copy)
             self.host.add(Synchronize(self.host.record(MAIN_STREAM), "cudaStreamSynchronize"))
+        self.host.add(Spend(reading_ns))
 
     def _retry(self) -> None:
         """Let the allocator run out of memory: it waits for the device, frees its cache and takes it anew."""

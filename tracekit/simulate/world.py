@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from tracekit.simulate.costs import Rates, rates, ring_s
-from tracekit.simulate.job import DDP, HSDP, Job
-from tracekit.simulate.program import REDUCE, REPLICATE, SHARD, Collective
+from tracekit.simulate.job import HSDP, Job
+from tracekit.simulate.program import REPLICATE, SHARD, Collective
 
 NODE, NETWORK = "node", "network"
 _ITEM_BYTES = {"BFloat16": 2, "Float": 4}
@@ -33,21 +33,16 @@ class World:
         node, local = divmod(rank, job.node)
         if kind == REPLICATE:
             ranks = tuple(range(local, job.gpus, job.node))
-            return Group(f"{2 + job.gpus // job.node + local}", "mesh_dp_replicate", ranks, NETWORK)
+            return Group(f"{1 + job.gpus // job.node + local}", "mesh_dp_replicate", ranks, NETWORK)
         if job.strategy == HSDP:
             ranks = tuple(range(node * job.node, (node + 1) * job.node))
-            first = 2 if kind == SHARD else 2 + job.gpus // job.node + job.node
-            return Group(f"{first + node}", f"mesh_dp_{kind}", ranks, NODE)
+            return Group(f"{1 + node}", "mesh_dp_shard", ranks, NODE)
         link = NODE if job.gpus <= job.node else NETWORK
-        description = "default_pg" if kind == SHARD else "reduce_scatter"
-        return Group("0" if kind == SHARD else "1", description, tuple(range(job.gpus)), link)
+        return Group("0", "default_pg", tuple(range(job.gpus)), link)
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of groups that the job has."""
-        separate = () if self._job.troubles.shares_communicator else (REDUCE,)
-        return {DDP: (SHARD,), HSDP: (SHARD, REPLICATE, *separate), "fsdp2": (SHARD, *separate)}.get(
-            self._job.strategy, (SHARD,)
-        )
+        return (SHARD, REPLICATE) if self._job.strategy == HSDP else (SHARD,)
 
     def transfer_ns(self, collective: Collective, group: Group) -> int:
         """Return how long a collective takes once all its ranks are there, if nothing else uses the link."""

@@ -27,7 +27,8 @@ class Yafsdp(Sharded):
         """Gather the root, which has buffers of its own."""
         self._released, self._kept = {}, set()
         with self._span("pre_forward", None):
-            self._unshard(None)
+            # For the weights that the optimizer has just written.
+            self._unshard(None, after=self.host.record(MAIN_STREAM))
             self.await_gather(None)
 
     def enter_forward(self, layer: int) -> None:
@@ -117,7 +118,7 @@ class YafsdpV1(Sharded):
     def begin_forward(self) -> None:
         """Gather the embedding."""
         self._released = {}
-        self._gather(-1)
+        self._gather(-1, after=self.host.record(MAIN_STREAM))
         self.await_gather(-1)
 
     def enter_forward(self, layer: int) -> None:

@@ -1,0 +1,56 @@
+"""The closed form is what the simulation finds; the published table is predicted as well as is claimed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks import published_table
+from benchmarks.published_baselines import INDICATORS, ROOFLINE, predictions
+from benchmarks.published_fit import GIVE_WAY, fit, predict
+from tests.unit.simulate.jobs import job
+from tracekit.simulate import closed_form, costs, engine
+from tracekit.simulate.job import FSDP1, YAFSDP_V1, Job
+
+ROWS = published_table.ROWS
+
+
+def _simulated_s(strategy: str, of: closed_form.Setting, overhead_s: float) -> tuple[float, Job]:
+    machine = replace(job().hardware, collective_slows_compute=0.0, launch_s=1e-9, op_s=0.0)
+    of_job = Job(
+        strategy, of.model, machine, of.gpus, of.seq, checkpoint_layers=of.checkpoint_layers, steps=2, ranks_written=1
+    )
+    of_job = replace(of_job, step_overhead_ns=round(overhead_s * 1e9))
+    windows = engine.simulate(of_job).ranks[0].account.windows
+    return (windows[1][0] - windows[0][0]) / 1e9, of_job
+
+
+@pytest.mark.parametrize("strategy", [FSDP1, YAFSDP_V1])
+@pytest.mark.parametrize("row", [0, 5, 8, 10, 13], ids=lambda i: f"{ROWS[i].setting.model.name}-{ROWS[i].setting.seq}")
+def test_closed_form_and_simulation_agree(strategy: str, row: int) -> None:
+    of = ROWS[row].setting
+    simulated_s, of_job = _simulated_s(strategy, of, 0.05)
+    rates = costs.rates(of_job.hardware, spans_nodes=True, overhead_s=0.05)
+    assert closed_form.step_s(strategy, of, rates) == pytest.approx(simulated_s, rel=0.005)
+
+
+def test_twelve_rows_are_predicted_from_four() -> None:
+    named = np.array([published_table.FITTED])
+    found = published_table.errors(named, *predict(ROWS, fit(ROWS, named)))
+    assert found.speedup_mean.item() <= 2.5
+    assert found.speedup_max.item() <= 7
+    assert found.time_mean.item() <= 0.06
+    assert found.time_max.item() <= 0.12
+
+
+def test_no_choice_of_four_rows_is_special_and_give_way_is_what_explains_the_speedups() -> None:
+    some = published_table.subsets()[::40]
+    found = published_table.errors(some, *predict(ROWS, fit(ROWS, some)))
+    without = published_table.errors(some, *predict(ROWS, fit(ROWS, some, without=GIVE_WAY)))
+    baselines = {name: published_table.errors(some, *told) for name, told in predictions(ROWS, some).items()}
+    assert np.median(found.speedup_mean) <= 3
+    assert np.median(found.time_mean) <= 0.07
+    assert np.median(without.speedup_mean) > 5
+    assert np.median(found.speedup_mean) < min(np.median(of.speedup_mean) for of in baselines.values())
+    assert np.median(found.time_mean) < np.median(baselines[ROOFLINE].time_mean)
+    assert set(baselines) == {INDICATORS, ROOFLINE}
