@@ -33,11 +33,11 @@ class Hardware:
     node_hop_s: float
     """Latency of one hop of a ring inside a node."""
     network_hop_s: float
-    elementwise_bytes: float = 89.0
+    elementwise_bytes: float = 93.0
     """Memory traffic of a layer's forward pass outside matrix products and attention, per token and unit of width."""
-    give_way: float = 1.7
+    give_way: float = 1.74
     """How much longer, per piece it is split into, a preparatory kernel takes beside the main compute."""
-    give_way_high_priority: float = 0.4
+    give_way_high_priority: float = 0.24
     """The same on a stream of high priority, whose blocks are placed first."""
     collective_slows_compute: float = 0.03
     """How much longer compute takes while a collective holds multiprocessors."""
@@ -66,21 +66,21 @@ class Hardware:
 
 _ALL = (
     # Peaks: NVIDIA A100 80GB datasheet (312 TFLOP/s bf16, 2,039 GB/s, NVLink 300 GB/s each way). Shares, network,
-    # latency and contention: fitted to the published FSDP / YaFSDP step times, as benchmarks.published_table does.
+    # latency and contention: fitted to all rows of the published FSDP / YaFSDP table (benchmarks.published_table).
     Hardware(
         "a100-80",
         "NVIDIA A100-SXM4-80GB",
         peak_flops_per_s=312e12,
-        achieved_ratio=0.65,
+        achieved_ratio=0.653,
         peak_memory_bytes_per_s=2.039e12,
-        memory_ratio=0.83,
+        memory_ratio=0.88,
         memory_bytes=80 * GIB,
         multiprocessors=108,
         gpus_per_node=8,
         node_bytes_per_s=230e9,
         network_bytes_per_s=91e9,
         node_hop_s=3e-6,
-        network_hop_s=7.7e-6,
+        network_hop_s=7.9e-6,
     ),
     # Peaks: NVIDIA H100 SXM datasheet (989 TFLOP/s bf16 dense, 3,350 GB/s, NVLink 450 GB/s each way); the network is
     # eight 400 Gb/s adapters a node. Shares are set by us, about what public training reports state.

@@ -35,7 +35,7 @@ CASES = [
 def simulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Simulated, Run]:
     strategy, asked = request.param
     out = tmp_path_factory.mktemp("simulated") / "run"
-    of = job(strategy)
+    of = job(strategy, steps=2, layers=3)
     of = replace(of, hardware=HARDWARE["a100-80"], seed=len(asked))  # with jitter
     return written(of, out, *asked), tracekit.load(str(out), cache=False)
 
