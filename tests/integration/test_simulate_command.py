@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tracekit import cli
 from tracekit.simulate.faults import FAULTS
 
 
@@ -31,8 +32,7 @@ def test_the_command_writes_a_run_with_its_truth_and_says_what_it_did(tmp_path: 
 
 
 def test_the_faults_are_listed_one_a_line_name_first() -> None:
-    done = _simulate("--list-faults")
-    names = [line.split()[0] for line in done.stdout.splitlines()]
+    names = [line.split()[0] for line in _simulate("--list-faults").stdout.splitlines()]
     assert names == list(FAULTS)
     assert len(names) >= 10
     assert all(name == name.lower() for name in names)
@@ -50,9 +50,19 @@ def test_the_faults_are_listed_one_a_line_name_first() -> None:
         ((), "no folder is named"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_one_line(asked: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = _simulate(*asked, *(("--out", str(tmp_path / "run")) if asked else ()))
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    asked: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = ("--out", str(tmp_path / "run")) if asked else ()
+    monkeypatch.setattr(sys, "argv", ["tracekit", "simulate", *asked, *out])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    told = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said in told
+    assert told.count("\n") == 1
     assert not (tmp_path / "run").exists()
