@@ -82,10 +82,14 @@ def _header(job: Job, world: World, rank: int) -> Mapping[str, Any]:
 
 def _events(job: Job, world: World, record: RankRecord) -> Iterator[_Event]:
     process, device = 1000 + record.rank, record.rank % job.node
+    launches = {activity.correlation for activity in record.activities}
     for slice_ in sorted(record.slices, key=lambda s: (s.start_ns, -s.end_ns)):
         yield _host(slice_, process, world, record.rank)
+        if slice_.correlation in launches:
+            flow = {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": slice_.correlation}
+            yield {**flow, "pid": process, "tid": slice_.thread, "ts": _us(slice_.start_ns)}
     for activity in record.activities:
-        yield from _device(activity, job, process, device)
+        yield from _device(activity, job, device)
     yield from _waits(record, device)
     yield from _memory(record, process, device)
     yield from _names(record, process, device)
@@ -102,7 +106,7 @@ def _host(slice_: HostSlice, process: int, world: World, rank: int) -> _Event:
     return _slice(slice_.category, slice_.name, process, slice_.thread, (slice_.start_ns, slice_.end_ns), args)
 
 
-def _device(activity: Activity, job: Job, process: int, device: int) -> Iterator[_Event]:
+def _device(activity: Activity, job: Job, device: int) -> Iterator[_Event]:
     kernel, correlation = activity.kernel, activity.correlation
     args: dict[str, Any] = {"External id": activity.owner, "device": device, "context": 1, "stream": kernel.stream}
     args["correlation"] = correlation
@@ -116,9 +120,8 @@ def _device(activity: Activity, job: Job, process: int, device: int) -> Iterator
         args |= _collective_args(kernel.collective, activity.group, activity.number)
     category = "gpu_memcpy" if kernel.kind == COPY else "kernel"
     yield _slice(category, kernel.name, device, kernel.stream, (activity.start_ns, activity.end_ns), args)
-    flow = {"cat": "ac2g", "name": "ac2g", "id": correlation}
-    yield {"ph": "s", "pid": process, "tid": MAIN_THREAD, "ts": _us(activity.start_ns), **flow}
-    yield {"ph": "f", "pid": device, "tid": kernel.stream, "ts": _us(activity.start_ns), "bp": "e", **flow}
+    flow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": correlation, "bp": "e"}
+    yield {**flow, "pid": device, "tid": kernel.stream, "ts": _us(activity.start_ns)}
 
 
 def _collective_args(collective: Collective, group: Group, number: int) -> dict[str, Any]:
