@@ -78,6 +78,8 @@ class Device:
     collective_slows_compute: float
     streams: dict[int, Stream] = field(default_factory=dict)
     running: list[Work] = field(default_factory=list)
+    resident: dict[str, int] = field(default_factory=lambda: {COMPUTE: 0, COMMUNICATION: 0, COPY: 0})
+    """By kind: how many of them run."""
     shares_queue: bool = False
     queue: deque[Work] = field(default_factory=deque)
     """What was launched and has not started, in order."""
@@ -105,11 +107,27 @@ class Device:
             self.streams[number] = Stream(number, self)
         return self.streams[number]
 
-    def pass_time(self, now_ns: int) -> None:
-        """Add the time since the last change to the account."""
-        kinds = {work.kernel.kind for work in self.running}
+    def begin(self, work: Work, now_ns: int) -> None:
+        """Let work become resident, after what ran until now is accounted for."""
+        self._pass_time(now_ns)
+        self.running.append(work)
+        self.resident[work.kernel.kind] += 1
+
+    def end(self, work: Work, now_ns: int) -> None:
+        """Let resident work end, after what ran until now is accounted for."""
+        self._pass_time(now_ns)
+        self.running.remove(work)
+        self.resident[work.kernel.kind] -= 1
+        self.done += 1
+        self.last_end_ns = now_ns
+
+    def _pass_time(self, now_ns: int) -> None:
+        kinds = self.resident
         self.record.account.pass_time(
-            now_ns, computing=COMPUTE in kinds, communicating=COMMUNICATION in kinds, copying=COPY in kinds
+            now_ns,
+            computing=kinds[COMPUTE] > 0,
+            communicating=kinds[COMMUNICATION] > 0,
+            copying=kinds[COPY] > 0,
         )
 
     def rates(self) -> list[tuple[Work, float]]:
@@ -118,6 +136,8 @@ class Device:
         A kernel on a side stream gives way to the main compute: it takes 1 + give_way × pieces times as long, and what
         it gets is missing from the main compute. A resident collective holds multiprocessors.
         """
+        if len(self.running) == 1:  # as most often: nothing is in its way
+            return [(w, 1.0) for w in self.running if w.kernel.kind != COMMUNICATION]
         main = [w for w in self.running if w.kernel.stream == MAIN_STREAM and w.kernel.kind == COMPUTE]
         side = [w for w in self.running if w.kernel.stream != MAIN_STREAM and w.kernel.kind == COMPUTE]
         copies = [(w, 1.0) for w in self.running if w.kernel.kind == COPY]
@@ -125,6 +145,6 @@ class Device:
             return copies + [(w, 1.0) for w in side]
         slowed = [(w, 1 / (1 + self.give_way[w.kernel.stream] * w.kernel.pieces)) for w in side]
         taken = sum(rate for _, rate in slowed)
-        beside = any(w.kernel.kind == COMMUNICATION for w in self.running)
+        beside = self.resident[COMMUNICATION]
         held = 1 + self.collective_slows_compute if beside else 1.0
         return copies + slowed + [(w, max(_LEAST_RATE, 1 - taken) / held) for w in main]

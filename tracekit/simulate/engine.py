@@ -126,13 +126,12 @@ class Engine:
             return False  # it is tried again when its turn comes
         if device.shares_queue and device.queue[0] is not work:
             return False
-        device.pass_time(now_ns)
+        device.begin(work, now_ns)
         if stream.number == MAIN_STREAM:
             device.record.account.begin(work.step, now_ns)
         stream.running = work
         self._leave_queue(now_ns, device)
         work.start_ns = work.since_ns = now_ns
-        device.running.append(work)
         if transfer is not None:
             transfer.arrived.append((device, work))
             if transfer.is_carried:
@@ -165,13 +164,10 @@ class Engine:
             self._finish(now_ns, device, work)
 
     def _finish(self, now_ns: int, device: Device, work: Work) -> None:
-        device.pass_time(now_ns)
+        device.end(work, now_ns)
         work.version += 1
-        device.running.remove(work)
         stream = device.streams[work.kernel.stream]
         stream.running, stream.free_ns = None, now_ns + _KERNEL_GAP_NS
-        device.done += 1
-        device.last_end_ns = now_ns
         transfer = work.transfer
         group, number = (transfer.group, transfer.number) if transfer else (None, 0)
         device.record.activities.append(

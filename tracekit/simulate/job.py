@@ -89,7 +89,9 @@ class Job:
         if not 0 <= self.checkpoint_layers <= self.model.layers:
             raise InputError(f"--checkpoint-layers is {self.checkpoint_layers}; there are {self.model.layers} layers")
         if self.strategy == HSDP and (self.gpus % self.node or self.gpus == self.node):
-            raise InputError(f"--strategy hsdp needs several full nodes of {self.hardware.gpus_per_node} GPUs; --gpus is {self.gpus}")
+            raise InputError(
+                f"--strategy hsdp needs several full nodes of {self.hardware.gpus_per_node} GPUs; --gpus is {self.gpus}"
+            )
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,17 @@ from tracekit.simulate.program import Kernel
 from tracekit.simulate.world import Group
 
 TERMS = ("compute", "communication", "copy", "overlapped", "exposed_communication", "exposed_copy", "idle")
+# What time counts for, by whether it computes, communicates, copies.
+_TERMS_OF: dict[tuple[bool, bool, bool], tuple[str, ...]] = {
+    (False, False, False): ("idle",),
+    (False, False, True): ("copy", "exposed_copy"),
+    (False, True, False): ("communication", "exposed_communication"),
+    (False, True, True): ("communication", "copy", "exposed_communication"),
+    (True, False, False): ("compute",),
+    (True, False, True): ("compute", "copy"),
+    (True, True, False): ("compute", "communication", "overlapped"),
+    (True, True, True): ("compute", "communication", "copy", "overlapped"),
+}
 
 
 @dataclass(slots=True)
@@ -83,18 +94,12 @@ class Account:
         if self._step is None:
             return
         passed_ns, self._since_ns = now_ns - self._since_ns, now_ns
+        if not passed_ns:
+            return
         self.windows[self._step] = (self.windows[self._step][0], now_ns)
         terms = self.terms[self._step]
-        for name, runs in (
-            ("compute", computing),
-            ("communication", communicating),
-            ("copy", copying),
-            ("overlapped", computing and communicating),
-            ("exposed_communication", communicating and not computing),
-            ("exposed_copy", copying and not computing and not communicating),
-            ("idle", not (computing or communicating or copying)),
-        ):
-            terms[name] += passed_ns if runs else 0
+        for name in _TERMS_OF[computing, communicating, copying]:
+            terms[name] += passed_ns
 
 
 @dataclass
