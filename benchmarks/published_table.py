@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import published_baselines, published_report
+from benchmarks import published_baselines, published_events, published_report
+from benchmarks.published_events import Layer
 from benchmarks.published_fit import GIVE_WAY, Floats, Row, fit, predict
 from tracekit.simulate import models
 from tracekit.simulate.closed_form import Setting
 from tracekit.simulate.costs import Rates
+from tracekit.simulate.job import FSDP1, YAFSDP_V1
 
 
 def _row(model: str, gpus: int, seq: int, checkpoint_layers: int, told: tuple[float, float, float]) -> Row:
@@ -49,6 +51,7 @@ ROWS: tuple[Row, ...] = (
 FITTED = (0, 4, 9, 12)
 """The rows that the constants are fitted on: 7B/64/2048, 7B/128/4096, 34B/256/2048, 70B/256/4096."""
 _SUBSET = 4
+_PICTURED = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class Result:
     every: Errors
     without_give_way: Errors
     baselines: dict[str, Errors]
+    event_difference: float
+    """By how much the simulation, event by event, differs at most from the closed form that the fit uses."""
+    layers: dict[str, Layer]
+    """Of the row that the published pictures seem to show, by strategy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,6 +107,8 @@ def result() -> Result:
         errors(every, *predict(ROWS, fit(ROWS, every))),
         errors(every, *predict(ROWS, fit(ROWS, every, without=GIVE_WAY))),
         {name: errors(every, *found) for name, found in published_baselines.predictions(ROWS, every).items()},
+        published_events.largest_difference(ROWS, machine, {YAFSDP_V1: yafsdp_s[0], FSDP1: fsdp_s[0]}),
+        {name: published_events.layer(name, ROWS[_PICTURED].setting, machine) for name in (YAFSDP_V1, FSDP1)},
     )
 
 

@@ -1,36 +1,23 @@
 """The closed form is what the simulation finds; the published table is predicted as well as is claimed."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from benchmarks import published_table
+from benchmarks import published_events, published_table
 from benchmarks.published_baselines import INDICATORS, ROOFLINE, predictions
 from benchmarks.published_fit import GIVE_WAY, fit, predict
-from tests.unit.simulate.jobs import job
-from tracekit.simulate import closed_form, costs, engine
-from tracekit.simulate.job import FSDP1, YAFSDP_V1, Job
+from tracekit.simulate import closed_form, costs, hardware
+from tracekit.simulate.job import FSDP1, YAFSDP_V1
 
 ROWS = published_table.ROWS
-
-
-def _simulated_s(strategy: str, of: closed_form.Setting, overhead_s: float) -> tuple[float, Job]:
-    machine = replace(job().hardware, collective_slows_compute=0.0, launch_s=1e-9, op_s=0.0)
-    of_job = Job(
-        strategy, of.model, machine, of.gpus, of.seq, checkpoint_layers=of.checkpoint_layers, steps=2, ranks_written=1
-    )
-    of_job = replace(of_job, step_overhead_ns=round(overhead_s * 1e9))
-    windows = engine.simulate(of_job).ranks[0].account.windows
-    return (windows[1][0] - windows[0][0]) / 1e9, of_job
 
 
 @pytest.mark.parametrize("strategy", [FSDP1, YAFSDP_V1])
 @pytest.mark.parametrize("row", [0, 5, 8, 10, 13], ids=lambda i: f"{ROWS[i].setting.model.name}-{ROWS[i].setting.seq}")
 def test_closed_form_and_simulation_agree(strategy: str, row: int) -> None:
+    rates = costs.rates(hardware.find("a100-80"), spans_nodes=True, overhead_s=0.05)
     of = ROWS[row].setting
-    simulated_s, of_job = _simulated_s(strategy, of, 0.05)
-    rates = costs.rates(of_job.hardware, spans_nodes=True, overhead_s=0.05)
+    simulated_s = published_events.step_s(strategy, of, rates)
     assert closed_form.step_s(strategy, of, rates) == pytest.approx(simulated_s, rel=0.005)
 
 
