@@ -37,10 +37,8 @@ _CHUNKS = {
 class Schedule:
     """Writes the program of a job's training, step by step. A subclass gives the hooks of one strategy.
 
-    `root` stands for embedding and head where units are named; layers are numbered from 0.
+    Layers are numbered from 0; None stands for the root, which is embedding and head.
     """
-
-    unit_prefix = ""
 
     def __init__(self, job: Job) -> None:
         self.job = job

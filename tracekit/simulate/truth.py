@@ -57,7 +57,7 @@ def _known(asked: Asked, job: Job, recording: Recording, without: Job) -> Known:
     return Known(
         fault.name,
         fault.code,
-        fault.ranks(job) if asked.arguments or fault.ranks(job) else job.simulated_ranks,
+        fault.ranks(job),
         steps,
         BASE_NS + min(first, recording.start_ns(steps[0])),
         BASE_NS + recording.end_ns(steps[-1]),
