@@ -13,7 +13,7 @@ ROWS = published_table.ROWS
 
 
 @pytest.mark.parametrize("strategy", [FSDP1, YAFSDP_V1])
-@pytest.mark.parametrize("row", [0, 5, 8, 10, 13], ids=lambda i: f"{ROWS[i].setting.model.name}-{ROWS[i].setting.seq}")
+@pytest.mark.parametrize("row", [0, 5, 8, 13], ids=lambda i: f"{ROWS[i].setting.model.name}-{ROWS[i].setting.seq}")
 def test_closed_form_and_simulation_agree(strategy: str, row: int) -> None:
     rates = costs.rates(hardware.find("a100-80"), spans_nodes=True, overhead_s=0.05)
     of = ROWS[row].setting
@@ -31,7 +31,7 @@ def test_twelve_rows_are_predicted_from_four() -> None:
 
 
 def test_no_choice_of_four_rows_is_special_and_give_way_is_what_explains_the_speedups() -> None:
-    some = published_table.subsets()[::70]
+    some = published_table.subsets()[::90]
     found = published_table.errors(some, *predict(ROWS, fit(ROWS, some)))
     without = published_table.errors(some, *predict(ROWS, fit(ROWS, some, without=GIVE_WAY)))
     baselines = {name: published_table.errors(some, *told) for name, told in predictions(ROWS, some).items()}

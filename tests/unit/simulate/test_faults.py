@@ -22,7 +22,7 @@ PROPOSED = {
 
 def _job(name: str, **changes: int) -> Job:
     strategy = {"give-way": YAFSDP, "slow-link": HSDP}.get(name, FSDP2)
-    return job(strategy, layers=3, gpus=16, **changes)
+    return job(strategy, layers=2, steps=2, **changes)
 
 
 def _spans(recording: Recording, name: str, rank: int = 0) -> int:
@@ -103,7 +103,7 @@ def test_two_faults_are_each_cured_alone() -> None:
         ("slow-rank:99", "'99' is no rank of 16; it is asked for as slow-rank"),
         ("slow-rank:1:0.5", "no factor above 1"),
         ("late-launch:fast", "no duration such as 20ms"),
-        ("straggler-from-step:7", "'7' is no step of 3"),
+        ("straggler-from-step:7", "'7' is no step of 2"),
         ("no-prefetch:1", "takes no arguments"),
         ("give-way:1", "takes no arguments"),
     ],

@@ -23,11 +23,9 @@ from tracekit.trace import Run
 
 CASES = [
     *((strategy, ()) for strategy in STRATEGIES),
-    ("fsdp1", ("slow-rank", "dataloader-stall")),
-    ("fsdp2", ("host-sync", "allocator-retry", "small-collectives:3")),
-    ("hsdp", ("serialized-communicators", "checkpoint-stall")),
-    ("yafsdp", ("give-way", "starved-collectives", "sm-contention")),
-    ("ddp", ("reduce-every-microbatch", "needless-recomputation")),
+    ("fsdp1", ("slow-rank", "dataloader-stall", "checkpoint-stall")),
+    ("fsdp2", ("host-sync", "allocator-retry", "small-collectives:2")),
+    ("yafsdp", ("give-way", "starved-collectives", "serialized-communicators")),
 ]
 
 
