@@ -22,7 +22,7 @@ from tracekit.simulate.program import (
     Take,
     Wait,
 )
-from tracekit.simulate.recording import HostSlice, StreamWait
+from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
 
 if TYPE_CHECKING:
     from tracekit.simulate.engine import Engine
@@ -185,11 +185,13 @@ class HostState:
         return True
 
     def _synchronize(self, what: Synchronize) -> bool:
-        done_ns = self._events[what.event].done_ns
-        if done_ns is None:
+        event, start_ns = self._events[what.event], self._clock_ns
+        if event.done_ns is None:
             return False
-        start_ns = self._clock_ns
-        self._runtime(what.call, start_ns, max(start_ns, done_ns) + self._call_ns)
+        correlation = self._runtime(what.call, start_ns, max(start_ns, event.done_ns) + self._call_ns)
+        self._record.host_waits.append(
+            HostWait(what.call, start_ns, self._clock_ns, event.stream, correlation, event.correlation, self._owner)
+        )
         return True
 
     def _call(self, what: Call) -> bool:
@@ -197,7 +199,11 @@ class HostState:
             return False
         start_ns = self._clock_ns
         drained_ns = max(start_ns, self._device.last_end_ns) if what.drains else start_ns
-        self._runtime(what.name, start_ns, drained_ns + what.ns)
+        correlation = self._runtime(what.name, start_ns, drained_ns + what.ns)
+        if what.name == "cudaDeviceSynchronize":
+            self._record.host_waits.append(
+                HostWait(what.name, start_ns, self._clock_ns, None, correlation, 0, self._owner)
+            )
         return True
 
     # Memory ----------------------------------------------------------------------------------------------------------

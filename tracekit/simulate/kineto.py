@@ -25,6 +25,12 @@ _NCCL_NAMES = {
     "all_reduce": "allreduce",
 }
 _CUDA = 1
+_NO_STREAM = -1
+_SYNCS = {
+    "cudaEventSynchronize": "Event Sync",
+    "cudaStreamSynchronize": "Stream Sync",
+    "cudaDeviceSynchronize": "Context Sync",
+}
 _CBIDS = {
     "cudaLaunchKernel": 211, "cudaLaunchKernelExC": 430, "cudaMemcpyAsync": 41, "cudaEventRecord": 135,
     "cudaStreamWaitEvent": 147, "cudaEventSynchronize": 137, "cudaStreamSynchronize": 131,
@@ -162,6 +168,16 @@ def _waits(record: RankRecord, device: int) -> Iterator[_Event]:
         }
         span = (wait.at_ns, wait.at_ns + 1)
         yield _slice("cuda_sync", "Stream Wait Event", device, wait.stream, span, args)
+    for host in record.host_waits:
+        name = _SYNCS[host.call]
+        args = {"External id": host.owner, "cuda_sync_kind": name, "correlation": host.correlation}
+        args |= {"stream": _NO_STREAM, "device": device, "context": 1}
+        if name == "Event Sync":
+            args |= {"wait_on_stream": host.stream, "wait_on_cuda_event_record_corr_id": host.awaited}
+            args["wait_on_cuda_event_id"] = host.awaited
+        elif host.stream is not None:
+            args["stream"] = host.stream
+        yield _slice("cuda_sync", name, device, _NO_STREAM, (host.start_ns, host.end_ns), args)
 
 
 def _memory(record: RankRecord, process: int, device: int) -> Iterator[_Event]:

@@ -59,6 +59,19 @@ class StreamWait:
 
 
 @dataclass(slots=True)
+class HostWait:
+    """The host waited in a runtime call, for an event that the call `awaited` recorded, or (0) for all streams."""
+
+    call: str
+    start_ns: int
+    end_ns: int
+    stream: int | None
+    correlation: int
+    awaited: int
+    owner: int
+
+
+@dataclass(slots=True)
 class Allocation:
     """Memory taken (positive) or given back, with the totals after it."""
 
@@ -110,6 +123,7 @@ class RankRecord:
     slices: list[HostSlice] = field(default_factory=list)
     activities: list[Activity] = field(default_factory=list)
     waits: list[StreamWait] = field(default_factory=list)
+    host_waits: list[HostWait] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     account: Account = field(default_factory=Account)
     host_steps: dict[int, tuple[int, int]] = field(default_factory=dict)

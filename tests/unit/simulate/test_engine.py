@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.simulate.jobs import job
+from tracekit.simulate import memory
 from tracekit.simulate.engine import Engine, simulate
 from tracekit.simulate.job import STRATEGIES, Job, Troubles
 from tracekit.simulate.kernels import collective
@@ -169,6 +170,9 @@ def test_no_rule_of_the_device_is_broken(strategy: str) -> None:
     of = replace(job(strategy, steps=2, layers=3), seed=1)
     recording = simulate(of)
     for record in recording.ranks.values():
+        totals = [each.allocated_bytes for each in record.allocations]
+        assert totals[-1] == memory.static_bytes(of)  # what a step took it has given back
+        assert max(totals) <= memory.rounded(memory.peak_bytes(of)) == record.allocations[0].reserved_bytes
         last: dict[int, int] = {}
         for activity in sorted(record.activities, key=lambda a: a.start_ns):
             stream = activity.kernel.stream
