@@ -3,7 +3,8 @@
     python -m benchmarks.labelled_runs --runs 200
 
 Draws are fresh each time unless --seed repeats one. A rule must fire where the truth holds its code and the cost
-matters, and stay silent where the truth doesn't hold it; costs below that count neither way.
+matters, and stay silent where the truth doesn't hold it; costs below that count neither way. What a setting costs by
+itself must be found where nothing else is wrong: beside another fault it may be that fault's doing.
 """
 
 import argparse
@@ -46,6 +47,11 @@ class Judged:
     def share(self, code: str) -> float:
         """Return which share of the run the faults of a code cost; 0 where there is none."""
         return sum(each.cost_ns * len(each.steps) for each in self.known if each.code == code) / self.total_ns
+
+    def must_be_found(self, code: str) -> bool:
+        """Whether the rule of a code is to fire."""
+        asked = {each.fault.code for each in self.asked}
+        return (not asked or code in asked) and self.share(code) >= _MATTERS_OF.get(code, _MATTERS)
 
     def found(self, code: str) -> list[Finding]:
         """Return the findings of a code."""
@@ -95,10 +101,9 @@ def judged(count: int, seed: int) -> Iterator[Judged]:
 
 def score(runs: Sequence[Judged], code: str) -> Score:
     """Return how the rule of a code did on the runs."""
-    matters = _MATTERS_OF.get(code, _MATTERS)
-    right = [each for each in runs if each.found(code) and each.share(code) >= matters]
+    right = [each for each in runs if each.found(code) and each.must_be_found(code)]
     wrong = sum(bool(each.found(code)) and each.share(code) <= 0 for each in runs)
-    missed = sum(not each.found(code) and each.share(code) >= matters for each in runs)
+    missed = sum(not each.found(code) and each.must_be_found(code) for each in runs)
     return Score(code, len(right), wrong, missed, _cost_error(right, code))
 
 
