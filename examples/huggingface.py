@@ -44,7 +44,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding and drawing: it steps the shards
     text = torch.tensor(list(Path(__file__).read_bytes()))
     about = {"strategy": "yafsdp", "model": {"name": "LlamaForCausalLM", **CONFIG.to_diff_dict()}}
-    with Recorder(options.out, wait=3, warmup=2, active=5, manifest=about, device=device) as recorder:
+    with Recorder(options.out, steps="5:10", manifest=about, device=device) as recorder:
         for step in range(options.steps):
             tokens = batch(text, step).to(device)
             with recorder.span("forward"):

@@ -85,12 +85,13 @@ def _join(ranks: list[BaseProcess]) -> None:
     """Wait until all ranks have ended, or some time after the first has failed."""
     deadline = None
     while alive := [process.sentinel for process in ranks if process.exitcode is None]:
+        # After `alive`, so that a rank that is no longer among them is known to have failed.
+        if deadline is None and any(process.exitcode for process in ranks):
+            deadline = time.monotonic() + _GRACE_S
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return
         connection.wait(alive, left)
-        if deadline is None and any(process.exitcode for process in ranks):
-            deadline = time.monotonic() + _GRACE_S
 
 
 def _end(ranks: list[BaseProcess]) -> None:

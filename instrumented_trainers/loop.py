@@ -51,9 +51,11 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         config.out,
         device=config.device,
         first_step=first_step,
-        wait=config.profile_wait,
+        steps=(
+            config.profile_wait + config.profile_warmup,
+            config.profile_wait + config.profile_warmup + config.profile_active,
+        ),
         warmup=config.profile_warmup,
-        active=config.profile_active,
         memory=config.memory,
         stacks=config.stacks,
         manifest={**_manifest(config, mesh, troubles, origin), "command": command},

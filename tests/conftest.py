@@ -1,15 +1,21 @@
-"""What all tests share: golden files, rewritten by ``pytest --update-golden`` and then reviewed as code."""
+"""What all tests share: golden files, rewritten by ``pytest --update-golden`` and then reviewed as code, and long lists
+of cases, of which a run takes a fifth and ``pytest --thorough`` all."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
+TAKEN = 5
+Case = TypeVar("Case")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is found now")
+    parser.addoption("--thorough", action="store_true", help=f"try all cases of long lists, not one in {TAKEN}")
 
 
 @pytest.fixture
@@ -24,6 +30,18 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def some(request: pytest.FixtureRequest) -> Callable[[Sequence[Case]], Sequence[Case]]:
+    """Return what takes one in five of fixed cases, other ones in each run; all with --thorough."""
+
+    def take(cases: Sequence[Case]) -> Sequence[Case]:
+        if request.config.getoption("--thorough"):
+            return cases
+        return cases[random.SystemRandom().randrange(TAKEN) :: TAKEN]
+
+    return take
 
 
 @pytest.fixture(autouse=True, scope="session")

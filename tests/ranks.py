@@ -1,7 +1,8 @@
 """Run functions on every rank of a real process group, each rank in a process of its own.
 
-Importing torch costs seconds a process, so one set of processes runs many cases, each in a fresh process group: a case
-that fails on one rank does not spoil the next. Rendezvous is a file, so no port can be taken.
+Importing torch costs seconds a process. So one set of processes runs many cases, each in a fresh process group: a case
+that fails on one rank does not spoil the next. And the processes come from a server that has imported torch, done
+nothing with it and started no thread: each begins as a new one would. Rendezvous is a file, so no port can be taken.
 
     def total() -> float:                      # at the top of a test module, so that a spawned process can import it
         value = torch.ones(1)
@@ -27,6 +28,18 @@ from pathlib import Path
 from typing import Any
 
 _LOG_TAIL_CHARACTERS = 2000
+# What the trainers, the strategies and torch itself import, if only when first used.
+_IMPORTED_ONCE = (
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "torch.profiler",
+    "torch._dynamo",
+)
+# Threads that spin on a core that another rank needs cost more than they give.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # What NCCL needs where ranks on one GPU pass for ranks of several hosts: they talk by sockets.
 BETWEEN_HOSTS = {
     "NCCL_P2P_DISABLE": "1",
@@ -111,13 +124,12 @@ def run_worlds(
     with tempfile.TemporaryDirectory(prefix="ranks-") as path:
         folder = Path(path)
         (folder / "cases.pickle").write_bytes(pickle.dumps(jobs))
-        spawn = multiprocessing.get_context("spawn")
+        own = {**os.environ, **_ONE_THREAD, **(environment or {})}
         processes = [
-            spawn.Process(target=_serve, args=(number, folder, case_timeout_s, cuda), daemon=True)
+            _context(cuda).Process(target=_serve, args=(number, folder, case_timeout_s, cuda, own), daemon=True)
             for number in range(max(cases))
         ]
-        # Threads that spin on a core that another rank needs cost more than they give.
-        with _environment({"OMP_NUM_THREADS": "1"} | dict(environment or {})):
+        with _environment(_ONE_THREAD):
             for process in processes:
                 process.start()
         late = _join(processes, time.monotonic() + timeout_s)
@@ -161,6 +173,14 @@ def _places(sizes: Iterable[int]) -> dict[int, int]:
                 first += size
                 left.remove(size)
     return places
+
+
+def _context(cuda: bool) -> Any:
+    if cuda:  # whose libraries want a process from its beginning
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    return context
 
 
 @contextmanager
@@ -210,7 +230,9 @@ def _log(folder: Path, number: int) -> str:
 # In a rank's process -------------------------------------------------------------------------------------------------
 
 
-def _serve(number: int, folder: Path, case_timeout_s: float, cuda: bool) -> None:
+def _serve(number: int, folder: Path, case_timeout_s: float, cuda: bool, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     _redirect_output(folder / f"process{number}.log")
     backend = "gloo"
     if cuda:

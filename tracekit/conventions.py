@@ -15,6 +15,9 @@ CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"
 MEMORY_SNAPSHOT_SUFFIX = ".memory.pickle"
 PARTIAL_SUFFIX = ".partial"  # a file under this name is still being written, or its writer died
+CLAIM_FILE = ".training"  # whose run the folder is, where `tracekit record` chose it
+NOW_FILE = "record.now"  # touched in the folder of a run being recorded, it asks for another window
+REQUEST_FILE = "record.request"  # the window that was asked for, told to all ranks
 
 
 def rank_file(rank: int, suffix: str) -> str:
@@ -26,6 +29,9 @@ def window_folder(window: int) -> str:
     """Return the folder of a profiled window other than the first (which lies in the run's own folder)."""
     return f"window{window:03d}"
 
+
+# `tracekit record` tells the processes it starts, JSON: see tracekit/capture/settings.py
+RECORD_VARIABLE = "TRACEKIT_RECORD"
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------
 SPAN_PREFIX = "tracekit::"
@@ -50,32 +56,68 @@ def span_name(phase: str) -> str:
 
 # The checkpoint log: one JSON object per line, one line per stage of a save or load ----------------------------------
 #   checkpoint  str   name of the checkpoint, the same on every rank
-#   operation   str   "save" or "load"
+#   operation   str   one of CHECKPOINT_OPERATIONS
 #   step        int   optimizer steps done when it began, or null
 #   stage       str   one of CHECKPOINT_STAGES
 #   start_ns    int   Unix time at which the stage was first entered
-#   dur_ns      int   time spent in the stage. Stages other than "total" do not overlap, so they sum to "total" at most
+#   dur_ns      int   time spent in the stage. Of one worker, those other than "total" do not overlap and sum to "total"
 #   bytes       int   bytes the stage moved, or null
 #   files       int   files the stage opened or synced, or null
-#   path        str   where the checkpoint goes, or null
+#   path        str   where the checkpoint goes or comes from, or null
 #   blocking    bool  whether the training thread waited for this stage
 #   rank        int
-PLAN, STAGE, SERIALIZE, WRITE, FSYNC, FINISH, WAIT, TOTAL = (
+#   call        str   one of CHECKPOINT_CALLS: what was called
+#   worker      str   one of WORKERS: who did it
+#   process     int   its process id
+#   thread      int   its native thread id, as traces have it
+#   calls       int   calls that wrote or read, or null
+# Lines of stage "total" and "complete" also tell of the operation as a whole, or of the machine during it; null where
+# it could not be read:
+#   durable                         bool  whether each file that this rank wrote was synced after its last byte
+#   dirty_before_bytes, …_after_…   int   pages of the machine that storage lacks; writeback_…: that are on their way
+#   io_some_ns, io_full_ns          int   time in which some, or all, of the machine's tasks stood still for I/O
+#   cpu_ns, run_delay_ns            int   time that `thread` ran, and was ready to run and did not
+#   storage_written_bytes           int   bytes that the process, all of it, sent to storage; …_read_…: fetched from it
+# On a line "complete", `worker` is who went on in the background, `process` and `thread` are those that called.
+# A save in the background has two clocks. Its blocking "total" is the time that training was stopped; "complete" runs
+# from the same start to the end of all work. Without a line "complete" the end of "total" is the end of all.
+SAVE, LOAD = CHECKPOINT_OPERATIONS = ("save", "load")
+DCP_SAVE, DCP_ASYNC_SAVE, DCP_LOAD, TORCH_SAVE, TORCH_LOAD, SAFETENSORS_SAVE, SAFETENSORS_LOAD = CHECKPOINT_CALLS = (
+    "dcp.save",
+    "dcp.async_save",
+    "dcp.load",
+    "torch.save",
+    "torch.load",
+    "safetensors.save_file",
+    "safetensors.load_file",
+)
+# The training thread; another thread of its process; another process.
+MAIN, THREAD, PROCESS = WORKERS = ("main", "thread", "process")
+PLAN, STAGE, SERIALIZE, WRITE, FSYNC, READ, DESERIALIZE, COPY, FINISH, WAIT, LAUNCH, TOTAL, COMPLETE = (
     "plan",
     "stage",
     "serialize",
     "write",
     "fsync",
+    "read",
+    "deserialize",
+    "copy",
     "finish",
     "wait",
+    "launch",
     "total",
+    "complete",
 )
-CHECKPOINT_STAGES = (PLAN, STAGE, SERIALIZE, WRITE, FSYNC, FINISH, WAIT, TOTAL)
+SAVE_STAGES = (PLAN, STAGE, SERIALIZE, WRITE, FSYNC, FINISH, WAIT, TOTAL)
+LOAD_STAGES = (PLAN, READ, DESERIALIZE, COPY, FINISH, WAIT, TOTAL)
+CHECKPOINT_STAGES = tuple(dict.fromkeys((*SAVE_STAGES[:-1], *LOAD_STAGES[:-1], LAUNCH, TOTAL, COMPLETE)))
 
 # The metrics log: one JSON object per line, one line per training step; "step" and numbers by name --------------------
 STEP_TIME_METRIC = "step_time_ns"
 LOSS_METRIC = "loss"
 TOKENS_METRIC = "tokens_per_second"
+DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch
+SKIPPED_METRIC = "skipped"  # 1 where a GradScaler skipped the step's update
 ALLOCATED_METRIC = "allocated_bytes"
 RESERVED_METRIC = "reserved_bytes"
 DEVICE_ALLOC_METRIC = "num_device_alloc"

@@ -192,13 +192,35 @@ CHECKPOINTS = Table(
         _column("checkpoint", _TEXT, "Name of the checkpoint, the same on every rank."),
         _column("operation", _TEXT, "save or load."),
         _column("step", _INT, "Optimizer steps done when it began."),
-        _column("stage", _TEXT, "plan, stage, serialize, write, fsync, finish, wait; or total for the whole."),
+        _column(
+            "stage", _TEXT, "One of conventions.CHECKPOINT_STAGES, such as write; total or complete for the whole."
+        ),
         _ns("start_ns", "Time at which the stage was first entered."),
         _ns("dur_ns", "Time spent in the stage."),
         _bytes("bytes", "Bytes moved; null where not known."),
         _column("files", _INT, "Files opened or synced; null where not known."),
-        _column("path", _TEXT, "Where the checkpoint goes."),
+        _column("path", _TEXT, "Where the checkpoint goes or comes from."),
         _column("blocking", _BOOL, "Whether the training thread waited for this stage."),
+        _column("call", _TEXT, "What was called, such as dcp.async_save or torch.load."),
+        _column("worker", _TEXT, "Who did it: main (the training thread), thread, or process (one of its own)."),
+        _column("process", _INT, "Process id of the worker."),
+        _column("thread", _INT, "Native thread id of the worker."),
+        _column("calls", _INT, "Calls that wrote or read; null where not known."),
+        _column(
+            "durable", _BOOL, "Whether all files of this rank were synced after their last byte; of the whole only."
+        ),
+        _bytes("dirty_before_bytes", "Pages of the machine that storage lacked at the start; of the whole only."),
+        _bytes("dirty_after_bytes", "The same at the end."),
+        _bytes(
+            "writeback_before_bytes", "Pages of the machine on their way to storage at the start; of the whole only."
+        ),
+        _bytes("writeback_after_bytes", "The same at the end."),
+        _ns("io_some_ns", "Time in which some task of the machine stood still for I/O; of the whole only."),
+        _ns("io_full_ns", "Time in which all tasks of the machine did."),
+        _ns("cpu_ns", "Time that the worker's thread ran; of the whole only."),
+        _ns("run_delay_ns", "Time that the worker's thread was ready to run and did not; of the whole only."),
+        _bytes("storage_written_bytes", "Bytes that the process sent to storage meanwhile; of the whole only."),
+        _bytes("storage_read_bytes", "Bytes that the process fetched from storage meanwhile; of the whole only."),
     ),
 )
 

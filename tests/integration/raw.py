@@ -31,6 +31,7 @@ class RawTrace:
             document = json.load(file, parse_float=Decimal)
         self.base = int(document.get("baseTimeNanoseconds") or 0)
         self.events = document["traceEvents"]
+        self.work: tuple[list[Slice], dict[tuple, list[tuple[int, int]]]] | None = None
         self.slices = [Slice(event, self.base) for event in self.events if event.get("ph") == "X"]
         marks = [s for s in self.slices if re.match(r"ProfilerStep#\d+$", s.name) and s.cat != "gpu_user_annotation"]
         self.steps = {int(s.name.split("#")[1]): s.span for s in sorted(marks, key=lambda s: s.start)}
@@ -109,7 +110,13 @@ def exposed_on_device(trace: RawTrace, step: int) -> tuple[int, int, int]:
 
 
 def work_on_host(trace: RawTrace) -> tuple[list[Slice], dict[tuple, list[tuple[int, int]]]]:
-    """The gloo slices of a CPU run, and by thread the spans in which it computes."""
+    """The gloo slices of a CPU run, and by thread the spans in which it computes. Of a trace it is found once."""
+    if trace.work is None:
+        trace.work = _work_on_host(trace)
+    return trace.work
+
+
+def _work_on_host(trace: RawTrace) -> tuple[list[Slice], dict[tuple, list[tuple[int, int]]]]:
     gloo = [s for s in trace.slices if s.name.startswith("gloo:")]
     busy_with_it = {s.place for s in gloo}
     computing = defaultdict(list)

@@ -98,7 +98,7 @@ def test_the_slowed_stage_dominates_on_its_rank_and_the_other_waits(
 def test_the_stages_sum_to_the_time_blocked(logs: dict[str, list[Log]], fault: str) -> None:
     for log in logs[fault]:
         parts_ns = sum(row["dur_ns"] for stage, row in log.items() if stage != conventions.TOTAL)
-        assert 0.9 * log["total"]["dur_ns"] <= parts_ns <= log["total"]["dur_ns"]
+        assert 0.97 * log["total"]["dur_ns"] <= parts_ns <= log["total"]["dur_ns"]
 
 
 def test_only_the_coordinator_finishes(logs: dict[str, list[Log]]) -> None:

@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: real processes, their exit codes, their stdout and their stderr."""
+"""The command line as a shell sees it: exit codes, stdout and stderr, in real processes where it is about those."""
 
 import json
 import os
@@ -13,31 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.browser import recorded
+from tests.commands import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
 from tracekit import __version__
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
 HEAVY = ("torch", "pandas", "plotly", "streamlit", "polars", "duckdb", "numpy", "rich")
-
-
-def environment(**extra: str) -> dict[str, str]:
-    plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "TRACEKIT_DEBUG")}
-    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | extra
-
-
-def tracekit(*arguments: object, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tracekit", *map(str, arguments)]
-    # A folder of the test's own: settings are looked for going up from there.
-    return subprocess.run(
-        command,
-        cwd=cwd or "/",
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +28,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded.write_run(folder / "good", kernel="gemm")
     recorded.write_run(folder / "better", kernel="gemm", communication_us=2000)
     return folder
-
-
-def only_line(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the one line of stderr of a command that wrote nothing to stdout."""
-    assert done.stdout == ""
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("tracekit: ")
-    return lines[0]
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -80,7 +52,27 @@ def test_importing_tracekit_loads_nothing_heavy() -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    assert tracekit("--version").stdout == f"tracekit {__version__}\n"
+    assert in_a_process("--version").stdout == f"tracekit {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (0, ["check", "RUN", "--fail-on", "never"]),
+        (1, ["check", "RUN", "--fail-on", "info"]),
+        (2, ["query", "RUN", "SELECT durr_ns FROM ops"]),
+        (4, ["compare", "RUN", "OTHER"]),
+    ],
+    ids=str,
+)
+def test_a_process_says_and_exits_as_the_command_does_in_this_one(
+    runs: Path, tmp_path: Path, code: int, arguments: list[str]
+) -> None:
+    recorded.write_run(tmp_path / "small", kernel="gemm", ranks=(0,))
+    places = {"RUN": runs / "good", "OTHER": tmp_path / "small"}
+    here, there = (run(*[places.get(each, each) for each in arguments]) for run in (tracekit, in_a_process))
+    assert there.returncode == code
+    assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr)
 
 
 # Exit codes ----------------------------------------------------------------------------------------------------------
@@ -199,15 +191,15 @@ def test_a_rule_that_crashes_exits_with_3_and_a_traceback_only_for_those_who_ask
     (metadata / "entry_points.txt").write_text("[tracekit.rules]\ncrashing = crashing:AlwaysCrashes\n")
     path = f"{ROOT}{os.pathsep}{tmp_path}"
 
-    done = tracekit("check", runs / "good", PYTHONPATH=path)
+    done = in_a_process("check", runs / "good", PYTHONPATH=path)
     assert done.returncode == 3
     assert "CRASH001" in only_line(done)
     assert "of all things" in done.stderr
     assert "please report it" in done.stderr
 
     for asked in (
-        tracekit("--debug", "check", runs / "good", PYTHONPATH=path),
-        tracekit("check", runs / "good", PYTHONPATH=path, TRACEKIT_DEBUG="1"),
+        in_a_process("--debug", "check", runs / "good", PYTHONPATH=path),
+        in_a_process("check", runs / "good", PYTHONPATH=path, TRACEKIT_DEBUG="1"),
     ):
         assert asked.returncode == 3
         assert "ZeroDivisionError" in asked.stderr
@@ -215,11 +207,11 @@ def test_a_rule_that_crashes_exits_with_3_and_a_traceback_only_for_those_who_ask
 
 
 def test_a_reader_that_has_gone_is_no_trouble(runs: Path) -> None:
-    command = [sys.executable, "-m", "tracekit", "summary", str(runs / "good"), "--by", "step", "--format", "json"]
+    asked = command("summary", runs / "good", "--by", "step", "--format", "json")
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        command, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
+        asked, env=environment(), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
@@ -230,8 +222,8 @@ def test_an_interrupt_is_quiet(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     log = tmp_path / "run" / "rank00000.metrics.jsonl"
     os.mkfifo(log)
-    command = [sys.executable, "-m", "tracekit", "scrub", str(tmp_path / "run"), str(tmp_path / "out")]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+    asked = command("scrub", tmp_path / "run", tmp_path / "out")
+    with subprocess.Popen(asked, env=environment(), stderr=subprocess.PIPE, text=True) as process:
         with log.open("w"):  # opens once the command has
             process.send_signal(signal.SIGINT)
             assert process.wait(TIMEOUT_S) == 130
@@ -345,20 +337,13 @@ def test_scrubbing_lists_what_it_removed_but_not_the_words(runs: Path, tmp_path:
     assert before == after != ""
 
 
-def on_a_terminal(*arguments: object, **variables: str) -> tuple[int, str]:
-    """Return a command's exit code and all that it shows on a terminal, its stdout and stderr."""
+def process_on_a_terminal(*arguments: object, **variables: str) -> tuple[int, str]:
+    """Return a process's exit code and all that it shows on a terminal, its stdout and stderr."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tracekit", *map(str, arguments)]
-    with subprocess.Popen(
-        command, cwd="/", env=environment(**{"TERM": "xterm"} | variables), stdout=theirs, stderr=theirs
-    ) as process:
+    variables = environment(**{"TERM": "xterm"} | variables)
+    with subprocess.Popen(command(*arguments), cwd="/", env=variables, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        shown = b""
-        try:
-            while block := os.read(ours, 1 << 16):
-                shown += block
-        except OSError:  # how a terminal says that its last writer has gone
-            pass
+        shown = commands.read_all(ours)
         code = process.wait(TIMEOUT_S)
     os.close(ours)
     return code, shown.decode()
@@ -366,7 +351,7 @@ def on_a_terminal(*arguments: object, **variables: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_colours_are_for_terminals_that_want_them(extra: dict[str, str], *, coloured: bool) -> None:
-    code, shown = on_a_terminal("rules", **extra)
+    code, shown = process_on_a_terminal("rules", **extra)
     assert code == 0
     assert ("\x1b[" in shown) is coloured
     assert "COMM001" in shown
@@ -377,8 +362,8 @@ def test_colours_are_for_terminals_that_want_them(extra: dict[str, str], *, colo
 
 def test_the_dashboard_is_served_on_this_machine_only(runs: Path, free_port: int) -> None:
     pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
-    command = [sys.executable, "-m", "tracekit", "dashboard", str(runs), "--no-browser", "--port", str(free_port)]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    asked = command("dashboard", runs, "--no-browser", "--port", free_port)
+    process = subprocess.Popen(asked, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         assert answer_of(f"http://127.0.0.1:{free_port}/_stcore/health", process) == b"ok"
         assert listening_addresses(free_port) == {"0100007F"}  # 127.0.0.1, as the kernel writes it

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
-from tests.integration.test_cli import tracekit
+from tests.commands import tracekit
 
 
 @pytest.fixture(scope="module")

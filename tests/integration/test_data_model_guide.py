@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.integration.test_cli import tracekit
+from tests.commands import tracekit
 from tracekit.rules import data
 
 ROOT = Path(__file__).parents[2]

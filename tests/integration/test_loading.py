@@ -3,14 +3,13 @@
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 from decimal import Decimal
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from tests.commands import tracekit
 from tracekit.analysis import breakdown, communication, doubts, memory
 from tracekit.checking import check
 from tracekit.errors import BadTraceError, InputError
@@ -149,9 +148,7 @@ def test_unusable_input_is_one_clear_line_and_exit_2(name, tmp_path):
     BAD[name](path)
     with pytest.raises((InputError, BadTraceError)):
         load(path)
-    done = subprocess.run(
-        [sys.executable, "-m", "tracekit", "check", str(path)], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = tracekit("check", path, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == ""
     assert str(path) in done.stderr.replace("\n", "")

@@ -95,7 +95,7 @@ def test_the_checkpoint_log_agrees_with_the_trace_and_the_folder(fsdp2: tuple[Pa
         assert totals[name]["bytes"] == sum(path.stat().st_size for path in own)
         stages = {row["stage"] for row in rows if row["checkpoint"] == name}
         absent = set() if rank == 0 else {conventions.FINISH}
-        assert stages == set(conventions.CHECKPOINT_STAGES) - absent
+        assert stages == set(conventions.SAVE_STAGES) - absent
     # The save after step 3 lies in the profiled window; log and trace share one clock.
     with gzip.open(run / conventions.rank_file(rank, conventions.TRACE_SUFFIX)) as packed:
         recorded = json.load(packed)

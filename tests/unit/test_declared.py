@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"hta": "traceinsight"}
 OUR_OWN = {"tracekit", "dashboard", "instrumented_trainers", "tests"}
+OF_THE_INTERPRETER = {"sitecustomize"}
 
 
 def imported(folder: str) -> set[str]:
@@ -23,7 +24,9 @@ def imported(folder: str) -> set[str]:
                 modules |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 modules.add(node.module)
-    roots = {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - OUR_OWN
+    roots = (
+        {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - OUR_OWN - OF_THE_INTERPRETER
+    )
     return {DISTRIBUTIONS.get(root, root) for root in roots}
 
 
@@ -34,7 +37,11 @@ def declared(*extras: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("tracekit", ("train", "hta", "pandas")), ("dashboard", ("dashboard",)), ("instrumented_trainers", ("train",))],
+    [
+        ("tracekit", ("train", "hta", "pandas", "huggingface")),
+        ("dashboard", ("dashboard",)),
+        ("instrumented_trainers", ("train",)),
+    ],
 )
 def test_what_a_package_imports_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     assert imported(folder)

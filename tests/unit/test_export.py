@@ -40,15 +40,26 @@ def ops(*rows: tuple[str, int, int]) -> pl.DataFrame:
 # Nothing is lost -----------------------------------------------------------------------------------------------------
 
 
+MOVING = {(0, 0): Clock(0), (0, 1): Clock(-123_456)}
+
+
 @pytest.fixture(scope="module")
 def recorded() -> Run:
     return tracekit.load(SAMPLES / "demo-fsdp2")
 
 
-def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(recorded):
-    run = recorded
-    moving = {(0, 0): Clock(0), (0, 1): Clock(-123_456)}
-    found = exported(run, moving=moving)
+@pytest.fixture(scope="module")
+def recorded_findings(recorded) -> tuple[Finding, ...]:
+    return checking.check(recorded).findings
+
+
+@pytest.fixture(scope="module")
+def recorded_file(recorded, recorded_findings) -> perfetto_file.File:
+    return exported(recorded, moving=MOVING, findings=recorded_findings)
+
+
+def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(recorded, recorded_file):
+    run, moving, found = recorded, MOVING, recorded_file
     for trace in run.traces():
         move_ns = moving[0, trace.rank].offset_ns
         mine = [each for each in found.slices if found.process_of(each) == f"rank {trace.rank}"]
@@ -216,10 +227,9 @@ def test_findings_lie_where_their_evidence_does_or_over_the_whole_rank():
     }
 
 
-def test_what_check_finds_in_a_recorded_run_is_shown(recorded):
-    findings = checking.check(recorded).findings
-    shown = {s.arguments["code"] for s in exported(recorded, findings=findings).slices if s.category == "finding"}
-    assert shown == {found.id for found in findings}
+def test_what_check_finds_in_a_recorded_run_is_shown(recorded_findings, recorded_file):
+    shown = {s.arguments["code"] for s in recorded_file.slices if s.category == "finding"}
+    assert shown == {found.id for found in recorded_findings}
 
 
 # Clocks, steps, ranks ------------------------------------------------------------------------------------------------

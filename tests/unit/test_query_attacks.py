@@ -1,5 +1,6 @@
 """A query reads the run's tables and nothing else, whoever wrote it."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,15 +27,23 @@ def run() -> Run:
     return drawn.run(drawn.trace("compute aab.cc"))
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with files to steal, which is the current one."""
-    (tmp_path / "secret.csv").write_text(f"word\n{SECRET}\n")
-    (tmp_path / "secret.txt").write_text(SECRET)
-    (tmp_path / "secret.json").write_text(f'[{{"word": "{SECRET}"}}]')
-    duckdb.connect().execute(f"COPY (SELECT '{SECRET}' AS word) TO '{tmp_path}/secret.parquet'")
-    with duckdb.connect(str(tmp_path / "secret.db")) as base:
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with files to steal."""
+    place = tmp_path_factory.mktemp("secrets")
+    (place / "secret.csv").write_text(f"word\n{SECRET}\n")
+    (place / "secret.txt").write_text(SECRET)
+    (place / "secret.json").write_text(f'[{{"word": "{SECRET}"}}]')
+    duckdb.connect().execute(f"COPY (SELECT '{SECRET}' AS word) TO '{place}/secret.parquet'")
+    with duckdb.connect(str(place / "secret.db")) as base:
         base.execute(f"CREATE TABLE words AS SELECT '{SECRET}' AS word")
+    return place
+
+
+@pytest.fixture
+def folder(secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with files to steal, which is the current one."""
+    shutil.copytree(secrets, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SECRET_OF_OURS", SECRET)
     return tmp_path
@@ -109,7 +118,7 @@ CHANGING = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sealed_in() -> Iterator[duckdb.DuckDBPyConnection]:
     """Return the DuckDB that a query's process has, in this one: a process for each attack takes minutes."""
     with sealed.connect(50 << 20) as connection:

@@ -1,10 +1,28 @@
 """The recorder. Needs torch, tracekit.conventions and the standard library; nothing else.
 
-It runs wherever torch runs (Python 3.10 and later), also where the analysis is not installed.
+It runs wherever torch runs (Python 3.10 and later), also where the analysis is not installed. The public names are
+resolved on first use: what starts trainings does without torch itself.
 """
 
-from tracekit.capture.checkpoint import record_save
-from tracekit.capture.recorder import Recorder
-from tracekit.capture.redaction import redact
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Recorder", "record_save", "redact"]
+if TYPE_CHECKING:
+    from tracekit.capture.checkpoints.distributed import record_load, record_save
+    from tracekit.capture.recorder import Recorder
+    from tracekit.capture.redaction import redact
+
+__all__ = ["Recorder", "record_load", "record_save", "redact"]
+
+_HOMES = {
+    "Recorder": "tracekit.capture.recorder",
+    "record_load": "tracekit.capture.checkpoints.distributed",
+    "record_save": "tracekit.capture.checkpoints.distributed",
+    "redact": "tracekit.capture.redaction",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tracekit.capture' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,16 +1,20 @@
 """Files that appear under their final name only when they are whole."""
 
 import contextlib
+import errno
 import gzip
 import json
+import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
 
+_appending = threading.Lock()
 _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent more bytes
 
 
@@ -35,12 +39,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add `rows` to a JSON-lines file, which is whole before and after. Meant for small files: it is copied."""
-    with whole_file(path) as partial:
-        if path.exists():
-            shutil.copyfile(path, partial)
-        with partial.open("a", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    """Add `rows` to a JSON-lines file, all of them or none; other threads and processes may add theirs meanwhile."""
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _appending, path.open("ab", buffering=0) as lines:
+        before = lines.tell()
+        try:
+            if lines.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            lines.truncate(before)
+            raise
 
 
 def compress(source: Path, target: Path) -> None:
@@ -48,8 +57,21 @@ def compress(source: Path, target: Path) -> None:
     try:
         with whole_file(target) as partial, source.open("rb") as plain, gzip.open(partial, "wb", _LEVEL) as packed:
             shutil.copyfileobj(plain, packed, 1 << 20)
-    finally:
-        source.unlink()
+    except BaseException:
+        # A compressed copy failed: the plain one is kept if it is a whole file in a scratch folder.
+        if source.name.endswith(conventions.PARTIAL_SUFFIX):
+            source.unlink()
+        raise
+    source.unlink()
+
+
+def plain_name(rank: int, window: int) -> str:
+    """Return the name under which a trace waits in a scratch folder to be compressed.
+
+    >>> plain_name(3, 1)
+    'rank00003.window001.json'
+    """
+    return conventions.rank_file(rank, f".{conventions.window_folder(window)}.json")
 
 
 def complain(what: str, error: BaseException) -> None:

@@ -4,15 +4,49 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tracekit import conventions
+from tracekit.capture import files
 from tracekit.capture.place import this_world_size
 from tracekit.capture.redaction import redact
+
+
+class ManifestFile:
+    """The manifest of a run being recorded, written anew whenever more is known. One rank of the run keeps it.
+
+    The arguments are those of `manifest`. The methods raise OSError where it cannot be written.
+    """
+
+    def __init__(self, folder: Path, given: Mapping[str, Any], *, device: str, world_size: int | None) -> None:
+        self._path = folder / conventions.MANIFEST_FILE
+        self._found = manifest(given, device=device, world_size=world_size)
+        self._windows: dict[int, dict[str, int]] = {}
+        self._lock = threading.Lock()  # windows are added by the thread that writes them
+
+    def describe(self, more: Mapping[str, Any]) -> None:
+        """Add what became known in training, secrets redacted."""
+        self._found = {**self._found, **redact(dict(more))}
+        self.write()
+
+    def add_window(self, window: int, *, first_step: int, steps: int, gone: Iterable[int] = ()) -> None:
+        """Add a window that is written, and leave out those that are `gone` again."""
+        self._windows[window] = {"window": window, "first_step": first_step, "steps": steps}
+        for number in gone:
+            self._windows.pop(number, None)
+        self.write()
+
+    def write(self) -> None:
+        """Write what is known."""
+        with self._lock:
+            windows = [self._windows[number] for number in sorted(self._windows)]
+            files.write_json(self._path, {**self._found, "windows": windows})
 
 
 def manifest(given: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:

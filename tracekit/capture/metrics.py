@@ -1,20 +1,49 @@
-"""One line per training step: loss, speed, allocator counters."""
+"""One line per training step: loss, speed, data wait, allocator counters."""
 
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
 from tracekit import conventions
 
-Number = float | int | Callable[[], float]
-"""A number, or a function that gives it, called one step later, so that reading a loss does not stop the device."""
+_MOST_PENDING = 64
+_WRITE_EVERY_S = 1.0  # a step is to cost no call into a file system, least of all into a shared one
+
+
+class Reading:
+    """A number on its way from the device. `value` waits for it only if it is not there yet."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._host = number.detach().to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if number.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Return whether the number is there."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def value(self) -> float:
+        """Return the number."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._host)
+
+
+Number = float | int | Callable[[], float] | Reading
+"""A number; a function that gives it, called one step later; or one on its way from the device, never waited for."""
 
 
 class MetricsLog:
     """A rank's metrics file. It bears its final name once closed; while it grows, that name and ``.partial``.
+
+    Lines reach the file about once a second.
 
     Of a file that is there already, the lines of steps before `first_step` are kept: the training was resumed.
     """
@@ -23,26 +52,47 @@ class MetricsLog:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
         earlier = _lines_before(first_step, path)
-        self._file: TextIO = self._partial.open("w", encoding="utf-8", buffering=1)
+        self._file: TextIO = self._partial.open("w", encoding="utf-8")
         self._file.writelines(earlier)
-        self._pending: Mapping[str, Number] = {}
+        self._file.flush()
+        self._pending: deque[Mapping[str, Number]] = deque()
+        self._arrived: list[dict[str, float]] = []
+        self._written_s = time.monotonic()
 
     def add(self, row: Mapping[str, Number]) -> None:
-        """Write the row added before this one, and keep this one until the next."""
-        self._write_pending()
-        self._pending = row
+        """Keep this row until the next, and take in those before it whose numbers have arrived."""
+        while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
+            self._take()
+        self._pending.append(row)
+        if time.monotonic() - self._written_s > _WRITE_EVERY_S:
+            self._write()
 
     def close(self) -> None:
         """Write what is left and give the file its name."""
-        self._write_pending()
+        while self._pending:
+            self._take()
+        self._write()
         self._file.close()
         self._partial.replace(self._path)
 
-    def _write_pending(self) -> None:
-        row, self._pending = self._pending, {}
-        if row:
-            values: dict[str, Any] = {name: value() if callable(value) else value for name, value in row.items()}
-            self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
+    def _take(self) -> None:
+        self._arrived.append({name: _number(value) for name, value in self._pending.popleft().items()})
+
+    def _write(self) -> None:
+        rows, self._arrived = self._arrived, []
+        self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+        self._file.flush()
+        self._written_s = time.monotonic()
+
+
+def _is_ready(row: Mapping[str, Number]) -> bool:
+    return all(value.arrived for value in row.values() if isinstance(value, Reading))
+
+
+def _number(value: Number) -> float:
+    if isinstance(value, Reading):
+        return value.value()
+    return value() if callable(value) else value
 
 
 def _lines_before(step: int, path: Path) -> list[str]:
@@ -56,12 +106,15 @@ def allocator_counters() -> dict[str, int]:
     """Return the counters of the CUDA caching allocator of this process's device; none without CUDA."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
-    counters = torch.cuda.memory_stats()
-    names = {
-        conventions.ALLOCATED_METRIC: "allocated_bytes.all.peak",
-        conventions.RESERVED_METRIC: "reserved_bytes.all.peak",
-        conventions.DEVICE_ALLOC_METRIC: "num_device_alloc",
-        conventions.DEVICE_FREE_METRIC: "num_device_free",
-        conventions.ALLOC_RETRIES_METRIC: "num_alloc_retries",
-    }
-    return {metric: int(counters.get(name, 0)) for metric, name in names.items()}
+    counters = torch.cuda.memory_stats_as_nested_dict()
+    whole = {name: counters.get(f"{kind}_bytes", {}).get("all", {}) for name, kind in _PEAKS.items()}
+    peaks = {name: int(pool.get("peak", 0)) for name, pool in whole.items()}
+    return peaks | {name: int(counters.get(counter, 0)) for name, counter in _COUNTERS.items()}
+
+
+_PEAKS = {conventions.ALLOCATED_METRIC: "allocated", conventions.RESERVED_METRIC: "reserved"}
+_COUNTERS = {
+    conventions.DEVICE_ALLOC_METRIC: "num_device_alloc",
+    conventions.DEVICE_FREE_METRIC: "num_device_free",
+    conventions.ALLOC_RETRIES_METRIC: "num_alloc_retries",
+}

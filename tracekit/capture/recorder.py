@@ -3,115 +3,147 @@
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
+from torch.profiler import record_function
 
 from tracekit import conventions
-from tracekit.capture import files
-from tracekit.capture.checkpoint import record_save
-from tracekit.capture.manifest import manifest
+from tracekit.capture import files, writing
+from tracekit.capture.checkpoints.distributed import record_save
+from tracekit.capture.control import Requests
+from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
 from tracekit.capture.place import this_rank
-from tracekit.capture.redaction import redact
-from tracekit.capture.stderr import without_noise
+from tracekit.capture.profiling import Profiling, ProfilingOptions
+from tracekit.capture.windows import Window, Windows, parse_steps
+
+DEFAULT_STEPS = "10:15"
+WARMUP_STEPS = 2
 
 
 class Recorder:
-    """Records one rank of a training: a trace of a window of steps, a line of metrics per step, checkpoint logs.
+    """Records one rank of a training: traces of windows of steps, a line of metrics per step, checkpoint logs.
 
-    Make it once the process group is there, and call `step` at the end of each optimizer step. Of the steps after
-    `first_step` (the optimizer steps done before) it lets `wait` pass, warms the profiler up for `warmup`, and
-    profiles `active`; `windows` times over. The trace marks optimizer step N, counted from 0, as ``ProfilerStep#N``.
-    `manifest` goes into ``run.json`` (strategy, mesh, model, arguments), secrets redacted. `device` is cuda or cpu, by
-    default cuda where there is one. `shapes` of operators are recorded by default on the CPU only.
+    Make it once the process group is there, and call `step` at the end of each optimizer step. `steps` is the window
+    to profile, half-open, counted from where this recorder begins: "10:15", or (10, 15), is its 11th to 15th step;
+    `every` so many steps another such window follows; None profiles none but those asked for while it runs (touch the
+    file ``record.now`` in the run). The profiler warms up for `warmup` steps before each. The trace marks optimizer
+    step N as ``ProfilerStep#N``, counted from 0, or from `first_step`, the optimizer steps done before.
+
+    `memory`, `stacks` and `shapes` (by default on the CPU only) say what the trace holds beside times; `snapshot` adds
+    the CUDA allocator's history of each window. `manifest` goes into ``run.json`` (strategy, mesh, model, arguments),
+    secrets redacted. `device` is cuda or cpu, by default cuda where there is one. Traces are written to `scratch`
+    first, where given; those of a run take `disk_budget_bytes` at most: the oldest windows but the first give way.
+    One rank `leads`, by default rank 0: it writes the manifest and answers requests. Of a first step that is under way
+    when this begins (`mid_step`), the time is left out.
 
     Nothing that fails in here raises: it is said once on stderr, and that part of the recording ends.
 
-        with Recorder("runs/today", wait=5, warmup=2, active=5) as recorder:
+        with Recorder("runs/today", steps="10:15") as recorder:
             for batch in batches:
                 with recorder.span("forward"):
                     loss = model(batch)
                 …
                 recorder.step(metrics={"loss": loss.item()}, tokens=batch.numel() * world_size)
+
+    Raises ValueError for `steps` that make no sense.
     """
 
     def __init__(
         self,
         out: str | os.PathLike[str],
         *,
+        steps: str | tuple[int, int] | None = DEFAULT_STEPS,
+        every: int | None = None,
+        warmup: int = WARMUP_STEPS,
+        first_step: int = 0,
+        mid_step: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        leads: bool | None = None,
         device: str | None = None,
-        first_step: int = 0,
-        wait: int = 5,
-        warmup: int = 2,
-        active: int = 5,
-        windows: int = 1,
         memory: bool = True,
         stacks: bool = False,
         shapes: bool | None = None,
+        snapshot: bool = False,
+        scratch: str | os.PathLike[str] | None = None,
+        disk_budget_bytes: int | None = None,
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(out)
         self.rank = this_rank() if rank is None else rank
-        self._world_size = world_size
-        self._given = manifest or {}
-        self._manifest: dict[str, Any] = {}
-        self._step = first_step
-        self._first_step = first_step
-        self._lengths = (wait, warmup, active)
-        self._windows = windows
-        # On a GPU the collectives' kernels tell their sizes; on the CPU only the shapes of ops do.
-        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        shapes = self._device == "cpu" if shapes is None else shapes
-        self._options = {"profile_memory": memory, "with_stack": stacks, "record_shapes": shapes or stacks}
-        self._written: list[dict[str, int]] = []
-        self._profiler: profile | None = None
-        self._metrics: MetricsLog | None = None
-        self._began_ns = 0
         self.step_time_ns = 0  # of the last step
+        self._leads = self.rank == 0 if leads is None else leads
+        self._given = manifest or {}
+        self._world_size = world_size
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._step = self._first_step = first_step
+        self._windows, self._length = _windows(steps, every, first_step)
+        self._warmup = warmup
+        self._disk_budget_bytes = disk_budget_bytes
+        # On a GPU the collectives' kernels tell their sizes; on the CPU only the shapes of ops do.
+        shapes = self._device == "cpu" if shapes is None else shapes
+        place = Path(scratch) if scratch is not None else None
+        options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, place)
+        self._profiling = Profiling(self.folder, self.rank, self._windows, options, written=self._written)
+        self._requests: Requests | None = None
+        self._manifest: ManifestFile | None = None
+        self._metrics: MetricsLog | None = None
+        self._data_wait_ns: int | None = None
+        self._mid_step = mid_step
+        self._began_ns: int | None = None
+
+    @property
+    def steps_done(self) -> int:
+        """Return the optimizer steps done, those before this recording included."""
+        return self._step
 
     def __enter__(self) -> "Recorder":  # noqa: PYI034 typing.Self is not in Python 3.10
         with self._guard("the run folder cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_manifest()
+            if self._leads:
+                self._manifest = ManifestFile(
+                    self.folder, self._given, device=self._device, world_size=self._world_size
+                )
+                self._manifest.write()
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
             self._metrics = MetricsLog(path, first_step=self._first_step)
-        with self._guard("the profiler did not start", self._drop_profiler):
-            self._start_profiler()
-        self._began_ns = time.perf_counter_ns()
+        with self._guard("windows cannot be asked for"):
+            self._requests = Requests(
+                self.folder, self._windows, length=self._length, warmup=self._warmup, leads=self._leads
+            )
+        self._profiling.begin(self._step)
+        self._began_ns = None if self._mid_step else time.perf_counter_ns()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._profiler is not None:
-            with self._guard("the trace was not written"), without_noise():
-                self._profiler.stop()
-            self._drop_profiler()
+        self._profiling.stop(self._step)
+        self._profiling.finish()
         if self._metrics is not None:
             with self._guard("the metrics log was not finished"):
                 self._metrics.close()
             self._metrics = None
 
     def describe(self, more: Mapping[str, Any]) -> None:
-        """Add to ``run.json`` what became known in training, secrets redacted. Rank 0 writes it."""
-        self._given = {**self._given, **more}
-        with self._guard("the manifest was not written"):
-            self._manifest = {**self._manifest, **redact(dict(more))} if self._manifest else {}
-            self._write_manifest()
+        """Add to ``run.json`` what became known in training, secrets redacted. The leading rank writes it."""
+        if self._manifest is not None:
+            with self._guard("the manifest was not written"):
+                self._manifest.describe(more)
 
     def span(self, phase: str) -> contextlib.AbstractContextManager[Any]:
-        """Mark a block as a phase of the step, one of `conventions.PHASES`, in the trace."""
+        """Mark a block as a phase of the step, one of `conventions.PHASES`, in the trace.
+
+        The time in ``data`` is also in the metrics, as what the step waited for its data.
+        """
         span: contextlib.AbstractContextManager[Any] = record_function(conventions.span_name(phase))
-        return span
+        return self._waiting(span) if phase == conventions.DATA else span
 
     @contextlib.contextmanager
     def checkpoint(
@@ -123,6 +155,10 @@ class Recorder:
         ):
             yield
 
+    def waited(self, wait_ns: int) -> None:
+        """Add to the time that the present step waited for its data."""
+        self._data_wait_ns = (self._data_wait_ns or 0) + wait_ns
+
     def step(
         self, metrics: Mapping[str, Number] | None = None, *, tokens: int | None = None, last: bool = False
     ) -> None:
@@ -132,71 +168,50 @@ class Recorder:
         at the end of the next step, or of the recording. Writing a trace counts to no step's time. After the `last`
         step of a training none begins, so the trace shows none.
         """
-        self.step_time_ns = elapsed_ns = max(1, time.perf_counter_ns() - self._began_ns)
+        row = self._row(tokens)
         if self._metrics is not None:
-            row: dict[str, Number] = {"step": self._step, conventions.STEP_TIME_METRIC: elapsed_ns}
-            if tokens is not None:
-                row[conventions.TOKENS_METRIC] = tokens * 1e9 / elapsed_ns
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 self._metrics.add({**row, **(metrics or {}), **allocator_counters()})
+        self._profiling.end(self._step)
         self._step += 1
-        if self._profiler is not None and not last:
-            with self._guard("the trace is no longer recorded", self._drop_profiler):
-                self._move_profiler(self._profiler)
+        if not last:
+            self._look_for_requests()
+            self._profiling.begin(self._step)
         self._began_ns = time.perf_counter_ns()
 
-    def _start_profiler(self) -> None:
-        wait, warmup, active = self._lengths
-        plan = schedule(wait=wait, warmup=warmup, active=active, repeat=self._windows)
-        self._profiler = profile(
-            activities=_activities(self._device),
-            # Asked for step 0 when made, whatever the first step is.
-            schedule=lambda step: plan(max(0, step - self._first_step)),
-            on_trace_ready=self._write_trace,
-            experimental_config=_experimental_config(self._device),
-            **self._options,
-        )
-        self._profiler.step_num = self._first_step
-        _refuse_a_second_profiler()
-        with without_noise():
-            self._profiler.start()
+    def end_window(self, why: str) -> None:
+        """End the window that is being recorded, if there is one, before its time, and say why."""
+        self._profiling.stop(self._step, why)
 
-    def _move_profiler(self, profiler: profile) -> None:
-        before = profiler.current_action
-        upcoming = profiler.schedule(profiler.step_num + 1)
-        if before != upcoming and before in (ProfilerAction.NONE, ProfilerAction.WARMUP):
-            _refuse_a_second_profiler()
-        block = torch.empty(1)
-        with contextlib.nullcontext() if before == upcoming else without_noise(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # so it does: each window is its own
-            profiler.step()
-            # torch complains of the first block freed that it has not seen allocated: let that be one, in here.
-            del block
-        if self._written and len(self._written) == self._windows:
-            profiler.stop()
-            self._drop_profiler()
+    def _row(self, tokens: int | None) -> dict[str, Number]:
+        row: dict[str, Number] = {"step": self._step}
+        if self._began_ns is not None:
+            self.step_time_ns = max(1, time.perf_counter_ns() - self._began_ns)
+            row[conventions.STEP_TIME_METRIC] = self.step_time_ns
+            if tokens is not None:
+                row[conventions.TOKENS_METRIC] = tokens * 1e9 / self.step_time_ns
+        if self._data_wait_ns is not None:
+            row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
+        return row
 
-    def _write_trace(self, profiler: Any) -> None:
-        """Write the trace of the window that just ended, and say so in the manifest."""
-        window = len(self._written)
-        folder = self.folder / conventions.window_folder(window) if window else self.folder
-        trace = folder / conventions.rank_file(self.rank, conventions.TRACE_SUFFIX)
-        plain = trace.with_suffix("").with_suffix(".json" + conventions.PARTIAL_SUFFIX)
-        wait, warmup, active = self._lengths
-        first = self._first_step + (wait + warmup + active) * window + wait + warmup
-        self._written.append({"window": window, "first_step": first, "steps": self._step - first})
-        with self._guard(f"{trace.name} was not written"):
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(plain))
-            if not plain.exists():  # Kineto removes what it could not write whole
-                raise OSError("the profiler could not write it; is the disk full?")
-            files.compress(plain, trace)
-            self._write_manifest()
+    def _look_for_requests(self) -> None:
+        if self._requests is not None and self._profiling.idle:
+            with self._guard("a window that was asked for is not recorded"):
+                self._requests.look(self._step, self.step_time_ns)
 
-    def _write_manifest(self) -> None:
-        if self.rank == 0:
-            self._manifest = self._manifest or manifest(self._given, world_size=self._world_size, device=self._device)
-            files.write_json(self.folder / conventions.MANIFEST_FILE, {**self._manifest, "windows": self._written})
+    def _written(self, window: Window, steps: int) -> None:
+        """Make room where traces take too much, and say in the manifest what there is."""
+        if self._manifest is not None:
+            budget_bytes = self._disk_budget_bytes
+            gone = writing.prune(self.folder, budget_bytes) if budget_bytes is not None else []
+            self._manifest.add_window(window.number, first_step=window.first, steps=steps, gone=gone)
+
+    @contextlib.contextmanager
+    def _waiting(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        began_ns = time.perf_counter_ns()
+        with span:
+            yield
+        self.waited(time.perf_counter_ns() - began_ns)
 
     @contextlib.contextmanager
     def _guard(self, what: str, give_up: Callable[[], None] | None = None) -> Iterator[None]:
@@ -207,25 +222,13 @@ class Recorder:
             if give_up is not None:
                 give_up()
 
-    def _drop_profiler(self) -> None:
-        self._profiler = None
-
     def _drop_metrics(self) -> None:
         self._metrics = None
 
 
-def _refuse_a_second_profiler() -> None:
-    """Raise RuntimeError if the training profiles itself just now: torch has one profiler, ours would end that one."""
-    if torch.autograd._profiler_enabled():
-        raise RuntimeError("another profiler is running")
-
-
-def _activities(device: str) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-
-
-def _experimental_config(device: str) -> Any:
-    """Return the setting that records waits between streams, which only CUDA has."""
-    if device != "cuda":
-        return None
-    return torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[Windows, int]:
+    """Return the windows of a run, and how long one is that is asked for."""
+    first, end = parse_steps(steps or DEFAULT_STEPS) if not isinstance(steps, tuple) else steps
+    if steps is None:
+        return Windows(None), end - first
+    return Windows(first_step + first, first_step + end, every=every), end - first

@@ -21,11 +21,13 @@ from tracekit.cli.export import export
 from tracekit.cli.kernels import kernels
 from tracekit.cli.ops import ops
 from tracekit.cli.query import query
+from tracekit.cli.record import PASS_ON, gather, record
 from tracekit.cli.rules import explain, rules
 from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
 from tracekit.cli.simulate import simulate
 from tracekit.cli.summary import summary
+from tracekit.cli.watch import watch
 from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
@@ -40,6 +42,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command, in_short in (
+    (record, "Record a training, as it is: record -- COMMAND…"),
+    (gather, "Bring the parts of a run into one folder."),
     (check, "Say why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
     (compare, "Say whether one run is better or worse than another."),
@@ -53,9 +57,10 @@ for command, in_short in (
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
     (simulate, "Write traces of a simulated training, with known faults."),
+    (watch, "Show a training as it runs, and its steps out of line."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
-    app.command(short_help=in_short)(command)
+    app.command(short_help=in_short, context_settings=PASS_ON if command in (record, gather) else None)(command)
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def groups(header: Mapping[str, Any], spoken: Iterable[Args]) -> pl.DataFrame:
     rows: dict[str, tuple[Any, ...]] = {}
     for group in listed if isinstance(listed, list) else ():
         if isinstance(group, dict):
-            name = str(group.get("pg_name"))
+            name = _whole_text(str(group.get("pg_name")))
             backend = _text(group.get("backend_config"))
             rows[name] = (name, _text(group.get("pg_desc")), backend, _ranks(group, info.get("world_size")))
     for args in spoken:
@@ -164,7 +164,12 @@ def _bytes(elements: Any, dtype: str | None) -> int | None:
 
 
 def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+    return None if value is None else _whole_text(str(value))
+
+
+def _whole_text(text: str) -> str:
+    """Return a text with lone surrogates replaced, which JSON can spell and no table can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _whole(value: Any) -> int | None:

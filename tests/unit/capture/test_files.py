@@ -1,5 +1,6 @@
 import gzip
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_lines_are_added_to_those_there(tmp_path: Path) -> None:
     files.append_lines(log, [{"a": 1}])
     files.append_lines(log, [{"a": 2}, {"a": 3}])
     assert [json.loads(line)["a"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_lines_that_do_not_fit_leave_the_others_whole(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    files.append_lines(log, [{"a": 1}])
+    whole = log.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            files.append_lines(log, [{"a": 2}, {"a": 3}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert log.read_bytes() == whole
 
 
 def test_compressing_removes_the_plain_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,24 @@ from pathlib import Path
 import pytest
 
 import tracekit.capture
+from tracekit import conventions
 
-FILES = sorted(Path(tracekit.capture.__file__).parent.glob("*.py"))
+HOME = Path(tracekit.capture.__file__).parent
+FILES = sorted(path for path in HOME.rglob("*.py"))
 
 LIST_NEW_MODULES = """
 import json, sys
 import torch, torch.distributed.checkpoint, torch.profiler
 before = set(sys.modules)
-import tracekit.capture
+from tracekit.capture import Recorder, agent, record_save, redact
 print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+LIST_MODULES = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from tracekit.capture.launcher import command
+print(json.dumps(sorted(sys.modules)))
 """
 
 
@@ -28,6 +38,24 @@ def test_the_recorder_imports_torch_the_standard_library_and_conventions() -> No
     strangers = {name for name in set(new) - ours if name.partition(".")[0] not in {*sys.stdlib_module_names, "torch"}}
     assert not strangers
     assert {name for name in ours if not name.startswith("tracekit.capture")} == {"tracekit", "tracekit.conventions"}
+
+
+def test_what_starts_trainings_imports_the_standard_library() -> None:
+    root = str(HOME.parents[1])
+    bare = [sys.executable, "-I", "-S", "-c", LIST_MODULES, root]
+    modules = json.loads(subprocess.run(bare, check=True, capture_output=True, text=True).stdout)
+    known = {*sys.stdlib_module_names, "tracekit", "__main__"}
+    assert not {name for name in modules if name.partition(".")[0] not in known}
+
+
+def test_a_recorded_python_that_never_imports_torch_imports_nothing_of_ours() -> None:
+    inject = str(HOME / "launcher" / "inject")
+    environment = {**os.environ, "PYTHONPATH": inject, conventions.RECORD_VARIABLE: "{}"}
+    listed = "import sys; print('tracekit' in sys.modules, 'torch' in sys.modules, sys.path[1:2] == [sys.argv[1]])"
+    done = subprocess.run(
+        [sys.executable, "-c", listed, inject], check=True, capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.split() == ["False", "False", "False"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

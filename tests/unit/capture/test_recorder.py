@@ -1,6 +1,9 @@
 import contextlib
 import gzip
 import json
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,7 @@ def metrics(run: Path, rank: int = 0) -> list[dict[str, Any]]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     given = {"strategy": "ddp", "arguments": {"lr": 0.1, "hf_token": "abc"}, "command": ["train.py", "--key=abc"]}
-    with Recorder(folder, first_step=100, wait=1, warmup=1, active=2, windows=2, manifest=given) as recorder:
+    with Recorder(folder, first_step=100, steps="2:4", every=4, warmup=1, manifest=given) as recorder:
         train(recorder, 10)
     return folder
 
@@ -104,7 +107,7 @@ def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> No
         asked.append(step)
         return float(step)
 
-    with Recorder(tmp_path, wait=100) as recorder:
+    with Recorder(tmp_path, steps=None) as recorder:
         recorder.step({"loss": lambda: loss(0)})
         assert asked == []
         recorder.step({"loss": lambda: loss(1)})
@@ -114,14 +117,14 @@ def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> No
 
 def test_a_resumed_run_keeps_the_metrics_of_earlier_steps(tmp_path: Path) -> None:
     for first_step, steps in ((0, 4), (2, 3)):
-        with Recorder(tmp_path, first_step=first_step, wait=100) as recorder:
+        with Recorder(tmp_path, first_step=first_step, steps=None) as recorder:
             for step in range(first_step, first_step + steps):
                 recorder.step({"loss": 10.0 * first_step + step})
     assert [(row["step"], row["loss"]) for row in metrics(tmp_path)] == [(0, 0), (1, 1), (2, 22), (3, 23), (4, 24)]
 
 
 def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_path: Path) -> None:
-    with contextlib.suppress(KeyboardInterrupt), Recorder(tmp_path, wait=0, warmup=1, active=5) as recorder:
+    with contextlib.suppress(KeyboardInterrupt), Recorder(tmp_path, steps=(1, 6), warmup=1) as recorder:
         train(recorder, 3)
         raise KeyboardInterrupt
     assert "ProfilerStep#2" in names(read_trace(tmp_path / "rank00000.pt.trace.json.gz"))
@@ -131,7 +134,7 @@ def test_a_training_that_ends_inside_the_window_leaves_a_trace_of_what_was(tmp_p
 @pytest.mark.parametrize("wait", [0, 2])
 def test_the_trainings_own_profiler_is_left_alone(tmp_path: Path, wait: int, capfd: pytest.CaptureFixture[str]) -> None:
     own = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with own, Recorder(tmp_path, wait=wait, warmup=1, active=1) as recorder:
+    with own, Recorder(tmp_path, steps=(wait + 1, wait + 2), warmup=1) as recorder:
         train(recorder, 6)
     assert sum(event.name == "aten::mm" for event in own.events()) >= 6
     complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
@@ -151,10 +154,82 @@ def full_disk(tmp_path: Path) -> Path:
 def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
     full_disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Recorder(full_disk, wait=0, warmup=1, active=1) as recorder:
+    with Recorder(full_disk, steps="1:2", warmup=1) as recorder:
         train(recorder, 4)
     complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
     assert len(complaints) == 2
     assert "metrics are not recorded" in complaints[0]
     assert "rank00000.pt.trace.json.gz was not written" in complaints[1]
     assert all(line.endswith("training goes on") for line in complaints)
+
+
+def test_the_oldest_windows_but_the_first_give_way_to_the_disk_budget(tmp_path: Path) -> None:
+    with Recorder(tmp_path, steps="1:2", every=2, warmup=1, disk_budget_bytes=1) as recorder:
+        for _ in range(10):
+            train(recorder, 1)
+            time.sleep(0.3)  # as long as a window takes to be written
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gz"))
+    assert kept == ["rank00000.pt.trace.json.gz", "window004/rank00000.pt.trace.json.gz"]
+    manifest = json.loads((tmp_path / "run.json").read_text())
+    assert [window["first_step"] for window in manifest["windows"]] == [1, 9]
+
+
+def test_a_trace_waits_in_scratch_to_be_compressed_and_leaves_nothing_there(tmp_path: Path) -> None:
+    with Recorder(tmp_path / "run", steps="1:2", warmup=1, scratch=tmp_path / "scratch") as recorder:
+        train(recorder, 4)
+    assert (tmp_path / "run" / "rank00000.pt.trace.json.gz").exists()
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_without_a_scratch_folder_the_trace_waits_in_the_run(tmp_path: Path) -> None:
+    (tmp_path / "scratch").write_text("a file stands where the folder should")
+    with Recorder(tmp_path / "run", steps="1:2", warmup=1, scratch=tmp_path / "scratch") as recorder:
+        train(recorder, 4)
+    assert "ProfilerStep#1" in names(read_trace(tmp_path / "run" / "rank00000.pt.trace.json.gz"))
+
+
+def test_a_disk_that_takes_nothing_holds_up_no_step_and_no_window_is_piled_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe that nobody reads stands for a file system that hangs: opening it to write waits."""
+    stuck = tmp_path / "rank00000.pt.trace.json.gz.partial"
+    os.mkfifo(stuck)
+    with Recorder(tmp_path, steps="1:2", every=2, warmup=1) as recorder:
+        train(recorder, 9)
+        steps = recorder.steps_done
+        reader = os.open(stuck, os.O_RDONLY | os.O_NONBLOCK)
+        threading.Thread(target=drain, args=(reader,)).start()
+    assert steps == 9
+    complaints = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit:")]
+    assert len(complaints) == 3  # two windows wait, each of the others is told once
+    assert all("earlier windows are still being written" in line for line in complaints)
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(9))
+
+
+def drain(reader: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if not os.read(reader, 1 << 16):
+                time.sleep(0.01)
+        except BlockingIOError:
+            time.sleep(0.01)
+
+
+def test_time_in_the_data_span_is_what_a_step_waited(tmp_path: Path) -> None:
+    with Recorder(tmp_path, steps=None) as recorder:
+        for wait_s in (0.0, 0.05):
+            with recorder.span(conventions.DATA):
+                time.sleep(wait_s)
+            recorder.step()
+    first, second = [row[conventions.DATA_WAIT_METRIC] for row in metrics(tmp_path)]
+    assert first < 50_000_000 <= second
+
+
+def test_a_first_step_that_is_under_way_has_no_time(tmp_path: Path) -> None:
+    with Recorder(tmp_path, steps=None, mid_step=True) as recorder:
+        recorder.step(tokens=5)
+        recorder.step(tokens=5)
+    first, second = metrics(tmp_path)
+    assert first == {"step": 0}
+    assert {conventions.STEP_TIME_METRIC, conventions.TOKENS_METRIC} <= set(second)

@@ -10,15 +10,17 @@ Stage = str | None
 class StageClock:
     """The time of one thread, each nanosecond charged to the stage it is in; None is no stage.
 
-    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry.
+    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. `came_from` is
+    for whoever switches to a stage and back.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.spent_ns: dict[Stage, int] = {}
         self.first_ns: dict[Stage, int] = {}
-        self._stages: list[Stage] = []
+        self.came_from: Stage = None
+        self._stages = [stage]
         self._since_ns = time.time_ns()
-        self._enter(stage, self._since_ns)
+        self._begin(stage, self._since_ns)
 
     @property
     def stage(self) -> Stage:
@@ -28,32 +30,44 @@ class StageClock:
     def switch(self, stage: Stage) -> None:
         """Leave the present stage for `stage`."""
         now_ns = self._charge()
+        self._stages[-1] = stage
+        if stage not in self.first_ns:
+            self._begin(stage, now_ns)
+
+    def enter(self, stage: Stage) -> None:
+        """Charge what follows to `stage`, until `leave`."""
+        now_ns = self._charge()
+        self._stages.append(stage)
+        if stage not in self.first_ns:
+            self._begin(stage, now_ns)
+
+    def leave(self) -> None:
+        """Go on with the stage before the last `enter`."""
+        self._charge()
         self._stages.pop()
-        self._enter(stage, now_ns)
 
     @contextlib.contextmanager
     def inside(self, stage: Stage) -> Iterator[None]:
         """Charge the block to `stage`, then go on with the present one."""
-        self._enter(stage, self._charge())
+        self.enter(stage)
         try:
             yield
         finally:
-            self._charge()
-            self._stages.pop()
+            self.leave()
 
     def stop(self) -> int:
         """Charge what is due and return the time, Unix ns."""
         return self._charge()
 
-    def _enter(self, stage: Stage, now_ns: int) -> None:
-        self._stages.append(stage)
-        self.spent_ns.setdefault(stage, 0)
-        self.first_ns.setdefault(stage, now_ns)
+    def _begin(self, stage: Stage, now_ns: int) -> None:
+        self.spent_ns[stage] = 0
+        self.first_ns[stage] = now_ns
 
     def _charge(self) -> int:
         now_ns = time.time_ns()
         # The system's clock may be set back; a stage never lasts less than no time.
-        self.spent_ns[self._stages[-1]] += max(0, now_ns - self._since_ns)
+        if now_ns > self._since_ns:
+            self.spent_ns[self._stages[-1]] += now_ns - self._since_ns
         self._since_ns = now_ns
         return now_ns
 

@@ -1,0 +1,93 @@
+"""Commands recorded as a user records them: `tracekit record -- …`, in processes of their own. Not a test."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tracekit
+from tracekit.trace import Run
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LEFT_OUT = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "TRACEKIT_RECORD"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command came to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> list[str]:
+        """What we said, line by line, without the verdict."""
+        return [line for line in self.err.splitlines() if line.startswith("tracekit: ")]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **more}
+
+
+def command(*options: str, program: tuple[str, ...] = ("-m", "tracekit", "record")) -> list[str]:
+    return [sys.executable, *program, *options]
+
+
+def start(words: list[str], folder: Path, **more: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        words, cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> Done:
+    out, err = process.communicate(timeout=240)
+    return Done(process.returncode, out, err)
+
+
+def do(words: list[str], folder: Path, **more: str) -> Done:
+    return finish(start(words, folder, **more))
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(SCRIPTS / name), *arguments]
+
+
+def launched(ranks: int, name: str, *arguments: str) -> list[str]:
+    return [*TORCHRUN, str(ranks), str(SCRIPTS / name), *arguments]
+
+
+def steps_by_rank(run: Run) -> dict[int, list[int]]:
+    """Return the profiled steps of each rank."""
+    return {trace.rank: trace.steps["step"].to_list() for trace in run.traces()}
+
+
+def load(folder: Path) -> Run:
+    return tracekit.load(str(folder), cache=False)
+
+
+def metrics(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    lines = (folder / f"rank{rank:05d}.metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.05)

@@ -1,0 +1,44 @@
+"""Whether the training thread waited for what another thread did: told by looking at it now and then."""
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+# A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside of one of these.
+_WAITING = ("wait", "join", "acquire")
+_JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
+
+
+class Looks:
+    """Looks at the training thread, taken to be the main one, from the thread that made this.
+
+    `step` returns the optimizer steps done, or None where nobody counts them.
+    """
+
+    def __init__(self, step: Callable[[], int | None]) -> None:
+        self.step = step()
+        self._count_steps = step
+        self._training = threading.main_thread().ident
+        self._is_other = threading.get_ident() != self._training
+        self._waited = True
+        self._looks = 0
+
+    def look(self) -> None:
+        """Look once. Costs microseconds, and nothing on the training thread itself."""
+        if not self._is_other or not self._waited:
+            return
+        frame = sys._current_frames().get(self._training or 0)
+        self._looks += 1
+        self._waited = frame is not None and _waits(frame)
+
+    def blocked(self) -> bool:
+        """Return whether training waited from the first look to the last and finished no step meanwhile."""
+        return not self._is_other or (self._waited and self._looks > 0 and self._count_steps() == self.step)
+
+
+def _waits(frame: FrameType) -> bool:
+    if frame.f_code.co_filename != threading.__file__:
+        return False
+    caller = frame.f_back if frame.f_code.co_name == _JOINING else frame
+    return caller is not None and caller.f_code.co_name in _WAITING

@@ -1,0 +1,51 @@
+"""Which folder a training records into: all its ranks the same one, another training never that one."""
+
+import time
+from pathlib import Path
+
+from tracekit import conventions
+
+_MOST = 1000
+_PATIENCE_S = 2.0
+
+
+def claim(out: Path, training: str) -> Path:
+    """Return the folder for `training`, a name that its ranks share: `out`, else ``out-2``, ``out-3``, ….
+
+    A folder is free if it is empty or not there, and is then marked as this training's, so that ranks on other nodes
+    find it, and other trainings pass on. Raises OSError where none can be written.
+    """
+    for number in range(1, _MOST):
+        folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / conventions.CLAIM_FILE
+        present = [path.name for path in folder.iterdir()]
+        if mark.name not in present and present:
+            continue  # a run of somebody who claims nothing
+        if mark.name not in present and _created(mark, training):
+            return folder
+        if owner(folder) == training:
+            return folder
+    raise FileExistsError(f"{out} to {out.name}-{_MOST - 1} are all taken")
+
+
+def owner(folder: Path) -> str | None:
+    """Return the name of the training that a folder is of; None if it tells none."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            text = (folder / conventions.CLAIM_FILE).read_text(encoding="utf-8")
+        except OSError:
+            return None
+        if text or time.monotonic() > deadline:  # empty for the moment between its making and its writing
+            return text or None
+        time.sleep(0.01)
+
+
+def _created(mark: Path, training: str) -> bool:
+    try:
+        with mark.open("x", encoding="utf-8") as file:
+            file.write(training)
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""Record a training by the Hugging Face Trainer: a callback."""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tracekit import conventions
+from tracekit.capture.following import EVALUATION, Follower, harmless
+from tracekit.capture.metrics import Number
+
+try:
+    from accelerate.state import AcceleratorState
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("the Trainer is not installed: pip install 'torch-tracekit[huggingface]'") from error
+
+
+class TracekitCallback(TrainerCallback):  # type: ignore[misc]
+    """Records what a `transformers.Trainer` trains, on each rank, into the run folder `out`.
+
+    Takes the options of `tracekit.capture.Recorder`. Steps are numbered as the Trainer's `global_step`, from 0; a
+    training that is resumed goes on counting. Loss and gradient norm are those that the Trainer logs, at the steps at
+    which it logs; the learning rate is the step's own. Tokens are what the Trainer counts, if it is told to
+    (`include_num_input_tokens_seen`), else the size of `input_ids`, padding included, times the number of ranks.
+
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[TracekitCallback("runs/today")])
+
+    Evaluations count to no step's time; saves count to the step that follows. No failure in here stops the training.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], **options: Any) -> None:
+        self.follower = Follower(out, options)
+        self._hooks: list[Any] = []
+        self._tokens = 0  # of this rank, since the step began
+        self._tokens_seen = 0  # by all ranks, as the Trainer counts, when the step began
+        self._learning_rate: float | None = None
+        self._logged: dict[str, float] = {}
+
+    @harmless
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._unhook()
+        self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen
+        self.follower.begin(state.global_step, lambda: _about(args, model))
+        # What is compiled stays as it is: a hook would become part of it.
+        if isinstance(model, torch.nn.Module) and not (args.torch_compile or hasattr(model, "_orig_mod")):
+            self._hooks = [
+                model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                model.register_forward_hook(self._after_forward),
+            ]
+        self._turn(control)
+
+    @harmless
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(conventions.DATA)
+
+    @harmless
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(None)
+
+    @harmless
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(None)
+
+    @harmless
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self._learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None
+        self.follower.turn_to(conventions.OPTIMIZER)
+
+    @harmless
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(None)
+
+    @harmless
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        metrics: dict[str, Number] = {}
+        if self._learning_rate is not None:
+            metrics["learning_rate"] = self._learning_rate
+        logged: dict[str, float] = {}
+        self._logged = logged
+        if control.should_log:  # it will, once this has returned; the recorder asks a step later
+            metrics[conventions.LOSS_METRIC] = lambda: logged.get("loss", math.nan)
+            if args.max_grad_norm > 0:
+                metrics["grad_norm"] = lambda: logged.get("grad_norm", math.nan)
+        counted = state.num_input_tokens_seen - self._tokens_seen
+        tokens = counted if counted > 0 else self._tokens * args.world_size
+        self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen
+        self.follower.step(metrics, tokens=tokens or None, last=control.should_training_stop)
+        self._turn(control)
+
+    @harmless
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._turn(control, epoch_over=True)
+
+    @harmless
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
+        told = logs or {}
+        self._logged.update({name: float(told[name]) for name in ("loss", "grad_norm") if name in told})
+
+    @harmless
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(None, was=EVALUATION)
+        self._turn(control)
+
+    @harmless
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        self.follower.turn_to(None, was=EVALUATION)
+
+    @harmless
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.follower.turn_to(None, was=conventions.CHECKPOINT)
+        self._turn(control)
+
+    @harmless
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._unhook()
+        self.follower.end()
+
+    def _turn(self, control: Any, *, epoch_over: bool = False) -> None:
+        """Turn to what the Trainer does next between two steps: it evaluates, then saves, then fetches batches.
+
+        What a callback after this one asks for is seen only when it is done.
+        """
+        if control.should_evaluate:
+            self.follower.turn_to(EVALUATION)
+        elif control.should_save:
+            self.follower.turn_to(conventions.CHECKPOINT)
+        elif control.should_training_stop or control.should_epoch_stop or epoch_over:
+            self.follower.turn_to(None)
+        else:
+            self.follower.turn_to(conventions.DATA)
+
+    @harmless
+    def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if model.training:
+            words = kwargs.get("input_ids")
+            self._tokens += words.numel() if isinstance(words, torch.Tensor) else 0
+            self.follower.turn_to(conventions.FORWARD)
+
+    @harmless
+    def _after_forward(self, model: torch.nn.Module, args: Any, output: Any) -> None:
+        if model.training:
+            self.follower.turn_to(conventions.BACKWARD)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _about(args: Any, model: Any) -> dict[str, Any]:
+    """Return what the Trainer knows about the run."""
+    strategy = _strategy()
+    described: dict[str, Any] = {"name": type(model).__name__}
+    if strategy in (None, "ddp"):  # others hold parts of the parameters, or none
+        described["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    return {"strategy": strategy, "model": described, "arguments": args.to_dict()}
+
+
+def _strategy() -> str | None:
+    state = AcceleratorState()
+    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    if kind == "FSDP":
+        return f"fsdp{getattr(state.fsdp_plugin, 'fsdp_version', 1)}"
+    if kind.startswith("MULTI_"):
+        return "ddp"
+    return None if kind == "NO" else kind.lower()

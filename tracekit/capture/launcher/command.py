@@ -1,0 +1,172 @@
+"""``tracekit record`` and ``tracekit gather``: their options, for both ways of calling them."""
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from tracekit.capture.launcher import attaching, gathering, launch
+from tracekit.capture.settings import GIBIBYTE, Settings
+from tracekit.capture.windows import Windows, parse_steps
+
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": GIBIBYTE, "T": 1 << 40}
+NONE = "none"
+
+_EXAMPLES = """
+examples:
+  tracekit record -- torchrun --nproc-per-node 8 train.py
+  tracekit record --steps 100:105 --ranks 0,8 --out runs/today -- srun python train.py
+  tracekit record --steps 100:103 --every 5000 -- torchrun train.py    # again and again over a long run
+  tracekit record --attach runs/today                                  # now, in a run that is being recorded
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"tracekit: {message}; {self.prog} --help lists the options\n")
+        sys.exit(2)
+
+
+def record(words: list[str], *, program: str) -> int:
+    """Record the command that the words of a command line name; return its exit code (2 for words of no sense)."""
+    parser = _parser(program)
+    options = parser.parse_args(words)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.attach is not None:
+        if command:
+            parser.error("--attach asks a training that runs already: name no command")
+        return attaching.attach(Path(options.attach), steps=_count(parser, options.steps), quiet=options.quiet)
+    if not command:
+        parser.error(f"no command to record: {program} -- torchrun … train.py")
+    return launch.run(command, _settings(parser, options), on_signal=options.signal, quiet=options.quiet)
+
+
+def gather(words: list[str], *, program: str) -> int:
+    """Gather the parts of a run into one; return the exit code."""
+    parser = _Parser(prog=program, description="Bring the parts of one run, from several nodes, into one folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder for all of it; made where there is none")
+    parser.add_argument("parts", metavar="PART", type=Path, nargs="+", help="folders that hold files of the run")
+    options = parser.parse_args(words)
+    try:
+        moved = gathering.gather(options.run, options.parts)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"tracekit: {error}\n")
+        return 2
+    sys.stderr.write(f"tracekit: {moved} files moved to {options.run}; next: tracekit check {options.run}\n")
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=program,
+        usage=f"{program} [options] -- COMMAND…\n       {program} --attach RUN [--steps N]",
+        description="Record a training as it is: its command after --, unchanged. Its output, exit code and signals "
+        "stay its own, and what fails in recording never stops it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--steps",
+        metavar="FIRST:END",
+        help="optimizer steps to profile, half-open, counted from 0 [default: 10:15]; none: only on demand",
+    )
+    add("--every", type=_positive, metavar="N", help="profile such a window again every N steps")
+    add("--ranks", type=_ranks, metavar="0,1|all", help="ranks to record [default: all]")
+    add("--warmup", type=_natural, default=2, metavar="N", help="steps the profiler warms up for [default: 2]")
+    add("--out", type=Path, metavar="RUN", help="folder of the run [default: runs/ and the job or the time]")
+    add("--stacks", action="store_true", help="Python stacks too: traces grow tenfold, and the steps take longer")
+    add("--shapes", action="store_true", default=None, help="shapes of operators too, as on the CPU by default")
+    add("--no-memory", action="store_false", dest="memory", help="no allocator events")
+    add("--memory-snapshot", action="store_true", help="the CUDA allocator's history of each window too")
+    add("--tokens-per-step", type=_positive, metavar="N", help="tokens of all ranks a step, for tokens a second")
+    add("--disk-budget", type=_size, default=10 * GIBIBYTE, metavar="SIZE", help="most that traces take [10GiB]")
+    add("--scratch", type=Path, metavar="DIR", help="local folder where traces wait to be compressed [the system's]")
+    add("--signal", type=_signal, metavar="NAME", help="a signal to this command, such as USR2, that asks for a window")
+    add("--attach", metavar="RUN", help="ask a run that is being recorded for a window now: --steps is its length")
+    add("--quiet", action="store_true", help="say nothing at the end")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
+    steps = options.steps or Settings.steps
+    if steps is not None and steps != NONE:
+        try:
+            Windows(*parse_steps(steps), every=options.every)
+        except ValueError as error:
+            parser.error(f"--steps: {error}")
+    elif options.every is not None:
+        parser.error("--every repeats a window: name it by --steps FIRST:END")
+    out = options.out or Path("runs", _name())
+    return Settings(
+        out=os.path.abspath(out),  # noqa: PTH100 a link stays what the user named
+        launch=launch.new_name(),
+        notes="",
+        scratch=os.path.abspath(options.scratch) if options.scratch else "",  # noqa: PTH100
+        steps=None if steps == NONE else steps,
+        every=options.every,
+        warmup=options.warmup,
+        ranks=options.ranks,
+        memory=options.memory,
+        stacks=options.stacks,
+        shapes=options.shapes,
+        snapshot=options.memory_snapshot,
+        disk_budget_bytes=options.disk_budget,
+        tokens_per_step=options.tokens_per_step,
+    )
+
+
+def _name() -> str:
+    """Return a name that the launchers of one job on several nodes share, where there is a scheduler to tell it."""
+    job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
+    if job is not None:
+        return "job-" + re.sub(r"[^\w.-]+", "-", job)
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def _count(parser: argparse.ArgumentParser, steps: "str | None") -> "int | None":
+    if steps is not None and not (steps.isdigit() and 0 < int(steps) <= attaching.MOST_STEPS):
+        parser.error(f"--attach takes --steps N, a number of steps up to {attaching.MOST_STEPS}, not {steps!r}")
+    return int(steps) if steps is not None else None
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _ranks(text: str) -> "tuple[int, ...] | None":
+    if text == "all":
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} names no ranks: say all, or numbers as in 0,1")
+    return tuple(sorted({int(rank) for rank in text.split(",")}))
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: say 500MB or 10GiB")
+    return int(float(match[1]) * _FACTORS[match[2].upper()])
+
+
+def _signal(text: str) -> int:
+    name = text.upper().removeprefix("SIG")
+    if name not in ("USR1", "USR2", "HUP", "WINCH"):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: say USR1, USR2, HUP or WINCH")
+    return int(getattr(signal, f"SIG{name}"))

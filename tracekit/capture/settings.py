@@ -1,0 +1,52 @@
+"""What `tracekit record` tells the processes it starts, by one environment variable."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+from tracekit import conventions
+
+GIBIBYTE = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to record. Paths are absolute: ranks may work elsewhere than their launcher."""
+
+    out: str
+    """The run's folder; another training of the same command takes ``OUT-2``, and so on."""
+    launch: str
+    """Names this start of the command, unlike any other."""
+    notes: str
+    """A folder on the launching node in which each recorded process says where its files are."""
+    scratch: str
+    """A folder for traces that are not compressed yet, local to each node."""
+    steps: str | None = "10:15"
+    every: int | None = None
+    warmup: int = 2
+    ranks: tuple[int, ...] | None = None
+    """The ranks to record; None for all."""
+    memory: bool = True
+    stacks: bool = False
+    shapes: bool | None = None
+    snapshot: bool = False
+    disk_budget_bytes: int = 10 * GIBIBYTE
+    tokens_per_step: int | None = None
+    """Tokens of all ranks in one optimizer step, which the training alone knows."""
+
+    def as_variable(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings | None:
+    """Return how to record this process, None if nobody asked. Raises ValueError where that cannot be read."""
+    text = environment.get(conventions.RECORD_VARIABLE)
+    if not text:
+        return None
+    try:
+        told = json.loads(text)
+        ranks = told.pop("ranks", None)
+        return Settings(**told, ranks=None if ranks is None else tuple(ranks))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{conventions.RECORD_VARIABLE} cannot be read: {error}") from error

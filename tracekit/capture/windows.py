@@ -1,0 +1,108 @@
+"""Which steps of a training are profiled: one window, windows at a distance, windows asked for while it runs."""
+
+import re
+from typing import NamedTuple
+
+_SPAN = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+_MOST_DIGITS = 12
+
+
+class Window(NamedTuple):
+    """Steps `first` to `end` (half-open), the `number`-th window of the run, counted from 0."""
+
+    number: int
+    first: int
+    end: int
+
+
+class Windows:
+    """The windows of a run, the same on every rank that is told the same.
+
+    `first` and `end` are the first window (half-open, counted from 0), None if there is none; with `every`, one of that
+    length follows each `every` steps. Windows never overlap: one asked for in between, by `ask`, must leave room.
+
+    >>> windows = Windows(10, 15, every=100)
+    >>> windows.upcoming(12), windows.upcoming(15)
+    (Window(number=0, first=10, end=15), Window(number=1, first=110, end=115))
+    >>> windows.ask(50, 52)
+    True
+    >>> windows.upcoming(15), windows.upcoming(60)
+    (Window(number=1, first=50, end=52), Window(number=2, first=110, end=115))
+    """
+
+    def __init__(self, first: int | None, end: int = 0, *, every: int | None = None) -> None:
+        if first is not None and not 0 <= first < end:
+            raise ValueError(f"steps {first}:{end} are none: the first must come before the end, as in 10:15")
+        self._first, self._every = first, every if first is not None else None
+        self._length = end - first if first is not None else 0
+        if self._every is not None and self._every < self._length:
+            raise ValueError(f"every {every} steps is too often for windows of {self._length} steps")
+        self._asked: list[tuple[int, int]] = []
+
+    def upcoming(self, step: int) -> Window | None:
+        """Return the window that holds `step`, else the next one; None if there is none to come."""
+        spans = [span for span in (self._regular(step), *self._asked) if span is not None and span[1] > step]
+        if not spans:
+            return None
+        first, end = min(spans)
+        return Window(self._number(first), first, end)
+
+    def ask(self, first: int, end: int) -> bool:
+        """Add a window, unless it would overlap another; return whether it was added."""
+        if any(first < other_end and other_first < end for other_first, other_end in self._near(first, end)):
+            return False
+        self._asked.append((first, end))
+        return True
+
+    def room(self, first: int, length: int, *, apart: int = 0) -> int:
+        """Return the first step from `first` on at which a window of `length` fits, `apart` steps from its neighbours.
+
+        Raises ValueError where the regular windows leave no room.
+        """
+        if self._every is not None and self._every - self._length < length + 2 * apart:
+            raise ValueError(f"windows every {self._every} steps leave no room for one of {length}")
+        while True:
+            crossed = [
+                end
+                for begin, end in self._near(first - apart, first + length + apart)
+                if begin - apart < first + length and first < end + apart
+            ]
+            if not crossed:
+                return first
+            first = max(crossed) + apart
+
+    def _regular(self, step: int) -> tuple[int, int] | None:
+        """Return the regular window that holds `step` or is the next."""
+        if self._first is None:
+            return None
+        rounds = 0
+        if self._every is not None:
+            rounds = max(0, -(-(step + 1 - self._first - self._length) // self._every))
+        first = self._first + rounds * (self._every or 0)
+        return (first, first + self._length) if first + self._length > step else None
+
+    def _near(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the windows that a span may touch."""
+        regular = [self._regular(max(0, first)), self._regular(max(0, end))]
+        return [*(span for span in regular if span is not None), *self._asked]
+
+    def _number(self, first: int) -> int:
+        before = 0
+        if self._first is not None and first > self._first:
+            before = 1 if self._every is None else -(-(first - self._first) // self._every)
+        return before + sum(other < first for other, _ in self._asked)
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """Return the half-open span of steps that a text such as ``10:15`` names. Raises ValueError if it names none.
+
+    >>> parse_steps("10:15")
+    (10, 15)
+    """
+    match = _SPAN.fullmatch(text)
+    if not match or max(len(number) for number in match.groups()) > _MOST_DIGITS:
+        raise ValueError(f"{text!r} is no span of steps: say FIRST:END, as in 10:15 for steps 10 to 14")
+    first, end = (int(number) for number in match.groups())
+    if first >= end:
+        raise ValueError(f"{text!r} holds no step: END is not part of it, so 10:11 is step 10 alone")
+    return first, end

@@ -1,0 +1,35 @@
+"""Methods of torch's classes that tell when they are called."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap(
+    owner: type,
+    name: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+    result: Callable[..., None] | None = None,
+    around: Callable[..., Any] | None = None,
+) -> None:
+    """Replace a method of a class by one that tells of its calls.
+
+    `before` and `after` get the arguments, `result` the value and the arguments; `around` gets the method and the
+    arguments, calls it and returns its value. Name, signature and documentation stay those of the method.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args)
+        value = original(*args, **kwargs) if around is None else around(original, *args, **kwargs)
+        if after is not None:
+            after(*args)
+        if result is not None:
+            result(value, *args)
+        return value
+
+    setattr(owner, name, told)
