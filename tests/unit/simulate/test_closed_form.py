@@ -1,5 +1,7 @@
 """The closed form is what the simulation finds; the published table is predicted as well as is claimed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -41,3 +43,14 @@ def test_no_choice_of_four_rows_is_special_and_give_way_is_what_explains_the_spe
     assert np.median(found.speedup_mean) < min(np.median(of.speedup_mean) for of in baselines.values())
     assert np.median(found.time_mean) < np.median(baselines[ROOFLINE].time_mean)
     assert set(baselines) == {INDICATORS, ROOFLINE}
+
+
+def test_the_guide_shows_what_the_fit_predicts() -> None:
+    guide = Path(published_table.__file__).parents[1] / "docs" / "published_table.md"
+    lines = [line.split("|")[1:-1] for line in guide.read_text(encoding="utf-8").splitlines() if " points |" in line]
+    shown = np.array([[float(cells[i]) for i in (4, 5, 6, 7)] for cells in lines if len(cells) == 11])
+    yafsdp_s, fsdp_s = predict(ROWS, fit(ROWS, np.array([published_table.FITTED])))
+    told = [
+        (row.yafsdp_s, found, row.fsdp_s, other) for row, found, other in zip(ROWS, yafsdp_s[0], fsdp_s[0], strict=True)
+    ]
+    np.testing.assert_allclose(shown, np.array(told), atol=0.0101)
