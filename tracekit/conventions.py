@@ -9,6 +9,7 @@ REPORT_SCHEMA = "tracekit.report/1"
 
 # A run on disk -------------------------------------------------------------------------------------------------------
 MANIFEST_FILE = "run.json"
+TRUTH_FILE = "truth.json"  # what is known to be wrong with a simulated run
 TRACE_SUFFIX = ".pt.trace.json.gz"
 CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"

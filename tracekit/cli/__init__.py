@@ -25,6 +25,7 @@ from tracekit.cli.record import PASS_ON, gather, record
 from tracekit.cli.rules import explain, rules
 from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
+from tracekit.cli.simulate import simulate
 from tracekit.cli.summary import summary
 from tracekit.cli.watch import watch
 from tracekit.errors import TracekitError
@@ -55,6 +56,7 @@ for command, in_short in (
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
+    (simulate, "Write traces of a simulated training, with known faults."),
     (watch, "Show a training as it runs, and its steps out of line."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
