@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tracekit.allocator import Allocator, Block, Settings
+
 SHARED = Path(__file__).parents[2] / "shared" / "traces" / "memory_snapshots"
 MIB = 1 << 20
 SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False}
@@ -80,3 +82,58 @@ def as_libtorch(told: Any) -> bytes:
         return b"](" + b"".join(map(dump, value)) + b"e" + put(key)
 
     return b"\x80\x02" + dump(told) + b"."
+
+
+class Simulation:
+    """A simulated program on the model of the allocator, with the history that torch would have recorded of it.
+
+    It shows that what reads and replays histories agrees with the model, not that the model is right.
+    """
+
+    def __init__(self, settings: Settings | None = None, **options: Any) -> None:
+        self.allocator = Allocator(settings, **options)
+        self.events: list[dict[str, Any]] = []
+        self._seen = 0
+
+    def malloc(self, size: int, *, stream: int = 0, pool: int = 0) -> Block:
+        block = self.allocator.malloc(size, stream, pool)
+        self._catch_up("simulated malloc")
+        self._tell("alloc", block.address, size, stream)
+        return block
+
+    def free(self, block: Block, *, later: bool = False) -> None:
+        """Free a block; `later` leaves its end to `complete`, as another stream's use does."""
+        self._tell("free_requested", block.address, block.requested_bytes, block.pool.stream)
+        self.allocator.request_free(block)
+        if not later:
+            self.complete(block)
+
+    def complete(self, block: Block) -> None:
+        self._tell("free_completed", block.address, block.requested_bytes, block.pool.stream)
+        self.allocator.complete_free(block)
+
+    def empty_cache(self) -> None:
+        self.allocator.release_cached()
+        self._catch_up("simulated emptyCache")
+
+    def document(self, first: int = 0) -> dict[str, Any]:
+        """Return the snapshot that holds the events from number `first` on."""
+        segments = []
+        for told in self.allocator.segments():
+            states = {"allocated": "active_allocated", "pending": "active_pending_free", "free": "inactive"}
+            more = {"stream": told.stream, "segment_type": "small" if told.small else "large"}
+            more |= {"segment_pool_id": (0, told.pool), "is_expandable": told.expandable}
+            made = segment(told.address, [(block.bytes, states[block.state]) for block in told.blocks], **more)
+            for block, state in zip(made["blocks"], told.blocks, strict=True):
+                block["requested_size"] = state.requested_bytes
+            segments.append(made)
+        conf = SETTINGS | {"expandable_segments": self.allocator.settings.expandable}
+        return document(segments, self.events[first:], settings=conf)
+
+    def _catch_up(self, why: str) -> None:
+        for told in self.allocator.events[self._seen :]:
+            self.events.append(event(told.action, told.address, told.bytes, stream=told.stream, frames=[frame(why)]))
+        self._seen = len(self.allocator.events)
+
+    def _tell(self, action: str, address: int, size: int, stream: int) -> None:
+        self.events.append(event(action, address, size, stream=stream))
