@@ -100,7 +100,7 @@ def test_the_peak_is_told_by_the_ops_that_wanted_it():
         (1, 15, None, None, 9),  # of which 1 is never seen
         (1, 15, "aten::mm", 2, 6),
     ]
-    assert found["share_ratio"].to_list() == [9 / 15, 6 / 15]
+    assert found["peak_ratio"].to_list() == [9 / 15, 6 / 15]
 
 
 def test_churn_is_what_a_step_takes_over_the_most_it_holds():

@@ -206,15 +206,43 @@ def test_a_record_with_retries_bounds_what_a_prediction_may_take(tmp_path):
     assert replay.predict(told, Settings(expandable=True)).retries == 0
 
 
-def test_what_was_held_at_a_cut_is_asked_for_anew_but_not_counted_as_taken_in_the_history(tmp_path):
+def test_a_cut_history_is_predicted_with_what_was_held_and_a_cache_that_it_filled_before(tmp_path):
+    made = Simulation()
+    kept, short = made.malloc(30 * MIB), made.malloc(14 * MIB)
+    cut = len(made.events)
+    made.free(made.malloc(50 * MIB))
+    made.free(short)
+    made.malloc(16 * MIB)
+    assert kept.allocated
+    told = history(made.document(cut), tmp_path)
+    predicted = replay.predict(told, Settings(expandable=True))
+    # 30 and 14 held, 50 behind them: 94 MiB in pages of 20. All of that is there when it is played again.
+    assert (predicted.peak_reserved_bytes, predicted.taken) == (100 * MIB, ())
+    assert sizes(replay.predict(told, Settings()).taken) == []
+    assert sizes(replay.play(told).taken) == sizes(told.taken) != []
+
+
+def test_a_start_that_does_not_fit_is_counted_as_out_of_memory(tmp_path):
     made = Simulation()
     made.malloc(30 * MIB)
     cut = len(made.events)
-    made.malloc(5 * MIB)
+    made.free(made.malloc(512))
     told = history(made.document(cut), tmp_path)
-    predicted = replay.predict(told, Settings(expandable=True))
-    assert [each.bytes / MIB for each in predicted.taken] == []  # the 10 MiB left of its pages serve the 5
-    assert predicted.peak_reserved_bytes == 40 * MIB
+    assert replay.predict(told, Settings(), capacity_bytes=20 * MIB).out_of_memory == 0
+    assert replay.predict(told, Settings(), capacity_bytes=1 * MIB).out_of_memory == 1
+
+
+def test_a_block_that_a_shortage_gave_back_is_not_given_back_twice(tmp_path):
+    made = Simulation()
+    waiting = made.malloc(40 * MIB)
+    made.free(waiting, later=True)
+    again = made.malloc(60 * MIB)
+    made.complete(waiting)
+    made.free(again)
+    told = history(made.document(), tmp_path)
+    predicted = replay.predict(told, Settings(), capacity_bytes=60 * MIB)
+    assert (predicted.retries, predicted.out_of_memory, sizes(predicted.given)) == (1, 0, [("segment_free", 40 * MIB)])
+    assert [block.state for block in predicted.final[0].blocks] == ["free"]
 
 
 def test_a_snapshot_without_history_says_so(tmp_path):

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 
-_ADDRESS_BITS = 64
+ADDRESS_BITS = 64
 
 
 class Block:
@@ -54,7 +54,7 @@ class Block:
 class Pool:
     """The free blocks of one private pool, size class and stream, by size and then address."""
 
-    __slots__ = ("_blocks", "_keys", "asked", "number", "small", "stream", "unmapped")
+    __slots__ = ("asked", "by_key", "keys", "number", "small", "stream", "unmapped")
 
     def __init__(self, number: int, small: bool, stream: int) -> None:
         self.number = number
@@ -62,34 +62,35 @@ class Pool:
         self.stream = stream
         self.asked = 0
         self.unmapped: dict[int, Block] = {}
-        self._keys: list[int] = []
-        self._blocks: dict[int, Block] = {}
+        self.keys: list[int] = []
+        """Size and address of each block in one number, in order."""
+        self.by_key: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
         """Add a free block."""
-        key = block.bytes << _ADDRESS_BITS | block.address
-        insort(self._keys, key)
-        self._blocks[key] = block
+        key = block.bytes << ADDRESS_BITS | block.address
+        insort(self.keys, key)
+        self.by_key[key] = block
         block.born = self.asked
 
     def remove(self, block: Block) -> None:
         """Take a free block out."""
-        key = block.bytes << _ADDRESS_BITS | block.address
-        del self._keys[bisect_left(self._keys, key)]
-        del self._blocks[key]
+        key = block.bytes << ADDRESS_BITS | block.address
+        del self.keys[bisect_left(self.keys, key)]
+        del self.by_key[key]
 
     def first(self, size_bytes: int) -> int:
         """Return the place of the smallest block of at least `size_bytes`, at the lowest address of those."""
-        return bisect_left(self._keys, size_bytes << _ADDRESS_BITS)
+        return bisect_left(self.keys, size_bytes << ADDRESS_BITS)
 
     def at(self, place: int) -> Block | None:
         """Return the block at a place of the order; None past the end."""
-        return self._blocks[self._keys[place]] if place < len(self._keys) else None
+        return self.by_key[self.keys[place]] if place < len(self.keys) else None
 
     def take(self, place: int) -> Block:
         """Take out the block at a place."""
-        return self._blocks.pop(self._keys.pop(place))
+        return self.by_key.pop(self.keys.pop(place))
 
     def blocks(self) -> list[Block]:
         """Return the free blocks, in order."""
-        return [self._blocks[key] for key in self._keys]
+        return [self.by_key[key] for key in self.keys]

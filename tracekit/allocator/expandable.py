@@ -19,12 +19,16 @@ def preferred(pool: Pool, place: int, *, in_use: bool) -> int:
         while (block := pool.at(place)) is not None and block.base is not None:
             place += 1
         return place
-    best = pool.at(place)
-    while best is not None and best.base is not None:
-        following = pool.at(place + 1)
-        if following is None or _reach_bytes(following) >= _reach_bytes(best):
+    keys, by_key = pool.keys, pool.by_key
+    best = by_key[keys[place]]
+    for further in range(place + 1, len(keys)):
+        # Only a block that can grow is worth passing over: the others come in order of size.
+        if best.base is None or best.next is None or best.next.mapped:
             break
-        best, place = following, place + 1
+        following = by_key[keys[further]]
+        if _reach_bytes(following) >= _reach_bytes(best):
+            break
+        best, place = following, further
     return place
 
 

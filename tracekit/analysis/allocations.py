@@ -22,11 +22,15 @@ LIVE_COLUMNS = {
 }  # fmt: skip
 PEAK_COLUMNS = {
     "device": pl.Int64, "at_ns": pl.Int64, "peak_bytes": pl.Int64, "op": pl.String, "phase": pl.String,
-    "unit": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "share_ratio": pl.Float64,
+    "unit": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_ratio": pl.Float64,
 }  # fmt: skip
 CHURN_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
     "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
+}  # fmt: skip
+TOP_COLUMNS = {
+    "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
+    "headroom_bytes": pl.Int64,
 }  # fmt: skip
 # What only allocates for another op: that one is told as the owner.
 _FOR_ANOTHER = (
@@ -96,7 +100,7 @@ def live(trace: Trace) -> pl.DataFrame:
 def at_peak(trace: Trace) -> pl.DataFrame:
     """Return who holds what at the moment at which most is held.
 
-    Columns device, at_ns, peak_bytes, op, phase, unit, step, count, bytes, share_ratio (of the peak); one row for each
+    Columns device, at_ns, peak_bytes, op, phase, unit, step, count, bytes, peak_ratio (of the peak); one row for each
     device and owner, largest first. Without an op: what was there before the window, its count null where some of it is
     never seen; bytes of a device add up to its peak.
     """
@@ -107,6 +111,31 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     lifetimes = blocks(trace)
     parts = [_owners_at(lifetimes, *row) for row in peaks.select("device", "event", "at_ns", "live_bytes").iter_rows()]
     return pl.concat(parts) if parts else pl.DataFrame(schema=PEAK_COLUMNS)
+
+
+def peaks(trace: Trace) -> pl.DataFrame:
+    """Return the most that was held and reserved, beside what the device has.
+
+    Columns device, peak_allocated_bytes, peak_reserved_bytes, memory_bytes (of the device), headroom_bytes (what was
+    never reserved of it); one row per device, null for the host.
+    """
+    top = (
+        live(trace)
+        .group_by("device")
+        .agg(peak_allocated_bytes=pl.col("live_bytes").max(), peak_reserved_bytes=pl.col("reserved_bytes").max())
+    )
+    told = trace.header.get("deviceProperties")
+    devices = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    sizes = {each.get("id"): each.get("totalGlobalMem") for each in devices}
+    memory = pl.DataFrame(
+        [(number, size) for number, size in sizes.items() if isinstance(number, int) and isinstance(size, int)],
+        schema={"device": pl.Int64, "memory_bytes": pl.Int64},
+        orient="row",
+    )
+    wide = top.join(memory, on="device", how="left").with_columns(
+        headroom_bytes=pl.col("memory_bytes") - pl.col("peak_reserved_bytes")
+    )
+    return wide.select(pl.col(name).cast(dtype) for name, dtype in TOP_COLUMNS.items()).sort("device")
 
 
 def churn(trace: Trace) -> pl.DataFrame:
@@ -175,7 +204,7 @@ def _owners_at(lifetimes: pl.DataFrame, device: int | None, event: int, at_ns: i
         by = pl.concat([by, pl.DataFrame([row], schema={"count": pl.UInt32, "bytes": pl.Int64})], how="diagonal")
     wide = by.with_columns(
         device=pl.lit(device, pl.Int64), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(peak_bytes),
-        share_ratio=pl.col("bytes") / peak_bytes,
+        peak_ratio=pl.col("bytes") / peak_bytes,
     )  # fmt: skip
     ordered = wide.sort("bytes", "op", "phase", "unit", "step", descending=[True, *[False] * 4])
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())

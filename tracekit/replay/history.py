@@ -33,6 +33,9 @@ class History:
     bytes: Ints
     stream: Ints
     pool: Ints
+    at_ns: Ints
+    stack: Ints
+    """Call stack of each, as the snapshot numbers them; -1 where there is none."""
     releases: tuple[tuple[str, tuple[int, ...]], ...]
     """For each RELEASE: why (EMPTY_CACHE, RETRY, or SOME: only what is listed), and the addresses given back."""
     taken: tuple[SegmentEvent, ...]
@@ -41,6 +44,12 @@ class History:
     start: tuple[SegmentState, ...]
     """What was held before the first event; empty where the history begins with the first allocation."""
     final: tuple[SegmentState, ...]
+    start_reserved_bytes: int = 0
+    """What was reserved before the first event, where that is more than the segments of `start`."""
+    unseen_bytes: int = 0
+    """What was held throughout, of which no event tells: none where a snapshot shows it."""
+    inferred: bool = False
+    """Whether what was held and cached at the start was inferred from the addresses that came up later."""
     unplayable: str | None = None
     """Why the history cannot be played; None where it can."""
 
@@ -73,6 +82,8 @@ def of(snapshot: MemorySnapshot, device: int) -> History:
         bytes=played["bytes"].fill_null(0).to_numpy(),
         stream=played["stream"].fill_null(0).to_numpy(),
         pool=_pools(events, played, final),
+        at_ns=played["at_ns"].fill_null(0).to_numpy(),
+        stack=played["stack"].fill_null(-1).to_numpy(),
         releases=releases,
         taken=taken,
         given=given,

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from tracekit.allocator import Allocator, OutOfMemory, SegmentEvent, SegmentState, Settings
 from tracekit.allocator.blocks import Block, Pool
 from tracekit.allocator.settings import UNLIMITED
-from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST, RETRY, TAKEN, History
+from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST, RETRY, TAKEN, History, Ints
+
+_WARMING_EVENTS = 300_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +27,8 @@ class Outcome:
     out_of_memory: int
     """Requests that found no memory; what came of them is left out."""
     final: tuple[SegmentState, ...]
+    moved_bytes: Ints
+    """For each event of the history: bytes of the block that it took (positive) or freed (negative), or 0."""
 
 
 def play(history: History, *, at_recorded_addresses: bool = True) -> Outcome:
@@ -34,20 +40,36 @@ def play(history: History, *, at_recorded_addresses: bool = True) -> Outcome:
     if at_recorded_addresses:
         allocator.place = _Recorded(allocator, history.taken)
     allocator.adopt(history.start)
-    return _play(history, allocator, as_recorded=True)
+    unseen_bytes = max(history.start_reserved_bytes - allocator.reserved_bytes, 0)
+    player = _Player(history, allocator, as_recorded=True)
+    player.live = dict(allocator.active)
+    player.run()
+    return player.outcome(unseen_bytes, retries=allocator.retries + history.retries)
 
 
 def predict(history: History, settings: Settings, *, capacity_bytes: int | None = None) -> Outcome:
     """Play a history as if the job had run under other settings from its start.
 
-    What the program held at the start is asked for anew, in order of address. The cache is emptied where the program
-    did so. The device has `capacity_bytes`; without it, what was reserved at most if the record shows a retry (there
-    was no more), else enough.
+    A history that begins with the first allocation is played once. Of one that begins later, what the program held is
+    asked for anew, in order of address, and the history is played twice, the first time 300,000 events of it at most:
+    only the second time counts, with the cache that the first one filled. The cache is emptied where the program did
+    so. The device has `capacity_bytes`; without it, what was reserved at most if the record shows a retry (there was
+    no more), else enough.
     """
     if capacity_bytes is None:
         capacity_bytes = history.peak_reserved_bytes if history.retries else UNLIMITED
-    allocator = Allocator(settings, capacity_bytes=capacity_bytes)
-    return _play(history, allocator, as_recorded=False)
+    allocator = Allocator(settings, capacity_bytes=capacity_bytes - history.unseen_bytes)
+    if history.start:
+        warming = _Player(history, allocator, as_recorded=False)
+        warming.ask_for_start()
+        warming.run(_WARMING_EVENTS)
+        warming.rewind()
+    player = _Player(history, allocator, as_recorded=False)
+    if history.start:
+        player.live = warming.live
+    retries = allocator.retries
+    player.run()
+    return player.outcome(history.unseen_bytes, retries=allocator.retries - retries)
 
 
 class _Recorded:
@@ -67,42 +89,87 @@ class _Recorded:
         return self.follow(size_bytes, pool)
 
 
-def _play(history: History, allocator: Allocator, *, as_recorded: bool) -> Outcome:
-    live = dict(allocator.active) if as_recorded else _asked_anew(history, allocator)
-    begun = len(allocator.events)
-    mismatches = failed = 0
-    releases = iter(history.releases)
-    malloc, request, complete = allocator.malloc, allocator.request_free, allocator.complete_free
-    columns = (history.action, history.address, history.bytes, history.stream, history.pool)
-    for action, address, size, stream, pool in zip(*(column.tolist() for column in columns), strict=True):
-        if action == ALLOC:
-            try:
-                block = live[address] = malloc(size, stream, pool)
-            except OutOfMemory:
-                failed += 1
-                continue
-            mismatches += block.address != address
-        elif action == REQUEST:
-            if address in live:
-                request(live[address])
-        elif action == COMPLETE:
-            freed = live.pop(address, None)
-            if freed is not None and freed.active:  # else given back already, when memory was short
-                complete(freed)
-        else:
-            why, given = next(releases)
-            _release(allocator, why, given, as_recorded=as_recorded)
-    events = allocator.events[begun:]
-    return Outcome(
-        tuple(event for event in events if event.action in TAKEN),
-        tuple(event for event in events if event.action in GIVEN),
-        allocator.peak_reserved_bytes,
-        allocator.peak_allocated_bytes,
-        allocator.retries + (history.retries if as_recorded else 0),
-        mismatches,
-        failed,
-        tuple(allocator.segments()),
-    )
+class _Player:
+    """One pass over a history: which blocks stand for the recorded ones now, and what went otherwise."""
+
+    def __init__(self, history: History, allocator: Allocator, *, as_recorded: bool) -> None:
+        self.history = history
+        self.allocator = allocator
+        self.as_recorded = as_recorded
+        self.live: dict[int, Block] = {}
+        self.moved = [0] * len(history.action)
+        self.mismatches = self.failed = 0
+        self.begun = len(allocator.events)
+
+    def run(self, most: int | None = None) -> None:
+        """Play all events, or so many."""
+        history, live, moved = self.history, self.live, self.moved
+        allocator, releases = self.allocator, iter(self.history.releases)
+        malloc, request, complete = allocator.malloc, allocator.request_free, allocator.complete_free
+        columns = (history.action, history.address, history.bytes, history.stream, history.pool)
+        listed = zip(*(column[:most].tolist() for column in columns), strict=True)
+        for number, (action, address, size, stream, pool) in enumerate(listed):
+            if action == ALLOC:
+                try:
+                    block = live[address] = malloc(size, stream, pool)
+                except OutOfMemory:
+                    self.failed += 1
+                    continue
+                moved[number] = block.bytes
+                self.mismatches += block.address != address
+            elif action == REQUEST:
+                wanted = live.get(address)
+                if wanted is not None:
+                    moved[number] = -wanted.bytes
+                    request(wanted)
+            elif action == COMPLETE:
+                freed = live.pop(address, None)
+                # Else it was given back already, when memory was short.
+                if freed is not None and freed.active and not freed.allocated:
+                    complete(freed)
+            else:
+                _release(allocator, *next(releases), as_recorded=self.as_recorded)
+
+    def ask_for_start(self) -> None:
+        """Ask for what the program held at the start, as far as it is not held."""
+        for segment in self.history.start:
+            for told in segment.blocks:
+                if told.state == "free" or told.address in self.live:
+                    continue
+                try:
+                    block = self.allocator.malloc(told.requested_bytes, segment.stream, segment.pool)
+                except OutOfMemory:
+                    self.failed += 1
+                    continue
+                self.live[told.address] = block
+                if told.state == "pending":
+                    self.allocator.request_free(block)
+
+    def rewind(self) -> None:
+        """Go back to what was held at the start: free what came since, ask for what went."""
+        taken = set(self.history.address[self.history.action == ALLOC].tolist())
+        for address in taken & self.live.keys():
+            block = self.live.pop(address)
+            if block.allocated:
+                self.allocator.request_free(block)
+            if block.active:
+                self.allocator.complete_free(block)
+        self.ask_for_start()
+
+    def outcome(self, unseen_bytes: int, *, retries: int) -> Outcome:
+        """Return what the pass came to."""
+        events = self.allocator.events[self.begun :]
+        return Outcome(
+            tuple(event for event in events if event.action in TAKEN),
+            tuple(event for event in events if event.action in GIVEN),
+            self.allocator.peak_reserved_bytes + unseen_bytes,
+            self.allocator.peak_allocated_bytes,
+            retries,
+            self.mismatches,
+            self.failed,
+            tuple(self.allocator.segments()),
+            np.array(self.moved, np.int64),
+        )
 
 
 def _release(allocator: Allocator, why: str, given: tuple[int, ...], *, as_recorded: bool) -> None:
@@ -114,16 +181,3 @@ def _release(allocator: Allocator, why: str, given: tuple[int, ...], *, as_recor
         for address in given:
             if address in heads:
                 allocator.release(heads[address])
-
-
-def _asked_anew(history: History, allocator: Allocator) -> dict[int, Block]:
-    """Ask for what the program held at the start; return it by recorded address."""
-    live = {}
-    for segment in history.start:
-        for told in segment.blocks:
-            if told.state == "free":
-                continue
-            block = live[told.address] = allocator.malloc(told.requested_bytes, segment.stream, segment.pool)
-            if told.state == "pending":
-                allocator.request_free(block)
-    return live
