@@ -203,7 +203,8 @@ def _headline(told: Memory) -> str:
 def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
     if "peak_ratio" not in rows.columns:
         return rows
-    return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(pl.col("op").fill_null(_EARLIER))
+    owners = pl.col("op").fill_null(_EARLIER) if "op" in rows.columns else pl.lit(_EARLIER).alias("op")
+    return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(owners)
 
 
 def _last_step(rows: pl.DataFrame) -> pl.DataFrame:
