@@ -63,7 +63,7 @@ def test_a_segment_is_of_2_or_20_mib_and_from_10_mib_of_the_requests_own_size(as
         ("4", 1200 * 1024, 1280 * 1024),  # 1 MiB and quarters of it
         ("4", 1280 * 1024, 1280 * 1024),
         ("4", MIB, MIB),  # a power of two stays
-        ("4", 2048, 2048),  # too small: at most 512 bytes for each division
+        ("4", 1100, 1536),  # too small: at least 512 bytes for each division
         ("4", 2049, 2560),
         ("1", 2049, 2560),
         ("[1:8,4:2,>:1]", 1100 * 1024, 1152 * 1024),
@@ -266,6 +266,15 @@ def test_garbage_is_collected_by_age_from_a_share_of_the_allowed_memory():
     assert given(unlimited) == []  # torch collects only under a memory fraction
 
 
+def test_small_segments_and_private_pools_are_not_garbage():
+    text = "garbage_collection_threshold:0.1,per_process_memory_fraction:1"
+    allocator = Allocator(settings(text), capacity_bytes=200 * MIB)
+    for block in (allocator.malloc(512), allocator.malloc(40 * MIB, pool=1)):
+        allocator.free(block)
+    allocator.malloc(30 * MIB)
+    assert given(allocator) == []
+
+
 # Expandable segments --------------------------------------------------------------------------------------------------
 def growing(**options) -> Allocator:
     return Allocator(settings("expandable_segments:True"), **options)
@@ -293,6 +302,12 @@ def test_the_end_that_can_grow_is_taken_last():
     held = [allocator.malloc(size * MIB) for size in (8, 2, 6)]  # leaves 4 MiB mapped at the end
     allocator.free(held[0])
     assert at(allocator.malloc(3 * MIB)) == 0  # not the 4 MiB, which fit better but can grow
+
+
+def test_of_ends_that_can_grow_as_far_the_first_is_taken():
+    allocator = growing(address_space_bytes=60 * MIB)
+    assert [at(allocator.malloc(35 * MIB)) for _ in range(2)] == [0, 60]
+    assert at(allocator.malloc(4 * MIB)) == 35
 
 
 def test_of_blocks_that_cannot_grow_the_best_fit_is_taken():

@@ -96,9 +96,8 @@ class Settings:
         interval = min(max(requested_bytes.bit_length() - 21, 0), INTERVALS - 1)
         divisions = self.roundup_divisions[interval]
         if divisions > 1 and requested_bytes > BLOCK_BYTES * divisions:
-            floor = 1 << (requested_bytes.bit_length() - 1)
-            step = floor // divisions
-            return -(-requested_bytes // step) * step if requested_bytes != floor else floor
+            step = (1 << (requested_bytes.bit_length() - 1)) // divisions
+            return -(-requested_bytes // step) * step
         return -(-requested_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 

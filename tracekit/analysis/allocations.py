@@ -30,7 +30,7 @@ CHURN_COLUMNS = {
 }  # fmt: skip
 TOP_COLUMNS = {
     "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
-    "headroom_bytes": pl.Int64,
+    "headroom_bytes": pl.Int64, "slack_bytes": pl.Int64,
 }  # fmt: skip
 # What only allocates for another op: that one is told as the owner.
 _FOR_ANOTHER = (
@@ -117,12 +117,14 @@ def peaks(trace: Trace) -> pl.DataFrame:
     """Return the most that was held and reserved, beside what the device has.
 
     Columns device, peak_allocated_bytes, peak_reserved_bytes, memory_bytes (of the device), headroom_bytes (what was
-    never reserved of it); one row per device, null for the host.
+    never reserved of it), slack_bytes (reserved but not held when most was held); one row per device, null for the
+    host.
     """
-    top = (
-        live(trace)
-        .group_by("device")
-        .agg(peak_allocated_bytes=pl.col("live_bytes").max(), peak_reserved_bytes=pl.col("reserved_bytes").max())
+    held = live(trace).group_by("device")
+    top = held.agg(
+        peak_allocated_bytes=pl.col("live_bytes").max(),
+        peak_reserved_bytes=pl.col("reserved_bytes").max(),
+        slack_bytes=pl.col("slack_bytes").get(pl.col("live_bytes").arg_max()),
     )
     told = trace.header.get("deviceProperties")
     devices = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
