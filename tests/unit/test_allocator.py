@@ -333,6 +333,8 @@ def test_whole_pages_are_given_back_and_mapped_again():
     allocator.release_cached()
     assert layout(allocator) == [[(15, "allocated"), (5, "free")], [(5, "free"), (15, "allocated")]]
     assert given(allocator) == [40]
+    allocator.release_cached()  # less than a page is left at either side: that stays
+    assert layout(allocator) == [[(15, "allocated"), (5, "free")], [(5, "free"), (15, "allocated")]]
     assert at(allocator.malloc(50 * MIB)) == 15
     assert taken(allocator)[-1] == 40
     assert layout(allocator) == [[(15, "allocated"), (50, "allocated"), (15, "allocated")]]
@@ -343,8 +345,19 @@ def test_a_segment_without_memory_is_forgotten():
     allocator.free(allocator.malloc(30 * MIB))
     allocator.release_cached()
     assert (allocator.segments(), allocator.reserved_bytes, given(allocator)) == ([], 0, [40])
-    allocator.malloc(5 * MIB)
+    assert at(allocator.malloc(5 * MIB)) > 0
     assert taken(allocator) == [40, 20]
+
+
+def test_space_given_back_in_pieces_is_mapped_again_in_one():
+    allocator = growing()
+    held = [allocator.malloc(20 * MIB) for _ in range(3)]
+    for block in held[:2]:
+        allocator.free(block)
+        allocator.release_cached()
+    assert given(allocator) == [20, 20]
+    assert at(allocator.malloc(35 * MIB)) == 0
+    assert taken(allocator) == [20, 20, 20, 40]
 
 
 def test_an_expandable_segment_runs_out_of_memory_too():

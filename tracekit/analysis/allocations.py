@@ -50,8 +50,18 @@ def blocks(trace: Trace) -> pl.DataFrame:
     another at its address: its free went unseen. Old traces without addresses have none.
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
-    if events.is_empty():
-        return pl.DataFrame(schema=BLOCK_COLUMNS)
+    found = matched(events)
+    found = found.join(_owners(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
+    return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
+        "start_event", nulls_last=False, maintain_order=True
+    )
+
+
+def matched(events: pl.DataFrame) -> pl.DataFrame:
+    """Return the blocks of `events`, rows of the allocations table with their number in it as the column event.
+
+    Columns as `blocks`, in no order, and without op.
+    """
     # One address after the other, each with its events in time.
     told = events.sort("device", "address", "event")
     here = (pl.col("address").shift(-1) == pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
@@ -66,12 +76,8 @@ def blocks(trace: Trace) -> pl.DataFrame:
     before = told.filter(~pl.col("taken") & ~pl.col("known")).select(
         "device", "address", "delta_bytes", end_event="event", end_ns="at_ns", end_step="step", freed=pl.lit(value=True)
     )
-    found = pl.concat([whole, before], how="diagonal")
-    found = found.join(_owners(trace), on="op_id", how="left", maintain_order="left").with_columns(
+    return pl.concat([whole, before], how="diagonal").with_columns(
         bytes=pl.col("delta_bytes").abs(), lifetime_ns=pl.col("end_ns") - pl.col("start_ns")
-    )
-    return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
-        "start_event", nulls_last=False, maintain_order=True
     )
 
 
@@ -108,8 +114,8 @@ def at_peak(trace: Trace) -> pl.DataFrame:
     peaks = held.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
         "device", keep="first", maintain_order=True
     )
-    lifetimes = blocks(trace)
-    parts = [_owners_at(lifetimes, *row) for row in peaks.select("device", "event", "at_ns", "live_bytes").iter_rows()]
+    moments = peaks.select("device", "event", "at_ns", "live_bytes")
+    parts = [_owners_at(trace, *row) for row in moments.iter_rows()]
     return pl.concat(parts) if parts else pl.DataFrame(schema=PEAK_COLUMNS)
 
 
@@ -170,10 +176,10 @@ def of_training(trace: Trace) -> pl.Expr:
     return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
 
 
-def _owners(trace: Trace) -> pl.DataFrame:
-    """Return, for each op that allocated, the name of the one that wanted it: columns op_id, op."""
+def _owners(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops that allocated, the name of the one that wanted it: columns op_id, op."""
     ops = trace.ops.select("id", "name", "parent_id")
-    asked = trace.allocations.select("op_id").drop_nulls().unique()
+    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
     found = asked.with_columns(id="op_id").join(ops, on="id", how="left")
     above = ops.rename({"id": "parent_id", "name": "above", "parent_id": "further"})
     for _ in range(_MOST_CLIMBS):
@@ -191,17 +197,20 @@ def _owners(trace: Trace) -> pl.DataFrame:
     return found.select("op_id", pl.col("name").alias("op"))
 
 
-def _owners_at(lifetimes: pl.DataFrame, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
-    there = lifetimes.filter(
-        pl.col("device").eq_missing(pl.lit(device, pl.Int64)),
-        pl.col("start_event").is_null() | (pl.col("start_event") <= event),
-        pl.col("end_event").is_null() | (pl.col("end_event") > event),
+def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
+    told = trace.allocations.with_row_index("event").filter(
+        pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
     )
-    owned = there.filter(pl.col("start_event").is_not_null())
-    by = owned.group_by("op", "phase", "unit", "step").agg(count=pl.len(), bytes=pl.col("bytes").sum())
-    all_bytes, owned_bytes = int(there["bytes"].sum()), int(owned["bytes"].sum())
+    last = told.filter(pl.col("event") <= event).group_by("address").last()
+    first = told.filter(pl.col("event") > event).group_by("address").first()
+    # What is freed later and came up never before was there before the window.
+    earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
+    owned = last.filter(pl.col("delta_bytes") > 0)
+    owned = owned.join(_owners(trace, owned["op_id"]), on="op_id", how="left")
+    by = owned.group_by("op", "phase", "unit", "step").agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
+    owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:
-        count = there.height - owned.height if all_bytes == peak_bytes else None
+        count = earlier.height if owned_bytes + earlier_bytes == peak_bytes else None
         row = {"count": count, "bytes": peak_bytes - owned_bytes}
         by = pl.concat([by, pl.DataFrame([row], schema={"count": pl.UInt32, "bytes": pl.Int64})], how="diagonal")
     wide = by.with_columns(
