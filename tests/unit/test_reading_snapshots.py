@@ -3,6 +3,7 @@
 import os
 import pickle
 import pickletools
+import random
 import struct
 import subprocess
 import sys
@@ -264,6 +265,26 @@ def test_a_snapshot_cut_anywhere_is_refused_with_its_name(tmp_path):
     for end in range(0, len(whole) - 1, 7):
         with pytest.raises(BadTraceError, match=r"a\.pickle"):
             memory_snapshot.read(_file(tmp_path, whole[:end]))
+
+
+def test_spoiled_snapshots_are_read_or_refused_on_one_line(tmp_path):
+    rng = random.Random(3)
+    whole = [*(pickle.dumps(simulated(), protocol) for protocol in PROTOCOLS), snapshots.as_libtorch(simulated())]
+    refused = []
+    for _ in range(400):
+        told = bytearray(rng.choice(whole))
+        for _ in range(rng.randrange(1, 4)):
+            place, other = (
+                rng.randrange(len(told)),
+                rng.choices(b"(]}eusa.\x94hjq0tN\x88\x8cKMJ\x8a", k=rng.randrange(3)),
+            )
+            told[place : place + rng.randrange(3)] = other
+        try:
+            memory_snapshot.read(_file(tmp_path, bytes(told)))
+        except BadTraceError as error:
+            refused.append(str(error))
+    assert 100 < len(refused) < 400
+    assert not any("\n" in told for told in refused)
 
 
 def test_what_is_a_pickle_but_no_snapshot_is_refused(tmp_path):

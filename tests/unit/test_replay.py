@@ -250,3 +250,62 @@ def test_a_snapshot_without_history_says_so(tmp_path):
     made.malloc(30 * MIB)
     told = history(made.document(len(made.events)), tmp_path)
     assert "no history" in str(told.unplayable)
+
+
+# Records that are wrong -----------------------------------------------------------------------------------------------
+def test_segments_that_contradict_the_history_are_not_played(tmp_path):
+    made = Simulation()
+    made.malloc(30 * MIB)
+    told = made.document()
+    told["device_traces"][0] = [event("segment_free", (1 << 40) + MIB, 20 * MIB), *told["device_traces"][0][1:]]
+    assert "contradict" in str(history(told, tmp_path).unplayable)
+
+
+def test_where_the_model_differs_from_the_record_it_goes_on_elsewhere_and_says_where(tmp_path):
+    made = Simulation()
+    first = made.malloc(30 * MIB)
+    made.free(first)
+    made.malloc(20 * MIB)
+    made.malloc(30 * MIB)
+    told = made.document()
+    del told["device_traces"][0][2:4]  # the first free goes missing
+    played = replay.play(history(told, tmp_path))
+    assert played.address_mismatches == 2
+    assert len({segment.address for segment in played.final}) == len(played.final) == 3
+
+
+def test_a_request_for_more_than_a_segment_can_hold_finds_no_memory(tmp_path):
+    made = Simulation(capacity_bytes=1 << 50)
+    made.malloc(1 << 40)
+    told = history(made.document(), tmp_path)
+    assert replay.predict(told, Settings(expandable=True)).out_of_memory == 1
+
+
+def spoiled(told: dict, rng: random.Random) -> dict:
+    """Return a document in which events are missing, doubled, out of order or wrong."""
+    trace = [dict(each) for each in told["device_traces"][0]]
+    for _ in range(3):
+        place, other = rng.randrange(len(trace)), rng.randrange(len(trace))
+        kind = rng.randrange(5)
+        if kind == 0:
+            del trace[place]
+        elif kind == 1:
+            trace.insert(place, dict(trace[other]))
+        elif kind == 2:
+            trace[place]["addr"] += rng.choice((512, -512, MIB, 1 << 45))
+        elif kind == 3:
+            trace[place]["size"] = rng.choice((0, 1, 20 * MIB, 1 << 40, -5))
+        else:
+            trace[place], trace[other] = trace[other], trace[place]
+    return told | {"device_traces": [trace]}
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_wrong_records_are_played_to_some_end_or_refused(expandable, tmp_path):
+    rng = random.Random(5)
+    whole = work(Settings(expandable=expandable), 3, steps=60)
+    for number in range(20):
+        told = history(spoiled(whole.document(0 if number % 2 else 25), rng), tmp_path)
+        if told.unplayable is None:
+            played = (replay.play(told), replay.predict(told, Settings(expandable=not expandable)))
+            assert all(each.peak_reserved_bytes >= 0 for each in played)

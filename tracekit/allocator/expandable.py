@@ -34,8 +34,11 @@ def preferred(pool: Pool, place: int, *, in_use: bool) -> int:
 
 def grown(allocator: "Allocator", pool: Pool, size: int) -> Block | None:
     """Return a block of at least `size` that memory was mapped for, taken out of its pool; None if there is no room."""
-    block: Block | None = _candidate(pool, size) or _new_space(allocator, pool)
-    assert block is not None
+    block = _candidate(pool, size)
+    if block is None:
+        block = _new_space(allocator, pool)
+    if block.bytes < size and block.whole:
+        return None  # more than a segment can ever hold
     if not block.mapped and not _map(allocator, block, min(block.bytes, size)):
         return None
     while block.bytes < size:

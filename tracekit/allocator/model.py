@@ -94,7 +94,8 @@ class Allocator:
         self.active: dict[int, Block] = {}
         self._pools: dict[tuple[int, bool, int], Pool] = {}
         self._rounded: dict[int, int] = {}
-        self._next_address = 1 << 40
+        self.next_address = 1 << 40
+        """Where the next segment goes, unless `place` says otherwise."""
         self.place = place or self._follow
 
     # Requests and frees -----------------------------------------------------------------------------------------------
@@ -285,8 +286,8 @@ class Allocator:
             idle = kept
 
     def _follow(self, size_bytes: int, pool: Pool) -> int:  # noqa: ARG002 one signature for all
-        address = self._next_address
-        self._next_address += -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+        address = self.next_address
+        self.next_address += -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
         return address
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ class Allocator:
                 page = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
                 end = base + -(-self.address_space_bytes // page) * page
                 last[key] = expandable.beyond(previous, end)
-            self._next_address = max(self._next_address, -(-end // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES)
+            self.next_address = max(self.next_address, -(-end // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES)
             self.reserved_bytes += segment.bytes
         self.peak_reserved_bytes, self.peak_allocated_bytes = self.reserved_bytes, self.allocated_bytes
 

@@ -14,6 +14,7 @@ from tracekit.readers.unpickle import Unpickler
 from tracekit.snapshot import MemorySnapshot
 
 _COMMON_POOL = (0, 0)
+_MAX_TOLD = 200
 
 
 def read(path: str | Path) -> MemorySnapshot:
@@ -32,7 +33,7 @@ def read(path: str | Path) -> MemorySnapshot:
     try:
         return _snapshot(str(path), root, unpickler)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
-        told = f"{type(error).__name__}: {error}"
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TOLD]
         raise BadTraceError(f"{path}: is no CUDA memory snapshot of a form that is known ({told})") from None
 
 

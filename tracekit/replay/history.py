@@ -1,7 +1,8 @@
 """What a snapshot recorded of one device, made ready to be played: requests, frees, and moments of return."""
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,15 @@ class History:
         """Return how often the allocator gave back its cache for want of memory, as far as the history shows."""
         return sum(why == RETRY for why, _ in self.releases)
 
+    def without_events(self) -> "History":
+        """Return the history in which nothing happens: what is there at the end is there throughout."""
+        columns = {
+            name: getattr(self, name)[:0] for name in ("action", "address", "bytes", "stream", "pool", "at_ns", "stack")
+        }
+        reserved_bytes = sum(segment.bytes for segment in self.final)
+        empty = replace(self, **columns, releases=(), taken=(), given=(), start=self.final)
+        return replace(empty, peak_reserved_bytes=reserved_bytes)
+
 
 def of(snapshot: MemorySnapshot, device: int) -> History:
     """Return the history of one device of a snapshot."""
@@ -90,8 +100,16 @@ def of(snapshot: MemorySnapshot, device: int) -> History:
         peak_reserved_bytes=reserved + max(grown, 0),
         start=begun,
         final=final,
-        unplayable=None if len(played) else "the snapshot holds no history of this device",
+        unplayable=_unplayable(played, begun),
     )
+
+
+def _unplayable(played: pl.DataFrame, begun: tuple[SegmentState, ...]) -> str | None:
+    if played.is_empty():
+        return "the snapshot holds no history of this device"
+    apart = all(one.address + one.bytes <= other.address for one, other in pairwise(begun))
+    whole = all(sum(block.bytes for block in segment.blocks) == segment.bytes for segment in begun)
+    return None if apart and whole else "the snapshot's segments and history contradict each other"
 
 
 def _final(segments: pl.DataFrame, blocks: pl.DataFrame, pools: dict[str, int]) -> tuple[SegmentState, ...]:

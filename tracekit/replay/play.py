@@ -1,5 +1,6 @@
 """Playing a history: every request and free in the recorded order, through the model of the allocator."""
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from tracekit.allocator.settings import UNLIMITED
 from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST, RETRY, TAKEN, History, Ints
 
 _WARMING_EVENTS = 300_000
+_APART_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,9 @@ def play(history: History, *, at_recorded_addresses: bool = True) -> Outcome:
     """
     allocator = Allocator(history.settings)
     if at_recorded_addresses:
-        allocator.place = _Recorded(allocator, history.taken)
+        recorded = _Recorded(allocator, history.taken)
+        recorded.hold(history.start)
+        allocator.place = recorded
     allocator.adopt(history.start)
     unseen_bytes = max(history.start_reserved_bytes - allocator.reserved_bytes, 0)
     player = _Player(history, allocator, as_recorded=True)
@@ -73,20 +77,47 @@ def predict(history: History, settings: Settings, *, capacity_bytes: int | None 
 
 
 class _Recorded:
-    """Gives new segments the addresses at which they were recorded, in order."""
+    """Gives new segments the addresses at which they were recorded, in order, unless something lies there."""
 
     def __init__(self, allocator: Allocator, taken: tuple[SegmentEvent, ...]) -> None:
         self.allocator = allocator
         self.taken = taken
         self.follow = allocator.place
+        beyond = max((event.address + event.bytes for event in taken), default=0)
+        allocator.next_address = max(allocator.next_address, -(-beyond // _APART_BYTES) * _APART_BYTES)
+        self._ends: dict[int, int] = {}
+        self._starts: list[int] = []
+        self._seen = 0
+
+    def hold(self, segments: tuple[SegmentState, ...]) -> None:
+        """Note what lies where at the start."""
+        for segment in segments:
+            self._add(segment.address, segment.bytes)
 
     def __call__(self, size_bytes: int, pool: Pool) -> int:
         number = self.allocator.device_allocations
-        if number < len(self.taken):
-            told = self.taken[number]
-            if told.bytes == size_bytes or self.allocator.settings.expandable:
-                return told.address
-        return self.follow(size_bytes, pool)
+        told = self.taken[number] if number < len(self.taken) else None
+        expands = self.allocator.settings.expandable
+        # Where an address is not as recorded, the model or the record is wrong, and another one must not be told over.
+        if told is None or not (expands or told.bytes == size_bytes) or self._occupied(told.address, told.bytes):
+            return self.follow(size_bytes, pool)
+        return told.address
+
+    def _occupied(self, address: int, size_bytes: int) -> bool:
+        for event in self.allocator.events[self._seen :]:
+            if event.action in TAKEN:
+                self._add(event.address, event.bytes)
+            elif self._ends.get(event.address) == event.address + event.bytes:
+                self._starts.remove(event.address)
+                del self._ends[event.address]
+        self._seen = len(self.allocator.events)
+        place = bisect_left(self._starts, address + size_bytes) - 1
+        return place >= 0 and self._ends[self._starts[place]] > address
+
+    def _add(self, address: int, size_bytes: int) -> None:
+        if address not in self._ends:
+            insort(self._starts, address)
+        self._ends[address] = address + size_bytes
 
 
 class _Player:

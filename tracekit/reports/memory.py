@@ -74,10 +74,12 @@ def of_run(run: Run) -> Memory:
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
     """Return what a memory snapshot tells of one device."""
     history = replay.of(snapshot, device)
+    if history.unplayable:
+        history = history.without_events()
     played = replay.play(history)
     notes = []
     if history.unplayable:
-        notes.append("The snapshot has no history: what is held at its moment is told, not the peak.")
+        notes.append(f"What is held at the snapshot is told, not the peak: {history.unplayable}.")
     elif history.start:
         notes.append("The history begins when memory was already held; what was, was found by running it backwards.")
     if played.address_mismatches:
