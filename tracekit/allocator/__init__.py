@@ -4,8 +4,8 @@ Written from the allocator's behaviour, and checked against recorded snapshots: 
 and compares every address. Nothing here knows of traces or files.
 """
 
-from tracekit.allocator.blocks import Block
+from tracekit.allocator.blocks import Block, Overlap
 from tracekit.allocator.model import Allocator, BlockState, OutOfMemory, SegmentEvent, SegmentState
 from tracekit.allocator.settings import Settings
 
-__all__ = ["Allocator", "Block", "BlockState", "OutOfMemory", "SegmentEvent", "SegmentState", "Settings"]
+__all__ = ["Allocator", "Block", "BlockState", "OutOfMemory", "Overlap", "SegmentEvent", "SegmentState", "Settings"]

@@ -5,6 +5,10 @@ from bisect import bisect_left, insort
 ADDRESS_BITS = 64
 
 
+class Overlap(Exception):  # noqa: N818 what happened, not whose fault
+    """Two blocks at one address: memory was given to the model that lies over what it has."""
+
+
 class Block:
     """A piece of a segment: one that the program holds, or a free one; or address space without memory behind it."""
 
@@ -67,8 +71,10 @@ class Pool:
         self.by_key: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
-        """Add a free block."""
+        """Add a free block. Raises Overlap if there is one of this size at its address."""
         key = block.bytes << ADDRESS_BITS | block.address
+        if key in self.by_key:
+            raise Overlap(f"two free blocks at {block.address:#x}")
         insort(self.keys, key)
         self.by_key[key] = block
         block.born = self.asked

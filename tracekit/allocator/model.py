@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tracekit.allocator import expandable
-from tracekit.allocator.blocks import Block, Pool
+from tracekit.allocator.blocks import Block, Overlap, Pool
 from tracekit.allocator.settings import (
     BLOCK_BYTES,
     LARGE_SEGMENT_BYTES,
@@ -100,7 +100,7 @@ class Allocator:
 
     # Requests and frees -----------------------------------------------------------------------------------------------
     def malloc(self, requested_bytes: int, stream: int = 0, pool: int = COMMON_POOL) -> Block:
-        """Return a block of at least `requested_bytes`. Raises OutOfMemory."""
+        """Return a block of at least `requested_bytes`. Raises OutOfMemory, and Overlap if `place` told wrong."""
         size = self._rounded.get(requested_bytes)
         if size is None:
             size = self._rounded[requested_bytes] = self.settings.rounded(requested_bytes)
@@ -114,6 +114,8 @@ class Allocator:
         block.requested_bytes = requested_bytes
         block.allocated = block.active = True
         block.shared = False
+        if block.address in self.active:
+            raise Overlap(f"two blocks at {block.address:#x}")
         self.active[block.address] = block
         self.allocated_bytes += block.bytes
         if self.allocated_bytes > self.peak_allocated_bytes:

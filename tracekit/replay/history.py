@@ -185,7 +185,8 @@ def _pools(events: pl.DataFrame, played: pl.DataFrame, final: tuple[SegmentState
         begin = end
         if action == "segment_alloc":
             lasting = alive[where] == number and where in bounds
-            insort(starts, where)
+            if where not in at:
+                insort(starts, where)
             at[where] = bounds[where] if lasting else (where + size, 0)
         elif where in at:
             starts.remove(where)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracekit.allocator import Allocator, OutOfMemory, SegmentEvent, SegmentState, Settings
+from tracekit.allocator import Allocator, OutOfMemory, Overlap, SegmentEvent, SegmentState, Settings
 from tracekit.allocator.blocks import Block, Pool
 from tracekit.allocator.settings import UNLIMITED
+from tracekit.errors import InputError
 from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST, RETRY, TAKEN, History, Ints
 
 _WARMING_EVENTS = 300_000
@@ -36,18 +37,22 @@ class Outcome:
 def play(history: History, *, at_recorded_addresses: bool = True) -> Outcome:
     """Play a history under its own settings: if the model is right, it comes to what was recorded, block for block.
 
-    Segments get the addresses that they were recorded at; or follow one another, which must change no size.
+    Segments get the addresses that they were recorded at; or follow one another, which must change no size. Raises
+    InputError where the record contradicts itself.
     """
     allocator = Allocator(history.settings)
     if at_recorded_addresses:
         recorded = _Recorded(allocator, history.taken)
         recorded.hold(history.start)
         allocator.place = recorded
-    allocator.adopt(history.start)
-    unseen_bytes = max(history.start_reserved_bytes - allocator.reserved_bytes, 0)
     player = _Player(history, allocator, as_recorded=True)
-    player.live = dict(allocator.active)
-    player.run()
+    try:
+        allocator.adopt(history.start)
+        unseen_bytes = max(history.start_reserved_bytes - allocator.reserved_bytes, 0)
+        player.live = dict(allocator.active)
+        player.run()
+    except Overlap as overlap:
+        raise InputError(f"nothing to replay: the record contradicts itself, {overlap}") from None
     return player.outcome(unseen_bytes, retries=allocator.retries + history.retries)
 
 

@@ -74,9 +74,7 @@ def of_run(run: Run) -> Memory:
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
     """Return what a memory snapshot tells of one device."""
     history = replay.of(snapshot, device)
-    if history.unplayable:
-        history = history.without_events()
-    played = replay.play(history)
+    history, played = _played(history)
     notes = []
     if history.unplayable:
         notes.append(f"What is held at the snapshot is told, not the peak: {history.unplayable}.")
@@ -95,6 +93,17 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
         {"Free memory at the snapshot": snapshots.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
     )
+
+
+def _played(history: History) -> tuple[History, Outcome]:
+    """Return a history with what its play comes to; if it cannot be played, what is there at its end."""
+    if history.unplayable is None:
+        try:
+            return history, replay.play(history)
+        except InputError as error:
+            history = replace(history, unplayable=str(error))
+    history = history.without_events()
+    return history, replay.play(history)
 
 
 def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: int | None = None) -> Memory:
