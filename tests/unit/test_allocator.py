@@ -436,8 +436,15 @@ def test_wrong_settings_are_refused_with_what_is_right(text, why):
 def test_the_settings_of_a_snapshot_are_those_it_was_taken_under():
     told = {"expandable_segments": True, "max_split_size": 30 * MIB, "garbage_collection_threshold": 0.5}
     told |= {"roundup_power2_divisions": {"1": 4, "2": 0, "32768": 8}}
+    told |= {"PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:40,per_process_memory_fraction:0.5"}
     expected = Settings(
-        expandable=True, max_split_bytes=30 * MIB, gc_threshold=0.5, roundup_divisions=(4, *(0,) * 14, 8)
+        expandable=True,
+        max_split_bytes=30 * MIB,
+        max_non_split_rounding_bytes=40 * MIB,
+        gc_threshold=0.5,
+        roundup_divisions=(4, *(0,) * 14, 8),
+        memory_fraction=0.5,
     )
     assert Settings.of_snapshot(told) == expected
+    assert Settings.of_snapshot({"PYTORCH_CUDA_ALLOC_CONF": "a_setting_of_tomorrow:7"}) == Settings()
     assert Settings.of_snapshot({"max_split_size": -1}) == Settings.of_snapshot({}) == Settings()

@@ -254,6 +254,20 @@ def test_a_snapshot_without_history_says_so(tmp_path):
     assert "no history" in str(told.unplayable)
 
 
+def test_what_a_split_limit_gave_back_of_the_cache_is_given_back_in_the_play(tmp_path):
+    settings = Settings.parse("max_split_size_mb:30")
+    made = Simulation(settings, capacity_bytes=200 * MIB)
+    for block in [made.malloc(size * MIB) for size in (32, 40, 50, 20)]:
+        made.free(block)
+    made.malloc(90 * MIB)
+    document = made.document()
+    document["allocator_settings"] = {"max_split_size": 30 * MIB}
+    told = history(document, tmp_path)
+    played = replay.play(told)
+    assert sizes(played.given) == sizes(told.given) == [("segment_free", 50 * MIB), ("segment_free", 40 * MIB)]
+    assert (played.address_mismatches, played.final) == (0, told.final)
+
+
 # Records that are wrong -----------------------------------------------------------------------------------------------
 def test_segments_that_contradict_the_history_are_not_played(tmp_path):
     made = Simulation()

@@ -1,9 +1,10 @@
 """The allocator's settings, as PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) writes them."""
 
+import contextlib
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracekit.errors import InputError
 
@@ -74,14 +75,22 @@ class Settings:
     def of_snapshot(cls, told: Mapping[str, object]) -> "Settings":
         """Return the settings under which a snapshot was taken, by its `allocator_settings`."""
         split, divisions = told.get("max_split_size"), told.get("roundup_power2_divisions")
-        collect, fraction = told.get("garbage_collection_threshold"), told.get("per_process_memory_fraction")
-        return cls(
+        collect = told.get("garbage_collection_threshold")
+        written = cls()
+        with contextlib.suppress(InputError):  # what only the text has; of another torch it may be more than is known
+            written = cls.parse(str(told.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+        return replace(
+            written,
             expandable=told.get("expandable_segments") is True,
             max_split_bytes=split if isinstance(split, int) and split > 0 else UNLIMITED,
             gc_threshold=float(collect) if isinstance(collect, int | float) else 0.0,
             roundup_divisions=_of_snapshot(divisions) if isinstance(divisions, dict) else (0,) * INTERVALS,
-            memory_fraction=fraction if isinstance(fraction, float) and 0 < fraction < 1 else None,
         )
+
+    @property
+    def gives_back_some(self) -> bool:
+        """Whether the allocator may give back a part of its cache, rather than all of it, when it needs memory."""
+        return self.gc_threshold > 0 or self.max_split_bytes < UNLIMITED
 
     def rounded(self, requested_bytes: int) -> int:
         """Return the size of the block that a request needs.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tracekit.trace import Run
 
 _PICKLES = (".pickle", ".pkl")
+_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 _GIB = 1 << 30
 
 
@@ -64,7 +65,14 @@ def memory(
 
 
 def _is_snapshot(path: str) -> bool:
-    return path.endswith(_PICKLES) and not Path(path).is_dir()
+    """Return whether a path is a pickle, by its name or its first bytes (the opcode PROTO and 2 to 5)."""
+    if path.endswith(_PICKLES):
+        return not Path(path).is_dir()
+    if not Path(path).is_file():
+        return False
+    with Path(path).open("rb") as file:
+        start = file.read(2)
+    return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
 
 
 def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memory_gib: float | None) -> "Memory":

@@ -164,7 +164,19 @@ class _Player:
                 if freed is not None and freed.active and not freed.allocated:
                     complete(freed)
             else:
-                _release(allocator, *next(releases), as_recorded=self.as_recorded)
+                self._release(*next(releases))
+
+    def _release(self, why: str, given: tuple[int, ...]) -> None:
+        """Give memory back where the record did: all that is cached, or only what was."""
+        allocator = self.allocator
+        all_of_it = why == RETRY and self.as_recorded and not self.history.settings.gives_back_some
+        if why == EMPTY_CACHE or all_of_it:
+            allocator.release_cached()
+        elif self.as_recorded:
+            heads = {block.address: block for block in allocator.blocks() if block.whole and not block.active}
+            for address in given:
+                if address in heads:
+                    allocator.release(heads[address])
 
     def ask_for_start(self) -> None:
         """Ask for what the program held at the start, as far as it is not held."""
@@ -206,14 +218,3 @@ class _Player:
             tuple(self.allocator.segments()),
             np.array(self.moved, np.int64),
         )
-
-
-def _release(allocator: Allocator, why: str, given: tuple[int, ...], *, as_recorded: bool) -> None:
-    """Give memory back where the record did: all that is cached, or only what was."""
-    if why == EMPTY_CACHE or (why == RETRY and as_recorded):
-        allocator.release_cached()
-    elif as_recorded:
-        heads = {block.address: block for block in allocator.blocks() if block.whole and not block.active}
-        for address in given:
-            if address in heads:
-                allocator.release(heads[address])

@@ -121,7 +121,11 @@ def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: in
         told,
         recorded=_replayed(history.taken, history.given, history),
         replayed=_replayed(played.taken, played.given, played),
-        notes=(*told.notes, *_replay_notes(history, played, settings, as_recorded=as_recorded)),
+        notes=(
+            *told.notes,
+            *_replay_notes(history, played, settings, as_recorded=as_recorded),
+            *_limit_notes(settings, capacity_bytes),
+        ),
         settings=text.strip(),
     )
 
@@ -183,11 +187,17 @@ def _replay_notes(history: History, played: Outcome, settings: Settings, *, as_r
             "What was cached at the start is inferred from the addresses in the trace, and all is taken to be on one "
             "stream: a memory snapshot tells more."
         )
-    if settings.gc_threshold and settings.memory_fraction is None:
-        notes.append("garbage_collection_threshold does nothing without per_process_memory_fraction, in torch too.")
     if played.out_of_memory:
         notes.append(f"{played.out_of_memory:,} requests find no memory: the run would have ended there.")
     return notes
+
+
+def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
+    if settings.memory_fraction is not None and capacity_bytes is None:
+        return ["per_process_memory_fraction is of what --device-memory-gib says the device has: without it, no limit."]
+    if settings.gc_threshold and settings.memory_fraction is None:
+        return ["garbage_collection_threshold does nothing without per_process_memory_fraction, in torch too."]
+    return []
 
 
 def _replayed(taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | Outcome) -> Replayed:
