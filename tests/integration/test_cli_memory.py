@@ -54,9 +54,8 @@ def test_a_snapshot_with_a_replay_in_json_has_these_keys_and_numbers(tmp_path):
     assert (without["op"], without["bytes"]) == (None, 70 * MIB)
 
 
-@pytest.mark.parametrize("name", ["from_empty_init_model_rank1", "steady_training_step", "expandable_segments_bf16"])
-def test_a_recorded_snapshot_replayed_as_recorded_comes_to_the_record(name):
-    told = memory(recorded(f"{name}.pickle"), "--replay", "default")
+def test_a_recorded_snapshot_replayed_as_recorded_comes_to_the_record():
+    told = memory(recorded("from_empty_init_model_rank1.pickle"), "--replay", "default")
     assert told["replayed"] == told["recorded"]
 
 
@@ -73,11 +72,10 @@ def test_people_read_one_line_of_the_replay_and_that_it_is_a_prediction(tmp_path
     assert "takes and gives back the recorded segments, all of them in order." in as_recorded
 
 
-def test_a_run_on_cpus_tells_of_host_memory_and_its_unit_buffers(tmp_path):
-    done = tracekit("memory", ROOT / "sample_traces" / "demo-fsdp2")
-    assert done.stdout.splitlines()[1] == "This is host memory: the traces have no memory events of a device."
-    assert "Unit buffers that two of each kind could serve" in done.stdout
-    told = memory(ROOT / "sample_traces" / "demo-fsdp2")
+def test_a_run_on_cpus_tells_of_host_memory_and_that_it_cannot_be_replayed():
+    done = tracekit("memory", ROOT / "sample_traces" / "demo-fsdp2", "--format", "json")
+    assert done.stderr == "tracekit: This is host memory: the traces have no memory events of a device.\n"
+    told = json.loads(done.stdout)
     assert list(told) == KEYS
     assert told["peak_reserved_bytes"] is None
     assert {row["rank"] for row in told["churn"]} == {0, 1}

@@ -123,7 +123,7 @@ def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: in
         replayed=_replayed(played.taken, played.given, played),
         notes=(
             *told.notes,
-            *_replay_notes(history, played, settings, as_recorded=as_recorded),
+            *_replay_notes(history, played, as_recorded=as_recorded),
             *_limit_notes(settings, capacity_bytes),
         ),
         settings=text.strip(),
@@ -172,7 +172,7 @@ def replay_line(settings: str, recorded: Replayed, replayed: Replayed) -> str:
     )
 
 
-def _replay_notes(history: History, played: Outcome, settings: Settings, *, as_recorded: bool) -> list[str]:
+def _replay_notes(history: History, played: Outcome, *, as_recorded: bool) -> list[str]:
     notes = []
     if as_recorded and not history.inferred:
         equal = _sizes(played.taken) == _sizes(history.taken) and _sizes(played.given) == _sizes(history.given)
