@@ -134,6 +134,7 @@ def test_a_run_with_a_snapshot_beside_its_traces_is_replayed_by_that(tmp_path):
     ("arguments", "why"),
     [
         (("--replay", "max_split_size:30"), "did you mean max_split_size_mb"),
+        (("--replay", "unit_buffers:2,expandable_segments:True"), "a snapshot has none"),
         (("--device", 3), "nothing of device 3; of these it has: 0"),
     ],
 )

@@ -10,8 +10,11 @@ import pytest
 import tracekit
 from tests import drawn
 from tests.proofs import metrics, ops
-from tracekit import schema
+from tracekit import replay, schema
+from tracekit.allocator import Settings
 from tracekit.analysis import allocations, alternation, growth
+from tracekit.errors import InputError
+from tracekit.replay.history import ALLOC
 from tracekit.trace import Run, Trace
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +157,21 @@ def test_two_buffers_of_the_largest_unit_would_serve_what_all_units_take_anew():
     assert (weights["buffer_bytes"], weights["buffers_bytes"]) == (100, 200)
     assert weights["held_bytes"] == 400  # each unit's 200 until 50 after the next one began
     assert (gradients["kind"], gradients["count"], gradients["buffers_bytes"]) == ("gradients", 8, 200)
+
+
+def test_a_replay_with_two_buffers_holds_them_throughout_instead_of_what_they_serve():
+    mib = 1 << 20
+    trace = gathered(4, unit_bytes=20 * mib)
+    recorded, served = replay.of_trace(trace), alternation.with_buffers(trace)
+    # Two units at once, each with two weights and a gradient of 20 MiB and a reduced one of 10.
+    assert replay.predict(recorded, Settings()).peak_allocated_bytes // mib == 140
+    assert (served.action == ALLOC).sum() == 0
+    assert replay.predict(served, Settings()).peak_allocated_bytes == 80 * mib
+
+
+def test_without_unit_buffers_there_is_nothing_to_serve():
+    with pytest.raises(InputError, match="nothing for buffers to serve"):
+        alternation.with_buffers(gathered(2))
 
 
 @pytest.mark.parametrize("trace", [gathered(2), gathered(4, freed=False), gathered(4, in_backend=True)])

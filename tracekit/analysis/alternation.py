@@ -1,8 +1,14 @@
 """Unit buffers that come and go, and what two of each kind, allocated once, would serve instead (YaFSDP's way)."""
 
+import dataclasses
+
 import polars as pl
 
+from tracekit import replay
+from tracekit.allocator import BlockState, SegmentState
 from tracekit.analysis import allocations
+from tracekit.errors import InputError
+from tracekit.replay import History
 from tracekit.trace import Trace
 
 COLUMNS = {
@@ -35,6 +41,38 @@ def alternating(trace: Trace) -> pl.DataFrame:
     wide = wide.join(sums, on=key, nulls_equal=True).join(_held(found, key), on=key, nulls_equal=True)
     wide = wide.filter(pl.col("units") > BUFFERS).with_columns(buffers_bytes=BUFFERS * pl.col("buffer_bytes"))
     return wide.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()).sort("step", "device", "kind")
+
+
+def with_buffers(trace: Trace) -> History:
+    """Return the trace's history as if two buffers of each kind had served all units from the start.
+
+    The blocks that `alternating` counts are left out, and the buffers are held throughout. What was recorded stays what
+    it was. Raises InputError where no blocks of units come and go.
+    """
+    recorded = replay.of_trace(trace)
+    served, found = _of_units(trace), alternating(trace)
+    if found.is_empty():
+        raise InputError("no blocks of FSDP units come and go in this trace: there is nothing for buffers to serve")
+    served = served.join(found, on=["step", "device", "kind"], how="semi", nulls_equal=True)
+    gone = pl.concat([served["start_event"], served["end_event"]])
+    kept = trace.allocations.with_row_index("event").filter(~pl.col("event").is_in(gone.implode()))
+    history = replay.of_trace(dataclasses.replace(trace, allocations=kept.drop("event")))
+    sizes = found.group_by("kind").agg(pl.col("buffer_bytes").max()).sort("kind")["buffer_bytes"].to_list()
+    buffers = [_held_throughout(number, size) for number, size in enumerate(sizes * BUFFERS, 1)]
+    return dataclasses.replace(
+        recorded,
+        **{name: getattr(history, name) for name in _PLAYED},
+        start=(*buffers, *history.start),
+    )
+
+
+_PLAYED = ("action", "address", "bytes", "stream", "pool", "at_ns", "stack", "releases")
+
+
+def _held_throughout(number: int, size_bytes: int) -> SegmentState:
+    address = -(number << 40)  # nowhere: it is asked for anew
+    block = BlockState(address, size_bytes, "allocated", size_bytes)
+    return SegmentState(address, size_bytes, 0, small=False, pool=0, expandable=False, blocks=(block,))
 
 
 def _of_units(trace: Trace) -> pl.DataFrame:

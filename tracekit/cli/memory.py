@@ -32,7 +32,8 @@ def memory(
         typer.Option(
             "--replay",
             metavar="SETTINGS",
-            help="Play the history again under these, as PYTORCH_CUDA_ALLOC_CONF writes them; default: as recorded.",
+            help="Play the history again under these, as PYTORCH_CUDA_ALLOC_CONF writes them; default: as recorded; "
+            "unit_buffers:2: with two buffers for all FSDP units.",
         ),
     ] = None,
     device: Annotated[int | None, typer.Option("--device", help="Which device of a snapshot.")] = None,
@@ -80,6 +81,8 @@ def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memo
     from tracekit.readers import memory_snapshot
     from tracekit.reports import memory as report
 
+    if replay is not None and report.wants_buffers(replay):
+        raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces: a snapshot has none")
     snapshot = memory_snapshot.read(path)
     chosen = _device(snapshot, device)
     told = report.of_snapshot(snapshot, chosen)
@@ -87,13 +90,17 @@ def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memo
 
 
 def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "Memory":
+    from tracekit.analysis import alternation
     from tracekit.reports import memory as report
 
     run = opening.opened(path, cache=cache)
     with output.progress() as bar:
         run.measure(report.FACTS, bar.measured(len(run.sources)))
     told = report.of_run(run)
-    return told if replay is None else _with_replay(told, _history(run), replay, device_memory_gib)
+    if replay is None:
+        return told
+    history = alternation.with_buffers(next(run.traces())) if report.wants_buffers(replay) else _history(run)
+    return _with_replay(told, history, replay, device_memory_gib)
 
 
 def _with_replay(told: "Memory", history: "History", text: str, device_memory_gib: float | None) -> "Memory":

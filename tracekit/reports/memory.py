@@ -1,6 +1,7 @@
 """What is known of a run's or a snapshot's memory -> text or JSON."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
@@ -19,6 +20,7 @@ FACTS: tuple[Fact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, alternation.alternating, growth.growth, memory.stalls,
 )  # fmt: skip
 AS_RECORDED = "default"
+UNIT_BUFFERS = f"unit_buffers:{alternation.BUFFERS}"
 _MOST_ROWS = 15
 _EARLIER = "(from before, or without a stack)"
 
@@ -109,13 +111,14 @@ def _played(history: History) -> tuple[History, Outcome]:
 def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: int | None = None) -> Memory:
     """Return `told` with the history as recorded and as played under the settings that `text` writes.
 
-    "default" plays it under the settings of the record. Raises InputError where it cannot be played, or the settings
+    "default" plays it under the settings of the record; of "unit_buffers:2", which `history` takes account of, nothing
+    is left to do. Raises InputError where it cannot be played, or the settings
     are none.
     """
     if history.unplayable:
         raise InputError(f"nothing to replay: {history.unplayable}")
     as_recorded = text.strip() == AS_RECORDED
-    settings = history.settings if as_recorded else Settings.parse(text)
+    settings = history.settings if as_recorded else Settings.parse(_without_buffers(text))
     played = replay.play(history) if as_recorded else replay.predict(history, settings, capacity_bytes=capacity_bytes)
     return replace(
         told,
@@ -128,6 +131,19 @@ def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: in
         ),
         settings=text.strip(),
     )
+
+
+def wants_buffers(text: str) -> bool:
+    """Return whether a replay's settings ask for unit buffers that are allocated once."""
+    return UNIT_BUFFERS in _pairs(text)
+
+
+def _without_buffers(text: str) -> str:
+    return ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if wants_buffers(text) else text
+
+
+def _pairs(text: str) -> list[str]:
+    return re.sub(r"\s", "", text).split(",")
 
 
 def as_json(told: Memory) -> str:
