@@ -19,6 +19,7 @@ from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
 from tracekit.cli.export import export
 from tracekit.cli.kernels import kernels
+from tracekit.cli.memory import memory
 from tracekit.cli.ops import ops
 from tracekit.cli.query import query
 from tracekit.cli.record import PASS_ON, gather, record
@@ -49,6 +50,7 @@ for command, in_short in (
     (compare, "Say whether one run is better or worse than another."),
     (kernels, "Add up kernels by name, op, shapes, unit, …"),
     (ops, "Add up host ops by name, shapes, unit, …"),
+    (memory, "Show where memory goes; replay the allocator."),
     (export, "Write a run as one file for Perfetto."),
     (query, "Ask a run in SQL."),
     (schema, "List the tables and columns of a run."),

@@ -6,6 +6,7 @@ from tracekit.rule import Rule
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.comm import ExposedCommunication
 from tracekit.rules.data import DoubtfulTrace
+from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.stream import GiveWay
 
@@ -13,6 +14,10 @@ RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,
     GiveWay,
     AllocatorChurn,
+    GrowingMemory,
+    LittleHeadroom,
+    IdleReserve,
+    PeakOwner,
     BlockingCheckpoint,
     DoubtfulTrace,
 )
