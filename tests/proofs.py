@@ -116,10 +116,10 @@ PROOFS: dict[str, Proof] = {
     "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
     "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
     "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
-    "MEM002": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
-    "MEM003": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
-    "MEM004": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
-    "MEM005": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
+    "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
+    "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
+    "MEM005": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
+    "MEM006": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
     "CKPT001": Proof(
         lambda: saving(plan=10, write=80, total=100), lambda: drawn.run(drawn.trace(HIDDEN), strategy="ddp")
     ),

@@ -39,7 +39,7 @@ class GrowingMemory(Rule):
     with tracekit.capture. A cache that fills up and then stops is taken for a leak while it fills.
     """
 
-    code: ClassVar[str] = "MEM002"
+    code: ClassVar[str] = "MEM003"
     facts: ClassVar[tuple[Fact, ...]] = (growth.growth,)
     min_bytes: int = 1 << 16
 
@@ -83,7 +83,7 @@ class LittleHeadroom(Rule):
     known and comes on top. A run that means to fill its device is reported too.
     """
 
-    code: ClassVar[str] = "MEM003"
+    code: ClassVar[str] = "MEM004"
     facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
     min_headroom_ratio: float = 0.05
 
@@ -128,7 +128,7 @@ class IdleReserve(Rule):
     torch.cuda.empty_cache once after it does. Which pool and stream it lies in only a snapshot tells.
     """
 
-    code: ClassVar[str] = "MEM004"
+    code: ClassVar[str] = "MEM005"
     facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
     min_slack_ratio: float = 0.25
     min_slack_bytes: int = 1 << 30
@@ -175,7 +175,7 @@ class PeakOwner(Rule):
     The host's memory is not judged.
     """
 
-    code: ClassVar[str] = "MEM005"
+    code: ClassVar[str] = "MEM006"
     facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak,)
     min_owned_ratio: float = 0.3
     min_owned_bytes: int = 256 << 20
