@@ -26,10 +26,9 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.results import machine
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.capture import watching
+from tracekit.capture.checkpoints import watching
 
 _WARM_UP_ROUNDS = 2
-_CALLS = 2000
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20, help="rounds of each (default: 20)")
     parser.add_argument("--mib", type=int, default=256, help="size of the large state (default: 256)")
     parser.add_argument("--tensors", type=int, default=1000, help="tensors of the small state (default: 1000)")
+    parser.add_argument("--calls", type=int, default=2000, help="calls of a small torch.save (default: 2000)")
     parser.add_argument("--folder", type=Path, default=None, help="where to save (default: a temporary folder)")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.freeze()  # collecting, before each call, should not go over all that is imported
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="saves-") as folder:
@@ -69,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for subject in subjects(options.mib << 20, options.tensors):
             print(row(subject.name, measure(subject, recording, Path(folder), rounds=options.rounds)), flush=True)
         print()
-        print("\n".join(calls(recording, Path(folder))))
+        print("\n".join(calls(recording, Path(folder), count=options.calls)))
+    gc.unfreeze()
+    torch.set_num_threads(threads)
     return 0
 
 
@@ -151,7 +155,7 @@ def _ratio(ratios: Sequence[float]) -> str:
     return f"{median:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None and high is not None else "")
 
 
-def calls(recording: Recording, folder: Path) -> list[str]:
+def calls(recording: Recording, folder: Path, *, count: int) -> list[str]:
     """Return the table of what a small `torch.save` takes: bare, watched but not recorded, recorded."""
     value, path = {"step": 7, "lr": torch.ones(4)}, folder / "small.pt"
     watched = torch.save
@@ -162,7 +166,7 @@ def calls(recording: Recording, folder: Path) -> list[str]:
     lines = ["| small torch.save | bare | watched, not recorded | recorded |", "|---|---|---|---|"]
     for name, target in targets.items():
         sides: dict[str, list[float]] = {"bare": [], "watched": [], "recorded": []}
-        for _ in range(_CALLS):
+        for _ in range(count):
             for side, times_s in sides.items():
                 recording.on = side == "recorded"
                 save = recording.bare if side == "bare" else watched

@@ -1,7 +1,7 @@
 """For each rule a drawn run on which it fires and one on which it stays silent. A rule without them fails the tests."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -10,6 +10,7 @@ from tracekit import schema
 from tracekit.trace import RUN_DOUBTS, Run
 
 HOST_LANE = 99
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,22 @@ def meeting(*tardy: int) -> Run:
     return drawn.run(*traces)
 
 
+def holding(*held_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int = 100 << 30) -> Run:
+    """Return a simulated run on a device in which each step ends with so much held, by one op."""
+    steps = range(len(held_bytes))
+    deltas = [after - before for before, after in zip((0, *held_bytes), held_bytes, strict=False)]
+    events = pl.DataFrame(
+        {"at_ns": steps, "step": steps, "address": steps, "delta_bytes": deltas, "allocated_bytes": held_bytes}
+    ).with_columns(device=0, reserved_bytes=reserved_bytes, op_id=0)
+    trace = drawn.trace(HIDDEN, allocations=events, ops=ops(("aten::_softmax", "cpu_op", 0, 9)))
+    header = {"deviceProperties": [{"id": 0, "totalGlobalMem": memory_bytes}]}
+    return drawn.run(replace(trace, header=header))
+
+
+def leaking(step_bytes: int) -> Run:
+    return holding(*(GIB + step * step_bytes for step in range(8)))
+
+
 PROOFS: dict[str, Proof] = {
     "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
     "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
@@ -149,6 +166,10 @@ PROOFS: dict[str, Proof] = {
     "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
     "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
     "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
+    "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
+    "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
+    "MEM005": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
+    "MEM006": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
     "CKPT001": Proof(
         lambda: saving(plan=10, write=80, total=100), lambda: drawn.run(drawn.trace(HIDDEN), strategy="ddp")
     ),

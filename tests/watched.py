@@ -46,10 +46,19 @@ def text(lines: Iterable[Line]) -> str:
     return "".join(json.dumps(each) + "\n" for each in lines)
 
 
-def save(folder: Path, *, step: int, ms: float, rank: int = 0, blocking: bool = True, name: str = "") -> None:
+def save(
+    folder: Path,
+    *,
+    step: int,
+    ms: float,
+    rank: int = 0,
+    blocking: bool = True,
+    stage: str = conventions.TOTAL,
+    name: str = "",
+) -> None:
     """Add a save to a rank's checkpoint log, which is replaced by a longer copy, as the recorder does."""
     log = folder / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
-    row = {"checkpoint": name or f"step-{step}", "operation": "save", "step": step, "stage": conventions.TOTAL}
+    row = {"checkpoint": name or f"step-{step}", "operation": "save", "step": step, "stage": stage}
     row |= {"start_ns": 10**18 + step, "dur_ns": round(ms * 1e6), "bytes": 1 << 20, "blocking": blocking, "rank": rank}
     copy = log.with_suffix(".copy")
     copy.write_text((log.read_text() if log.exists() else "") + text([row]))

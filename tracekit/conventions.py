@@ -9,6 +9,7 @@ REPORT_SCHEMA = "tracekit.report/1"
 
 # A run on disk -------------------------------------------------------------------------------------------------------
 MANIFEST_FILE = "run.json"
+TRUTH_FILE = "truth.json"  # what is known to be wrong with a simulated run
 TRACE_SUFFIX = ".pt.trace.json.gz"
 CHECKPOINT_LOG_SUFFIX = ".checkpoint.jsonl"
 METRICS_SUFFIX = ".metrics.jsonl"
@@ -77,6 +78,7 @@ def span_name(phase: str) -> str:
 #   io_some_ns, io_full_ns          int   time in which some, or all, of the machine's tasks stood still for I/O
 #   cpu_ns, run_delay_ns            int   time that `thread` ran, and was ready to run and did not
 #   storage_written_bytes           int   bytes that the process, all of it, sent to storage; …_read_…: fetched from it
+# On a line "complete", `worker` is who went on in the background, `process` and `thread` are those that called.
 # A save in the background has two clocks. Its blocking "total" is the time that training was stopped; "complete" runs
 # from the same start to the end of all work. Without a line "complete" the end of "total" is the end of all.
 SAVE, LOAD = CHECKPOINT_OPERATIONS = ("save", "load")

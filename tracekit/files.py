@@ -180,7 +180,7 @@ def _line(error: Exception) -> str:
 
 
 def _may_be_trace(name: str) -> bool:
-    return name.lower().endswith(TRACE_SUFFIXES) and not name.startswith(".")
+    return name.lower().endswith(TRACE_SUFFIXES) and not name.startswith(".") and name != conventions.TRUTH_FILE
 
 
 def _is_checkpoint(names: Iterable[str]) -> bool:

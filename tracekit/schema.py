@@ -259,3 +259,91 @@ TABLES: Mapping[str, Table] = {
         DOUBTS,
     )
 }
+
+_DEVICE = _column("device", _INT, "Device index.")
+_ADDRESS = _column("address", _INT, "Address of its first byte.")
+_STREAM = _column("stream", _INT, "Stream as the snapshot names it: 0 is the default stream, others are handles.")
+_STACK = _column("stack", _INT, "stacks.stack that asked for it; null where none was recorded.")
+
+SEGMENTS = Table(
+    "segments",
+    "piece of memory that the allocator holds of the device",
+    (
+        _DEVICE,
+        _ADDRESS,
+        _STREAM,
+        _column("pool", _TEXT, "Private pool (CUDA graph, MemPool) as 'a:b'; '0:0' is the common one."),
+        _column("kind", _TEXT, "small (for requests up to 1 MiB) or large."),
+        _column("expandable", _BOOL, "Whether it is a mapped range of an expandable segment."),
+        _bytes("total_bytes", "Size."),
+        _bytes("allocated_bytes", "Bytes in blocks that the program holds."),
+        _bytes("active_bytes", "Those, and those whose free waits for another stream."),
+        _bytes("requested_bytes", "What the program asked for in active blocks, before rounding; null in old ones."),
+        _STACK,
+    ),
+)
+
+BLOCKS = Table(
+    "blocks",
+    "block of a segment, in order of address",
+    (
+        _DEVICE,
+        _column("segment_address", _INT, "segments.address."),
+        _ADDRESS,
+        _bytes("bytes", "Size, rounding included."),
+        _bytes("requested_bytes", "What the program asked for; null in old snapshots."),
+        _column("state", _TEXT, "active_allocated, active_pending_free (or active_awaiting_free), inactive."),
+        _STACK,
+    ),
+)
+
+EVENTS = Table(
+    "events",
+    "event in the allocator's history, in order for each device",
+    (
+        _DEVICE,
+        _ns("at_ns", "Unix time; null in old snapshots."),
+        _column("action", _TEXT, "alloc, free_requested, free_completed, segment_alloc, segment_free, oom, …."),
+        _column("address", _INT, "Address; null for what has none."),
+        _bytes("bytes", "Bytes asked for by an alloc (before rounding), or size of the segment."),
+        _STREAM,
+        _STACK,
+    ),
+)
+
+STACKS = Table(
+    "stacks",
+    "frame of a call stack",
+    (
+        _column("stack", _INT, "Number of the stack: the same frames in the same order have one number."),
+        _column("depth", _INT, "0 for the innermost frame."),
+        _column("frame", _INT, "frames.frame."),
+    ),
+)
+
+FRAMES = Table(
+    "frames",
+    "place in source code",
+    (
+        _column("frame", _INT, "Number of the frame."),
+        _column("name", _TEXT, "Function."),
+        _column("file", _TEXT, "File."),
+        _column("line", _INT, "Line; 0 where not known."),
+    ),
+)
+
+ANNOTATIONS = Table(
+    "annotations",
+    "begin or end of a named span, as the profiler's record functions mark it",
+    (
+        _DEVICE,
+        _ns("at_ns", "Unix time."),
+        _column("stage", _TEXT, "START or END."),
+        _column("name", _TEXT, "Name of the span."),
+    ),
+)
+
+SNAPSHOT_TABLES: Mapping[str, Table] = {
+    table.name: table for table in (SEGMENTS, BLOCKS, EVENTS, STACKS, FRAMES, ANNOTATIONS)
+}
+"""What a CUDA memory snapshot holds; not part of a trace."""

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import __main__, cases, measure, results, runner
+from benchmarks import __main__, cases, measure, results, runner, saves
 from benchmarks.runner import Result, Sample
 
 SAMPLE = next(case for case in cases.CASES if case.name == "sample")
@@ -25,6 +25,16 @@ def test_one_command_measures_a_recorded_run_and_writes_the_results(tmp_path, ca
     assert {"tracekit", "tracekit summary", "json"} <= set(rows)
     assert not any("failed" in row for row in rows.values())
     assert re.search(r"\| sample \| .*\d% of json", text)
+
+
+def test_recording_saves_is_measured_call_by_call(tmp_path, capsys):
+    asked = ["--rounds", "1", "--mib", "2", "--tensors", "3", "--calls", "2", "--folder", str(tmp_path)]
+    assert saves.main(asked) == 0
+    told = capsys.readouterr().out
+    for name in ("dcp.save, 2 MiB", "dcp.save, 3 tensors", "dcp.async_save", "dcp.load", "torch.save", "torch.load"):
+        assert re.search(rf"\| {name}.* \| [\d.]+ ms \| [+-][\d.]+ ms \| [\d.]+ \| [\d.]+ \|", told), name
+    assert re.search(r"\| to memory \| [\d.]+ µs \| [\d.]+ µs \| [\d.]+ µs \|", told)
+    assert not list(tmp_path.iterdir())
 
 
 def test_traces_that_are_absent_are_skipped_with_a_word(tmp_path, capsys):

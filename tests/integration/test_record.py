@@ -1,5 +1,6 @@
 """`tracekit record -- …` on trainings that know nothing of it: each as it would be alone, and a run beside it."""
 
+import json
 import os
 import re
 import signal
@@ -21,7 +22,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def losses(done: Done) -> list[str]:
-    return sorted(line for line in done.out.splitlines() if "loss" in line)
+    """Return what each rank prints of its loss at the end, in full precision."""
+    return sorted(line for line in done.out.splitlines() if re.match(r"(rank \d+: .*)?loss \S+$", line))
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +78,29 @@ def test_the_verdict_follows_on_stderr_where_the_analysis_is_installed(tmp_path:
     assert "tracekit" not in done.out
     run = load(tmp_path / "run")
     assert steps_by_rank(run) == {0: [5, 6, 7], 1: [5, 6, 7]}
+    saves = [json.loads(line) for line in (tmp_path / "run" / "rank00001.checkpoint.jsonl").read_text().splitlines()]
+    assert {(row["operation"], row["step"], row["call"]) for row in saves} == {("save", 6, "dcp.save")}
+    assert {"plan", "write", "total"} <= {row["stage"] for row in saves}
     collectives = run.trace(0).collectives
     assert set(collectives["op"]) >= {"all_gather", "reduce_scatter"}
     report = tracekit.check(run)
     doubts = {finding.subject for finding in report.findings if finding.code.startswith("DATA")}
     assert doubts <= {"clock_skew"}  # which a busy machine may show
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "batches"),
+    [("transformers", "plain_huggingface.py", "2"), ("pytorch_lightning", "plain_lightning.py", "1")],
+)
+def test_a_frameworks_training_is_recorded_as_it_is(tmp_path: Path, library: str, name: str, batches: str) -> None:
+    pytest.importorskip(library)
+    training = launched(2, name, "--steps", "8", "--accumulate", batches)
+    done = do(command("--quiet", "--steps", "4:6", "--out", "run", "--", *training), tmp_path)
+    assert done.code == 0, done.err
+    assert len(losses(done)) == 2
+    assert steps_by_rank(load(tmp_path / "run")) == {0: [4, 5], 1: [4, 5]}
+    for rank in (0, 1):
+        assert [row["step"] for row in metrics(tmp_path / "run", rank)] == list(range(8))
 
 
 def test_a_step_of_several_optimizers_is_one_step(tmp_path: Path) -> None:
@@ -111,7 +131,7 @@ ENDS = [
     ("raise", 1, [10, 11], "recorded rank 0"),
     ("exit", 7, [10, 11], "recorded rank 0"),
     ("interrupt", -signal.SIGINT, [10, 11], "recorded rank 0"),
-    ("kill", -signal.SIGKILL, None, "rank 0 was ended while it was recorded, after 11 steps"),
+    ("kill", -signal.SIGKILL, None, "rank 0 was ended while it was recorded, after "),
     ("never", 0, None, "nothing was recorded: no torch optimizer took a step"),
     ("short", 0, None, "the training ended after 5 steps, before step 10: nothing was profiled; try --steps 2:5"),
     ("profile", 0, None, "steps 10:15 are not recorded: OccupiedError: another profiler is running"),
@@ -136,6 +156,26 @@ def test_however_a_training_ends_it_ends_so_and_one_line_says_what_there_is(
         assert f"own profiler: {14 if end == 'profile' else 2} optimizer steps, of tracekit 0" in done.out
 
 
+def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
+    training = launched(2, "plain_ddp.py", "--steps", "30", "--kill-at", "12")
+    record = command("record", "--steps", "2:4", "--every", "9", "--out", "run", "--", *training)
+    done = do([sys.executable, "-c", WITHOUT_THE_ANALYSIS, *record[4:]], tmp_path)
+    assert done.code == 1
+    assert steps_by_rank(load(tmp_path / "run"))[1] == [2, 3]
+    assert sum("rank 1 was ended while it was recorded, after " in line for line in done.said) == 1
+    assert "tracekit: recorded ranks 0, 1 in run" in done.said
+
+
+@pytest.mark.parametrize("way", ["in-backward", "compiled", "closure", "thread"])
+def test_whatever_way_optimizers_step_steps_are_counted(tmp_path: Path, way: str) -> None:
+    alone = do(script("plain_odd.py", way), tmp_path)
+    done = do(command("--quiet", "--steps", "4:7", "--out", "run", "--", *script("plain_odd.py", way)), tmp_path)
+    assert done.code == 0, done.err
+    assert losses(done) == losses(alone) != []
+    assert steps_by_rank(load(tmp_path / "run")) == {0: [4, 5, 6]}
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(9))
+
+
 def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> None:
     """No file may grow beyond 4 KiB: writing a trace fails then, as it does on a full disk."""
     record = command("--quiet", "--out", "run", "--", *script("plain_single.py"))
@@ -147,6 +187,15 @@ def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> Non
     assert re.search(r"rank 0: steps 10:15 were not written: OSError: .*training goes on", done.said[0])
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(20))
     assert not list((tmp_path / "run").glob("*.json*.partial"))
+
+
+def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    done = do(command("--out", "file/run", "--", *script("plain_single.py")), tmp_path)
+    assert done.code == 0, done.err
+    assert len(losses(done)) == 1
+    assert len(done.said) == 1
+    assert re.search(r"not recorded: OSError: --out \S+/file/run cannot be written .*training goes on$", done.said[0])
 
 
 def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:

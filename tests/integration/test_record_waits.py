@@ -1,16 +1,19 @@
-"""No rank waits for another's recording: collectives go on while one rank's trace is written, or not at all."""
+"""Ranks and their recordings: collectives go on while a trace is written, and all find the same run."""
 
 import functools
 import os
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tracekit.capture import Recorder
+from tracekit.capture import Recorder, agent
+from tracekit.capture.settings import Settings
 
 TIMEOUT_S = 30.0
 STEPS = 12
@@ -40,6 +43,30 @@ def _steps(group: dist.ProcessGroup, recorder: Recorder | None) -> None:
             recorder.step()
 
 
-def test_a_trace_that_hangs_while_it_is_written_times_out_no_collective(tmp_path: Path) -> None:
-    assert ranks.run(2, functools.partial(train, tmp_path / "run")) == [STEPS, STEPS]
-    assert (tmp_path / "run" / "run.json").exists()
+def names() -> list[str]:
+    """Return how this rank names its training, asked twice, and once more as when torchrun has started it again."""
+    found = []
+    for attempt in ("0", "0", "1"):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        found.append(agent.training_name(Settings(out="", launch="launch", notes="", scratch="")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("recorded")
+    cases = {"train": functools.partial(train, folder / "run"), "name": names, "name again": names}
+    done = {name: outcome.results() for name, outcome in ranks.run_cases(2, cases).items()}
+    assert (folder / "run" / "run.json").exists()
+    return done
+
+
+def test_ranks_agree_on_the_training_that_they_are_of(outcomes: dict[str, list[Any]]) -> None:
+    first, second = outcomes["name"]
+    assert first == second
+    assert first[0] == first[1] != first[2]
+    assert set(first).isdisjoint(outcomes["name again"][0])  # another process group is another training
+
+
+def test_a_trace_that_hangs_while_it_is_written_times_out_no_collective(outcomes: dict[str, list[Any]]) -> None:
+    assert outcomes["train"] == [STEPS, STEPS]

@@ -124,8 +124,9 @@ def test_a_growing_training_is_followed_to_its_end(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_picture_stays_in_place_and_the_last_one_remains(tmp_path: Path) -> None:
-    training = train(tmp_path / "today", 120)
     terminal = Terminal(tmp_path / "today", "--wait", "--interval", "0.1")
+    terminal.read_until("waiting for a training that records into")
+    training = train(tmp_path / "today", 120)
     terminal.read_until("61 steps done")
     (tmp_path / "today" / "go").touch()
     code = terminal.leave()
@@ -165,6 +166,17 @@ def test_once_shows_how_it_stands_and_ends_though_the_training_goes_on(
     assert "30 steps done" in capsys.readouterr().out
     cli.watch(tmp_path, once=True, watch_format=Format.JSON)
     assert json.loads(capsys.readouterr().out)["steps_done"] == 30
+
+
+def test_the_guide_shows_what_the_sample_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    guide = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    cli.watch(SAMPLE, once=True)
+    cli.watch(SAMPLE)
+    for line in capsys.readouterr().out.splitlines():
+        assert f"    {line}".rstrip() in guide
 
 
 def test_a_run_that_is_not_there_exits_with_2_and_one_line(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tests import ranks
 from tracekit import conventions
-from tracekit.capture import watching
+from tracekit.capture.checkpoints import watching
 
 ROWS = 256
 Lines = list[dict[str, Any]]
@@ -170,6 +170,7 @@ GOOD: dict[str, Callable[[Path], None]] = {
     "own thread": functools.partial(in_own_thread, waiting=False),
     "own thread waited for": functools.partial(in_own_thread, waiting=True),
 }
+SAVES_IN_BACKGROUND = {"by thread": 1, "by thread and stager": 1, "by process": 2}
 BAD: dict[str, Callable[[Path], None]] = {
     "full disk": to_a_full_disk,
     "full disk by thread": to_a_full_disk_by_thread,
@@ -197,6 +198,11 @@ def run(case: Callable[[Path], None], folder: Path, name: str, *, recorded: bool
     dist.barrier()
     assert os.fsync is fsync
     lines = log / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
+    # A future tells those who wait for it that it is done before it tells those who asked to be called.
+    deadline = time.monotonic() + 30
+    while recorded and lines.exists() and lines.read_text().count('"complete"') < SAVES_IN_BACKGROUND.get(name, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     shards = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in path.glob(f"__{rank}_*")}
     logged = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     return {"raised": raised, "lines": logged, "shards": shards, "sizes": sizes(path)}

@@ -113,6 +113,19 @@ def test_a_save_in_the_background_is_told_as_long_as_it_lasts(tmp_path: Path) ->
     assert whats(second) == []
 
 
+def test_a_save_that_stops_the_training_and_goes_on_in_the_background_is_told_as_both(tmp_path: Path) -> None:
+    watched.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60))
+    for rank in range(2):
+        watched.save(tmp_path, step=40, ms=150 + rank, rank=rank)
+        watched.save(tmp_path, step=40, ms=450, rank=rank, blocking=False, stage="complete")
+    watched.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60), steady(80, seed=1))
+    picture = seen(tmp_path)
+    assert [whats(found) for found in picture.out_of_line] == [[Happened.SAVE], [Happened.BACKGROUND_SAVE], []]
+    assert picture.saves == 1
+    assert picture.last_save is not None
+    assert (picture.last_save.blocked_ns, picture.last_save.background_ns) == (151_000_000, 450_000_000)
+
+
 @pytest.mark.parametrize(("step", "what"), [(41, Happened.PROFILED), (44, Happened.TRACE_WRITTEN)])
 def test_a_profiled_window_and_the_writing_of_its_trace_are_told(tmp_path: Path, step: int, what: Happened) -> None:
     watched.write(tmp_path, slow(steady(60), step))
@@ -201,6 +214,17 @@ def test_ranks_behind_missing_or_standing_still_are_named(tmp_path: Path) -> Non
     picture = watch.picture(now_s + 60)
     assert set(picture.standing) == {0, 1, 2}
     assert picture.standing[0] == pytest.approx(60, abs=1)
+
+
+def test_a_log_that_grows_does_not_stand_still_though_its_server_has_another_clock(tmp_path: Path) -> None:
+    watched.write(tmp_path, steady(30), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    assert set(watch.picture(NOW_S).standing) == {0}
+    watched.append(tmp_path, steady(1, first=30))
+    watch.poll(NOW_S + 1)
+    picture = watch.picture(NOW_S + 3)
+    assert (picture.standing, picture.quiet_s) == ({}, 2)
 
 
 def test_a_run_is_over_when_every_log_is_closed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions, intervals
-from tracekit.analysis import breakdown
+from tracekit.analysis import allocations, breakdown
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
 
@@ -78,12 +78,8 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
     """
     span = pl.col("span")
     # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).
-    calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
-    at_ns = trace.allocations["at_ns"].to_numpy()
-    inside = intervals.coverage(
-        np.stack((at_ns, at_ns + 1), axis=1), intervals.from_columns(calls["start_ns"], calls["dur_ns"])
-    )
-    taken = trace.allocations.filter(pl.Series(inside == 0)).filter(
+    inside = allocations.in_collectives(trace, trace.allocations["at_ns"])
+    taken = trace.allocations.filter(~inside).filter(
         pl.col("delta_bytes") >= _MIB,
         pl.col("step").is_not_null(),
         pl.col("phase").ne_missing(conventions.CHECKPOINT),

@@ -6,6 +6,7 @@ which no optimizer steps is left alone.
 """
 
 import atexit
+import contextlib
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tracekit.capture import claim, files, place, settings, watching
+from tracekit.capture import claim, files, place, settings
+from tracekit.capture.checkpoints import watching
 from tracekit.capture.rounds import Rounds
 from tracekit.capture.wrapping import wrap
 
@@ -69,7 +71,7 @@ class Agent:
         register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: after(optimizer))
         wrap(Optimizer, "__init__", after=self._safe(self._made))
-        wrap(torch.Tensor, "backward", before=self._safe(self._before_backward), after=self._safe(self._after_backward))
+        wrap(torch.Tensor, "backward", around=self._around_backward)
         wrap(GradScaler, "scale", result=self._safe(self._scaled))
         wrap(GradScaler, "step", around=self._around_scaled_step)
         wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
@@ -86,6 +88,7 @@ class Agent:
         self._within = threading.local()
         self._stepped: list[tuple[Any, bool]] = []
         self._loop_thread = threading.get_ident()
+        self._in_backward = False
         self._losses: list[Any] = []
         self._unscaled: tuple[Any, Any] | None = None
         self._skipped = False
@@ -112,14 +115,23 @@ class Agent:
         elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
         self._rounds.made(self._number(optimizer), elements)
 
-    def _before_backward(self, root: Any, *_: Any) -> None:
+    def _before_backward(self, root: Any) -> None:
         self._loop_thread = threading.get_ident()
         self._begin()
         if root.numel() == 1:
             unscaled = self._unscaled
             self._losses.append(unscaled[1] if unscaled is not None and unscaled[0]() is root else root.detach())
 
-    def _after_backward(self, *_: Any) -> None:
+    def _around_backward(self, backward: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
+        self._safe(self._before_backward)(root)
+        self._in_backward = True
+        try:
+            return backward(root, *args, **kwargs)
+        finally:
+            self._in_backward = False
+            self._safe(self._after_backward)()
+
+    def _after_backward(self) -> None:
         stepped, self._stepped = self._stepped, []
         for optimizer, skipped in stepped:
             self._count(optimizer, skipped=skipped)
@@ -129,7 +141,8 @@ class Agent:
         self._unscaled = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
     def _before_step(self, optimizer: Any) -> None:
-        self._begin()
+        if not self._in_backward:
+            self._begin()
         within = self._inside()
         if optimizer in within:  # its last step raised
             del within[within.index(optimizer) :]
@@ -170,8 +183,11 @@ class Agent:
     # What is made of it -----------------------------------------------------------------------------------------------
 
     def _count(self, optimizer: Any, *, skipped: bool) -> None:
-        """Count the step of an optimizer; one on another thread once the loop's own thread is back from backward."""
-        if threading.get_ident() != self._loop_thread:
+        """Count the step of an optimizer, or of one that steps inside of backward once that is over.
+
+        There autograd keeps the state of each thread, the profiler's included, and puts it back in the end.
+        """
+        if self._in_backward or threading.get_ident() != self._loop_thread:
             self._stepped.append((optimizer, skipped))
             return
         self._skipped |= skipped
@@ -201,7 +217,11 @@ class Agent:
         self._on = False  # for good, if what follows raises
         from tracekit.capture.recorder import Recorder
 
-        folder = claim.claim(Path(asked.out), _training(asked))
+        try:
+            folder = claim.claim(Path(asked.out), training_name(asked))
+        except OSError as error:
+            self._tell({"failed": True})
+            raise OSError(f"--out {asked.out} cannot be written ({error.strerror or error})") from error
         self._recorder = Recorder(
             folder,
             steps=asked.steps,
@@ -244,22 +264,29 @@ class Agent:
             self._recorder = recorder
             self._safe(self._note, always=True)(ended=True)
             self._recorder = None
+            if not Path(self._asked.notes).is_dir():  # a node without a launcher to tidy up
+                with contextlib.suppress(OSError):
+                    Path(self._asked.scratch).rmdir()
 
     def _note(self, *, ended: bool) -> None:
-        """Tell the launcher, where it is on this node, of this rank's recording."""
+        """Tell the launcher of this rank's recording."""
         recorder = self._recorder
         assert recorder is not None
-        notes = Path(self._asked.notes)
-        if notes.is_dir():
-            told = {
+        self._tell(
+            {
                 "folder": str(recorder.folder),
                 "rank": recorder.rank,
                 "world_size": place.this_world_size(),
                 "steps": recorder.steps_done,
                 "ended": ended,
             }
-            path = notes / f"{self._pid}.json"
-            files.write_json(path, told)
+        )
+
+    def _tell(self, note: dict[str, Any]) -> None:
+        """Leave a note to the launcher, where it is on this node."""
+        notes = Path(self._asked.notes)
+        if notes.is_dir():
+            files.write_json(notes / f"{self._pid}.json", note)
 
     def _number(self, optimizer: Any) -> int:
         return self._numbers.setdefault(optimizer, len(self._numbers))
@@ -280,13 +307,13 @@ class Agent:
                 call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
                 self._on = False
-                files.complain("no longer recorded", error)
+                files.complain("not recorded", error)
 
         vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not look in here
         return safe
 
 
-def _training(asked: settings.Settings) -> str:
+def training_name(asked: settings.Settings) -> str:
     """Return the name that all ranks of this training share and no other training has.
 
     The ranks agree by the store through which they found each other, without waiting for one another.
@@ -296,7 +323,8 @@ def _training(asked: settings.Settings) -> str:
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         try:
             store = distributed.distributed_c10d._get_default_store()
-            return str(store.compare_set(_SHARED_KEY, "", own).decode())
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its restarts
+            return str(store.compare_set(f"{_SHARED_KEY}/{attempt}", "", own).decode())
         except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
             return asked.launch
     return own

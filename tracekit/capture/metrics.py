@@ -1,6 +1,7 @@
 """One line per training step: loss, speed, data wait, allocator counters."""
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tracekit import conventions
 
 _MOST_PENDING = 64
+_WRITE_EVERY_S = 1.0  # a step is to cost no call into a file system, least of all into a shared one
 
 
 class Reading:
@@ -41,6 +43,8 @@ Number = float | int | Callable[[], float] | Reading
 class MetricsLog:
     """A rank's metrics file. It bears its final name once closed; while it grows, that name and ``.partial``.
 
+    Lines reach the file about once a second.
+
     Of a file that is there already, the lines of steps before `first_step` are kept: the training was resumed.
     """
 
@@ -48,26 +52,37 @@ class MetricsLog:
         self._path = path
         self._partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
         earlier = _lines_before(first_step, path)
-        self._file: TextIO = self._partial.open("w", encoding="utf-8", buffering=1)
+        self._file: TextIO = self._partial.open("w", encoding="utf-8")
         self._file.writelines(earlier)
+        self._file.flush()
         self._pending: deque[Mapping[str, Number]] = deque()
+        self._arrived: list[dict[str, float]] = []
+        self._written_s = time.monotonic()
 
     def add(self, row: Mapping[str, Number]) -> None:
-        """Keep this row until the next, and write those before it whose numbers have arrived."""
+        """Keep this row until the next, and take in those before it whose numbers have arrived."""
         while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
-            self._write(self._pending.popleft())
+            self._take()
         self._pending.append(row)
+        if time.monotonic() - self._written_s > _WRITE_EVERY_S:
+            self._write()
 
     def close(self) -> None:
         """Write what is left and give the file its name."""
         while self._pending:
-            self._write(self._pending.popleft())
+            self._take()
+        self._write()
         self._file.close()
         self._partial.replace(self._path)
 
-    def _write(self, row: Mapping[str, Number]) -> None:
-        values = {name: _number(value) for name, value in row.items()}
-        self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
+    def _take(self) -> None:
+        self._arrived.append({name: _number(value) for name, value in self._pending.popleft().items()})
+
+    def _write(self) -> None:
+        rows, self._arrived = self._arrived, []
+        self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+        self._file.flush()
+        self._written_s = time.monotonic()
 
 
 def _is_ready(row: Mapping[str, Number]) -> bool:

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from tracekit import conventions
 from tracekit.capture import files, writing
-from tracekit.capture.checkpoint import record_save
+from tracekit.capture.checkpoints.distributed import record_save
 from tracekit.capture.control import Requests
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters

@@ -10,6 +10,7 @@ _STDERR = 2
 _REMARKS = (
     b"Memory block of unknown size was allocated before the profiling",
     b"gpuGetDeviceCount failed",  # a torch built for CUDA, profiled on a machine without a driver
+    b"External init callback must run in same thread",  # a loop that does not run on the main thread
     b"Failed to write to log file",  # the recorder says so too, with the file's name
 )
 

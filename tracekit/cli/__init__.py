@@ -19,12 +19,14 @@ from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
 from tracekit.cli.export import export
 from tracekit.cli.kernels import kernels
+from tracekit.cli.memory import memory
 from tracekit.cli.ops import ops
 from tracekit.cli.query import query
 from tracekit.cli.record import PASS_ON, gather, record
 from tracekit.cli.rules import explain, rules
 from tracekit.cli.schema import schema
 from tracekit.cli.scrub import scrub
+from tracekit.cli.simulate import simulate
 from tracekit.cli.summary import summary
 from tracekit.cli.watch import watch
 from tracekit.errors import TracekitError
@@ -48,6 +50,7 @@ for command, in_short in (
     (compare, "Say whether one run is better or worse than another."),
     (kernels, "Add up kernels by name, op, shapes, unit, …"),
     (ops, "Add up host ops by name, shapes, unit, …"),
+    (memory, "Show where memory goes; replay the allocator."),
     (export, "Write a run as one file for Perfetto."),
     (query, "Ask a run in SQL."),
     (schema, "List the tables and columns of a run."),
@@ -55,6 +58,7 @@ for command, in_short in (
     (explain, "Explain one rule."),
     (dashboard, "Open runs in the browser."),
     (cache, "Show or clear the cache of parsed traces."),
+    (simulate, "Write traces of a simulated training, with known faults."),
     (watch, "Show a training as it runs, and its steps out of line."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):

@@ -60,12 +60,16 @@ def watch(
 
 def _await(watched: "Watch", *, once: bool, wait: bool) -> None:
     """Return once there is something to watch. Raises InputError where there is nothing and nobody wants to wait."""
+    is_told = not sys.stderr.isatty()  # nobody reads it
     while True:
         watched.poll(time.time())
         if watched.has_logs or (not wait and not once and _may_begin(watched.folder)):
             return
         if not wait:
             raise InputError(_nothing_there(watched.folder))
+        if not is_told:
+            output.say(f"waiting for a training that records into {watched.folder}")
+            is_told = True
         time.sleep(_WAITING_S)
 
 

@@ -52,11 +52,15 @@ def as_json(tables: Iterable[Table]) -> str:
 
 def as_markdown(tables: Sequence[Table]) -> str:
     """Return the page docs/schema.md."""
-    parts = [_INTRODUCTION]
+    return "\n".join((_INTRODUCTION, tables_as_markdown(tables)))
+
+
+def tables_as_markdown(tables: Sequence[Table], heading: str = "##") -> str:
+    """Return each table under a heading, with what a row is and its columns."""
+    parts = []
     for table in tables:
-        parts.append(
-            f"## {table.name}\n\nOne row per {table.grain}.\n\n| column | type | unit | meaning |\n|---|---|---|---|"
-        )
+        parts.append(f"{heading} {table.name}\n\nOne row per {table.grain}.\n\n")
+        parts[-1] += "| column | type | unit | meaning |\n|---|---|---|---|"
         parts[-1] += "".join(
             f"\n| {column.name} | {_dtype(column)} | {column.unit} | {column.meaning.replace('|', chr(92) + '|')} |"
             for column in table.columns

@@ -137,9 +137,10 @@ def _saves(picture: Picture) -> str:
     save = picture.last_save
     if save is None:
         return "none"
-    how = "blocked" if save.blocking else "in the background"
-    size = f", {units.size(save.bytes)}" if save.bytes else ""
-    return f"{picture.saves:,} · last {save.checkpoint}, {units.duration(save.dur_ns)} {how}{size}"
+    parts = [f"{units.duration(save.blocked_ns)} blocked"] if save.blocked_ns else []
+    parts += [f"{units.duration(save.background_ns)} in the background"] if save.background_ns else []
+    parts += [units.size(save.bytes)] if save.bytes else []
+    return f"{picture.saves:,} · last {save.checkpoint}, {', '.join(parts)}"
 
 
 def _windows(picture: Picture) -> str:

@@ -6,6 +6,7 @@ from tracekit.rule import Rule
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.comm import ExposedCommunication, PreparationGap
 from tracekit.rules.data import DoubtfulTrace
+from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
@@ -20,6 +21,10 @@ RULES: tuple[type[Rule], ...] = (
     BlockingSync,
     DataStall,
     AllocatorChurn,
+    GrowingMemory,
+    LittleHeadroom,
+    IdleReserve,
+    PeakOwner,
     BlockingCheckpoint,
     DoubtfulTrace,
 )

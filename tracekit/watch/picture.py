@@ -53,13 +53,13 @@ class OutOfLine:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint saved: the longest time that any rank took, and whether the training waited."""
+    """A checkpoint saved: the longest time for which a rank waited, and for which one worked in the background."""
 
     checkpoint: str
     step: int | None
-    dur_ns: int
+    blocked_ns: int
+    background_ns: int
     bytes: int
-    blocking: bool
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,22 @@ class RankLog:
         self.row: Row | None = None
         self.skipped = 0
         self.bad_rows = 0
+        self.grew_s = 0.0
+        """When the log was last seen to grow, Unix time in seconds."""
         self._held: Row | None = None
 
-    def read(self) -> Iterator[Told]:
-        """Yield the rows that were added, each once.
+    def read(self, now_s: float) -> Iterator[Told]:
+        """Yield the rows that were added, each once; `now_s` is Unix time in seconds.
 
         A step told twice counts once. One that goes back, or far ahead, is held until the next goes on from it: then
         the training was resumed from there; else it was a damaged line.
         """
-        for line in self.tail.read():
+        before_s = self.tail.changed_s
+        lines = self.tail.read()
+        if self.tail.changed_s != before_s:
+            # By our own clock: a file server's may be another. What was there before is as old as the server says.
+            self.grew_s = now_s if before_s else min(now_s, self.tail.changed_s)
+        for line in lines:
             row = Row.of(line)
             if row is None:
                 self.bad_rows += 1

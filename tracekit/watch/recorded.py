@@ -4,7 +4,6 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,15 @@ def _windows(told: list[Any]) -> Iterator[Window]:
 
 
 class Saves:
-    """The checkpoints saved so far, of all ranks, by the lines of their checkpoint logs."""
+    """The checkpoints saved so far, of all ranks, by the lines of their checkpoint logs.
+
+    The line of stage "total" is what the training waited for, or all of a save in the background; that of stage
+    "complete", where there is one, runs from the same start to the end of all work.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: deque[tuple[Save, dict[int, int]]] = deque(maxlen=_MOST_SAVES)  # with each rank's start
+        self._last: deque[tuple[Save, set[tuple[int, str]]]] = deque(maxlen=_MOST_SAVES)  # with who told which stage
 
     @property
     def last(self) -> Save | None:
@@ -77,21 +80,23 @@ class Saves:
 
     def add(self, rank: int, line: Mapping[str, Any]) -> None:
         """Take in a line of a rank's checkpoint log."""
-        dur_ns, start_ns = _whole(line.get("dur_ns")), _whole(line.get("start_ns"))
-        name, step = line.get("checkpoint"), _whole(line.get("step"))
-        if line.get("stage") != conventions.TOTAL or line.get("operation") != "save" or not isinstance(name, str):
+        dur_ns, stage, name = _whole(line.get("dur_ns")), line.get("stage"), line.get("checkpoint")
+        if line.get("operation") != conventions.SAVE or not isinstance(name, str) or dur_ns is None:
             return
-        if dur_ns is None or start_ns is None:
+        if stage not in (conventions.TOTAL, conventions.COMPLETE):
             return
-        size_bytes = _whole(line.get("bytes")) or 0
-        for index, (save, starts) in enumerate(self._last):
-            if (save.checkpoint, save.step) == (name, step) and rank not in starts:
-                starts[rank] = start_ns
-                longest_ns, all_bytes = max(save.dur_ns, dur_ns), save.bytes + size_bytes
-                self._last[index] = (replace(save, dur_ns=longest_ns, bytes=all_bytes), starts)
+        step, told = _whole(line.get("step")), (rank, str(stage))
+        is_total = stage == conventions.TOTAL
+        size_bytes = (_whole(line.get("bytes")) or 0) if is_total else 0
+        is_blocking = is_total and line.get("blocking") is not False
+        blocked_ns, background_ns = (dur_ns, 0) if is_blocking else (0, dur_ns)
+        for index, (save, tellers) in enumerate(self._last):
+            if (save.checkpoint, save.step) == (name, step) and told not in tellers:
+                longest = max(save.blocked_ns, blocked_ns), max(save.background_ns, background_ns)
+                self._last[index] = (Save(name, step, *longest, save.bytes + size_bytes), {*tellers, told})
                 return
         self.count += 1
-        self._last.append((Save(name, step, dur_ns, size_bytes, line.get("blocking") is not False), {rank: start_ns}))
+        self._last.append((Save(name, step, blocked_ns, background_ns, size_bytes), {told}))
 
     def touching(self, step: int, usual_ns: float | None) -> Iterator[Coincidence]:
         """Yield the saves that ran in a step: begun at its end or at its beginning or, in the background, before.
@@ -99,14 +104,12 @@ class Saves:
         How many steps a save in the background lasts is reckoned with the usual time of a step.
         """
         for save, _ in self._last:
-            if save.step is None:
+            if save.step is None or step < save.step - 1:
                 continue
-            last = save.step
-            if not save.blocking and usual_ns:
-                last += min(math.ceil(save.dur_ns / usual_ns), 1_000_000)
-            if save.step - 1 <= step <= last:
-                what = Happened.SAVE if save.blocking else Happened.BACKGROUND_SAVE
-                yield Coincidence(what, dur_ns=save.dur_ns, name=save.checkpoint)
+            if save.blocked_ns and step <= save.step:
+                yield Coincidence(Happened.SAVE, dur_ns=save.blocked_ns, name=save.checkpoint)
+            elif save.background_ns and step <= save.step + math.ceil(save.background_ns / (usual_ns or math.inf)):
+                yield Coincidence(Happened.BACKGROUND_SAVE, dur_ns=save.background_ns, name=save.checkpoint)
 
 
 def _whole(value: object) -> int | None:

@@ -73,7 +73,7 @@ class Watch:
         rows = [log.row for log in logs if log.row is not None]
         front = max((log.position for log in logs if log.position), default=None)
         slowest = min((log for log in logs if log.position), key=lambda log: log.position or (0, 0), default=None)
-        quiet_s = min((now_s - log.tail.changed_s for log in logs), default=None)
+        quiet_s = min((now_s - log.grew_s for log in logs), default=None)
         lag = front[1] - slowest.position[1] if front and slowest and slowest.position else 0
         steps = self._steps
         return Picture(
@@ -126,7 +126,7 @@ class Watch:
         if not logs or not all(log.tail.is_closed for log in logs):
             return False
         # A rank without a log may just not have made it yet.
-        return not self._missing() or now_s - max(log.tail.changed_s for log in logs) > GRACE_S
+        return not self._missing() or now_s - max(log.grew_s for log in logs) > GRACE_S
 
     def _missing(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self._manifest.world_size or 0)) - set(self._ranks)))
@@ -149,7 +149,7 @@ class Watch:
         while is_behind:
             is_behind = False
             for log in self._ranks.values():
-                for told in log.read():
+                for told in log.read(now_s):
                     self._steps.add(told, now_s, begins_inside=log.tail.begins_inside)
                 is_behind |= log.tail.is_behind
             for rank, tail in self._checkpoints.items():
@@ -178,7 +178,7 @@ class Watch:
 
     def _standing(self, now_s: float) -> dict[int, float]:
         limit_s = max(STANDING_S, _STANDING_STEPS * (self._steps.median_ns or 0) / 1e9)
-        quiet = ((log.rank, now_s - log.tail.changed_s) for log in self._ranks.values() if not log.tail.is_closed)
+        quiet = ((log.rank, now_s - log.grew_s) for log in self._ranks.values() if not log.tail.is_closed)
         return {rank: quiet_s for rank, quiet_s in quiet if quiet_s > limit_s}
 
 

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 plain_ddp.py --steps 16
 import argparse
 import gc
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
     parser.add_argument("--save-at", type=int, default=8, help="optimizer steps done when saving; 0: never")
     parser.add_argument("--save-to", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--kill-at", type=int, help="optimizer steps done when the last rank is killed")
     options = parser.parse_args()
     device = start()
     loss = train(device, options)
@@ -48,6 +50,8 @@ def train(device: torch.device, options: argparse.Namespace) -> float:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if step == options.kill_at and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         if step == options.save_at and dist.get_rank() == 0:
             options.save_to.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.module.state_dict(), "step": step}, options.save_to / f"step-{step}.pt")

@@ -3,12 +3,12 @@ import threading
 import time
 from pathlib import Path
 
-from tracekit.capture import counters
-from tracekit.capture.looks import Looks
-from tracekit.capture.written import Written
+from tracekit.capture.checkpoints import counters
+from tracekit.capture.checkpoints.looks import Looks
+from tracekit.capture.checkpoints.written import Written
 
 
-def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int) -> Path:
+def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int) -> str:
     (folder / "pressure").mkdir(parents=True)
     (folder / "self" / "task" / "7").mkdir(parents=True)
     (folder / "meminfo").write_text(
@@ -19,7 +19,7 @@ def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int
     )
     (folder / "self" / "io").write_text(f"rchar: 1\nwchar: 2\nread_bytes: 5\nwrite_bytes: {written}\n")
     (folder / "self" / "task" / "7" / "schedstat").write_text(f"{run_ns} 30 1\n")
-    return folder
+    return str(folder)
 
 
 def test_levels_are_given_before_and_after_and_counts_as_they_grew(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_levels_are_given_before_and_after_and_counts_as_they_grew(tmp_path: Pat
 
 
 def test_what_a_system_does_not_tell_is_none(tmp_path: Path) -> None:
-    nothing = counters.read(7, tmp_path)
+    nothing = counters.read(7, str(tmp_path))
     assert set(nothing.until(nothing).values()) == {None}
 
 

@@ -1,6 +1,6 @@
 import time
 
-from tracekit.capture.stages import StageClock, share_out
+from tracekit.capture.checkpoints.stages import StageClock, share_out
 
 
 def clock_with(**spent_ns: int) -> StageClock:

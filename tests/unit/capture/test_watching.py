@@ -22,7 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 
 from tracekit import conventions
-from tracekit.capture import record_load, watching
+from tracekit.capture import record_load
+from tracekit.capture.checkpoints import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -336,7 +337,7 @@ def test_a_recording_that_fails_is_said_once_and_the_save_goes_on(
     def fail() -> Path | None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("tracekit.capture.recording._said", set())
+    monkeypatch.setattr("tracekit.capture.checkpoints.recording._said", set())
     watch(fail)
     for _ in range(2):
         save(tmp_path / "x.pt")
@@ -351,7 +352,7 @@ def test_a_recording_that_fails_is_said_once_and_the_save_goes_on(
 NOTHING_MORE = """
 import sys
 import torch
-from tracekit.capture import watching
+from tracekit.capture.checkpoints import watching
 quiet = (lambda: None), (lambda: 0), (lambda: None)
 before = set(sys.modules)
 watching.watch_torch_files(*quiet)

@@ -31,30 +31,33 @@ class Note:
 
 def tell(settings: Settings, *, code: int, quiet: bool) -> None:
     """Bring what is left to its place; say what was recorded on this node and what to do with it."""
-    notes = read_notes(Path(settings.notes))
+    notes, failed = read_notes(Path(settings.notes))
     for note in notes:
         gathering.finish(Path(settings.scratch), note.folder, note.rank)
     if quiet:
         return
-    if not notes:
+    if not notes and not failed:
         _say(_nothing(settings))
     for folder in sorted({note.folder for note in notes}):
         of_it = sorted((note for note in notes if note.folder == folder), key=lambda note: note.rank)
         _tell_of(folder, of_it, settings, code=code)
 
 
-def read_notes(folder: Path) -> list[Note]:
-    """Return what the recorded processes of a command have said so far."""
-    notes = []
+def read_notes(folder: Path) -> tuple[list[Note], int]:
+    """Return what the recorded processes of a command have said so far, and how many could not begin and said so."""
+    notes, failed = [], 0
     for path in sorted(folder.glob("*.json")):
         told = json.loads(path.read_text(encoding="utf-8"))
-        notes.append(Note(**{**told, "folder": Path(told["folder"])}))
-    return notes
+        if "folder" in told:
+            notes.append(Note(**{**told, "folder": Path(told["folder"])}))
+        else:
+            failed += 1
+    return notes, failed
 
 
 def ask_for_window(settings: Settings) -> None:
     """Ask the trainings that run now for a window."""
-    for folder in {note.folder for note in read_notes(Path(settings.notes)) if not note.ended}:
+    for folder in {note.folder for note in read_notes(Path(settings.notes))[0] if not note.ended}:
         (folder / conventions.NOW_FILE).touch()
 
 
@@ -74,7 +77,9 @@ def _tell_of(folder: Path, notes: list[Note], settings: Settings, *, code: int) 
     for note in notes:
         if not note.ended:
             kept = "what was whole by then is kept"
-            _say(f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps; {kept}")
+            _say(
+                f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps or more; {kept}"
+            )
     traced = _traced(folder, (note.rank for note in notes))
     where = _shown(folder)
     if not traced:

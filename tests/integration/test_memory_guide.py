@@ -1,0 +1,35 @@
+"""docs/memory.md shows what the command prints, lists every column of a snapshot, and its code runs."""
+
+import re
+from pathlib import Path
+
+import tracekit
+from tests.snapshots import MIB, Simulation, write
+from tracekit import schema
+from tracekit.reports import columns, memory
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_lists_the_tables_of_a_snapshot_as_the_schema_says_them():
+    assert columns.tables_as_markdown(list(schema.SNAPSHOT_TABLES.values()), "###") in GUIDE, (
+        "write them again: tracekit.reports.columns.tables_as_markdown of schema.SNAPSHOT_TABLES"
+    )
+
+
+def test_the_guide_shows_what_the_command_prints():
+    printed = memory.as_text(memory.of_run(tracekit.load(str(ROOT / "sample_traces" / "demo-fsdp2"))), width=100)
+    (shown,) = re.findall(r"```\n\$ tracekit memory sample_traces/demo-fsdp2\n…\n(.*?)\n…\n```", GUIDE, re.DOTALL)
+    for part in shown.split("\n\n"):
+        assert part in printed
+
+
+def test_the_guides_code_runs(tmp_path, monkeypatch, capsys):
+    made = Simulation()
+    made.malloc(30 * MIB)
+    write(tmp_path / "snapshot.pickle", made.document())
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    exec(compile(code, "docs/memory.md", "exec"), {})
+    assert capsys.readouterr().out == f"{40 * MIB}\n"

@@ -1,0 +1,22 @@
+"""Small jobs to simulate: few layers of a large model, so that compute and communication are of real proportions."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tracekit.simulate import faults, hardware, models, run
+from tracekit.simulate.job import Job
+from tracekit.simulate.run import Simulated
+
+
+def job(
+    strategy: str = "fsdp2", *, model: str = "llama2-7b", machine: str = "a100-80", layers: int = 4, **changes: int
+) -> Job:
+    """Return a healthy job without jitter."""
+    machine_of = replace(hardware.find(machine), jitter_ratio=0.0)
+    given = {"gpus": 16, "seq": 2048, "steps": 3, "ranks_written": 2, **changes}
+    return Job(strategy, models.find(model, layers=layers), machine_of, **given)  # type: ignore[arg-type]
+
+
+def written(of: Job, out: Path, *asked: str, force: bool = False) -> Simulated:
+    """Simulate a job with the faults asked for, and write it."""
+    return run.simulate(of, [faults.parse(text) for text in asked], out, arguments={"seed": of.seed}, force=force)

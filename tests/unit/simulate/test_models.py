@@ -1,0 +1,29 @@
+"""The simulator's models are those that the trainers train."""
+
+import pytest
+
+from tracekit.errors import InputError
+from tracekit.simulate import models
+
+model = pytest.importorskip("instrumented_trainers.model")
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_sizes_are_the_trainers(name: str) -> None:
+    ours, theirs = models.find(name), model.PRESETS[name]
+    assert (ours.width, ours.layers, ours.heads, ours.key_value_heads, ours.hidden_width, ours.vocabulary) == (
+        *(theirs.width, theirs.layers, theirs.heads),
+        *(theirs.key_value_heads, theirs.hidden_width, theirs.vocabulary),
+    )
+    norms = (2 * ours.layers + 1) * ours.width
+    shared = ours.outer_parameters if theirs.tied else 0
+    assert ours.parameters + norms - shared == theirs.parameters
+
+
+def test_llamas_are_found_by_their_own_names_and_others_are_not() -> None:
+    assert models.find("llama2-70b") is models.find("70b")
+    assert models.find("llama3-8b", layers=2).layers == 2
+    with pytest.raises(InputError, match="no model"):
+        models.find("llama4")
+    with pytest.raises(InputError, match="has 32"):
+        models.find("llama2-7b", layers=33)

@@ -1,0 +1,280 @@
+"""One save or load on one rank: which stage each of its threads is in, moment by moment, and what it has moved."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tracekit import conventions
+from tracekit.capture.checkpoints.looks import Looks
+from tracekit.capture.checkpoints.stages import Stage, StageClock, share_out
+from tracekit.capture.checkpoints.written import Written
+
+AT_WORK = "at work"  # the part in which threads take turns at several stages, each by its own clock
+
+Row = dict[str, Any]
+Turns = Mapping[tuple[str, str], Stage]
+
+
+@dataclass(frozen=True)
+class Course:
+    """How one kind of operation goes: the stages that torch's own log tells, by function and event.
+
+    `first` is the stage that it begins in; None in `turns` ends the stages. Files opened outside of the work hold
+    metadata and are charged to `aside` as a whole.
+    """
+
+    first: str
+    turns: Turns
+    aside: str
+
+
+_PLANNING: dict[tuple[str, str], Stage] = {
+    ("local_step", "end"): conventions.WAIT,
+    ("global_step", "start"): conventions.PLAN,
+    ("global_step", "end"): conventions.WAIT,
+}
+SAVE = Course(
+    conventions.PLAN,
+    {
+        **_PLANNING,
+        ("write_data", "start"): AT_WORK,
+        ("write_data", "end"): conventions.WAIT,
+        ("finish_checkpoint", "start"): conventions.FINISH,
+        ("finish_checkpoint", "end"): conventions.WAIT,
+    },
+    conventions.FINISH,
+)
+LOAD = Course(
+    conventions.PLAN,
+    {**_PLANNING, ("read_data", "start"): AT_WORK, ("read_data", "end"): conventions.WAIT},
+    conventions.PLAN,
+)
+ASYNC_SAVE = Course(
+    conventions.PLAN,
+    {
+        ("stage_state_dict", "start"): conventions.STAGE,
+        ("stage_state_dict", "end"): conventions.WAIT,
+        ("maybe_synchronize_staging", "start"): conventions.STAGE,
+        ("maybe_synchronize_staging", "end"): conventions.WAIT,
+    },
+    conventions.FINISH,
+)
+FILE_SAVE = Course(conventions.SERIALIZE, {}, conventions.FINISH)
+FILE_LOAD = Course(conventions.DESERIALIZE, {}, conventions.PLAN)
+_COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, conventions.PLAN)
+
+
+class Operation:
+    """One operation, from the moment this is made to `stop`, both on the thread that it runs on.
+
+    `step` returns the optimizer steps done, or None. `worker_stage` is the stage that a thread at work begins in.
+    """
+
+    def __init__(self, course: Course, step: Callable[[], int | None], *, worker_stage: str = "") -> None:
+        self.worker_stage = worker_stage or course.first
+        self.written = Written()
+        self.looks = Looks(step)
+        self._course = course
+        self._thread = threading.get_ident()
+        self._clock = StageClock(course.first)
+        self._workers: dict[int, StageClock] = {}
+        self._counts = _Counts()
+        self._end_ns = 0
+        self._span = _open_span(course.first) if course.turns else None
+
+    @property
+    def start_ns(self) -> int:
+        """Return the Unix time at which it began."""
+        return self._clock.first_ns[self._course.first]
+
+    @property
+    def end_ns(self) -> int:
+        """Return the Unix time at which it was stopped."""
+        return self._end_ns
+
+    @property
+    def turns(self) -> Turns:
+        """Return what torch's log says that matters to it, and the stage from then on."""
+        return self._course.turns
+
+    @property
+    def aside(self) -> str:
+        """Return the stage that files of metadata are charged to."""
+        return self._course.aside
+
+    def turn(self, function: str, event: str) -> None:
+        """Take note of what torch's log says; what other threads do is not of this operation."""
+        if self._on_own_thread() and (function, event) in self._course.turns:
+            self.switch(self._course.turns[function, event])
+
+    def switch(self, stage: Stage) -> None:
+        """Go on with `stage` on the operation's own thread."""
+        was = self._clock.stage
+        self.close_span()
+        self._clock.switch(stage)
+        self.looks.look()
+        self._span = _open_span(stage)
+        if stage == AT_WORK:
+            self._workers[self._thread] = StageClock(self.worker_stage)
+        elif was == AT_WORK:
+            self._workers[self._thread].switch(None)
+
+    def close_span(self) -> None:
+        """End the span of the present stage, if it has one."""
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+
+    def stop(self) -> None:
+        """End the operation."""
+        self._end_ns = self._clock.stop()
+        self.looks.look()
+
+    def is_mine(self) -> bool:
+        """Return whether the calling thread has a part in this operation."""
+        return self._on_own_thread() or threading.get_ident() in self._workers
+
+    @contextlib.contextmanager
+    def syncing(self, descriptor: int | None) -> Iterator[None]:
+        """Charge the block, which syncs one file (None: all) on a thread of this operation, to fsync."""
+        span = torch.profiler.record_function(_span_name(conventions.FSYNC))
+        with self.clock_here().inside(conventions.FSYNC), span:
+            yield
+        self.written.sync(descriptor)
+        self.count(conventions.FSYNC, None, 1)
+
+    def clock_here(self) -> StageClock:
+        """Return the clock of the calling thread, which is at work for this operation from now on."""
+        if self._on_own_thread() and self._clock.stage != AT_WORK:
+            return self._clock
+        thread = threading.get_ident()
+        if thread not in self._workers:
+            self._workers[thread] = StageClock(self.worker_stage)
+        clock = self._workers[thread]
+        if clock.stage is None:
+            clock.switch(self.worker_stage)
+        return clock
+
+    def count(self, stage: str, size_bytes: int | None, files: int | None, calls: int | None = None) -> None:
+        """Add to what `stage` has moved."""
+        self._counts.add(stage, size_bytes, files, calls)
+        if stage in _COUNTED_IN_TOTAL:
+            self._counts.add(conventions.TOTAL, size_bytes, files, calls)
+
+    def counted_bytes(self, stage: str) -> int | None:
+        """Return the bytes that `stage` has moved so far; None where not known."""
+        return self._counts.bytes.get(stage)
+
+    def counted_files(self, stage: str) -> int | None:
+        """Return the files of `stage` so far; None where not known."""
+        return self._counts.files.get(stage)
+
+    def rows(self) -> list[Row]:
+        """Return a row for each stage that was entered, and the total: stage, start_ns, dur_ns, bytes, files, calls."""
+        times = self._times()
+        return [
+            {
+                "stage": stage,
+                "start_ns": times[stage][0],
+                "dur_ns": times[stage][1],
+                "bytes": self._counts.bytes.get(stage),
+                "files": self._counts.files.get(stage),
+                "calls": self._counts.calls.get(stage),
+            }
+            for stage in conventions.CHECKPOINT_STAGES
+            if stage in times
+        ]
+
+    def _times(self) -> dict[str, tuple[int, int]]:
+        total_ns = self._end_ns - self.start_ns
+        times = share_out(self._clock.spent_ns.get(AT_WORK, 0), self._workers.values())
+        for stage, spent_ns in self._clock.spent_ns.items():
+            if stage is None or stage == AT_WORK:
+                continue
+            start_ns = self._clock.first_ns[stage]
+            # Rank 0 syncs its shard at work, and the metadata inside finish.
+            first_ns, other_ns = times.get(stage, (start_ns, 0))
+            times[stage] = (min(first_ns, start_ns), other_ns + spent_ns)
+        times[conventions.TOTAL] = (self.start_ns, total_ns)
+        return times
+
+    def _on_own_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
+class _Counts:
+    """Bytes, files and calls by stage, counted from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bytes: dict[str, int] = {}
+        self.files: dict[str, int] = {}
+        self.calls: dict[str, int] = {}
+
+    def add(self, stage: str, size_bytes: int | None, files: int | None, calls: int | None) -> None:
+        with self._lock:
+            for counts, more in ((self.bytes, size_bytes), (self.files, files), (self.calls, calls)):
+                if more is not None:
+                    counts[stage] = counts.get(stage, 0) + more
+
+
+_here = threading.local()
+_running: list[Operation] = []
+_running_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def running(operation: Operation) -> Iterator[None]:
+    """Let `operation` be the one that the calling thread is in."""
+    _here.operation = operation
+    with _running_lock:
+        _running.append(operation)
+    try:
+        yield
+    finally:
+        _here.operation = None
+        with _running_lock:
+            _running.remove(operation)
+
+
+def here() -> Operation | None:
+    """Return the operation that the calling thread is in or has a part in; None outside of all."""
+    own: Operation | None = getattr(_here, "operation", None)
+    if own is not None or not _running:
+        return own
+    return next((operation for operation in tuple(_running) if operation.is_mine()), None)
+
+
+def timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `os.fsync` or `os.sync` timed on the threads of operations."""
+
+    def sync(*args: Any) -> Any:
+        operation = here()
+        if operation is None:
+            return original(*args)
+        with operation.syncing(_descriptor(args)):
+            return original(*args)
+
+    return sync
+
+
+def _descriptor(args: tuple[Any, ...]) -> int | None:
+    if not args:
+        return None
+    return args[0] if isinstance(args[0], int) else int(args[0].fileno())
+
+
+def _span_name(stage: str) -> str:
+    return conventions.span_name(f"{conventions.CHECKPOINT}.{stage}")
+
+
+def _open_span(stage: Stage) -> Any:
+    if stage in (None, AT_WORK):
+        return None
+    span = torch.profiler.record_function(_span_name(str(stage)))
+    span.__enter__()
+    return span

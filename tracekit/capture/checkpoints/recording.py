@@ -1,0 +1,130 @@
+"""A recording around a call that saves or loads: begun, ended and logged so that none of it can reach the caller."""
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from tracekit import conventions
+from tracekit.capture import files
+from tracekit.capture.checkpoints import counters, operation
+from tracekit.capture.checkpoints.counters import Counters
+from tracekit.capture.checkpoints.entry import Entry, with_counters
+from tracekit.capture.checkpoints.operation import Course, Operation
+from tracekit.capture.checkpoints.replacing import replaced_for_all
+
+Attach = Callable[[Operation, contextlib.ExitStack], None]
+Conclude = Callable[[Operation], Entry | None]
+
+
+@dataclass
+class Recording:
+    """One operation being recorded on the thread that made this.
+
+    `conclude` is called when it is over and has not failed, and returns what its lines say alike, or None for no lines.
+    """
+
+    operation: Operation
+    before: Counters
+    window: contextlib.ExitStack
+    conclude: Conclude
+    blocking: bool | None = None  # None: as it turns out
+
+    def end(self, *, failed: bool) -> None:
+        """End it; write its lines unless the call failed. Raises what goes wrong, after all is given back."""
+        try:
+            self.operation.stop()
+            blocking = self.operation.looks.blocked() if self.blocking is None else self.blocking
+            after = counters.read(self.before.thread)
+        finally:
+            self.window.close()
+        entry = None if failed else self.conclude(self.operation)
+        if entry is None:
+            return
+        *rows, total = self.operation.rows()
+        total = with_counters(total, self.operation.written.durable(), self.before, after)
+        entry.write(entry.lines([*rows, total], blocking=blocking))
+
+
+def begin(
+    course: Course,
+    attach: Attach,
+    conclude: Conclude,
+    *,
+    step: Callable[[], int | None],
+    blocking: bool | None = None,
+) -> Recording:
+    """Begin to record what the calling thread does from now on. Nothing stays replaced if this raises."""
+    before = counters.read(threading.get_native_id())
+    with contextlib.ExitStack() as window:
+        window.enter_context(torch.profiler.record_function(conventions.span_name(conventions.CHECKPOINT)))
+        running = Operation(course, step)
+        window.callback(running.close_span)
+        window.enter_context(operation.running(running))
+        for name in ("fsync", "sync"):
+            window.enter_context(replaced_for_all(os, name, operation.timed_sync))
+        attach(running, window)
+        return Recording(running, before, window.pop_all(), conclude, blocking)
+
+
+class Ending(Protocol):
+    """What is told when the call that it records has ended."""
+
+    def end(self, *, failed: bool) -> None:
+        """End the recording; `failed` where the call raised."""
+
+
+class Recorded(contextlib.AbstractContextManager["Recorded"]):
+    """Records the block where `begin` returns a recording. What fails in that is said once, and never raised."""
+
+    def __init__(self, begin: Callable[[], "Ending | None"]) -> None:
+        self._begin = begin
+        self.recording: Ending | None = None
+
+    def __enter__(self) -> "Recorded":  # noqa: PYI034 typing.Self is not in Python 3.10
+        try:
+            self.recording = self._begin()
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+            say(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.recording is None:
+            return
+        try:
+            self.recording.end(failed=kind is not None)
+        except Exception as failure:  # noqa: BLE001 whatever fails here, the training goes on
+            say(failure)
+
+
+_said: set[str] = set()
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` made harmless: what it raises is said on stderr the first time, and None returned."""
+
+    @functools.wraps(function)
+    def harmless(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+            say(error)
+        return None
+
+    return harmless
+
+
+def say(error: Exception) -> None:
+    """Say that recording failed, each of the ways it can but once."""
+    what = "the checkpoint log was not written" if isinstance(error, OSError) else "a checkpoint was not recorded"
+    if what not in _said:
+        _said.add(what)
+        files.complain(what, error)

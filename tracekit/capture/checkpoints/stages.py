@@ -1,0 +1,88 @@
+"""Time shared out among stages, so that each moment belongs to exactly one."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+Stage = str | None
+
+
+class StageClock:
+    """The time of one thread, each nanosecond charged to the stage it is in; None is no stage.
+
+    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. `came_from` is
+    for whoever switches to a stage and back.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.spent_ns: dict[Stage, int] = {}
+        self.first_ns: dict[Stage, int] = {}
+        self.came_from: Stage = None
+        self._stages = [stage]
+        self._since_ns = time.time_ns()
+        self._begin(stage, self._since_ns)
+
+    @property
+    def stage(self) -> Stage:
+        """Return the stage that time is charged to now."""
+        return self._stages[-1]
+
+    def switch(self, stage: Stage) -> None:
+        """Leave the present stage for `stage`."""
+        now_ns = self._charge()
+        self._stages[-1] = stage
+        if stage not in self.first_ns:
+            self._begin(stage, now_ns)
+
+    def enter(self, stage: Stage) -> None:
+        """Charge what follows to `stage`, until `leave`."""
+        now_ns = self._charge()
+        self._stages.append(stage)
+        if stage not in self.first_ns:
+            self._begin(stage, now_ns)
+
+    def leave(self) -> None:
+        """Go on with the stage before the last `enter`."""
+        self._charge()
+        self._stages.pop()
+
+    @contextlib.contextmanager
+    def inside(self, stage: Stage) -> Iterator[None]:
+        """Charge the block to `stage`, then go on with the present one."""
+        self.enter(stage)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def stop(self) -> int:
+        """Charge what is due and return the time, Unix ns."""
+        return self._charge()
+
+    def _begin(self, stage: Stage, now_ns: int) -> None:
+        self.spent_ns[stage] = 0
+        self.first_ns[stage] = now_ns
+
+    def _charge(self) -> int:
+        now_ns = time.time_ns()
+        # The system's clock may be set back; a stage never lasts less than no time.
+        if now_ns > self._since_ns:
+            self.spent_ns[self._stages[-1]] += now_ns - self._since_ns
+        self._since_ns = now_ns
+        return now_ns
+
+
+def share_out(duration_ns: int, clocks: Iterable[StageClock]) -> dict[str, tuple[int, int]]:
+    """Divide a time among the stages that several threads went through at once, as the threads' own time divides.
+
+    Returns by stage the Unix time of its first entry and its share, in ns; the shares sum to `duration_ns` at most.
+    """
+    spent_ns: dict[str, int] = {}
+    first_ns: dict[str, int] = {}
+    for clock in clocks:
+        for stage, own_ns in clock.spent_ns.items():
+            if stage is not None:
+                spent_ns[stage] = spent_ns.get(stage, 0) + own_ns
+                first_ns[stage] = min(first_ns.get(stage, clock.first_ns[stage]), clock.first_ns[stage])
+    total_ns = max(1, sum(spent_ns.values()))
+    return {stage: (first_ns[stage], duration_ns * own_ns // total_ns) for stage, own_ns in spent_ns.items()}

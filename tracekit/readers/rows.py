@@ -1,0 +1,78 @@
+"""What a memory snapshot repeats, kept once or by column: frames, stacks and events."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+EVENT_KEY, FRAME_KEY = "action", "filename"
+
+
+class Stack(int):
+    """The number of a call stack."""
+
+
+class Event(int):
+    """The number of a row in `Rows`."""
+
+
+class Frames:
+    """Frames and stacks, each once. `stacks` has the frames of all stacks end to end; stack i ends at `ends[i]`."""
+
+    def __init__(self) -> None:
+        self.frames: dict[tuple[str, str, int], int] = {}
+        self.stacks = array("i")
+        self.ends = array("q")
+        self._numbers: dict[bytes, Stack] = {}
+
+    def frame(self, told: dict[str, Any]) -> int:
+        """Return the number of a frame, told in full."""
+        key = (str(told.get("name", "")), str(told.get(FRAME_KEY, "")), _line(told.get("line")))
+        return self.frames.setdefault(key, len(self.frames))
+
+    def stack(self, frames: "array[int]") -> Stack:
+        """Return the number of a stack."""
+        key = frames.tobytes()
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = Stack(len(self.ends))
+            self.stacks.extend(frames)
+            self.ends.append(len(self.stacks))
+        return number
+
+
+class Rows:
+    """Events by column; MISSING stands for what one lacks."""
+
+    MISSING = -(1 << 63)
+    FIELDS = ("time_us", "addr", "size", "stream", EVENT_KEY, "frames")
+
+    def __init__(self) -> None:
+        self.numbers = tuple(array("q") for _ in self.FIELDS[:4])
+        self.stack = array("i")
+        self.action = array("h")
+        self.actions: dict[str, int] = {}
+
+    def add(self, told: Sequence[Any], stack: int) -> Event:
+        """Append one event by its other fields, in order; a stack of -1 is none.
+
+        Raises OverflowError or TypeError where a number is none, or too large.
+        """
+        at_us, address, size, stream, action = told
+        times, addresses, sizes, streams = self.numbers
+        missing = self.MISSING
+        times.append(missing if at_us is None else at_us)
+        addresses.append(missing if address is None else address)
+        sizes.append(missing if size is None else size)
+        streams.append(missing if stream is None else stream)
+        number = self.actions.get(action)
+        if number is None:
+            if type(action) is not str:
+                raise TypeError("an action that is no text")
+            number = self.actions[action] = len(self.actions)
+        self.action.append(number)
+        self.stack.append(stack)
+        return Event(len(self.stack) - 1)
+
+
+def _line(value: object) -> int:
+    return value if isinstance(value, int) and abs(value) < 1 << 31 else 0

@@ -1,0 +1,116 @@
+"""Step times of FSDP1 and the published YaFSDP in closed form: what the simulator would find without jitter and host.
+
+Both are recursions over layers with the rules of `fsdp1` and `yafsdp`; they take numbers, or arrays of them to judge
+many machines at once. A test holds them against the simulation.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tracekit.simulate import costs
+from tracekit.simulate.costs import Parts, Quantity, Rates
+from tracekit.simulate.job import FSDP1, YAFSDP_V1
+from tracekit.simulate.models import Model
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, on how many GPUs: a row of the published table."""
+
+    model: Model
+    gpus: int
+    seq: int
+    checkpoint_layers: int = 0
+    batch: int = 1
+
+
+def step_s(strategy: str, of: Setting, rates: Rates) -> Quantity:
+    """Return the time of a training step under ``fsdp1`` or ``yafsdp-v1``, in seconds."""
+    parts = costs.parts(of.model, rates, batch=of.batch, seq=of.seq, shards=of.gpus)
+    return _STEPS[strategy](of, rates, parts)
+
+
+def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
+    layer, root, layers = of.model.layer_parameters, 2 * of.model.outer_parameters, of.model.layers
+    ring = partial(_ring_s, of, rates)
+    gather, reduce = ring(costs.WEIGHT_BYTES * layer), ring(costs.REDUCED_BYTES * layer)
+    prepare = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, layer, rates)
+    crawl = rates.give_way * costs.pieces(layer)
+    carried = ring(costs.WEIGHT_BYTES * root)
+    end, before = carried, 0.0 * carried
+    for _ in range(layers):
+        carried = np.maximum(carried, before) + gather
+        end, before = np.maximum(end, carried) + parts.layer_forward_s, end
+    head = end + parts.head_forward_s
+    gathered = np.maximum(carried, head) + gather  # the last layer's; the one below follows at once
+    carried, end = gathered, head + parts.head_backward_s
+    for index in reversed(range(layers)):
+        takes = _backward_s(of, parts, index) + costs.moved_s(costs.COPY_BYTES, layer, rates)
+        start = np.maximum(end, gathered)
+        end = start + takes
+        if index < layers - 1:  # the preparation of the layer above begins with this one's compute
+            end = end + _taken(prepare, takes, crawl)
+            carried = np.maximum(carried, start + prepare + np.minimum(crawl * prepare, takes)) + reduce
+        if index:
+            gathered = carried = carried + gather
+    carried = np.maximum(carried, end + prepare) + reduce
+    copied = end + costs.moved_s(costs.COPY_BYTES, root, rates)
+    prepare_root = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, root, rates)
+    carried = np.maximum(carried, copied) + prepare_root + ring(costs.REDUCED_BYTES * root)
+    return carried + parts.optimizer_s
+
+
+def _yafsdp_v1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
+    layer, outer, layers = of.model.layer_parameters, of.model.outer_parameters, of.model.layers
+    ring = partial(_ring_s, of, rates)
+    gather, gather_outer = ring(costs.WEIGHT_BYTES * layer), ring(costs.WEIGHT_BYTES * outer)
+    carried = gather_outer
+    end, before = carried, 0.0 * carried
+    for _ in range(layers):
+        carried = np.maximum(carried, before) + gather
+        end, before = np.maximum(end, carried) + parts.layer_forward_s, end
+    carried = np.maximum(carried, before) + gather_outer
+    head = np.maximum(end, carried) + parts.head_forward_s + parts.head_backward_s
+    end, before = head + _backward_s(of, parts, layers - 1), head
+    for index in reversed(range(layers - 1)):
+        # Cast and reduce the unit two above (beside the compute of the one above), then gather.
+        unit = outer if index == layers - 2 else layer
+        carried, end_above = _cast_and_reduce(of, rates, unit, carried, before, end)
+        carried = carried + gather
+        end, before = np.maximum(end_above, carried) + _backward_s(of, parts, index), end_above
+    carried, end = _cast_and_reduce(of, rates, layer, carried, before, end)
+    carried, _ = _cast_and_reduce(of, rates, layer, carried, end, end)
+    carried, _ = _cast_and_reduce(of, rates, outer, carried, end, end)
+    return carried + parts.optimizer_s
+
+
+def _cast_and_reduce(
+    of: Setting, rates: Rates, parameters: int, carried: Quantity, whole: Quantity, end: Quantity
+) -> tuple[Quantity, Quantity]:
+    """Return when gradients that are `whole` are reduced, and when the compute that would end at `end` now does."""
+    cast = costs.moved_s(costs.CAST_BYTES, parameters, rates)
+    crawl = rates.give_way_high_priority * costs.pieces(parameters)
+    start = np.maximum(carried, whole)
+    beside = np.maximum(end - start, 0.0)
+    reduced = start + cast + np.minimum(crawl * cast, beside)
+    return reduced + _ring_s(of, rates, costs.REDUCED_BYTES * parameters), end + _taken(cast, beside, crawl)
+
+
+def _taken(work: Quantity, beside: Quantity, crawl: Quantity) -> Quantity:
+    """Return how much later compute of length `beside` ends because `work` runs next to it."""
+    return np.minimum(work, beside / np.maximum(crawl, 1e-9))
+
+
+def _backward_s(of: Setting, parts: Parts, layer: int) -> Quantity:
+    recomputed = parts.layer_forward_s if layer < of.checkpoint_layers else 0.0
+    return parts.layer_backward_s + recomputed
+
+
+def _ring_s(of: Setting, rates: Rates, size_bytes: float) -> Quantity:
+    return costs.ring_s(size_bytes, rates, of.gpus)
+
+
+_STEPS: Mapping[str, Callable[[Setting, Rates, Parts], Quantity]] = {FSDP1: _fsdp1, YAFSDP_V1: _yafsdp_v1}

@@ -1,0 +1,150 @@
+"""One simulated GPU: streams that run one thing at a time, and resident work that gets in each other's way."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from tracekit.simulate.program import COMMUNICATION, COMPUTE, COPY, MAIN_STREAM, Kernel
+from tracekit.simulate.recording import RankRecord
+
+if TYPE_CHECKING:
+    from tracekit.simulate.transfers import Transfer
+
+_LEAST_RATE = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """A CUDA event: when it was reached, once it was, and the streams that wait for it."""
+
+    stream: int
+    correlation: int
+    done_ns: int | None = None
+    waiters: list["Stream"] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A kernel on its way: launched, resident (with what remains of it, alone), done."""
+
+    kernel: Kernel
+    step: int
+    correlation: int
+    owner: int
+    remaining_ns: float
+    transfer: "Transfer | None" = None
+    start_ns: int = 0
+    rate: float = 0.0
+    since_ns: int = 0
+    version: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """A stream reaches an event."""
+
+    event: Event
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """A stream may go on once an event is reached."""
+
+    event: Event
+
+
+Item: TypeAlias = Work | Recorded | Awaited
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A queue of work; `free_ns` is when the next item may start."""
+
+    number: int
+    device: "Device"
+    queue: deque[tuple[Item, int]] = field(default_factory=deque)
+    running: Work | None = None
+    free_ns: int = 0
+    waits: bool = False
+
+
+@dataclass(eq=False)
+class Device:
+    """The GPU of one rank."""
+
+    record: RankRecord
+    give_way: dict[int, float]
+    """By stream: how much longer a kernel takes beside the main compute, per piece."""
+    collective_slows_compute: float
+    streams: dict[int, Stream] = field(default_factory=dict)
+    running: list[Work] = field(default_factory=list)
+    resident: dict[str, int] = field(default_factory=lambda: {COMPUTE: 0, COMMUNICATION: 0, COPY: 0})
+    """By kind: how many of them run."""
+    shares_queue: bool = False
+    queue: deque[Work] = field(default_factory=deque)
+    """What was launched and has not started, in order."""
+    launched: int = 0
+    done: int = 0
+    last_end_ns: int = 0
+    turns: dict[str, deque["Transfer"]] = field(default_factory=dict)
+    """By process group: collectives in the order the host issued them, the one that runs first among them."""
+    transferring: dict[str, list["Transfer"]] = field(default_factory=dict)
+    """By link: what is being carried."""
+
+    @property
+    def rank(self) -> int:
+        """Return the rank that drives the device."""
+        return self.record.rank
+
+    @property
+    def computes(self) -> bool:
+        """Whether a kernel of the main compute is resident."""
+        return any(work.kernel.kind == COMPUTE and work.kernel.stream == MAIN_STREAM for work in self.running)
+
+    def stream(self, number: int) -> Stream:
+        """Return a stream by its number."""
+        if number not in self.streams:
+            self.streams[number] = Stream(number, self)
+        return self.streams[number]
+
+    def begin(self, work: Work, now_ns: int) -> None:
+        """Let work become resident, after what ran until now is accounted for."""
+        self._pass_time(now_ns)
+        self.running.append(work)
+        self.resident[work.kernel.kind] += 1
+
+    def end(self, work: Work, now_ns: int) -> None:
+        """Let resident work end, after what ran until now is accounted for."""
+        self._pass_time(now_ns)
+        self.running.remove(work)
+        self.resident[work.kernel.kind] -= 1
+        self.done += 1
+        self.last_end_ns = now_ns
+
+    def _pass_time(self, now_ns: int) -> None:
+        kinds = self.resident
+        self.record.account.pass_time(
+            now_ns,
+            computing=kinds[COMPUTE] > 0,
+            communicating=kinds[COMMUNICATION] > 0,
+            copying=kinds[COPY] > 0,
+        )
+
+    def rates(self) -> list[tuple[Work, float]]:
+        """Return how fast each resident kernel now goes, 1 being as if alone; collectives are the links' matter.
+
+        A kernel on a side stream gives way to the main compute: it takes 1 + give_way × pieces times as long, and what
+        it gets is missing from the main compute. A resident collective holds multiprocessors.
+        """
+        if len(self.running) == 1:  # as most often: nothing is in its way
+            return [(w, 1.0) for w in self.running if w.kernel.kind != COMMUNICATION]
+        main = [w for w in self.running if w.kernel.stream == MAIN_STREAM and w.kernel.kind == COMPUTE]
+        side = [w for w in self.running if w.kernel.stream != MAIN_STREAM and w.kernel.kind == COMPUTE]
+        copies = [(w, 1.0) for w in self.running if w.kernel.kind == COPY]
+        if not main:
+            return copies + [(w, 1.0) for w in side]
+        slowed = [(w, 1 / (1 + self.give_way[w.kernel.stream] * w.kernel.pieces)) for w in side]
+        taken = sum(rate for _, rate in slowed)
+        beside = self.resident[COMMUNICATION]
+        held = 1 + self.collective_slows_compute if beside else 1.0
+        return copies + slowed + [(w, max(_LEAST_RATE, 1 - taken) / held) for w in main]

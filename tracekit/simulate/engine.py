@@ -1,0 +1,244 @@
+"""The discrete-event simulation: hosts that run ahead, streams, events, collectives, each at its time."""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tracekit.simulate.device import Awaited, Device, Event, Recorded, Stream, Work
+from tracekit.simulate.hosts import HostState
+from tracekit.simulate.job import Job
+from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
+from tracekit.simulate.recording import Activity, RankRecord, Recording
+from tracekit.simulate.strategies import HIGH_PRIORITY, SCHEDULES
+from tracekit.simulate.transfers import Transfer
+from tracekit.simulate.world import World
+
+_KERNEL_GAP_NS = 1_000  # between two kernels of a stream
+_JITTERS = 4096
+_Handler: TypeAlias = Callable[..., None]
+
+
+def simulate(job: Job) -> Recording:
+    """Run all steps of a job and return what its simulated ranks did."""
+    schedule = SCHEDULES[job.strategy](job)
+    for number in range(job.steps):
+        schedule.step(number)
+    return Engine(job, schedule.host.program).run()
+
+
+class Engine:
+    """Runs one program on all simulated ranks of a job."""
+
+    def __init__(self, job: Job, program: list[Instruction]) -> None:
+        self.job = job
+        self.world = World(job)
+        self._heap: list[tuple[int, int, _Handler, tuple[Any, ...]]] = []
+        self._count = 0
+        self._jitter = _jitter(job)
+        self._transfers: dict[tuple[str, int], Transfer] = {}
+        self._members = set(job.simulated_ranks)
+        self.devices = {
+            rank: Device(RankRecord(rank), *self._contention(), shares_queue=job.troubles.shares_queue)
+            for rank in job.simulated_ranks
+        }
+        self.hosts = {rank: HostState(self, device, program) for rank, device in self.devices.items()}
+
+    def run(self) -> Recording:
+        """Simulate to the end."""
+        for host in self.hosts.values():
+            host.run(0)
+        heap = self._heap
+        while heap:
+            now_ns, _, handler, arguments = heapq.heappop(heap)
+            handler(now_ns, *arguments)
+        stuck = [rank for rank, host in self.hosts.items() if not host.is_done]
+        assert not stuck, f"ranks {stuck} wait for each other for ever"
+        return Recording({rank: device.record for rank, device in self.devices.items()})
+
+    def at(self, time_ns: int, handler: _Handler, *arguments: object) -> None:
+        """Let something happen at a time."""
+        self._count += 1
+        heapq.heappush(self._heap, (time_ns, self._count, handler, arguments))
+
+    def enqueue(self, stream: Stream, item: Work | Recorded | Awaited, ready_ns: int) -> None:
+        """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
+        stream.queue.append((item, ready_ns))
+        if len(stream.queue) == 1 and stream.running is None:
+            self.at(max(ready_ns, stream.free_ns), self._advance, stream)
+
+    def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
+        """Return how long a kernel takes alone on a device in a step, jitter included."""
+        factor, since = self.job.troubles.slow_ranks.get(device.rank, (1.0, 0))
+        jitter = self._jitter[(key + 7919 * device.rank) % _JITTERS]
+        return kernel.work_ns * float(jitter) * (factor if step >= since else 1.0)
+
+    def jitter(self, key: int) -> float:
+        """Return a factor around 1 that is the same for the same key."""
+        return float(self._jitter[key % _JITTERS])
+
+    def issue(self, device: Device, kernel: Kernel, key: int, step: int) -> Transfer:
+        """Note that a rank's host issues a collective: it takes its turn on the group's communicator."""
+        assert kernel.collective is not None
+        group = self.world.group(kernel.collective.group, device.rank)
+        turns = device.turns.setdefault(group.name, deque())
+        number = self.hosts[device.rank].issued(group.name)
+        found = self._transfers.get((group.name, number))
+        if found is None:
+            expected = len(self._members.intersection(group.ranks))
+            took_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowed(group, step)
+            found = Transfer(group, number, kernel.collective, expected, took_ns * self.jitter(key + 104_729))
+            self._transfers[group.name, number] = found
+        turns.append(found)
+        return found
+
+    # Streams ---------------------------------------------------------------------------------------------------------
+    def _advance(self, now_ns: int, stream: Stream) -> None:
+        while stream.queue and stream.running is None:
+            item, ready_ns = stream.queue[0]
+            if max(ready_ns, stream.free_ns) > now_ns:
+                self.at(max(ready_ns, stream.free_ns), self._advance, stream)
+                return
+            if isinstance(item, Recorded):
+                self._reach(now_ns, item.event, stream.device)
+            elif isinstance(item, Awaited):
+                if item.event.done_ns is None:
+                    item.event.waiters.append(stream)
+                    return
+            elif not self._begin(now_ns, stream, item):
+                return
+            stream.queue.popleft()
+
+    def _reach(self, now_ns: int, event: Event, device: Device) -> None:
+        event.done_ns = now_ns
+        for waiter in event.waiters:
+            self.at(now_ns, self._advance, waiter)
+        event.waiters = []
+        self.hosts[device.rank].wake(now_ns)
+
+    def _begin(self, now_ns: int, stream: Stream, work: Work) -> bool:
+        """Let a kernel become resident; False where its communicator is taken."""
+        device, transfer = stream.device, work.transfer
+        if transfer is not None and device.turns[transfer.group.name][0] is not transfer:
+            return False  # it is tried again when its turn comes
+        if device.shares_queue and device.queue[0] is not work:
+            return False
+        device.begin(work, now_ns)
+        if stream.number == MAIN_STREAM:
+            device.record.account.begin(work.step, now_ns)
+        stream.running = work
+        self._leave_queue(now_ns, device)
+        work.start_ns = work.since_ns = now_ns
+        if transfer is not None:
+            transfer.arrived.append((device, work))
+            if transfer.is_carried:
+                self._carry(now_ns, transfer)
+        self._settle(now_ns, device)
+        return True
+
+    def _leave_queue(self, now_ns: int, device: Device) -> None:
+        if not device.shares_queue:
+            return
+        device.queue.popleft()
+        for stream in device.streams.values():
+            if stream.running is None and stream.queue and device.queue and stream.queue[0][0] is device.queue[0]:
+                self.at(max(now_ns, stream.free_ns), self._advance, stream)
+
+    def _settle(self, now_ns: int, device: Device) -> None:
+        """Give every resident kernel its rate, and set when it ends if that changed."""
+        for work, rate in device.rates():
+            if rate != work.rate:
+                work.remaining_ns -= (now_ns - work.since_ns) * work.rate
+                work.rate, work.since_ns = rate, now_ns
+                work.version += 1
+                ends_ns = now_ns + max(1, math.ceil(work.remaining_ns / rate - 1e-6))
+                self.at(ends_ns, self._end, device, work, work.version)
+        if self.job.hardware.compute_slows_collective:
+            self._settle_links(now_ns, device)
+
+    def _end(self, now_ns: int, device: Device, work: Work, version: int) -> None:
+        if version == work.version:
+            self._finish(now_ns, device, work)
+
+    def _finish(self, now_ns: int, device: Device, work: Work) -> None:
+        device.end(work, now_ns)
+        work.version += 1
+        stream = device.streams[work.kernel.stream]
+        stream.running, stream.free_ns = None, now_ns + _KERNEL_GAP_NS
+        transfer = work.transfer
+        group, number = (transfer.group, transfer.number) if transfer else (None, 0)
+        device.record.activities.append(
+            Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
+        )
+        # What marks the end of the kernel is reached with it; what runs next must first be started.
+        while stream.queue and isinstance(stream.queue[0][0], Recorded) and stream.queue[0][1] <= now_ns:
+            self._reach(now_ns, stream.queue.popleft()[0].event, device)  # type: ignore[union-attr]
+        if stream.queue:
+            self.at(stream.free_ns, self._advance, stream)
+        self._settle(now_ns, device)
+        self.hosts[device.rank].wake(now_ns)
+
+    # Links -----------------------------------------------------------------------------------------------------------
+    def _carry(self, now_ns: int, transfer: Transfer) -> None:
+        transfer.since_ns = now_ns
+        for device, _ in transfer.arrived:
+            device.transferring.setdefault(transfer.group.link, []).append(transfer)
+        self._share(now_ns, transfer)
+
+    def _share(self, now_ns: int, changed: Transfer) -> None:
+        """Give every transfer that shares a link with `changed` its rate."""
+        link = changed.group.link
+        for transfer in {id(t): t for device, _ in changed.arrived for t in device.transferring[link]}.values():
+            self._set_rate(now_ns, transfer)
+
+    def _settle_links(self, now_ns: int, device: Device) -> None:
+        for transfers in device.transferring.values():
+            for transfer in transfers:
+                self._set_rate(now_ns, transfer)
+
+    def _set_rate(self, now_ns: int, transfer: Transfer) -> None:
+        rate = transfer.rate_now(self.job.hardware.compute_slows_collective)
+        if rate == transfer.rate:
+            return
+        transfer.remaining_ns -= (now_ns - transfer.since_ns) * transfer.rate
+        transfer.rate, transfer.since_ns = rate, now_ns
+        transfer.version += 1
+        ends_ns = now_ns + max(1, math.ceil(transfer.remaining_ns / rate - 1e-6))
+        self.at(ends_ns, self._deliver, transfer, transfer.version)
+
+    def _deliver(self, now_ns: int, transfer: Transfer, version: int) -> None:
+        """Let all ranks leave a collective together."""
+        if version != transfer.version:
+            return
+        transfer.version += 1
+        for device, _ in transfer.arrived:
+            device.transferring[transfer.group.link].remove(transfer)
+        self._share(now_ns, transfer)
+        for device, work in transfer.arrived:
+            turns = device.turns[transfer.group.name]
+            turns.popleft()
+            self._finish(now_ns, device, work)
+            for stream in device.streams.values():
+                if stream.running is None and stream.queue and _is_next(stream, turns):
+                    self.at(max(now_ns, stream.free_ns), self._advance, stream)
+        del self._transfers[transfer.group.name, transfer.number]
+
+    def _contention(self) -> tuple[dict[int, float], float]:
+        hardware, troubles = self.job.hardware, self.job.troubles
+        high = frozenset() if troubles.prepares_on_communication else HIGH_PRIORITY.get(self.job.strategy, frozenset())
+        ways = {False: hardware.give_way, True: hardware.give_way_high_priority}
+        return {stream: ways[stream in high] for stream in range(64)}, hardware.collective_slows_compute
+
+
+def _is_next(stream: Stream, turns: "deque[Transfer]") -> bool:
+    item = stream.queue[0][0]
+    return bool(turns) and isinstance(item, Work) and item.transfer is turns[0]
+
+
+def _jitter(job: Job) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """Return factors around 1, at least one half."""
+    random = np.random.default_rng(job.seed)
+    return np.maximum(0.5, 1 + job.hardware.jitter_ratio * random.standard_normal(_JITTERS))

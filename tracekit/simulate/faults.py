@@ -1,0 +1,246 @@
+"""Faults that can be asked for, each with the rule that should find it.
+
+code       rule, existing or proposed               faults
+COMM001    communication that no compute hides      no-prefetch, slow-network
+COMM002    collectives too small (proposed)         small-collectives
+COMM003    gradients reduced at every micro-batch   reduce-every-microbatch
+           (proposed)
+STREAM001  give-way                                 give-way
+STREAM002  serialization that need not be           serialized-communicators
+           (proposed)
+STREAM003  compute slowed by collectives (proposed) sm-contention
+STREAM004  collectives slowed by compute (proposed) starved-collectives
+RANK001    straggling rank (proposed)               slow-rank, straggler-from-step
+RANK002    slow link (proposed)                     slow-link
+HOST001    late launch (proposed)                   late-launch
+HOST002    blocking sync in the step (proposed)     host-sync
+HOST003    data-loading stall (proposed)            dataloader-stall
+MEM001     allocator churn                          allocator-retry
+MEM002     recomputation that memory could spare    needless-recomputation
+           (proposed)
+CKPT001    blocking checkpoint                      checkpoint-stall
+"""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tracekit.errors import InputError
+from tracekit.simulate import causes
+from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1, Job
+
+_ALL = (DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One trouble: its name, the code of the rule that should find it, and how a job gets it.
+
+    `usage` shows its arguments, `ready` makes of a job one that can have the fault but has it not, `cause` then gives
+    it the fault, `cure` takes it away again (by default what `ready` made).
+    """
+
+    name: str
+    code: str
+    usage: str
+    summary: str
+    cause: Callable[[Job, Sequence[str]], Job]
+    strategies: tuple[str, ...] = _ALL
+    ready: Callable[[Job], Job] = lambda job: job
+    steps: Callable[[Job], tuple[int, ...]] = lambda job: tuple(range(job.steps))
+    ranks: Callable[[Job], tuple[int, ...]] = lambda job: job.simulated_ranks
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A fault as it was asked for: its arguments too."""
+
+    fault: Fault
+    arguments: tuple[str, ...]
+
+
+def parse(text: str) -> Asked:
+    """Return the fault that ``NAME[:ARGUMENT…]`` asks for. Raises InputError if there is none such."""
+    name, *arguments = text.split(":")
+    if name not in FAULTS:
+        near = difflib.get_close_matches(name, FAULTS, n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"{name!r} is no fault; {guess}tracekit simulate --list-faults names all")
+    return Asked(FAULTS[name], tuple(arguments))
+
+
+def cause(job: Job, asked: Sequence[Asked]) -> Job:
+    """Return the job with these faults. Raises InputError where one cannot be had, or its arguments make no sense."""
+    for each in asked:
+        if job.strategy not in each.fault.strategies:
+            raise InputError(
+                f"{each.fault.name} cannot be had under {job.strategy}, only under {', '.join(each.fault.strategies)}"
+            )
+        job = each.fault.ready(job)
+    for each in asked:
+        try:
+            job = each.fault.cause(job, each.arguments)
+        except ValueError as error:
+            raise InputError(f"{each.fault.name}: {error}; it is asked for as {each.fault.usage}") from error
+    return job
+
+
+def cure(job: Job, asked: Sequence[Asked], which: Asked) -> Job:
+    """Return the job that had `asked` without one of them: `job` is as it was before any."""
+    for each in asked:
+        job = each.fault.ready(job)
+    if which.fault.name == _GIVE_WAY:
+        return without_give_way(cause(job, asked))
+    return cause(job, [each for each in asked if each is not which])
+
+
+def without_give_way(job: Job) -> Job:
+    """Return the job on a machine whose small kernels don't give way to the main compute."""
+    return replace(job, hardware=replace(job.hardware, give_way=0.0, give_way_high_priority=0.0))
+
+
+def listing() -> str:
+    """Return a line for each fault: its name first, then how it is asked for, its rule, and what it is."""
+    width = max(map(len, FAULTS))
+    return "\n".join(f"{f.name:<{width}}  {f.code:<9}  {f.usage}: {f.summary}" for f in FAULTS.values())
+
+
+_GIVE_WAY = "give-way"
+_LISTED = (
+    Fault(
+        "slow-rank",
+        "RANK001",
+        "slow-rank[:RANK[:FACTOR]]",
+        "one rank's kernels take FACTOR times as long (1.3)",
+        causes.slow_rank,
+        ranks=lambda job: tuple(job.troubles.slow_ranks),
+    ),
+    Fault(
+        "straggler-from-step",
+        "RANK001",
+        "straggler-from-step[:STEP[:RANK[:FACTOR]]]",
+        "one rank is slow from a step on (the middle one)",
+        causes.straggler,
+        steps=lambda job: causes.since(job, job.troubles.slow_ranks),
+        ranks=lambda job: tuple(job.troubles.slow_ranks),
+    ),
+    Fault(
+        "slow-link",
+        "RANK002",
+        "slow-link[:RANK[:FACTOR[:STEP]]]",
+        "collectives through one rank's network link take FACTOR times as long (2.5), where all ranks share one group "
+        "from the middle step on",
+        causes.slow_link,
+        steps=lambda job: causes.since(job, job.troubles.slow_links),
+        ranks=lambda job: tuple(job.troubles.slow_links),
+    ),
+    Fault(
+        "late-launch",
+        "HOST001",
+        "late-launch[:DURATION]",
+        "the host loses DURATION in Python before each layer's forward pass (1.3 steps over all layers)",
+        causes.late_launch,
+    ),
+    Fault(
+        "host-sync",
+        "HOST002",
+        "host-sync[:DURATION]",
+        "each layer's output is read on the host (.item()), which waits for the device and then looks at it for "
+        "DURATION (a tenth of a step over all layers)",
+        causes.host_sync,
+    ),
+    Fault(
+        "dataloader-stall",
+        "HOST003",
+        "dataloader-stall[:DURATION]",
+        "each batch takes DURATION to come (1.3 steps)",
+        causes.data_stall,
+        steps=lambda job: tuple(range(min(1, job.steps - 1), job.steps)),
+    ),
+    Fault(
+        "checkpoint-stall",
+        "CKPT001",
+        "checkpoint-stall[:DURATION[:STEP]]",
+        "a save blocks training for DURATION (one step) after a step",
+        causes.save,
+        steps=lambda job: (job.troubles.save_step,),
+    ),
+    Fault(
+        "allocator-retry",
+        "MEM001",
+        "allocator-retry[:CALLS]",
+        "in every step but the first the allocator waits for the device, frees its cache in CALLS calls, and takes as "
+        "many anew",
+        causes.retry,
+        steps=lambda job: job.troubles.retry_steps,
+    ),
+    Fault(
+        _GIVE_WAY,
+        "STREAM001",
+        "give-way",
+        "gradients are cast and divided on the communication stream beside the main compute (under fsdp1 always)",
+        causes.switch(prepares_on_communication=True),
+        strategies=(FSDP2, HSDP, YAFSDP),
+    ),
+    Fault(
+        "serialized-communicators",
+        "STREAM002",
+        "serialized-communicators",
+        "one queue feeds all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), so collectives take turns with compute",
+        causes.switch(shares_queue=True),
+        strategies=(FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1),
+    ),
+    Fault(
+        "sm-contention",
+        "STREAM003",
+        "sm-contention[:FACTOR]",
+        "compute takes FACTOR times as long (1.6) while a collective is resident",
+        causes.sm_contention,
+    ),
+    Fault(
+        "starved-collectives",
+        "STREAM004",
+        "starved-collectives[:FACTOR]",
+        "collectives take FACTOR times as long (2) while compute runs",
+        causes.starved,
+    ),
+    Fault(
+        "no-prefetch",
+        "COMM001",
+        "no-prefetch",
+        "each layer is gathered only when it is its turn",
+        causes.switch(prefetches=False),
+        strategies=(FSDP1, FSDP2, HSDP, YAFSDP),
+    ),
+    Fault(
+        "slow-network",
+        "COMM001",
+        "slow-network[:FACTOR]",
+        "all links carry FACTOR times less (4)",
+        causes.slow_network,
+    ),
+    Fault(
+        "small-collectives",
+        "COMM002",
+        "small-collectives[:COUNT]",
+        "each unit is gathered and reduced in COUNT collectives (32)",
+        causes.in_pieces,
+    ),
+    Fault(
+        "reduce-every-microbatch",
+        "COMM003",
+        "reduce-every-microbatch",
+        "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)",
+        causes.switch(reduces_every_micro_batch=True),
+        strategies=(DDP, FSDP1, FSDP2, HSDP),
+        ready=causes.accumulating,
+    ),
+    Fault(
+        "needless-recomputation",
+        "MEM002",
+        "needless-recomputation[:LAYERS]",
+        "LAYERS more layers recompute their activations (all), which memory could hold",
+        causes.recompute,
+    ),
+)
+FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _LISTED}

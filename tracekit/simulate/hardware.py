@@ -1,0 +1,134 @@
+"""Machines: what a GPU computes and reads in a second, what links carry, and how work on one device gets in its way."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tracekit.errors import InputError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU in nodes of `gpus_per_node`.
+
+    Peaks are the vendor's; shares are what long training runs achieve of them, not the vendor's.
+    """
+
+    name: str
+    device_name: str
+    peak_flops_per_s: float
+    achieved_ratio: float
+    """Share of the peak that matrix products reach."""
+    peak_memory_bytes_per_s: float
+    memory_ratio: float
+    """Share of the peak memory bandwidth that kernels which only move data reach."""
+    memory_bytes: int
+    multiprocessors: int
+    gpus_per_node: int
+    node_bytes_per_s: float
+    """Bus bandwidth of a ring inside a node (nccl-tests' busbw)."""
+    network_bytes_per_s: float
+    """Bus bandwidth of a ring across nodes when all GPUs of a node share its network."""
+    node_hop_s: float
+    """Latency of one hop of a ring inside a node."""
+    network_hop_s: float
+    elementwise_bytes: float = 93.0
+    """Memory traffic of a layer's forward pass outside matrix products and attention, per token and unit of width."""
+    give_way: float = 1.74
+    """How much longer, per piece it is split into, a preparatory kernel takes beside the main compute."""
+    give_way_high_priority: float = 0.24
+    """The same on a stream of high priority, whose blocks are placed first."""
+    collective_slows_compute: float = 0.03
+    """How much longer compute takes while a collective holds multiprocessors."""
+    compute_slows_collective: float = 0.0
+    """How much longer a collective's transfer takes while compute runs."""
+    launch_s: float = 4e-6
+    """Host time of one kernel launch."""
+    op_s: float = 15e-6
+    """Host time of one op besides its launches: Python and dispatcher."""
+    queue_depth: int = 1024
+    """Launches that may be outstanding before the host must wait."""
+    jitter_ratio: float = 0.01
+    """Standard deviation of a kernel's duration, as a share of it."""
+    gemm_name: str = "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn"
+
+    @property
+    def flops_per_s(self) -> float:
+        """Return what matrix products reach."""
+        return self.peak_flops_per_s * self.achieved_ratio
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Return what kernels that only move data reach."""
+        return self.peak_memory_bytes_per_s * self.memory_ratio
+
+
+_ALL = (
+    # Peaks: NVIDIA A100 80GB datasheet (312 TFLOP/s bf16, 2,039 GB/s, NVLink 300 GB/s each way). Shares, network,
+    # latency and contention: fitted to all rows of the published FSDP / YaFSDP table (benchmarks.published_table).
+    Hardware(
+        "a100-80",
+        "NVIDIA A100-SXM4-80GB",
+        peak_flops_per_s=312e12,
+        achieved_ratio=0.653,
+        peak_memory_bytes_per_s=2.039e12,
+        memory_ratio=0.88,
+        memory_bytes=80 * GIB,
+        multiprocessors=108,
+        gpus_per_node=8,
+        node_bytes_per_s=230e9,
+        network_bytes_per_s=91e9,
+        node_hop_s=3e-6,
+        network_hop_s=7.9e-6,
+    ),
+    # Peaks: NVIDIA H100 SXM datasheet (989 TFLOP/s bf16 dense, 3,350 GB/s, NVLink 450 GB/s each way); the network is
+    # eight 400 Gb/s adapters a node. Shares are set by us, about what public training reports state.
+    Hardware(
+        "h100-80",
+        "NVIDIA H100 80GB HBM3",
+        peak_flops_per_s=989e12,
+        achieved_ratio=0.55,
+        peak_memory_bytes_per_s=3.35e12,
+        memory_ratio=0.83,
+        memory_bytes=80 * GIB,
+        multiprocessors=132,
+        gpus_per_node=8,
+        node_bytes_per_s=360e9,
+        network_bytes_per_s=330e9,
+        node_hop_s=2e-6,
+        network_hop_s=6e-6,
+        collective_slows_compute=0.05,
+        launch_s=3e-6,
+        op_s=10e-6,
+        gemm_name="nvjet_hsh_256x128_64x4_2x1_v_bz_coopA_TNT",
+    ),
+    # Peaks: NVIDIA V100 SXM2 32GB datasheet (125 TFLOP/s fp16, 900 GB/s, NVLink 150 GB/s each way); four 100 Gb/s
+    # adapters a node. Shares are set by us.
+    Hardware(
+        "v100-32",
+        "Tesla V100-SXM2-32GB",
+        peak_flops_per_s=125e12,
+        achieved_ratio=0.6,
+        peak_memory_bytes_per_s=0.9e12,
+        memory_ratio=0.83,
+        memory_bytes=32 * GIB,
+        multiprocessors=80,
+        gpus_per_node=8,
+        node_bytes_per_s=120e9,
+        network_bytes_per_s=42e9,
+        node_hop_s=10e-6,
+        network_hop_s=9e-6,
+        launch_s=5e-6,
+        op_s=20e-6,
+        gemm_name="volta_fp16_s884gemm_fp16_256x128_ldg8_f2f_tn",
+    ),
+)
+HARDWARE: Mapping[str, Hardware] = {hardware.name: hardware for hardware in _ALL}
+
+
+def find(name: str) -> Hardware:
+    """Return the hardware of this name. Raises InputError, naming what there is, for any other."""
+    if name not in HARDWARE:
+        raise InputError(f"{name!r} is no hardware; there are: {', '.join(HARDWARE)}")
+    return HARDWARE[name]

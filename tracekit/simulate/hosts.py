@@ -1,0 +1,220 @@
+"""One simulated host process: runs its program ahead of the device until something makes it wait."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tracekit.simulate.device import Awaited, Device, Event, Recorded, Work
+from tracekit.simulate.memory import Memory
+from tracekit.simulate.program import (
+    MAIN_THREAD,
+    Call,
+    Close,
+    Flush,
+    Give,
+    Instruction,
+    Launch,
+    Open,
+    Record,
+    Spend,
+    Step,
+    Switch,
+    Synchronize,
+    Take,
+    Wait,
+)
+from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
+
+if TYPE_CHECKING:
+    from tracekit.simulate.engine import Engine
+
+_LAUNCH_LATENCY_NS = 2_000
+_EVENT_CALL_NS = 1_000
+_LAUNCH_CALLS = {"copy": "cudaMemcpyAsync"}
+_SPACE_NS = 100  # between two slices on a thread
+
+
+class HostState:
+    """Where a rank's host is in its program, and its clock."""
+
+    def __init__(self, engine: "Engine", device: Device, program: list[Instruction]) -> None:
+        self._engine, self._device, self._program = engine, device, program
+        self._record = device.record
+        self._at = 0
+        self._clock_ns = 0
+        self._waits = self._runs = False
+        self._is_held_back = False
+        self._step = 0
+        self._thread = MAIN_THREAD
+        self._open: dict[int, list[HostSlice]] = {MAIN_THREAD: []}
+        self._ids = self._correlations = 0
+        self._events: dict[int, Event] = {}
+        self._issued: dict[str, int] = {}
+        self._memory = Memory(engine.job, device.record)
+        hardware = engine.job.hardware
+        ideal = engine.job.troubles.ideal_host
+        self._depth = hardware.queue_depth
+        self._launch_ns = 1 if ideal else round(hardware.launch_s * 1e9)
+        self._call_ns, self._space_ns = (1, 0) if ideal else (_EVENT_CALL_NS, _SPACE_NS)
+        self._do: dict[type[Any], Callable[[Any], bool]] = {
+            Open: self._begin_slice,
+            Close: self._end_slice,
+            Switch: self._switch,
+            Spend: self._spend,
+            Call: self._call,
+            Launch: self._launch,
+            Record: self._record_event,
+            Wait: self._wait,
+            Synchronize: self._synchronize,
+            Take: self._take,
+            Give: self._give,
+            Flush: self._flush,
+            Step: self._begin_step,
+        }
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the program has ended and the device has done all of it."""
+        return self._at == len(self._program) and self._device.done == self._device.launched
+
+    def run(self, now_ns: int) -> None:
+        """Do what can be done from `now_ns` on, up to the next wait."""
+        self._clock_ns = max(self._clock_ns, now_ns)
+        self._waits, self._runs = False, True
+        while self._at < len(self._program):
+            instruction = self._program[self._at]
+            if not self._do[type(instruction)](instruction):
+                self._waits = True
+                break
+            self._at += 1
+        self._runs = False
+
+    def wake(self, now_ns: int) -> None:
+        """Look again whether the host can go on, if it waits."""
+        if self._waits and not self._runs:
+            self._engine.at(now_ns, self._again)
+            self._waits = False
+
+    def issued(self, group: str) -> int:
+        """Count the collectives that the host issues to a group, and return this one's number, from 1."""
+        self._issued[group] = self._issued.get(group, 0) + 1
+        return self._issued[group]
+
+    def _again(self, _now_ns: int) -> None:
+        self.run(0)  # its clock is set by what it waited for
+
+    # Slices ----------------------------------------------------------------------------------------------------------
+    def _begin_slice(self, what: Open) -> bool:
+        self._ids += 1
+        self._clock_ns += self._space_ns
+        self._open[self._thread].append(
+            HostSlice(self._thread, what.name, what.category, self._clock_ns, 0, self._ids, args=what.args)
+        )
+        self._clock_ns += what.cost_ns
+        return True
+
+    def _end_slice(self, _: Close) -> bool:
+        self._clock_ns += self._space_ns
+        closed = self._open[self._thread].pop()
+        closed.end_ns = self._clock_ns
+        self._record.slices.append(closed)
+        if self._thread == MAIN_THREAD and not self._open[self._thread]:
+            self._record.host_steps[self._step] = (closed.start_ns, closed.end_ns)
+        return True
+
+    def _switch(self, what: Switch) -> bool:
+        self._thread = what.thread
+        self._open.setdefault(what.thread, [])
+        return True
+
+    def _spend(self, what: Spend) -> bool:
+        self._clock_ns += what.ns
+        return True
+
+    def _begin_step(self, what: Step) -> bool:
+        self._step = what.number
+        return True
+
+    def _runtime(self, name: str, start_ns: int, end_ns: int) -> int:
+        """Note a runtime call, and return its correlation."""
+        self._correlations += 1
+        self._clock_ns = end_ns
+        self._record.slices.append(
+            HostSlice(self._thread, name, "cuda_runtime", start_ns, end_ns, self._owner, self._correlations)
+        )
+        return self._correlations
+
+    @property
+    def _owner(self) -> int:
+        slices = self._open[self._thread]
+        return slices[-1].id if slices else 0
+
+    # The device ------------------------------------------------------------------------------------------------------
+    def _launch(self, what: Launch) -> bool:
+        device, kernel = self._device, what.kernel
+        if device.launched - device.done >= self._depth:
+            self._is_held_back = True
+            return False
+        start_ns = max(self._clock_ns, device.last_end_ns) if self._is_held_back else self._clock_ns
+        self._is_held_back = False
+        took_ns = max(1, round(self._launch_ns * self._engine.jitter(what.key)))
+        call = _LAUNCH_CALLS.get(kernel.kind, "cudaLaunchKernelExC" if kernel.collective else "cudaLaunchKernel")
+        correlation = self._runtime(call, start_ns, start_ns + took_ns)
+        remaining_ns = self._engine.duration_ns(device, kernel, what.key, self._step)
+        work = Work(kernel, self._step, correlation, self._owner, remaining_ns)
+        if kernel.collective is not None:
+            work.transfer = self._engine.issue(device, kernel, what.key, self._step)
+        device.launched += 1
+        if device.shares_queue:
+            device.queue.append(work)
+        self._engine.enqueue(device.stream(kernel.stream), work, self._clock_ns + _LAUNCH_LATENCY_NS)
+        return True
+
+    def _record_event(self, what: Record) -> bool:
+        correlation = self._runtime("cudaEventRecord", self._clock_ns, self._clock_ns + self._call_ns)
+        event = self._events[what.event] = Event(what.stream, correlation)
+        self._engine.enqueue(self._device.stream(what.stream), Recorded(event), self._clock_ns)
+        return True
+
+    def _wait(self, what: Wait) -> bool:
+        correlation = self._runtime("cudaStreamWaitEvent", self._clock_ns, self._clock_ns + self._call_ns)
+        event = self._events[what.event]
+        self._engine.enqueue(self._device.stream(what.stream), Awaited(event), self._clock_ns)
+        self._record.waits.append(
+            StreamWait(what.stream, event.stream, self._clock_ns, correlation, event.correlation, self._owner)
+        )
+        return True
+
+    def _synchronize(self, what: Synchronize) -> bool:
+        event, start_ns = self._events[what.event], self._clock_ns
+        if event.done_ns is None:
+            return False
+        correlation = self._runtime(what.call, start_ns, max(start_ns, event.done_ns) + self._call_ns)
+        self._record.host_waits.append(
+            HostWait(what.call, start_ns, self._clock_ns, event.stream, correlation, event.correlation, self._owner)
+        )
+        return True
+
+    def _call(self, what: Call) -> bool:
+        if what.drains and self._device.done < self._device.launched:
+            return False
+        start_ns = self._clock_ns
+        drained_ns = max(start_ns, self._device.last_end_ns) if what.drains else start_ns
+        correlation = self._runtime(what.name, start_ns, drained_ns + what.ns)
+        if what.name == "cudaDeviceSynchronize":
+            self._record.host_waits.append(
+                HostWait(what.name, start_ns, self._clock_ns, None, correlation, 0, self._owner)
+            )
+        return True
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+    def _take(self, what: Take) -> bool:
+        self._memory.take(what.buffer, what.bytes, self._thread, self._clock_ns)
+        return True
+
+    def _give(self, what: Give) -> bool:
+        self._memory.give(what.buffer, self._thread, self._clock_ns)
+        return True
+
+    def _flush(self, what: Flush) -> bool:
+        self._memory.flush(empties=what.empties)
+        return True

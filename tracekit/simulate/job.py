@@ -1,0 +1,123 @@
+"""What is simulated: a training job, and the troubles that it has."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tracekit.errors import InputError
+from tracekit.simulate.hardware import Hardware
+from tracekit.simulate.models import Model
+
+DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = "ddp", "fsdp1", "fsdp2", "hsdp", "yafsdp", "yafsdp-v1"
+STRATEGIES: Mapping[str, str] = {
+    DDP: "weights on every rank, gradients all-reduced layer by layer",
+    FSDP1: "FullyShardedDataParallel: gradients prepared on the stream that reduces them",
+    FSDP2: "fully_shard: gradients packed on the compute stream, the host never held back",
+    HSDP: "fully_shard inside a node, all-reduce across nodes",
+    YAFSDP: "this project's YaFSDP: two alternating buffers, gradients prepared on the compute stream",
+    YAFSDP_V1: "YaFSDP as published in May 2024: deferred reduce-scatters, the cast on the communication stream",
+}
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """What is wrong with a job beyond what its strategy costs by itself. The default is nothing.
+
+    Factors are 1 where nothing is slower; times are in ns; steps count from 0.
+    """
+
+    slow_ranks: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    """By rank: how many times as long its kernels take, and from which step on."""
+    slow_links: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    """By rank: how many times as long the collectives through its network link take, and from which step on."""
+    launch_delay_ns: int = 0
+    """Host time lost in Python before each layer's forward pass."""
+    reading_ns: int | None = None
+    """Host time spent on each layer's output, which is read for it and so waits for the device; None: it isn't read."""
+    data_stall_ns: int = 0
+    """Time that each batch takes to come, nothing being launched meanwhile."""
+    save_ns: int = 0
+    """How long a checkpoint blocks training after `save_step`."""
+    save_step: int = 0
+    retry_steps: tuple[int, ...] = ()
+    """Steps in which the allocator frees its cache and takes memory anew."""
+    retry_calls: int = 24
+    prefetches: bool = True
+    shares_queue: bool = False
+    """Whether all streams are fed by one queue, so that no kernel starts before all launched earlier have started."""
+    collectives_per_unit: int = 1
+    reduces_every_micro_batch: bool = False
+    prepares_on_communication: bool = False
+    """Whether gradients are cast and divided on the communication stream where the strategy doesn't do so."""
+    ideal_links: bool = False
+    """Whether collectives take no time: to find what communication costs."""
+    ideal_host: bool = False
+    """Whether the host takes no time: to find what launching late costs."""
+    extra_checkpointed_layers: int = 0
+    """Layers that recompute although their activations fit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job: `batch` sequences of `seq` tokens per GPU and micro-batch, in `steps` recorded steps.
+
+    Raises InputError where it makes no sense or does not fit into memory.
+    """
+
+    strategy: str
+    model: Model
+    hardware: Hardware
+    gpus: int
+    seq: int
+    batch: int = 1
+    micro_batches: int = 1
+    checkpoint_layers: int = 0
+    steps: int = 3
+    seed: int = 0
+    ranks_written: int = 8
+    step_overhead_ns: int = 0
+    """Device time that every step takes besides: logging, clipping, optimizer launches."""
+    troubles: Troubles = field(default_factory=Troubles)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise InputError(f"{self.strategy!r} is no strategy; there are: {', '.join(STRATEGIES)}")
+        for name in ("gpus", "seq", "batch", "micro_batches", "steps", "ranks_written"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be 1 or more")
+        if self.gpus < 2:
+            raise InputError("--gpus is 1; a sharded step needs 2 or more")
+        if not 0 <= self.checkpoint_layers <= self.model.layers:
+            raise InputError(f"--checkpoint-layers is {self.checkpoint_layers}; there are {self.model.layers} layers")
+        if self.strategy == HSDP and (self.gpus % self.node or self.gpus == self.node):
+            raise InputError(
+                f"--strategy hsdp needs several full nodes of {self.hardware.gpus_per_node} GPUs; --gpus is {self.gpus}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of one micro-batch on one GPU."""
+        return self.batch * self.seq
+
+    @property
+    def node(self) -> int:
+        """Return how many GPUs of a node the job uses."""
+        return min(self.hardware.gpus_per_node, self.gpus)
+
+    @property
+    def shards(self) -> int:
+        """Return over how many ranks a unit is sharded: 1 for DDP."""
+        return {DDP: 1, HSDP: self.node}.get(self.strategy, self.gpus)
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Return how many layers recompute their activations, counted from the first."""
+        return min(self.checkpoint_layers + self.troubles.extra_checkpointed_layers, self.model.layers)
+
+    @property
+    def simulated_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that are simulated one by one: those written, and those with troubles of their own.
+
+        The others are taken to behave as these do at their best: nobody waits for them.
+        """
+        troubled = {*self.troubles.slow_ranks, *self.troubles.slow_links}
+        return tuple(sorted({*range(min(self.ranks_written, self.gpus)), *troubled}))

@@ -1,0 +1,87 @@
+"""The caching allocator of one simulated rank, as far as a trace shows it: what is allocated, what is reserved."""
+
+from tracekit.errors import InputError
+from tracekit.simulate.costs import REDUCED_BYTES, WEIGHT_BYTES
+from tracekit.simulate.hardware import GIB
+from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
+from tracekit.simulate.recording import Allocation, RankRecord
+
+_SEGMENT_BYTES = 2 << 20
+_STATE_BYTES = 16  # per parameter and shard: fp32 weight, gradient and two moments
+_ACTIVATION_BYTES, _INPUT_BYTES = 40.5, 2  # per token and unit of width, of a layer kept and of one recomputed
+_LOGIT_BYTES = 6
+
+
+class Memory:
+    """What is allocated now. The cache holds from the start what a step needs at most."""
+
+    def __init__(self, job: Job, record: RankRecord) -> None:
+        self._record = record
+        self._allocated = static_bytes(job)
+        self._full = self._reserved = rounded(peak_bytes(job))
+        self._buffers: dict[str, tuple[int, int]] = {}
+        self._addresses = 0x7F00_0000_0000
+
+    def take(self, buffer: str, size_bytes: int, thread: int, at_ns: int) -> None:
+        """Allocate a buffer."""
+        size = rounded(size_bytes)
+        self._addresses += size
+        self._buffers[buffer] = (self._addresses, size)
+        self._note(thread, at_ns, self._addresses, size)
+
+    def give(self, buffer: str, thread: int, at_ns: int) -> None:
+        """Free a buffer, if it was allocated."""
+        if buffer in self._buffers:
+            address, size = self._buffers.pop(buffer)
+            self._addresses = 0x7F00_0000_0000 if not self._buffers else self._addresses
+            self._note(thread, at_ns, address, -size)
+
+    def flush(self, *, empties: bool) -> None:
+        """Give the cache back to the device, or take it anew."""
+        self._reserved = rounded(self._allocated) if empties else self._full
+
+    def _note(self, thread: int, at_ns: int, address: int, delta_bytes: int) -> None:
+        self._allocated += delta_bytes
+        self._reserved = max(self._reserved, self._allocated)
+        self._record.allocations.append(
+            Allocation(thread, at_ns, address, delta_bytes, self._allocated, self._reserved)
+        )
+
+
+def static_bytes(job: Job) -> int:
+    """Return what a rank holds all the time: its share of weights, gradients and optimizer, and YaFSDP's buffers."""
+    model = job.model
+    held = _STATE_BYTES * model.parameters // job.shards
+    if job.strategy in (YAFSDP, YAFSDP_V1):
+        per_unit = 2 * (WEIGHT_BYTES + REDUCED_BYTES)
+        held += per_unit * model.layer_parameters + (WEIGHT_BYTES + REDUCED_BYTES) * 2 * model.outer_parameters
+    return rounded(held)
+
+
+def peak_bytes(job: Job) -> int:
+    """Return what a rank needs at most in a step: what it holds, activations, logits, and buffers for two units."""
+    model, width_tokens = job.model, job.model.width * job.tokens
+    kept = job.model.layers - job.recomputed_layers
+    activations = (_ACTIVATION_BYTES * kept + _INPUT_BYTES * job.recomputed_layers) * width_tokens
+    recomputing = _ACTIVATION_BYTES * width_tokens if job.recomputed_layers else 0
+    logits = _LOGIT_BYTES * model.vocabulary * job.tokens
+    buffers = 0
+    if job.strategy not in (YAFSDP, YAFSDP_V1):
+        layer = (2 * WEIGHT_BYTES * 2 + REDUCED_BYTES) * model.layer_parameters
+        buffers = layer + (WEIGHT_BYTES * 2 + REDUCED_BYTES) * 2 * model.outer_parameters
+    return round(static_bytes(job) + activations + recomputing + logits + buffers)
+
+
+def require_fit(job: Job) -> None:
+    """Raise InputError if a job does not fit into its GPUs' memory, saying what would help."""
+    needed, there = peak_bytes(job), job.hardware.memory_bytes
+    if needed > there:
+        raise InputError(
+            f"{job.model.name} needs about {needed / GIB:.0f} GiB on each of {job.gpus} GPUs, {job.hardware.name} has "
+            f"{there / GIB:.0f}: use more GPUs, a smaller --batch or --seq, or more --checkpoint-layers"
+        )
+
+
+def rounded(size_bytes: float) -> int:
+    """Return a size rounded up to what the allocator takes from the device at once."""
+    return -(-round(size_bytes) // _SEGMENT_BYTES) * _SEGMENT_BYTES

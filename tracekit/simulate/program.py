@@ -1,0 +1,215 @@
+"""What a rank's host does, as a list of instructions, and the kernels it launches. All ranks run the same program."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+COMPUTE, COMMUNICATION, COPY = "compute", "communication", "copy"
+MAIN_STREAM, GATHER_STREAM, REDUCE_STREAM, COPY_IN_STREAM, ALL_REDUCE_STREAM = 7, 20, 24, 28, 32
+MAIN_THREAD, AUTOGRAD_THREAD = 4242, 4243
+
+SHARD, REPLICATE = "shard", "replicate"
+"""Process groups: the ranks over which units are sharded, and those that hold the same shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective's message: `op` as NCCL's kernels name it, elements in and out per rank."""
+
+    op: str
+    group: str
+    dtype: str
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Work on a stream. `work_ns` is what it takes alone; a collective's follows from its message.
+
+    `pieces` says how often it must get its multiprocessors back: of how many kernels its tensor's work consists.
+    """
+
+    name: str
+    kind: str
+    stream: int
+    work_ns: int = 0
+    pieces: int = 1
+    blocks: int = 1
+    bytes: int | None = None
+    collective: Collective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A host slice begins. `category` is Kineto's."""
+
+    name: str
+    category: str
+    cost_ns: int
+    args: dict[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The innermost open slice of the thread ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """The work goes on on another thread; the one left waits."""
+
+    thread: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spend:
+    """Host time passes: Python, or waiting for data."""
+
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A runtime call that takes host time. `drains` makes it wait until the device has done all that was launched."""
+
+    name: str
+    ns: int
+    drains: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel is launched. `key` stays the same whatever else the program holds, so that jitter does too."""
+
+    kernel: Kernel
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An event is recorded on a stream."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stream waits for an event."""
+
+    event: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronize:
+    """The host waits for an event."""
+
+    event: int
+    call: str
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The allocator gives memory to `buffer`."""
+
+    buffer: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """The memory of `buffer` goes back to the allocator."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The allocator gives its cache back to the device (True), or takes as much anew (False)."""
+
+    empties: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step begins; what is launched from here on belongs to it."""
+
+    number: int
+
+
+Instruction: TypeAlias = (
+    Open | Close | Switch | Spend | Call | Launch | Record | Wait | Synchronize | Take | Give | Flush | Step
+)
+
+
+@dataclass
+class Host:
+    """Writes a program down, in the order in which the host does things."""
+
+    op_ns: int
+    program: list[Instruction] = field(default_factory=list)
+    thread: int = MAIN_THREAD
+    _events: int = 0
+    _place: str = ""
+    _launched: dict[str, int] = field(default_factory=dict)
+
+    def begin(self, place: str) -> None:
+        """Say where in the training the next launches stand: step, micro-batch, phase and unit."""
+        self._place = place
+        self._launched = {}
+
+    @contextmanager
+    def span(
+        self, name: str, category: str = "user_annotation", *, cost_ns: int = 0, args: dict[str, object] | None = None
+    ) -> Iterator[None]:
+        """Surround what is written meanwhile by a slice."""
+        self.program.append(Open(name, category, cost_ns, args))
+        yield
+        self.program.append(Close())
+
+    @contextmanager
+    def op(self, name: str, args: dict[str, object] | None = None) -> Iterator[None]:
+        """Surround what is written meanwhile by a dispatcher op, with the host time of one."""
+        with self.span(name, "cpu_op", cost_ns=self.op_ns, args=args):
+            yield
+
+    @contextmanager
+    def on(self, thread: int) -> Iterator[None]:
+        """Let another thread do what is written meanwhile."""
+        before, self.thread = self.thread, thread
+        self.program.append(Switch(thread))
+        yield
+        self.thread = before
+        self.program.append(Switch(before))
+
+    def launch(self, kernel: Kernel) -> None:
+        """Launch a kernel."""
+        count = self._launched[kernel.name] = self._launched.get(kernel.name, -1) + 1
+        self.program.append(Launch(kernel, zlib.crc32(f"{self._place} {kernel.name} {count}".encode())))
+
+    def run(self, op: str, kernel: Kernel, args: dict[str, object] | None = None) -> None:
+        """Run an op that launches one kernel."""
+        with self.op(op, args):
+            self.launch(kernel)
+
+    def record(self, stream: int) -> int:
+        """Record an event on a stream and return its number."""
+        self._events += 1
+        self.program.append(Record(self._events, stream))
+        return self._events
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let a stream wait for an event."""
+        self.program.append(Wait(event, stream))
+
+    def follow(self, stream: int, leader: int) -> None:
+        """Let a stream wait for all that another has been given so far (wait_stream)."""
+        self.wait(stream, self.record(leader))
+
+    def add(self, instruction: Instruction) -> None:
+        """Write any other instruction down."""
+        self.program.append(instruction)

@@ -1,0 +1,144 @@
+"""A simulated run on disk: traces, metrics, checkpoint logs, run.json and truth.json, all marked as simulated."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tracekit import conventions
+from tracekit.errors import InputError
+from tracekit.simulate import engine, faults, kineto, memory, truth
+from tracekit.simulate.faults import Asked
+from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
+from tracekit.simulate.recording import Recording
+from tracekit.simulate.truth import Known
+
+_OURS = (
+    f"rank*{kineto.TRACE_SUFFIX}",
+    f"rank*{conventions.METRICS_SUFFIX}",
+    f"rank*{conventions.CHECKPOINT_LOG_SUFFIX}",
+)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What was written: the job with its faults, what its ranks did, and what is known of it."""
+
+    job: Job
+    recording: Recording
+    known: list[Known]
+
+
+def simulate(
+    healthy: Job,
+    asked: Sequence[Asked],
+    out: Path,
+    *,
+    arguments: Mapping[str, Any],
+    force: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Simulated:
+    """Simulate a job with the faults asked for, and write its run to the folder `out`.
+
+    `arguments` are told in run.json and truth.json as they are. Raises InputError where a fault cannot be had, the job
+    does not fit into memory, or the folder is not empty and `force` is not given: then what a simulation wrote there
+    before is replaced.
+    """
+    job = faults.cause(healthy, asked)
+    memory.require_fit(job)
+    _make_room(out, force=force)
+    recording = engine.simulate(job)
+    known = truth.known_faults(healthy, asked, job, recording)
+    written = [rank for rank in job.simulated_ranks if rank in recording.ranks]
+    for done, rank in enumerate(written, 1):
+        record = recording.ranks[rank]
+        kineto.write(out / conventions.rank_file(rank, kineto.TRACE_SUFFIX), job, record)
+        _write_lines(out / conventions.rank_file(rank, conventions.METRICS_SUFFIX), _metrics(job, recording, rank))
+        if job.troubles.save_ns:
+            _write_lines(
+                out / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX), _saves(job, recording, rank)
+            )
+        if on_progress:
+            on_progress(done, len(written))
+    told = dict(arguments)
+    _write(out / conventions.MANIFEST_FILE, _manifest(job, told))
+    _write(out / conventions.TRUTH_FILE, truth.as_json(told, known))
+    return Simulated(job, recording, known)
+
+
+def _make_room(out: Path, *, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; name a folder for the run")
+    if out.is_dir() and any(out.iterdir()):
+        if not force:
+            raise InputError(f"{out} is not empty; name another folder, or replace the simulated run there by --force")
+        for pattern in _OURS:
+            for file in out.glob(pattern):
+                file.unlink()
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _manifest(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    hardware = asdict(job.hardware)
+    return {
+        "schema": conventions.RUN_SCHEMA,
+        "simulated": True,
+        "created_ns": kineto.BASE_NS,
+        "strategy": YAFSDP if job.strategy == YAFSDP_V1 else job.strategy,
+        "world_size": job.gpus,
+        "model": {**asdict(job.model), "parameters": job.model.parameters},
+        "arguments": dict(arguments),
+        "device": "cuda",
+        "device_name": f"{job.hardware.device_name} (simulated)",
+        "hardware": hardware,
+    }
+
+
+def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
+    record, troubles = recording.ranks[rank], job.troubles
+    lines: list[dict[str, Any]] = []
+    retries = 0
+    for step, (start_ns, end_ns) in sorted(record.account.windows.items()):
+        retries += step in troubles.retry_steps
+        lines.append(
+            {
+                "simulated": True,
+                "step": step,
+                conventions.STEP_TIME_METRIC: end_ns - start_ns,
+                conventions.TOKENS_METRIC: 1e9 * job.tokens * job.micro_batches / max(1, end_ns - start_ns),
+                conventions.RESERVED_METRIC: memory.rounded(memory.peak_bytes(job)),
+                conventions.ALLOC_RETRIES_METRIC: retries,
+            }
+        )
+    return lines
+
+
+def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
+    step = job.troubles.save_step
+    end_ns = kineto.BASE_NS + recording.ranks[rank].host_steps[step][1]
+    common = {
+        "simulated": True,
+        "checkpoint": f"step-{step + 1}",
+        "operation": "save",
+        "step": step + 1,
+        "start_ns": end_ns - job.troubles.save_ns,
+        "blocking": True,
+        "rank": rank,
+    }
+    stages = ((conventions.WRITE, job.troubles.save_ns), (conventions.TOTAL, job.troubles.save_ns))
+    return [{**common, "stage": stage, "dur_ns": dur_ns} for stage, dur_ns in stages]
+
+
+def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    _replace(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    _replace(path, json.dumps(content, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
