@@ -276,7 +276,7 @@ def by_hand(trace):
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(random_traces)
 def test_gaps_are_those_of_a_mask_and_causes_tile_them(trace):
     gaps, causes = communication_gaps(trace), gap_causes(trace)

@@ -96,7 +96,7 @@ def test_preparation_that_crawls_opens_a_gap_and_then_the_same_gap_in_compute():
     assert second["preparation_ns"] == 2 * late.UNIT_NS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(random_traces)
 def test_causes_tile_the_gaps_in_compute_and_chains_keep_all_time(trace):
     tiles(compute_gaps(trace), compute_gap_causes(trace))

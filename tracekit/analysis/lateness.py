@@ -22,8 +22,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
 
     Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth
     (which of that name in its step it is, from 0, so that a place can be found again in other steps), detail
-    (`hosts.DOINGS`), synced (whether the device ran dry while the host waited for it), start_ns (of the first piece),
-    dur_ns; one row per gap and detail.
+    (`hosts.DOINGS`), synced (whether the device ran dry while the host waited for it, rate limiters apart), start_ns
+    (of the first piece), dur_ns; one row per gap and detail.
     """
     pieces = waiting.compute_gap_causes(trace)
     late = pieces.filter(pl.col("cause") == causes.HOST)
@@ -31,8 +31,8 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
         return pl.DataFrame(schema=GAP_COLUMNS)
     started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
     doing = hosts.doing(trace, started["idle_ns"].to_numpy() - 1)
-    dry = started.select("gap", pl.Series("dry", hosts.is_synchronizing(doing)))
-    waits = pl.col("detail").is_in([hosts.SYNCHRONIZE, hosts.RATE_LIMITER])
+    dry = started.select("gap", pl.Series("dry", doing == hosts.DOINGS.index(hosts.SYNCHRONIZE)))
+    waits = pl.col("detail") == hosts.SYNCHRONIZE
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))
         .group_by(*_KEY, maintain_order=True)

@@ -82,8 +82,8 @@ class ExposedCommunication(Rule):
 class PreparationGap(Rule):
     """Collectives that start late because of the copies and casts that prepare them, and compute that waits for that.
 
-    What it does: reports steps in which compute waits more than `min_lost_ratio` of the time for collectives that were
-    held up by the own time of their preparation: copy-in, concatenation, cast, divide.
+    What it does: tells, as information, in which runs compute waits more than `min_lost_ratio` of the step for
+    collectives that were held up by the own time of their preparation: copy-in, concatenation, cast, divide.
 
     Why it costs: while a collective is prepared the network idles, and where compute then waits for that collective,
     it waits for its preparation too. What contention adds to the preparation is STREAM001's.
@@ -123,7 +123,7 @@ class PreparationGap(Rule):
         others = chains.join(own, on=["window", "rank", "communication_gap"], how="anti")
         yield Finding(
             self.code,
-            Severity.WARNING,
+            Severity.INFO,
             f"Preparing collectives keeps them waiting for {units.duration(int(own['preparation_ns'].sum()))} in "
             f"{typical.in_words(worst)}, and compute waits {units.duration(worst['lost_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) for that.",

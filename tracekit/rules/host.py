@@ -56,7 +56,7 @@ class LateLaunch(Rule):
 
     code: ClassVar[str] = "HOST001"
     facts: ClassVar[tuple[Fact, ...]] = _FACTS
-    min_late_ratio: float = 0.1
+    min_late_ratio: float = 0.05
     min_pause_ns: int = 2_000_000
 
     def check(self, run: Run) -> Iterator[Finding]:

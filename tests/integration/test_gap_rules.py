@@ -1,0 +1,90 @@
+"""The rules that gaps give, on recorded samples of faults beside their healthy twins, and on simulated runs."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests import commands
+from tracekit.analysis import causes, gaps, waiting
+from tracekit.rule import Severity
+from tracekit.rules.comm import PreparationGap
+from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
+from tracekit.rules.rank import Straggler
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+RULES = (LateLaunch, BlockingSync, DataStall, Straggler, PreparationGap)
+
+
+def codes(run):
+    return {finding.code: finding for rule in RULES for finding in rule().check(run)}
+
+
+@pytest.mark.parametrize(
+    ("sample", "code"),
+    [("late-launch", "HOST001"), ("host-sync", "HOST002"), ("dataloader", "HOST003"), ("slow-rank", "RANK001")],
+)
+def test_a_recorded_fault_is_found_and_nothing_else(sample, code):
+    found = codes(tracekit.load(SAMPLES / "faults" / sample))
+    assert set(found) == {code}
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    ["healthy-ddp", "healthy-fsdp2", "healthy-save", "healthy-background-save", "../demo-fsdp2", "../demo-yafsdp"],
+)
+def test_healthy_recordings_are_left_alone(healthy):
+    assert codes(tracekit.load((SAMPLES / "faults" / healthy).resolve())) == {}
+
+
+def test_the_delay_that_was_caused_is_the_delay_that_is_found():
+    # Ten milliseconds of sleep before each of two layers, on a machine that may take longer to wake up.
+    (found,) = LateLaunch().check(tracekit.load(SAMPLES / "faults" / "late-launch"))
+    slept = found.evidence.filter(pl.col("step") == found.evidence["step"][0], pl.col("dur_ns") >= 10_000_000)
+    assert slept.height >= 2
+    assert found.cost_ns >= 20_000_000
+
+
+def test_the_straggler_is_named():
+    (found,) = Straggler().check(tracekit.load(SAMPLES / "faults" / "slow-rank"))
+    assert found.ranks == (1,)
+
+
+@pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
+def test_causes_of_recorded_runs_sum_to_the_gaps(name):
+    run = tracekit.load(SAMPLES / name)
+    for trace in run.traces():
+        for found, pieces in (
+            (gaps.communication_gaps(trace), causes.gap_causes(trace)),
+            (gaps.compute_gaps(trace), waiting.compute_gap_causes(trace)),
+        ):
+            assert found.height
+            assert pieces.group_by("gap", maintain_order=True).agg(pl.col("dur_ns").sum()).rows() == (
+                found.select("gap", "dur_ns").rows()
+            )
+    across = run.across(waiting.compute_gap_causes_across)
+    assert across["dur_ns"].sum() == run.table(waiting.compute_gap_causes)["dur_ns"].sum()
+    assert across.filter(pl.col("cause") == causes.PEER).height
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    [
+        ("fsdp1", "late-launch"),
+        ("yafsdp", "dataloader-stall"),
+        ("fsdp2", "host-sync"),
+        ("yafsdp", "slow-rank"),
+        ("fsdp2", None),
+    ],
+)
+def test_a_simulated_fault_is_found_and_nothing_else(strategy, fault, tmp_path):
+    arguments = ["--strategy", strategy, "--model", "llama2-7b", "--layers", "4", "--gpus", "4", "--seq", "2048"]
+    arguments += ["--hardware", "a100-80", "--seed", "11", *(("--fault", fault) if fault else ()), "--out", "run"]
+    done = commands.tracekit("simulate", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    truth = json.loads((tmp_path / "run" / "truth.json").read_text())
+    asked = {each["code"] for each in truth["faults"] if each["fault"] == fault}
+    warned = {code for code, found in codes(tracekit.load(tmp_path / "run")).items() if found.severity > Severity.INFO}
+    assert warned == asked
