@@ -1,6 +1,8 @@
 """``tracekit plan``: sizing, before anything runs."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,13 +12,13 @@ from tracekit.cli import output
 from tracekit.cli.output import Format, Output, TextOrJson
 from tracekit.errors import ConfigError
 
-plan = typer.Typer(help="Size checkpoints and storage before anything runs.", no_args_is_help=True)
+plan = typer.Typer(help="Size checkpoints, memory and pipelines before anything runs.", no_args_is_help=True)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
 
 
 @plan.callback()
 def _plans() -> None:
-    """Size checkpoints and storage before anything runs."""
+    """Size checkpoints, memory and pipelines before anything runs."""
 
 
 @plan.command(short_help="Size, bandwidth, overhead and best interval of checkpoints.")
@@ -42,7 +44,6 @@ def checkpoint(
     Restore time needs --read-bandwidth, the best interval --mtbf, goodput both; without them they are null.
     """
     import dataclasses
-    import json
 
     from tracekit.plan import checkpoint as planned
 
@@ -54,7 +55,46 @@ def checkpoint(
         mtbf_s=None if mtbf is None else _seconds("--mtbf", mtbf),
         bytes_per_param=bytes_per_param,
     )
-    values: dict[str, float | None] = dataclasses.asdict(result)
+    _emit(dataclasses.asdict(result), table_format, out)
+
+
+@plan.command(short_help="Weights, gradients and optimizer of one rank.")
+def memory(
+    *,
+    params: Annotated[float, typer.Option("--params", help="Parameters of the model.")],
+    dp: Annotated[int, typer.Option(help="Ranks that share the state.")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
+    table_format: TextOrJson = Format.TEXT,
+    out: Output = None,
+) -> None:
+    """Say what weights, gradients and mixed-precision Adam take on each rank, without activations and buffers."""
+    import dataclasses
+
+    from tracekit.plan import memory as planned
+
+    _emit(dataclasses.asdict(planned.state(params, ranks=dp, zero=zero)), table_format, out)
+
+
+@plan.command(short_help="Idle time of a pipeline.")
+def pipeline(
+    *,
+    stages: Annotated[int, typer.Option(help="Pipeline stages.")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
+    chunks: Annotated[int, typer.Option(help="Model chunks per rank; above 1 is interleaved.")] = 1,
+    table_format: TextOrJson = Format.TEXT,
+    out: Output = None,
+) -> None:
+    """Say how long a pipeline stands idle, relative to its ideal time and as a share of the whole."""
+    import dataclasses
+
+    from tracekit.plan import pipeline as planned
+
+    _emit(dataclasses.asdict(planned.bubble(stages, micro_batches, chunks=chunks)), table_format, out)
+
+
+def _emit(values: Mapping[str, float | None], table_format: Format, out: Path | None) -> None:
+    import json
+
     if table_format is Format.JSON:
         output.emit(json.dumps(values, indent=2) + "\n", out)
     else:
