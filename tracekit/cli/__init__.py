@@ -21,6 +21,7 @@ from tracekit.cli.export import export
 from tracekit.cli.kernels import kernels
 from tracekit.cli.memory import memory
 from tracekit.cli.ops import ops
+from tracekit.cli.plan import plan
 from tracekit.cli.query import query
 from tracekit.cli.record import PASS_ON, gather, record
 from tracekit.cli.rules import explain, rules
@@ -63,6 +64,7 @@ for command, in_short in (
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
     app.command(short_help=in_short, context_settings=PASS_ON if command in (record, gather) else None)(command)
+app.add_typer(plan, name="plan")
 
 
 def main() -> None:

@@ -1,0 +1,150 @@
+"""How large a checkpoint is, who writes it, what that costs, and how often to do it.
+
+Sizes and layouts follow Megatron-LM (arXiv 2104.04473, section 5.10); intervals Young (1974) and Daly (2006).
+"""
+
+import math
+from dataclasses import dataclass
+
+from tracekit.errors import ConfigError
+
+ADAM_BYTES_PER_PARAM = 14.0
+"""Mixed-precision Adam without gradients: weights of 2 B, and of 4 B each master weights and both moments."""
+WEIGHT_BYTES_PER_PARAM = 2.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on GPUs: ranks per axis, ZeRO stage (3 is FSDP), GPUs per node."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 0
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.dp, self.gpus_per_node) < 1:
+            raise ConfigError("tp, pp, dp and GPUs per node must be 1 or more")
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"ZeRO stage {self.zero} does not exist: 0, 1, 2 or 3")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bandwidths of storage in bytes/s: of all nodes together, and the most that one node writes; None: not known."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float | None = None
+    node_write_bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for value in (self.write_bytes_per_second, self.read_bytes_per_second, self.node_write_bytes_per_second):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"a bandwidth of {value:g} bytes/s is not possible: it must be above 0")
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What saving and restoring cost. Times in s; None where an input that it needs was not given."""
+
+    checkpoint_bytes: float
+    writers: int
+    write_seconds: float
+    write_bytes_per_second: float
+    write_bytes_per_second_per_gpu: float
+    write_bytes_per_second_per_node: float
+    overhead_ratio: float
+    restore_bytes_per_second: float
+    restore_seconds: float | None
+    restore_amplification: float
+    young_interval_seconds: float | None
+    daly_interval_seconds: float | None
+    goodput_ratio: float | None
+
+
+def checkpoint(
+    params: float,
+    layout: Layout,
+    storage: Storage,
+    *,
+    interval_s: float,
+    mtbf_s: float | None = None,
+    bytes_per_param: float = ADAM_BYTES_PER_PARAM,
+) -> CheckpointPlan:
+    """Return the plan of checkpoints of a model of `params` parameters. Raises ConfigError for what cannot be.
+
+    `restore_bytes_per_second` is what a restore needs to take as long as the write. Saves are taken to block training.
+    """
+    for name, value in (("parameters", params), ("interval", interval_s), ("bytes per parameter", bytes_per_param)):
+        _check_positive(name, value)
+    size = params * bytes_per_param
+    nodes = math.ceil(writers(layout) / layout.gpus_per_node)
+    limit = storage.node_write_bytes_per_second
+    bandwidth = min(storage.write_bytes_per_second, math.inf if limit is None else limit * nodes)
+    write_s = size / bandwidth
+    read_again = restore_amplification(layout, bytes_per_param)
+    read = storage.read_bytes_per_second
+    restore_s = None if read is None else size * read_again / read
+    if mtbf_s is not None:
+        _check_positive("mean time between failures", mtbf_s)
+    known = mtbf_s is not None and restore_s is not None
+    return CheckpointPlan(
+        checkpoint_bytes=size,
+        writers=writers(layout),
+        write_seconds=write_s,
+        write_bytes_per_second=bandwidth,
+        write_bytes_per_second_per_gpu=bandwidth / writers(layout),
+        write_bytes_per_second_per_node=bandwidth / nodes,
+        overhead_ratio=write_s / interval_s,
+        restore_bytes_per_second=read_again * bandwidth,
+        restore_seconds=restore_s,
+        restore_amplification=read_again,
+        young_interval_seconds=None if mtbf_s is None else young_s(write_s, mtbf_s),
+        daly_interval_seconds=None if mtbf_s is None else daly_s(write_s, mtbf_s),
+        goodput_ratio=goodput_ratio(write_s, interval_s, mtbf_s or 0, restore_s or 0) if known else None,
+    )
+
+
+def writers(layout: Layout) -> int:
+    """Return how many GPUs write: one replica, unless ZeRO shards what is saved over the data-parallel ranks too."""
+    return layout.tp * layout.pp * (layout.dp if layout.zero else 1)
+
+
+def restore_amplification(layout: Layout, bytes_per_param: float = ADAM_BYTES_PER_PARAM) -> float:
+    """Return bytes read per byte saved where each rank reads all that it holds.
+
+    All is replicated without ZeRO, only the weights with stages 1 and 2: (2 DP + 12) / 14, and nothing with stage 3.
+    """
+    if layout.zero == 3:
+        return 1.0
+    weights = min(WEIGHT_BYTES_PER_PARAM, bytes_per_param) if layout.zero else bytes_per_param
+    return (weights * layout.dp + bytes_per_param - weights) / bytes_per_param
+
+
+def young_s(write_s: float, mtbf_s: float) -> float:
+    """Return the interval that loses least, to first order: √(2 δ M), in s (Young 1974)."""
+    return math.sqrt(2 * write_s * mtbf_s)
+
+
+def daly_s(write_s: float, mtbf_s: float) -> float:
+    """Return the interval that loses least, to higher order, in s (Daly 2006, equation 37); M from δ = 2 M on."""
+    if write_s >= 2 * mtbf_s:
+        return mtbf_s
+    x = write_s / (2 * mtbf_s)
+    return young_s(write_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - write_s
+
+
+def waste_ratio(write_s: float, interval_s: float, mtbf_s: float) -> float:
+    """Return the share of time lost to saving and to repeating work, to first order: δ/W + W/2M."""
+    return write_s / interval_s + interval_s / (2 * mtbf_s)
+
+
+def goodput_ratio(write_s: float, interval_s: float, mtbf_s: float, restore_s: float) -> float:
+    """Return the share of time that trains, to first order: 1 − waste − R/M, and never below 0."""
+    return max(0.0, 1 - waste_ratio(write_s, interval_s, mtbf_s) - restore_s / mtbf_s)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} of {value:g} is not possible: it must be above 0")
