@@ -1,12 +1,15 @@
 """What all tests share: golden files, rewritten by ``pytest --update-golden`` and then reviewed as code, and long lists
 of cases, of which a run takes a fifth and ``pytest --thorough`` all."""
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+
+from tests import rotation
 
 GOLDEN = Path(__file__).parent / "golden"
 TAKEN = 5
@@ -16,6 +19,11 @@ Case = TypeVar("Case")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is found now")
     parser.addoption("--thorough", action="store_true", help=f"try all cases of long lists, not one in {TAKEN}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--thorough"):
+        os.environ[rotation.THOROUGH] = "1"
 
 
 @pytest.fixture

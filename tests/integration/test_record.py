@@ -12,6 +12,7 @@ import pytest
 import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
+from tests.rotation import one_in
 
 WITHOUT_THE_ANALYSIS = """
 import sys
@@ -139,7 +140,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("end", "code", "steps", "words"), ENDS, ids=[end[0] for end in ENDS])
+@pytest.mark.parametrize(("end", "code", "steps", "words"), one_in(2, ENDS), ids=lambda value: str(value)[:12])
 def test_however_a_training_ends_it_ends_so_and_one_line_says_what_there_is(
     tmp_path: Path, end: str, code: int, steps: "list[int] | None", words: str
 ) -> None:
@@ -166,7 +167,7 @@ def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     assert "tracekit: recorded ranks 0, 1 in run" in done.said
 
 
-@pytest.mark.parametrize("way", ["in-backward", "compiled", "closure", "thread"])
+@pytest.mark.parametrize("way", one_in(2, ["in-backward", "compiled", "closure", "thread"]))
 def test_whatever_way_optimizers_step_steps_are_counted(tmp_path: Path, way: str) -> None:
     alone = do(script("plain_odd.py", way), tmp_path)
     done = do(command("--quiet", "--steps", "4:7", "--out", "run", "--", *script("plain_odd.py", way)), tmp_path)

@@ -11,6 +11,7 @@ from tests import ranks
 from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import PATHS, Toy
+from tests.rotation import one_in_of
 
 WORLD_SIZES = (1, 2, 3, 4)
 TOLERANCE = 1e-12
@@ -27,7 +28,7 @@ def freeze(toy: Toy) -> None:
     toy.embedding.requires_grad_(False)
 
 
-CASES = {path: Case(path) for path in PATHS} | {
+ALL_CASES = {path: Case(path) for path in PATHS} | {
     "one unit for all": Case(units="root"),
     "no parameters in the root": Case(units="all"),
     "units inside units": Case(units="nested"),
@@ -60,6 +61,7 @@ CASES = {path: Case(path) for path in PATHS} | {
     "gradients zeroed, not dropped": Case(set_to_none=False),
     "gradients of two steps add up": Case(clear_every=2),
 }
+CASES = one_in_of(2, ALL_CASES)
 
 
 BF16 = {
