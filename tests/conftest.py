@@ -3,6 +3,7 @@ of cases, of which a run takes a fifth and ``pytest --thorough`` all."""
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for interrupt in (signal.SIGINT, signal.SIGQUIT):  # ignored where a shell started the tests in the background
+        if signal.getsignal(interrupt) is signal.SIG_IGN:
+            signal.signal(interrupt, signal.default_int_handler if interrupt == signal.SIGINT else signal.SIG_DFL)
     if config.getoption("--thorough"):
         os.environ[rotation.THOROUGH] = "1"
 
