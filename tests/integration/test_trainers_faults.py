@@ -94,7 +94,7 @@ def test_a_slow_rank_computes_longer_and_all_wait_for_it(folder: Path, outcomes:
             min(ms for run in runs for ms in fault_signs.step_times_ms(folder / run, rank, PLAIN))
             for runs in (slow, healthy)
         )
-        assert slow_ms >= healthy_ms + SLOW_RANK_MS / 2
+        assert slow_ms >= healthy_ms + SLOW_RANK_MS / 4
 
 
 def test_late_launch_leaves_nothing_running_before_each_layer(
