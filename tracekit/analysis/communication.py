@@ -18,21 +18,27 @@ def exposed(trace: Trace) -> pl.DataFrame:
     Columns step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity. Where several
     run at once, each counts the same exposed moment, so sums over activities may exceed the breakdown's.
     """
-    work = _of_training(trace)
     known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
-    parts = []
+    return (
+        with_exposure(trace, _of_training(trace))
+        .join(known, on="id", how="left", maintain_order="left")
+        .select(*COLUMNS)
+    )
+
+
+def with_exposure(trace: Trace, work: pl.DataFrame) -> pl.DataFrame:
+    """Return activities (columns device, start_ns, dur_ns and more) by device, with exposed_ns.
+
+    exposed_ns is how long nothing computed on their device meanwhile.
+    """
+    parts = [work.clear().with_columns(pl.lit(0, pl.Int64).alias("exposed_ns"))]
     for device in breakdown.devices(trace):
         compute, _, _ = breakdown.busy(trace, device)
-        mine = work.filter(pl.col("device").eq_missing(device))
+        mine = work.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
         spans = intervals.from_columns(mine["start_ns"], mine["dur_ns"])
         hidden = pl.Series("hidden", intervals.coverage(spans, compute), pl.Int64)
-        parts.append(
-            mine.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns")).join(
-                known, on="id", how="left", maintain_order="left"
-            )
-        )
-    empty = pl.DataFrame(schema=COLUMNS)
-    return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])
+        parts.append(mine.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns")))
+    return pl.concat(parts)
 
 
 def _of_training(trace: Trace) -> pl.DataFrame:
