@@ -36,7 +36,7 @@ def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
 @pytest.mark.parametrize(("threshold", "fires"), [(0.3, True), (0.4, False)])
 def test_the_threshold_itself_is_still_allowed(threshold, fires):
     trace = drawn.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
-    assert bool(judge(trace, max_exposed_ratio=threshold).findings) == fires
+    assert bool(judge(trace, max_exposed_ratio=threshold, min_bare_ratio=1.0).findings) == fires
 
 
 @pytest.mark.parametrize(("bar", "severity"), [(0.4, Severity.WARNING), (0.39, Severity.ERROR)])

@@ -15,7 +15,7 @@ COLUMNS = {
 }  # fmt: skip
 FACTS: tuple[Fact, ...] = (bursts.bursts,)
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-_LEAST_LEVER = 1.5  # how far sizes must lie apart for a line through them to say where it begins
+_LEAST_LEVER = 1.25  # how far sizes must lie apart for a line through them to say where it begins
 _MOST_HOP_NS = 200_000.0  # no link of one machine room takes longer: such a line is bent by something else
 _Floats = npt.NDArray[np.float64]
 

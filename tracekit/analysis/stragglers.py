@@ -31,7 +31,8 @@ def accounts(run: Run) -> pl.DataFrame:
     Columns window, step, order (number of the step among those judged), late_rank, duration_ns (the median over ranks),
     waited_ns (in collectives for it, hidden by compute or not: the median over the other ranks), idle_ns (the part of
     it in which they compute nothing), lost_ns (the larger of idle_ns and of the smaller of waited_ns and of how much
-    longer than it they stand idle in collectives: those behind a hidden wait come late too), lost_ratio, share (of all
+    longer than it they stand idle in collectives: those behind a hidden wait come late too; less what its own
+    collectives keep it longer than others' do, waiting apart: a link's fault), lost_ratio, share (of all
     waiting in the step), late_calls and calls (collectives to which it came last, and all of the step), is_whole
     (whether all ranks of those have a trace); one row per step and rank. Steps that save are left out.
     """
@@ -47,8 +48,8 @@ def accounts(run: Run) -> pl.DataFrame:
     )
     for further in (idle, _exposed_longer(run), _calls(run)):
         late = late.join(further, on=keys, how="left")
-    lost_ns = pl.max_horizontal(pl.min_horizontal("waited_ns", "longer_ns"), "idle_ns")
-    counts = pl.col("waited_ns", "idle_ns", "longer_ns", "late_calls", "calls").fill_null(0)
+    lost_ns = (pl.max_horizontal(pl.min_horizontal("waited_ns", "longer_ns"), "idle_ns") - pl.col("held_ns")).clip(0)
+    counts = pl.col("waited_ns", "idle_ns", "longer_ns", "held_ns", "late_calls", "calls").fill_null(0)
     return (
         late.with_columns(counts, pl.col("share").fill_null(0.0))
         .with_columns(lost_ns.alias("lost_ns"))
@@ -91,15 +92,26 @@ def _idle(run: Run) -> pl.DataFrame:
 
 
 def _exposed_longer(run: Run) -> pl.DataFrame:
-    """Return for each step and rank how much longer the median other rank stands idle in collectives: longer_ns."""
+    """Return for each step and rank how long the median other rank stands idle in collectives beside it.
+
+    longer_ns: how much longer than it; held_ns: how much less long than it, what is known to be waiting apart.
+    """
     steps = run.table(breakdown.by_step).drop_nulls("step")
+    waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
     # Devices of one rank go at one pace: the one that waits least says what the rank itself needs.
-    ranks = steps.group_by(*_KEY, "rank").agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
-    others = ranks.join(ranks.rename({"rank": "late_rank", "exposed_ns": "own_ns"}), on=_KEY).filter(
-        pl.col("rank") != pl.col("late_rank")
+    ranks = (
+        steps.group_by(*_KEY, "rank")
+        .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
+        .join(waits, on=[*_KEY, "rank"], how="left")
+        .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
     )
-    median_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
-    return others.group_by(*_KEY, "late_rank").agg(median_ns.cast(pl.Int64).alias("longer_ns"))
+    own = ranks.select(*_KEY, late_rank="rank", own_ns="exposed_ns", own_moving_ns="moving_ns")
+    others = ranks.join(own, on=_KEY).filter(pl.col("rank") != pl.col("late_rank"))
+    longer_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
+    held_ns = pl.col("own_moving_ns").first() - pl.col("moving_ns").median()
+    return others.group_by(*_KEY, "late_rank").agg(
+        longer_ns.cast(pl.Int64).alias("longer_ns"), held_ns.clip(0).cast(pl.Int64).alias("held_ns")
+    )
 
 
 def _calls(run: Run) -> pl.DataFrame:

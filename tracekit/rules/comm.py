@@ -21,7 +21,8 @@ class ExposedCommunication(Rule):
     """Communication that no compute hides.
 
     What it does: reports runs in which a collective runs while its device computes nothing for more than
-    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`.
+    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`. From `min_bare_ratio` of the step on it
+    tells, as information, where compute hides none of the communication.
 
     Why it costs: a device that waits for a collective earns nothing. What compute hides is free.
 
@@ -46,6 +47,7 @@ class ExposedCommunication(Rule):
     )
     max_exposed_ratio: float = 0.2
     error_exposed_ratio: float = 0.6
+    min_bare_ratio: float = 0.05
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run all of whose steps save cannot be judged."""
@@ -60,13 +62,17 @@ class ExposedCommunication(Rule):
         steps = _steps(run)
         each = typical.of_each(steps, "exposed_ratio")
         over = each.filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
+        severity = Severity.WARNING
+        if over.is_empty():
+            bare = pl.col("overlapped_ns") == 0
+            over, severity = each.filter(bare & (pl.col("exposed_ratio") > self.min_bare_ratio)), Severity.INFO
         if over.is_empty():
             return
         worst = over.row(0, named=True)
         collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
         yield Finding(
             self.code,
-            Severity.ERROR if worst["exposed_ratio"] > self.error_exposed_ratio else Severity.WARNING,
+            Severity.ERROR if worst["exposed_ratio"] > self.error_exposed_ratio else severity,
             _message(worst) + _compared(worst, each),
             _fix(run, worst, typical.here(collectives, worst)),
             impact=worst["exposed_ratio"],

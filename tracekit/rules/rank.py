@@ -26,7 +26,8 @@ class Straggler(Rule):
     How it is measured: collectives are found again on all ranks and clocks aligned by their ends. What a rank waits in
     collectives for the last of those with a trace is put to that one's account, as far as it computes nothing
     meanwhile, or stands idle in collectives for longer than the late one does: where compute hides the waiting, the
-    collectives behind it come late instead. In each step the median over the other ranks counts. Of all waiting in
+    collectives behind it come late instead; what its own collectives keep it longer than others' do is a link's fault
+    (RANK002) and taken off. In each step the median over the other ranks counts. Of all waiting in
     collectives more than half must be for it, and what is lost must not vary by more than `max_spread_ratio` (between
     quartiles, over the median) from step to step: a slow rank is late by the same each time. Differences below the
     residual of the clocks are not told. Steps that save are left out.
@@ -37,7 +38,7 @@ class Straggler(Rule):
 
     Blind spots: needs the traces of several ranks of a group and three collectives that they share; a rank without a
     trace may come later still. Delays that move from rank to rank, as of uneven data, are no one's. A rank that is late
-    because another collective held it up is blamed.
+    because another collective held it up is blamed for the part that its peers' do not take as well.
     """
 
     code: ClassVar[str] = "RANK001"
