@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions, match
-from tracekit.analysis import communication, instances
+from tracekit.analysis import exposure, instances
 from tracekit.trace import Fact, Run, Trace
 
 DESCRIBED_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl.Int64)}
@@ -24,7 +24,7 @@ def exposures(trace: Trace) -> pl.DataFrame:
     """Return for how long nothing computed beside each collective. Columns activity_id, exposed_ns; one row each."""
     lanes = trace.lanes.select("lane", "device")
     calls = trace.activities.filter(pl.col("kind") == "communication").join(lanes, on="lane", maintain_order="left")
-    return communication.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
+    return exposure.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
 
 
 FACTS: tuple[Fact, ...] = (match.calls, described, exposures)

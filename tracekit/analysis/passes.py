@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis import breakdown, communication, launches
+from tracekit.analysis import breakdown, exposure, launches
 from tracekit.analysis.once import once
 from tracekit.trace import Trace
 
@@ -66,7 +66,7 @@ def reductions(trace: Trace) -> pl.DataFrame:
         on="launched_ns", by=["_device", "step"], check_sortedness=False,
     )  # fmt: skip
     told = placed.drop_nulls("backward").join(counts, on=["device", "step"], how="left", nulls_equal=True)
-    return communication.with_exposure(trace, told.sort("start_ns")).select(
+    return exposure.with_exposure(trace, told.sort("start_ns")).select(
         pl.col(name).cast(dtype) for name, dtype in REDUCTION_COLUMNS.items()
     )
 

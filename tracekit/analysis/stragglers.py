@@ -37,13 +37,13 @@ def accounts(run: Run) -> pl.DataFrame:
     (whether all ranks of those have a trace); one row per step and rank. Steps that save are left out.
     """
     waits = run.across(late_calls)
-    steps = _steps(run)
+    judged = steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
-    waited = _of_others(per_rank, steps).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
-    idle = _of_others(_idle(run), steps).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
+    waited = _of_others(per_rank, judged).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
+    idle = _of_others(_idle(run), judged).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
     keys = [*_KEY, "late_rank"]
-    late = steps.join(waits.select(pl.col("late_rank").unique()), how="cross").join(
+    late = judged.join(waits.select(pl.col("late_rank").unique()), how="cross").join(
         waited.select(*keys, "waited_ns", "share"), on=keys, how="left"
     )
     for further in (idle, _exposed_longer(run), _calls(run)):
@@ -62,17 +62,18 @@ def accounts(run: Run) -> pl.DataFrame:
     )  # fmt: skip
 
 
-def _steps(run: Run) -> pl.DataFrame:
+def steps(run: Run) -> pl.DataFrame:
+    """Return the steps that save on no rank: window, step, duration_ns (median), ranks (how many), order (number)."""
     saving = run.table(checkpoint.save_spans).drop_nulls("step").select(_KEY).unique()
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-    judged = steps.group_by(_KEY).agg(
+    each = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
+    judged = each.group_by(_KEY).agg(
         pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks")
     )
     plain = judged.join(saving, on=_KEY, how="anti").sort(_KEY)
     return plain.with_columns(pl.int_range(pl.len()).alias("order"))
 
 
-def _of_others(per_rank: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
+def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
     """Return for each step and late rank the median over all other ranks of wait_ns (median_ns), and its sum (all_ns).
 
     Ranks without a row waited 0.
@@ -81,7 +82,7 @@ def _of_others(per_rank: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
         pl.col("wait_ns").sort(descending=True).alias("each"), pl.col("wait_ns").sum().alias("all_ns")
     )
     middle = pl.col("each").list.get((pl.col("ranks") - 1) // 2, null_on_oob=True)
-    return sums.join(steps.select(*_KEY, "ranks"), on=_KEY).with_columns(middle.fill_null(0).alias("median_ns"))
+    return sums.join(judged.select(*_KEY, "ranks"), on=_KEY).with_columns(middle.fill_null(0).alias("median_ns"))
 
 
 def _idle(run: Run) -> pl.DataFrame:
@@ -96,11 +97,11 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
     longer_ns: how much longer than it; held_ns: how much less long than it, what is known to be waiting apart.
     """
-    steps = run.table(breakdown.by_step).drop_nulls("step")
+    each = run.table(breakdown.by_step).drop_nulls("step")
     waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
     # Devices of one rank go at one pace: the one that waits least says what the rank itself needs.
     ranks = (
-        steps.group_by(*_KEY, "rank")
+        each.group_by(*_KEY, "rank")
         .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
         .join(waits, on=[*_KEY, "rank"], how="left")
         .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))

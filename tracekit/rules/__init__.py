@@ -14,6 +14,7 @@ from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.stream import GiveWay
+from tracekit.rules.uneven import UnevenRanks
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,
@@ -23,6 +24,7 @@ RULES: tuple[type[Rule], ...] = (
     GiveWay,
     Straggler,
     SlowLink,
+    UnevenRanks,
     LateLaunch,
     BlockingSync,
     DataStall,
