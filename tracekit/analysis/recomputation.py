@@ -38,11 +38,11 @@ def regions(trace: Trace) -> pl.DataFrame:
     """
     if not trace.on_device or trace.ops.is_empty():
         return pl.DataFrame(schema=COLUMNS)
-    again = _again(trace)
-    if again.is_empty():
+    repeated = again(trace)
+    if repeated.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
-    found = again.group_by("step", "device", "region", maintain_order=True).agg(
+    found = repeated.group_by("step", "device", "region", maintain_order=True).agg(
         pl.col("unit").drop_nulls().first(),
         pl.col("evidence", "from_ns", "until_ns").first(),
         pl.len().cast(pl.Int64).alias("kernels"),
@@ -54,8 +54,12 @@ def regions(trace: Trace) -> pl.DataFrame:
     return placed.sort("start_ns").select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
 
 
-def _again(trace: Trace) -> pl.DataFrame:
-    """Return the compute that runs again, with its region, and when the host was in it (from_ns, until_ns)."""
+def again(trace: Trace) -> pl.DataFrame:
+    """Return the compute that runs again in backward, of a CPU run too.
+
+    Columns those of activities, device, region, evidence, from_ns and until_ns (when the host was in the region); one
+    row per activity. Without columns where there is none.
+    """
     ops = trace.ops
     parent = ops["parent_id"].fill_null(-1).to_numpy()
     name, backward = pl.col("name"), pl.col("phase").eq_missing(conventions.BACKWARD)
