@@ -126,7 +126,7 @@ def instances(run: Run) -> pl.DataFrame:
             .then(pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns"))
             .alias("algorithm_bytes_per_s")
         )
-        .with_columns((pl.col("algorithm_bytes_per_s") * _bus_factor()).alias("bus_bytes_per_s"))
+        .with_columns((pl.col("algorithm_bytes_per_s") * bus_factor()).alias("bus_bytes_per_s"))
         .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.schema.items())
         .sort("window", "first_arrival_ns")
     )
@@ -171,13 +171,13 @@ def by_collective(run: Run) -> pl.DataFrame:
     the collectives of which size and transfer are known; bus_bytes_per_s is theirs, all taken together. The three are
     null where these last no longer than the residual on average.
     """
-    sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & _bus_factor().is_not_null()
+    sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & bus_factor().is_not_null()
     told = run.across(instances).select(
         *_KEY,
         "last_rank",
         pl.when(sized).then("transfer_ns").alias("transfer_ns"),
         pl.when(sized).then("bytes").alias("told_bytes"),
-        pl.when(sized).then(pl.col("bytes") * _bus_factor()).alias("bus_bytes"),
+        pl.when(sized).then(pl.col("bytes") * bus_factor()).alias("bus_bytes"),
     )
     rows = run.across(waits).join(told, on=_KEY)
     return (
@@ -199,7 +199,8 @@ def by_collective(run: Run) -> pl.DataFrame:
     )
 
 
-def _bus_factor() -> pl.Expr:
+def bus_factor() -> pl.Expr:
+    """Return bus bandwidth over algorithm bandwidth, by columns op and group_size; null where the op is not known."""
     constant, per_rank = (
         pl.col("op").replace_strict({op: f[i] for op, f in BUS_FACTORS.items()}, default=None, return_dtype=pl.Float64)
         for i in (0, 1)

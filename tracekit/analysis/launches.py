@@ -35,13 +35,26 @@ def _all_work(trace: Trace) -> pl.DataFrame:
     )
 
 
-def preparation(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the work that prepares a collective: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
     Work launched under the same span of a unit before the collective (evidence span), else what lies directly before it
-    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile; alone_ns is the median
-    duration of the same kernel before collectives of the same size that compute left alone, null where there is none.
+    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile. alone_ns is the median
+    duration of the same kernel (name, grid, block; before collectives of the same size where no grid is known) that
+    compute left alone, null where there is none; sample says where it comes from: alone, or scaled from the same kernel
+    alone on another grid, by the number of its blocks.
     """
+    return _all_preparation(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+
+
+@once
+def _all_preparation(trace: Trace) -> pl.DataFrame:
+    whole = _all_work(trace)
+    parts = [_prepares(own, trace.collectives) for own in whole.partition_by("device", maintain_order=True)]
+    return pl.concat(parts) if parts else _prepares(whole, trace.collectives)
+
+
+def _prepares(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     others = work.filter(pl.col("kind") != "communication")
     calls = work.filter(pl.col("kind") == "communication")
     by_span = _under_span(others, calls)
@@ -89,10 +102,25 @@ def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
 
 
 def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
-    key = ["name", "lane", "message_bytes"]
-    alone = (
-        found.filter(pl.col("overlapped_ns") == 0)
-        .group_by(key)
-        .agg(pl.col("dur_ns").median().round().cast(pl.Int64).alias("alone_ns"))
+    blocks = pl.col("grid").str.split("x").list.eval(pl.element().cast(pl.Int64)).list.eval(pl.element().product())
+    sized = pl.when(pl.col("grid").is_null()).then("message_bytes")
+    keyed = found.with_columns(blocks.list.first().cast(pl.Float64).alias("_blocks"), sized.alias("_size"))
+    alone = keyed.filter(pl.col("overlapped_ns") <= ALONE_RATIO * pl.col("dur_ns"))
+    key, like = ["name", "lane", "grid", "block", "_size"], ["name", "lane", "block"]
+    same = alone.group_by(key).agg(pl.col("dur_ns").median().alias("same_ns"))
+    each_ns = (pl.col("dur_ns") / pl.col("_blocks")).median().alias("block_ns")
+    scaled = alone.filter(pl.col("_blocks") >= _MANY_BLOCKS).group_by(like).agg(each_ns)
+    joined = keyed.join(same, on=key, how="left", nulls_equal=True, maintain_order="left").join(
+        scaled, on=like, how="left", nulls_equal=True, maintain_order="left"
     )
-    return found.join(alone, on=key, how="left", nulls_equal=True, maintain_order="left")
+    by_scale = pl.when(pl.col("_blocks") >= _MANY_BLOCKS).then(pl.col("block_ns") * pl.col("_blocks"))
+    sample = pl.when(pl.col("same_ns").is_not_null()).then(pl.lit("alone")).when(by_scale.is_not_null())
+    return joined.with_columns(
+        pl.coalesce("same_ns", by_scale).round().cast(pl.Int64).alias("alone_ns"),
+        sample.then(pl.lit("scaled")).alias("sample"),
+    ).drop("_blocks", "_size", "same_ns", "block_ns")
+
+
+ALONE_RATIO = 0.05
+"""Work is alone with no more of its time beside others."""
+_MANY_BLOCKS = 1024  # several for each multiprocessor: such a copy or cast is bound by memory and takes time by size

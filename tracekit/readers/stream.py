@@ -21,9 +21,9 @@ class Events:
     `host`: kind (index into `gather.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
     external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
     into `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
-    external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes, allocated_bytes,
-    reserved_bytes. Where `several`, each has the `rank` that its arguments tell. A time that is no number is
-    `numbers.BAD`.
+    external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
+    allocated_bytes, reserved_bytes. Where `several`, each has the `rank` that its arguments tell. A time that is no
+    number is `numbers.BAD`.
     """
 
     header: dict[str, Any]

@@ -5,17 +5,21 @@ from importlib.metadata import entry_points
 from tracekit.rule import Rule
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.comm import ExposedCommunication, PreparationGap
+from tracekit.rules.contended import ContendedCompute, StarvedCollectives
 from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
-from tracekit.rules.stream import GiveWay
+from tracekit.rules.stream import GiveWay, NeedlessOrder
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,
     PreparationGap,
     GiveWay,
+    NeedlessOrder,
+    ContendedCompute,
+    StarvedCollectives,
     Straggler,
     LateLaunch,
     BlockingSync,
