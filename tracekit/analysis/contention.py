@@ -59,11 +59,8 @@ def by_step(trace: Trace) -> pl.DataFrame:
     row per step, phase, unit and pair of `PAIRS` that overlapped at all; empty on a CPU run.
     """
     parts = [pl.DataFrame(schema=STEP_COLUMNS)]
-    for here in overlap.residents(trace):
-        for of, beside in PAIRS:
-            rows = _compared(here, of, beside)
-            if rows is not None:
-                parts.append(_summed(rows, here, of, beside))
+    for rows, here, of, beside in _all_compared(trace):
+        parts.append(_summed(rows, here, of, beside))
     return pl.concat(parts)
 
 
@@ -77,11 +74,8 @@ def by_kernel(trace: Trace) -> pl.DataFrame:
     and pair with samples both alone and beside, the costliest first.
     """
     parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
-    for here in overlap.residents(trace):
-        for of, beside in PAIRS:
-            rows = _compared(here, of, beside)
-            if rows is not None:
-                parts.append(_of_kernels(rows, here, of, beside))
+    for rows, here, of, beside in _all_compared(trace):
+        parts.append(_of_kernels(rows, here, of, beside))
     return pl.concat(parts).sort("lost_ns", descending=True)
 
 
@@ -157,6 +151,12 @@ class _Rows:
         step = here.work["step"].fill_null(-1).to_numpy()[row]
         self.told = slowdown.compared(self.key, step, dur_ns, alone=self.alone, beside=self.beside)
         self.judged: Flags = self.told.judged & plain & ~self.alone
+
+
+@once
+def _all_compared(trace: Trace) -> list[tuple[_Rows, Residents, str, str]]:
+    made = [(here, *pair, _compared(here, *pair)) for here in overlap.residents(trace) for pair in PAIRS]
+    return [(rows, here, of, beside) for here, of, beside, rows in made if rows is not None]
 
 
 def _compared(here: Residents, of: str, beside: str) -> _Rows | None:

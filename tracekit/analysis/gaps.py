@@ -51,10 +51,11 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
     for device in breakdown.devices(trace):
         compute = launches.work(trace, device).filter(pl.col("kind") == "compute")
+        busy = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
         for step, start_ns, end_ns in (
             windows.filter(pl.col("device").eq_missing(device)).select("step", "start_ns", "end_ns").iter_rows()
         ):
-            parts.append(_idle(compute, (start_ns, end_ns), step, device))
+            parts.append(_idle(compute, intervals.gaps(busy, (start_ns, end_ns)), step, device))
     return _numbered(parts, COMPUTE_COLUMNS)
 
 
@@ -70,17 +71,15 @@ def _closed(calls: pl.DataFrame, *, begun_ns: str) -> pl.DataFrame:
     )
 
 
-def _idle(compute: pl.DataFrame, window: tuple[int, int], step: int | None, device: int | None) -> pl.DataFrame:
-    busy = intervals.from_columns(compute["start_ns"], compute["dur_ns"])
-    idle: Spans = intervals.gaps(busy, window)
-    following = compute.sort("start_ns", "id")
-    row = np.searchsorted(following["start_ns"].to_numpy(), idle[:, 1], side="left")
-    spans = pl.DataFrame({"row": row, "start_ns": idle[:, 0], "dur_ns": idle[:, 1] - idle[:, 0]})
-    by = following.select(
-        pl.int_range(pl.len()).alias("row"), "phase", "unit", "lane", "name", pl.col("id").alias("activity_id")
-    )
-    return spans.join(by, on="row", how="left", maintain_order="left").with_columns(
-        pl.lit(step, pl.Int64).alias("step"), pl.lit(device, pl.Int64).alias("device")
+def _idle(compute: pl.DataFrame, idle: Spans, step: int | None, device: int | None) -> pl.DataFrame:
+    """Return the idle spans of a step with the compute that ends each; `compute` comes by start and id."""
+    following = pl.Series(np.searchsorted(compute["start_ns"].to_numpy(), idle[:, 1], side="left"))
+    row = following.set(following >= len(compute), None)
+    by = compute.select("phase", "unit", "lane", "name", pl.col("id").alias("activity_id"))
+    return pl.DataFrame({"start_ns": idle[:, 0], "dur_ns": idle[:, 1] - idle[:, 0]}).with_columns(
+        *(column.gather(row) for column in by.iter_columns()),
+        pl.lit(step, pl.Int64).alias("step"),
+        pl.lit(device, pl.Int64).alias("device"),
     )
 
 

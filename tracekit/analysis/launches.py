@@ -1,5 +1,7 @@
 """The work of a device with the time at which the host had launched it, and the preparation of each collective."""
 
+import math
+
 import polars as pl
 
 from tracekit import intervals
@@ -69,7 +71,11 @@ def _prepares(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    spans = pl.col("span").str.contains(_SPANS_OF_COLLECTIVES) & ~pl.col("span").str.contains(_NO_PREPARATION)
+    named = pl.col("span")
+    told = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
+    spans = named.is_in(
+        told.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
+    )
     keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
     left = others.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns")
     right = (
@@ -102,9 +108,11 @@ def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
 
 
 def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
-    blocks = pl.col("grid").str.split("x").list.eval(pl.element().cast(pl.Int64)).list.eval(pl.element().product())
     sized = pl.when(pl.col("grid").is_null()).then("message_bytes")
-    keyed = found.with_columns(blocks.list.first().cast(pl.Float64).alias("_blocks"), sized.alias("_size"))
+    grids = found.select("grid").drop_nulls().unique()
+    blocks = [float(math.prod(map(int, grid.split("x")))) for grid in grids["grid"]]
+    counted = grids.with_columns(pl.Series("_blocks", blocks, pl.Float64))
+    keyed = found.with_columns(sized.alias("_size")).join(counted, on="grid", how="left", maintain_order="left")
     alone = keyed.filter(pl.col("overlapped_ns") <= ALONE_RATIO * pl.col("dur_ns"))
     key, like = ["name", "lane", "grid", "block", "_size"], ["name", "lane", "block"]
     same = alone.group_by(key).agg(pl.col("dur_ns").median().alias("same_ns"))

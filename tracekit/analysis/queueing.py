@@ -33,8 +33,7 @@ def held(trace: Trace) -> pl.DataFrame:
     where a collective begins right when another of its group on another lane ends. One row per kernel held.
     """
     parts = [pl.DataFrame(schema=HELD_COLUMNS)]
-    for device in trace.lanes["device"].drop_nulls().unique().sort():
-        queue = _Queue(trace, device)
+    for queue in _queues(trace):
         parts += [queue.told(*queue.by_order(), ORDER), queue.told(*queue.by_communicator(trace), COMMUNICATOR)]
     return pl.concat(parts)
 
@@ -48,19 +47,24 @@ def order(trace: Trace) -> pl.DataFrame:
     right with it), held_ns (how long these were held up while nothing of their kind ran). One row per device and step.
     """
     parts = [pl.DataFrame(schema=ORDER_COLUMNS)]
-    for device in trace.lanes["device"].drop_nulls().unique().sort():
-        queue = _Queue(trace, device)
+    for queue in _queues(trace):
         chances, overtakes = queue.chances()
         rows, _ = queue.by_order()
-        frame = queue.work.select("device", "step").with_columns(
-            pl.Series("chances", chances | overtakes),
-            pl.Series("overtaken", overtakes),
-            pl.Series("held", np.isin(np.arange(len(queue.lane)), rows)),
-            pl.Series("held_ns", queue.idle_ns(rows)),
+        matter = np.flatnonzero(chances | overtakes)
+        frame = queue.work.select("device", "step")[matter].with_columns(
+            pl.Series("chances", np.ones(len(matter), np.int64)),
+            pl.Series("overtaken", overtakes[matter]),
+            pl.Series("held", np.isin(matter, rows)),
+            pl.Series("held_ns", queue.idle_ns(rows)[matter]),
         )
         sums = frame.group_by("device", "step", maintain_order=True).agg(pl.all().sum())
         parts.append(sums.select(pl.col(name).cast(dtype) for name, dtype in ORDER_COLUMNS.items()))
     return pl.concat(parts)
+
+
+@once
+def _queues(trace: Trace) -> "list[_Queue]":
+    return [_Queue(trace, device) for device in trace.lanes["device"].drop_nulls().unique().sort()]
 
 
 class _Queue:
