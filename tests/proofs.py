@@ -135,14 +135,18 @@ def carrying(compute: str, communication: str) -> Run:
     return drawn.run(late.trace(picture, {"a": 0, "b": 0}))
 
 
-def meeting(*tardy: int) -> Run:
-    """Return ranks that all-reduce four times in each of three steps, each so much later than it could."""
+def meeting(*tardy: int, turns: bool = False) -> Run:
+    """Return ranks that all-reduce four times in each of three steps, each so much later than it could.
+
+    If they take `turns`, it is the next rank that is late at the next all-reduce.
+    """
     groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(tardy)))]})
     steps = "".join(str(step) * 32 for step in range(3))
     traces = []
-    for rank, after in enumerate(tardy):
-        compute = ("a" * (2 + after) + "." * (6 - after)) * 12
-        calls = ("." * (2 + after) + "y" * (5 - after) + ".") * 12
+    for rank in range(len(tardy)):
+        late_by = [tardy[(rank + turns * call) % len(tardy)] for call in range(12)]
+        compute = "".join("a" * (2 + after) + "." * (6 - after) for after in late_by)
+        calls = "".join("." * (2 + after) + "y" * (5 - after) + "." for after in late_by)
         picture = f"step {steps}\ncompute {compute}\ncomm {calls}"
         traces.append(late.trace(picture, {"a": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"}))
     return drawn.run(*traces)
@@ -195,6 +199,7 @@ PROOFS: dict[str, Proof] = {
     "HOST002": Proof(lambda: launching(late_by=7, reads=True), lambda: launching(late_by=7)),
     "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
     "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
+    "RANK003": Proof(lambda: meeting(0, 3, turns=True), lambda: meeting(0, 3)),
     "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
     "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
     "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),

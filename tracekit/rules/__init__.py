@@ -10,7 +10,7 @@ from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.memory import AllocatorChurn
-from tracekit.rules.rank import Straggler
+from tracekit.rules.rank import Straggler, UnevenRanks
 from tracekit.rules.stream import GiveWay, NeedlessOrder
 
 RULES: tuple[type[Rule], ...] = (
@@ -21,6 +21,7 @@ RULES: tuple[type[Rule], ...] = (
     ContendedCompute,
     StarvedCollectives,
     Straggler,
+    UnevenRanks,
     LateLaunch,
     BlockingSync,
     DataStall,
