@@ -7,7 +7,7 @@ host memory.
 import numpy as np
 import polars as pl
 
-from tracekit import intervals
+from tracekit import conventions, intervals
 from tracekit.trace import Trace
 
 BLOCK_COLUMNS = {
@@ -27,6 +27,10 @@ PEAK_COLUMNS = {
 CHURN_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
     "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
+}  # fmt: skip
+FRESH_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
+    "phase": pl.String, "unit": pl.String,
 }  # fmt: skip
 TOP_COLUMNS = {
     "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
@@ -162,6 +166,24 @@ def churn(trace: Trace) -> pl.DataFrame:
         churn_ratio=pl.when(pl.col("peak_bytes") > 0).then(pl.col("bytes") / pl.col("peak_bytes"))
     )
     return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step", "device")
+
+
+def fresh(trace: Trace) -> pl.DataFrame:
+    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took.
+
+    Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
+    the trace's work lies in; those of saves and of the backend inside its collectives are left out. The first step is
+    not told: to it all sizes are new.
+    """
+    large = trace.allocations.filter(
+        of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+    )  # fmt: skip
+    own = large.filter(~in_collectives(trace, large["at_ns"]))
+    first = pl.col("step").min().over("device", "delta_bytes")
+    new = own.filter(pl.col("step") == first, pl.col("step") > pl.col("step").min().over("device"))
+    told = new.with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
+    return told.select(pl.col(name).cast(dtype) for name, dtype in FRESH_COLUMNS.items())
 
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:

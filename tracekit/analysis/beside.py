@@ -116,9 +116,10 @@ _POOL = ["device", "pool", "kind", "stream"]
 
 
 def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:
-    held = snapshot.segments.group_by(_POOL).agg(pl.col("active_bytes", "allocated_bytes").sum())
-    waiting = (pl.col("active_bytes") - pl.col("allocated_bytes")).clip(lower_bound=0)
-    return held.select(*_POOL, waiting_bytes=waiting)
+    pending = snapshot.blocks.filter(~pl.col("state").is_in(["active_allocated", "inactive"]))
+    segments = snapshot.segments.select("device", *_POOL[1:], segment_address="address")
+    held = pending.join(segments, on=["device", "segment_address"])
+    return held.group_by(_POOL).agg(waiting_bytes=pl.col("bytes").sum())
 
 
 def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:

@@ -4,11 +4,13 @@ from importlib.metadata import entry_points
 
 from tracekit.rule import Rule
 from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.comm import ExposedCommunication, PreparationGap
 from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
-from tracekit.rules.memory import AllocatorChurn
+from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.rank import Straggler
 from tracekit.rules.stream import GiveWay
 
@@ -20,11 +22,16 @@ RULES: tuple[type[Rule], ...] = (
     LateLaunch,
     BlockingSync,
     DataStall,
-    AllocatorChurn,
+    SteadyDeviceAllocation,
     GrowingMemory,
     LittleHeadroom,
     IdleReserve,
     PeakOwner,
+    AllocatorRetry,
+    FragmentedMemory,
+    CrossStreamSlack,
+    ChangingSizes,
+    AlternatingBuffers,
     BlockingCheckpoint,
     DoubtfulTrace,
 )
