@@ -144,9 +144,9 @@ def test_a_run_with_28_000_allocations_from_a_warm_cache_is_no_churn():
 def test_a_layer_that_takes_a_larger_block_each_step_is_churn_and_its_healthy_twin_is_none():
     (found,) = judge(load(SAMPLES / "faults" / "churn"), ChangingSizes()).values()
     taken = found.evidence["bytes"].to_list()
-    assert len(taken) == 2  # one of over 4 MiB in each of 2 layers
-    assert min(taken) > 4 << 20
-    assert found.cost_bytes == sum(taken)
+    assert len(taken) == 1  # the last layer's: the others take a size of the step before
+    assert taken[0] > 4 << 20
+    assert found.cost_bytes == taken[0]
     assert judge(load(SAMPLES / "faults" / "healthy-ddp"), ChangingSizes()) == {}
     for name in ("demo-fsdp2", "demo-yafsdp"):
         assert judge(load(SAMPLES / name), ChangingSizes()) == {}

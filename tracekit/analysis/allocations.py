@@ -22,7 +22,8 @@ LIVE_COLUMNS = {
 }  # fmt: skip
 PEAK_COLUMNS = {
     "device": pl.Int64, "at_ns": pl.Int64, "peak_bytes": pl.Int64, "op": pl.String, "phase": pl.String,
-    "unit": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_ratio": pl.Float64,
+    "unit": pl.String, "module": pl.String, "stack": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64,
+    "peak_ratio": pl.Float64,
 }  # fmt: skip
 CHURN_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
@@ -43,6 +44,8 @@ _FOR_ANOTHER = (
     "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
 )  # fmt: skip
 _MOST_CLIMBS = 6
+_OWNER = ("op", "phase", "unit", "module", "stack", "step")
+_MODULE = "nn.Module: "
 
 
 def blocks(trace: Trace) -> pl.DataFrame:
@@ -110,8 +113,10 @@ def live(trace: Trace) -> pl.DataFrame:
 def at_peak(trace: Trace) -> pl.DataFrame:
     """Return who holds what at the moment at which most is held.
 
-    Columns device, at_ns, peak_bytes, op, phase, unit, step, count, bytes, peak_ratio (of the peak); one row for each
-    device and owner, largest first. Without an op: what was there before the window, its count null where some of it is
+    Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the one whose
+    gradient it computes), stack (likewise the innermost place in code that is not torch's; both only where Python's
+    stacks were recorded), step, count, bytes, peak_ratio (of the peak); one row for each device and owner, largest
+    first. Without an op: what was there before the window, its count null where some of it is
     never seen; bytes of a device add up to its peak.
     """
     held = live(trace)
@@ -219,6 +224,49 @@ def _owners(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     return found.select("op_id", pl.col("name").alias("op"))
 
 
+def _places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
+    ops = trace.ops.sort("id")
+    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
+    name = pl.col("name")
+    python = pl.col("kind") == "python"
+    own = python & name.str.contains(r"\.py\(\d+\): ") & ~name.str.contains("^(torch/|<)|/torch/")
+    marks = ops.select(module=python & name.str.starts_with(_MODULE), stack=own)
+    if not marks.select(pl.any_horizontal(pl.all().any())).item():
+        return asked.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
+    rows = np.searchsorted(ids, asked["op_id"].to_numpy())
+    forward = _row_of(ops, "forward_id")[rows]
+    found = {}
+    for kind in ("module", "stack"):
+        around, before = (_climbed(start, up, marks[kind].to_numpy()) for start in (rows, forward))
+        row = np.where(around >= 0, around, before)
+        told = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
+        found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(told)).to_series()
+    return asked.with_columns(**found)
+
+
+def _row_of(ops: pl.DataFrame, column: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the row of the op that each row of `ops`, sorted by id, names in a column; -1 for none."""
+    ids, asked = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(ids, asked), max(len(ids) - 1, 0))
+    return np.where((asked >= 0) & (ids[row] == asked), row, -1) if len(ids) else row
+
+
+def _climbed(
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+    up: np.ndarray[tuple[int], np.dtype[np.int64]],
+    marked: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return, for each row, the first one from it upwards that is marked; -1 for none."""
+    at = rows.copy()
+    while True:
+        climbs = (at >= 0) & ~marked[at]
+        if not climbs.any():
+            return at
+        at[climbs] = up[at[climbs]]
+
+
 def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
     told = trace.allocations.with_row_index("event").filter(
         pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
@@ -229,7 +277,8 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
     owned = owned.join(_owners(trace, owned["op_id"]), on="op_id", how="left")
-    by = owned.group_by("op", "phase", "unit", "step").agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
+    owned = owned.join(_places(trace, owned["op_id"]), on="op_id", how="left")
+    by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
     owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:
         count = earlier.height if owned_bytes + earlier_bytes == peak_bytes else None
@@ -239,5 +288,5 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
         device=pl.lit(device, pl.Int64), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(peak_bytes),
         peak_ratio=pl.col("bytes") / peak_bytes,
     )  # fmt: skip
-    ordered = wide.sort("bytes", "op", "phase", "unit", "step", descending=[True, *[False] * 4])
+    ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())

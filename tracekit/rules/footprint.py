@@ -167,7 +167,8 @@ class PeakOwner(Rule):
     Why it costs: the peak decides batch size, recomputation and how many devices a model needs.
 
     How it is measured: blocks alive at the peak by the op that allocated them, in each phase; what was there before the
-    window has no op and is not judged.
+    window has no op and is not judged. Where Python's stacks were recorded (with_stack=True), the module and the place
+    in code that hold most of it are named.
 
     How to fix: an op that does not materialise the tensor, activation checkpointing around it, or a smaller chunk.
 
@@ -184,7 +185,9 @@ class PeakOwner(Rule):
         """Yield at most one finding: the largest owner."""
         held = run.table(allocations.at_peak).drop_nulls(["device", "op"])
         key = [*_WHERE, "device", "op", "phase", "peak_bytes"]
-        owned = held.group_by(key).agg(pl.col("count", "bytes").sum())
+        # Rows come largest first, so the first place known holds most.
+        first = pl.col("module", "stack").drop_nulls().first()
+        owned = held.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), first)
         owned = owned.with_columns(owned_ratio=pl.col("bytes") / pl.col("peak_bytes")).filter(
             pl.col("owned_ratio") >= self.min_owned_ratio, pl.col("bytes") >= self.min_owned_bytes
         )
@@ -199,13 +202,18 @@ class PeakOwner(Rule):
             f"{worst['op']}{phase} holds {units.size(worst['bytes'])} in {worst['count']:,} "
             f"block{'' if worst['count'] == 1 else 's'}, "
             f"{units.share(worst['owned_ratio'])} of the {units.size(worst['peak_bytes'])} held at most on rank "
-            f"{worst['rank']}.",
+            f"{worst['rank']}{_place(worst['module'], worst['stack'])}.",
             _remedy(worst["op"]),
             cost_bytes=worst["bytes"],
             confidence=0.8,
             ranks=tuple(owned["rank"].unique().sort().to_list()),
             evidence=owned,
         )
+
+
+def _place(module: str | None, stack: str | None) -> str:
+    known = [f"module {module}"] * (module is not None) + [stack] * (stack is not None)
+    return f"; most of it for {', '.join(map(str, known))}" if known else ""
 
 
 def _remedy(op: str) -> str:
