@@ -229,7 +229,7 @@ PROOFS: dict[str, Proof] = {
         lambda: beside_snapshots(on_streams((0, 900), (7, 500))), lambda: beside_snapshots(on_streams((0, 900)))
     ),
     "MEM010": Proof(
-        lambda: taking(*({GIB + step * MIB: 1, GIB: 1} for step in range(4))), lambda: taking(*[{GIB: 2}] * 4)
+        lambda: taking(*({GIB + step * 2 * MIB: 1, GIB: 1} for step in range(4))), lambda: taking(*[{GIB: 2}] * 4)
     ),
     "MEM011": Proof(lambda: buffered("all_gather"), lambda: buffered("forward")),
     "CKPT001": Proof(

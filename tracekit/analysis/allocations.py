@@ -46,6 +46,8 @@ _FOR_ANOTHER = (
 _MOST_CLIMBS = 6
 _OWNER = ("op", "phase", "unit", "module", "stack", "step")
 _MODULE = "nn.Module: "
+_UNSPLIT_BYTES = 1 << 20
+"""How much larger than its request a device's block may be: what is left of it then is not worth a block."""
 
 
 def blocks(trace: Trace) -> pl.DataFrame:
@@ -174,21 +176,35 @@ def churn(trace: Trace) -> pl.DataFrame:
 
 
 def fresh(trace: Trace) -> pl.DataFrame:
-    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took.
+    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took, nor on a device near ones.
 
     Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
     the trace's work lies in; those of saves and of the backend inside its collectives are left out. The first step is
-    not told: to it all sizes are new.
+    not told: to it all sizes are new. On a device, a size within 1 MiB of another may be of the same request.
     """
     large = trace.allocations.filter(
         of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
         pl.col("phase").ne_missing(conventions.CHECKPOINT),
     )  # fmt: skip
     own = large.filter(~in_collectives(trace, large["at_ns"]))
-    first = pl.col("step").min().over("device", "delta_bytes")
-    new = own.filter(pl.col("step") == first, pl.col("step") > pl.col("step").min().over("device"))
-    told = new.with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
+    parts = [own.clear()]
+    for (device,), of_device in own.group_by("device", maintain_order=True):
+        sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
+        near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
+        told = of_device.join(near, on="delta_bytes", maintain_order="left")
+        parts.append(
+            told.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
+        )
+    told = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
     return told.select(pl.col(name).cast(dtype) for name, dtype in FRESH_COLUMNS.items())
+
+
+def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
+    """Return, for each size in order, the first step that took one at most so much smaller or larger."""
+    size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
+    begin = np.searchsorted(size, size - near_bytes)
+    past = np.searchsorted(size, size + near_bytes, side="right")
+    return pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
 
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:

@@ -5,8 +5,6 @@ from functools import lru_cache
 
 MOST_KEYS = 16
 MEMOIZE = b"\x94"
-ROW_BYTES = 4
-"""Of a dict that `row` tells, besides its keys and values."""
 
 _REFERENCE = rb"(?:h.|j.{4})"
 _PUT = rb"(?:\x94|q.|r.{4})?"
@@ -22,18 +20,15 @@ KNOWN_STACK = re.compile(rb"\](%b)\((%b+)e(?!\()" % (_PUT, _REFERENCE), re.DOTAL
 
 
 @lru_cache(maxsize=64)
-def row(keys: tuple[bytes, ...]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Return the patterns of one such dict with these very keys, and of as many as follow each other.
+def row(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
+    """Return the pattern of one such dict with these very keys. Groups: each value.
 
-    Groups of the first: each value. All is remembered by MEMOIZE, as the pickler of the standard library writes it from
-    protocol 4 on.
+    All is remembered by MEMOIZE, as the pickler of the standard library writes it from protocol 4 on.
     """
-    value = b"|".join((_REFERENCE, _INTEGER, rb"\x8c" + _SIZED + MEMOIZE, rb"\]\x94\((?:%b)++e(?!\()" % _REFERENCE))
-    one, many = (
-        rb"\}\x94\(" + b"".join(re.escape(key) + begin + value + b")" for key in keys) + b"u"
-        for begin in (b"(", b"(?:")
-    )
-    return re.compile(one, re.DOTALL), re.compile(b"(?:" + many + b")++", re.DOTALL)
+    text = rb"\x8c" + _SIZED + MEMOIZE
+    stack = rb"\]\x94\((?:%b)++e(?!\()" % _REFERENCE
+    value = b"|".join((_REFERENCE, _INTEGER, text, stack))
+    return re.compile(rb"\}\x94\(" + b"".join(re.escape(key) + b"(" + value + b")" for key in keys) + b"u", re.DOTALL)
 
 
 @lru_cache

@@ -94,23 +94,22 @@ class Unpickler(Machine):
     def _many_events(self, keys: tuple[bytes, ...]) -> bool:
         """Push, as one range, all events that begin here and have these very keys; False where there is none.
 
-        Most of a large snapshot is such runs. They are cut up by one pattern and told column by column.
+        Most of a large snapshot is such runs. One pattern cuts them up, and they are told column by column.
         """
         if len(self._whole) > MAX_INTERNED:
             self._whole.clear()
-        one, many = shapes.row(keys)
-        found = many.match(self._data, self._pos - 1)
-        if found is None:
+        scanner = shapes.row(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
+        found = list(iter(scanner.match, None))
+        if not found:
             return False
-        columns = list(zip(*one.findall(self._data, *found.span()), strict=True))
-        count, texts = len(columns[0]), sum(sum(map(len, column)) for column in columns)
-        if texts + count * (sum(map(len, keys)) + shapes.ROW_BYTES) != found.end() - found.start():
-            return False  # the two patterns disagree: one event after the other, then
-        self._remember(count, [column for column in columns if self._is_remembered(column)])
-        times, *others, stacks = self._layouts[keys](columns)
-        told = [_times(times) or self._column(times), *map(self._column, others)]
-        self._stack.append(self.rows.add_many(told, [self._stack_told(raw) for raw in stacks]))
-        self._pos = found.end()
+        columns = list(zip(*[each.groups() for each in found], strict=True))
+        at_us, address, size, stream, action, frames = self._layouts[keys](range(len(keys)))
+        others = [column for place, column in enumerate(columns) if place not in (at_us, address, size, stream)]
+        self._remember(len(found), [column for column in others if self._is_remembered(column)])
+        times = _times(columns[at_us]) or self._column(columns[at_us])
+        told = [times, *(self._column(columns[place]) for place in (address, size, stream, action))]
+        self._stack.append(self.rows.add_many(told, list(map(self._stack_told, columns[frames]))))
+        self._pos = found[-1].end()
         return True
 
     def _is_remembered(self, column: Sequence[bytes]) -> bool:
@@ -148,10 +147,10 @@ class Unpickler(Machine):
         return [plain[raw] for raw in column]
 
     def _stack_told(self, raw: bytes) -> int:
-        if raw[0] == _EMPTY_LIST:
-            return int(self._whole[raw])
-        value = self._decoded(raw)[0]
-        return value if type(value) is Stack else self.stack_of(value)
+        told = self._whole.get(raw)
+        if told is None:
+            told = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decoded(raw)[0]
+        return told if type(told) is Stack else self.stack_of(told)
 
     def _layout(self, keys: tuple[bytes, ...]) -> _Layout | None:
         """Return what picks the values of `Rows.FIELDS` from an event's; None where the keys are no event's."""

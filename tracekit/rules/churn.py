@@ -25,7 +25,8 @@ class ChangingSizes(Rule):
     anew. The cache fills with pieces that fit nothing: device mallocs in steady state (MEM001), fragmentation (MEM008),
     retries (MEM007).
 
-    How it is measured: blocks of sizes that no earlier step of the window took, as a share of the most that the step
+    How it is measured: blocks of sizes that no earlier step of the window took (on a device: within 1 MiB, by which a
+    block may be larger than its request), as a share of the most that the step
     holds; from `min_fresh_ratio` on, in the typical step of the worst rank. The first `warmup_steps` profiled steps are
     left out. How much comes and goes in all is told beside it: eager training takes a multiple of its peak every step,
     and as long as sizes come again, the cache serves it.
