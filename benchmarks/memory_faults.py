@@ -3,7 +3,8 @@
     python -m benchmarks.memory_faults --runs 200
 
 Draws are fresh each time unless --seed repeats one. A rule must fire on the programs with its fault and on no other,
-but one: retries come of two streams that each keep a cache, and that is fragmentation too, which MEM008 may say.
+but one: what leaks, what changes its size and what another stream caches cuts up memory too, so of those MEM008 may
+speak, and need not.
 """
 
 import argparse
@@ -27,7 +28,7 @@ RULES: dict[str, type[Rule]] = {
     FRAGMENTATION: FragmentedMemory,
     RETRY: AllocatorRetry,
 }
-_ALSO = {FRAGMENTATION: (RETRY, CHURN)}
+_ALSO = {FRAGMENTATION: (LEAK, CHURN, RETRY)}
 """Faults that another one brings along: the rule of the first may speak of the others, and need not."""
 _HEALTHY = 0.3
 

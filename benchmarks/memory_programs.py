@@ -21,6 +21,9 @@ MIB = 1 << 20
 _US, _MS = 1_000, 1_000_000
 _KERNEL_NS, _EVENT_NS, _CALL_NS = _MS, 2 * _US, 400 * _US
 _SIDE_STREAM = 7
+_ALLOCATION = ["at_ns", "address", "delta_bytes", "allocated_bytes", "reserved_bytes", "step"]
+_CUT_IN_STEP = 2
+_MATTERS_BYTES = 100 * MIB
 
 
 @dataclass
@@ -48,7 +51,9 @@ class Program:
         self.passing = [draw.randint(1 * MIB, 30 * MIB) // 512 * 512 for _ in range(draw.randint(1, 3))]
         self.weights = [draw.randint(4 * MIB, 90 * MIB) // 512 * 512 for _ in range(self.layers)]
         self.longest = draw.randint(40 * MIB, 120 * MIB)
-        self.leaked = draw.randint(256 << 10, 8 * MIB)
+        self.batches = [draw.randint(64 << 10, MIB) for _ in range(3)]
+        self.staying: dict[int, list[Block]] = {}
+        self.leaked = draw.randint(2 * MIB, 10 * MIB)
         self.recording = Recording()
         self.now_ns = 1_700_000_000_000_000_000
         self.step = 0
@@ -70,6 +75,16 @@ class Program:
                 self.recording.steps.append((step, begin_ns, self.now_ns))
             self._log(step, self.now_ns - begin_ns)
         return self._trace()
+
+    @property
+    def took_effect(self) -> bool:
+        """Return whether the device gave more after memory was cut up, or memory ran short after the second step."""
+        if self.fault == RETRY:
+            retries = [value for _, name, value in self.recording.metrics if name == conventions.ALLOC_RETRIES_METRIC]
+            return retries[-1] > retries[1]
+        told = pl.DataFrame(self.recording.allocations, schema=_ALLOCATION, orient="row")
+        before = told.filter(pl.col("step") <= _CUT_IN_STEP)["reserved_bytes"].max()
+        return int(str(told["reserved_bytes"].max())) - int(str(before)) >= _MATTERS_BYTES
 
     def take(self, size_bytes: int, stream: int = 0) -> Block:
         """Allocate a block, with what the allocator asks of the device for it."""
@@ -94,6 +109,7 @@ class Program:
             self._on_the_side()
         if self.step == 0:  # as optimizers do
             self.lasting += [self.take(size) for size in self.weights]
+        self._wander()
         if self.fault == LEAK:
             self.lasting.append(self.take(self.leaked))
 
@@ -114,9 +130,20 @@ class Program:
         for block in blocks:
             size = block.bytes
             self.give(block)
-            if self.fault == FRAGMENTATION and self.step == 2:  # something that lasts comes to lie in what was free
+            if (
+                self.fault == FRAGMENTATION and self.step == _CUT_IN_STEP
+            ):  # something that lasts comes to lie in what was free
                 self.lasting.append(self.take(int(size * 0.6)))
         self.give(gradient)
+
+    def _wander(self) -> None:
+        """Keep some blocks for a few steps, as batches that are fetched ahead and statistics are: no leak."""
+        for until in sorted(step for step in self.staying if step <= self.step):
+            for block in self.staying.pop(until):
+                self.give(block)
+        for _ in range(self.draw.randint(0, 4)):
+            until = self.step + self.draw.randint(1, 3)
+            self.staying.setdefault(until, []).append(self.take(self.draw.choice(self.batches)))
 
     def _on_the_side(self) -> None:
         """Use memory on another stream, which keeps a cache of its own."""
@@ -156,8 +183,7 @@ class Program:
 
     def _trace(self) -> Trace:
         told = self.recording
-        names = ["at_ns", "address", "delta_bytes", "allocated_bytes", "reserved_bytes", "step"]
-        allocated = pl.DataFrame(told.allocations, schema=names, orient="row").with_columns(device=0)
+        allocated = pl.DataFrame(told.allocations, schema=_ALLOCATION, orient="row").with_columns(device=0)
         work = pl.DataFrame(told.kernels, schema=["start_ns", "dur_ns", "step"], orient="row").with_row_index("id")
         work = work.with_columns(lane=0, kind=pl.lit("compute"), name=pl.lit("simulated kernel"), launch_id="id")
         calls = pl.DataFrame(
@@ -178,12 +204,19 @@ class Program:
 
 
 def run_of(draw: random.Random, fault: str | None) -> Run:
-    """Return the run of a program drawn at random, with a fault of FAULTS or none."""
-    seed = draw.random()
+    """Return the run of a program drawn at random, with a fault of FAULTS that takes effect, or none."""
+    while True:
+        program, trace = _drawn(draw.random(), fault)
+        if fault not in (FRAGMENTATION, RETRY) or program.took_effect:
+            return Run("simulated", [Source(0, 0, trace.path, 0, lambda made=trace: made)])  # type: ignore[misc]
+
+
+def _drawn(seed: float, fault: str | None) -> tuple[Program, Trace]:
     program = Program(random.Random(seed), fault)
     trace = program.run()
     if fault == RETRY:  # the same program on a device that has room for one cache and half of the other
         aside_bytes = sum(sum(sizes) for sizes in program.kept)
         capacity_bytes = program.allocator.peak_reserved_bytes - aside_bytes // 2
-        trace = Program(random.Random(seed), fault, capacity_bytes=capacity_bytes).run()
-    return Run("simulated", [Source(0, 0, trace.path, 0, lambda: trace)])
+        program = Program(random.Random(seed), fault, capacity_bytes=capacity_bytes)
+        trace = program.run()
+    return program, trace

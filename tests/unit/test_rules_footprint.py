@@ -32,6 +32,14 @@ def test_memory_that_fills_in_the_first_step_is_no_leak():
     assert judge(holding(GIB, *[4 * GIB] * 7), GrowingMemory()) == ()
 
 
+def test_what_comes_and_stays_a_while_is_no_leak_unless_memory_grows_by_more_than_it():
+    wander = [0, 2, 0, 4, 2, 6, 2, 4]
+    (found,) = judge(holding(*(GIB + (10 * step + here) * MIB for step, here in enumerate(wander))), GrowingMemory())
+    assert found.cost_bytes > 9 * MIB
+    slow = holding(*(GIB + (step + here) * MIB for step, here in enumerate(wander)))
+    assert judge(slow, GrowingMemory()) == ()
+
+
 def test_headroom_is_what_was_never_reserved_of_the_device():
     (found,) = judge(holding(GIB, reserved_bytes=96 * GIB), LittleHeadroom())
     assert found.message == "Of the 100 GiB of device 0, 4 GiB (4.0%) were never reserved on rank 0."

@@ -29,7 +29,9 @@ class GrowingMemory(Rule):
 
     How it is measured: what is held at the end of each step, by the profiler's memory events, or by the metrics log of
     every step; the slope is the median over all pairs of steps, and its 99% confidence interval must begin at
-    `min_bytes` a step or more. What a backend of the host takes inside its collectives is left out.
+    `min_bytes` a step or more; and growth over the window must be `min_growth_ratio` times what the middle half of the
+    steps differs by without it, for what comes and stays a while looks like growth in a short window. What a backend of
+    the host takes inside its collectives is left out.
 
     How to fix: keep no tensors over steps that hold a graph: losses and outputs in lists (use .item() or .detach()),
     retain_graph, hooks and caches that grow. torch.cuda.memory._record_memory_history and tracekit memory SNAPSHOT say
@@ -42,10 +44,14 @@ class GrowingMemory(Rule):
     code: ClassVar[str] = "MEM003"
     facts: ClassVar[tuple[Fact, ...]] = (growth.growth,)
     min_bytes: int = 1 << 16
+    min_growth_ratio: float = 5.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the fastest growth."""
-        grown = run.table(growth.growth).filter(pl.col("low_bytes") >= self.min_bytes)
+        in_all = pl.col("slope_bytes") * (pl.col("last_step") - pl.col("first_step"))
+        grown = run.table(growth.growth).filter(
+            pl.col("low_bytes") >= self.min_bytes, in_all >= self.min_growth_ratio * pl.col("spread_bytes")
+        )
         if grown.is_empty():
             return
         worst = grown.sort("slope_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
