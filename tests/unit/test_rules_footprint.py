@@ -9,6 +9,7 @@ from tests.proofs import GIB, beside_snapshots, holding, leaking, on_streams, ta
 from tests.snapshots import MIB, Simulation
 from tracekit.checking import check
 from tracekit.rules.churn import ChangingSizes
+from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.memory import AllocatorRetry
@@ -120,6 +121,16 @@ def test_a_snapshot_shows_retries_where_no_log_does():
     (found,) = judge(beside_snapshots(on_streams((0, 4)), program), AllocatorRetry())
     assert found.ranks == (1,)
     assert "tried again 1 times" in found.message
+
+
+def test_a_snapshot_that_cannot_be_read_is_a_doubt_and_the_others_are_judged():
+    program = on_streams((0, 900), (7, 500))
+    run = beside_snapshots(program, program)
+    (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
+    (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
+    assert "GLOBAL (os.system)" in found.message
+    (slack,) = judge(run, CrossStreamSlack())
+    assert slack.ranks == (1,)
 
 
 @pytest.mark.parametrize(

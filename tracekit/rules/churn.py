@@ -130,8 +130,8 @@ class AlternatingBuffers(Rule):
 def _served(served: pl.DataFrame) -> str:
     if served.is_empty():
         return ""
-    held, needed, count = (int(served[name].sum()) for name in ("held_bytes", "buffers_bytes", "count"))
+    taken, needed, count = (int(served[name].sum()) for name in ("bytes", "buffers_bytes", "count"))
     return (
-        f"; two buffers of each kind, {units.size(needed)} in all, would serve {count} blocks of which up to "
-        f"{units.size(held)} are held at once"
+        f"; two buffers of each kind, {units.size(needed)} in all, would serve {count} blocks of units, "
+        f"{units.size(taken)} a step"
     )
