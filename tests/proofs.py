@@ -53,7 +53,7 @@ HIDDEN = """
     compute  aaaaaaaaaa
     comm     .xxxxxxxx.
 """
-# p takes 2 ns alone, 6 beside a; x starts 4 late, and compute waits its last 4 ns.
+# p takes 2 alone, 6 beside a; x starts 4 late, and compute waits for its last 4.
 GIVE_WAY = """
     step     0000000000000000000000000
     compute  aaaaaaaa....aaaa......aaa
@@ -73,7 +73,7 @@ CHURNING = """
 
 
 def giving_way(picture: str, **more: object) -> Run:
-    return drawn.run(drawn.trace(picture, columns={"p": {"kind": "compute"}}, **more))
+    return drawn.run(drawn.trace(picture, scale_ns=late.UNIT_NS, columns={"p": {"kind": "compute"}}, **more))
 
 
 def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
@@ -112,9 +112,27 @@ def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> 
     return drawn.run(late.trace(picture, dict.fromkeys("ace", 0) | launched, tuple(doing)))
 
 
+def queued(picture: str) -> Run:
+    """Return a run whose work was all launched before it, by start, of two at once the collective first."""
+    plain = drawn.trace(picture, scale_ns=late.UNIT_NS)
+    order = plain.activities.sort("start_ns", pl.col("kind") == "compute")["id"].to_list()
+    calls = [
+        {"id": made, "name": "cudaLaunchKernel", "kind": "runtime", "start_ns": -9999 + i, "dur_ns": 0}
+        for i, made in enumerate(order)
+    ]
+    launches = schema.OPS.conform(pl.DataFrame(calls).with_columns(lane=pl.lit(HOST_LANE)))
+    return drawn.run(drawn.trace(picture, scale_ns=late.UNIT_NS, ops=launches))
+
+
 def preparing(picture: str) -> Run:
     """Return a run in which p prepares the collective behind it on its stream."""
     return drawn.run(late.trace(picture, dict.fromkeys("abpx", 0)))
+
+
+def carrying(compute: str, communication: str) -> Run:
+    """Return a run that repeats this eight times, with collectives of one size."""
+    picture = f"step {'0' * 8 * len(compute)}\ncompute {compute * 8}\ncomm {communication * 8}"
+    return drawn.run(late.trace(picture, {"a": 0, "b": 0}))
 
 
 def meeting(*tardy: int, turns: bool = False) -> Run:
@@ -204,6 +222,18 @@ def recomputing(free_bytes: int, *, step: str = "0" * 20) -> Run:
 PROOFS: dict[str, Proof] = {
     "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
     "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
+    # a is launched after x and could begin before it.
+    "STREAM002": Proof(
+        lambda: queued(f"step {'0' * 80}\ncompute {'..aaaa....' * 8}\ncomm {'..xx......' * 8}"),
+        lambda: queued(f"step {'0' * 80}\ncompute {'aaaa......' * 8}\ncomm {'..xx......' * 8}"),
+    ),
+    # a takes 4 beside x, and 2 alone.
+    "STREAM003": Proof(
+        lambda: drawn.run(drawn.trace(f"step {'0' * 64}\ncompute {'aaaa.aa.' * 8}\ncomm {'.xxx....' * 8}")),
+        lambda: drawn.run(drawn.trace(f"step {'0' * 48}\ncompute {'aa.aa.' * 8}\ncomm {'xx....' * 8}")),
+    ),
+    # x takes 4 beside a, y of the same size 2 alone; the compute that follows waits for the last of x.
+    "STREAM004": Proof(lambda: carrying("aaa.b..", "xxxx.yy"), lambda: carrying("aaaab..", "xx...yy")),
     "COMM004": Proof(
         lambda: preparing("""
             step     0000000000000000

@@ -40,23 +40,6 @@ def exposed(trace: Trace) -> pl.DataFrame:
     return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])
 
 
-def exposed_spans(trace: Trace) -> pl.DataFrame:
-    """Return when collectives run and the device computes nothing: disjoint spans, by device and start.
-
-    Columns device, start_ns, dur_ns. Their coverage of a step's window is the breakdown's exposed communication.
-    """
-    parts = []
-    for device in breakdown.devices(trace):
-        compute, calls, _ = breakdown.busy(trace, device)
-        alone = intervals.subtract(calls, compute)
-        parts.append(
-            pl.DataFrame({"start_ns": alone[:, 0], "dur_ns": alone[:, 1] - alone[:, 0]}).select(
-                pl.lit(device, pl.Int64).alias("device"), "start_ns", "dur_ns"
-            )
-        )
-    return pl.concat([pl.DataFrame(schema=SPAN_COLUMNS), *parts])
-
-
 def exposed_transfers(run: Run) -> pl.DataFrame:
     """Return `exposed` for the whole run, less the time in which a collective waits for another rank; by ``across``.
 
@@ -71,10 +54,10 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
         maintain_order="left",
     )
     calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
-    alone = run.table(exposed_spans).partition_by(_OF, as_dict=True)
+    alone = _exposed_spans(run)
     parts = []
     for place, mine in calls.partition_by(_OF, as_dict=True).items():
-        own_ns = intervals.coverage(_moving(mine), _spans(alone.get(place)))
+        own_ns = intervals.coverage(moving(mine), _spans(alone.get(place)))
         parts.append(mine.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
     return pl.concat(parts) if parts else calls
 
@@ -88,12 +71,12 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     """
     calls = run.across(exposed_transfers).partition_by(_OF, as_dict=True)
     saves = run.table(saving).partition_by(_OF, as_dict=True)
-    alone = run.table(exposed_spans).partition_by(_OF, as_dict=True)
+    alone = _exposed_spans(run)
     parts = []
     for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
-        moving = intervals.union(_moving(calls.get(place)), _spans(saves.get(place)))
+        transfers = intervals.union(*([moving(calls[place])] if place in calls else []), _spans(saves.get(place)))
         windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
-        own_ns = intervals.coverage(windows, intervals.intersect(_spans(alone.get(place)), moving))
+        own_ns = intervals.coverage(windows, intervals.intersect(_spans(alone.get(place)), transfers))
         parts.append(steps.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
     table = pl.concat(parts) if parts else run.table(breakdown.by_step).with_columns(exposed_ns=pl.lit(0, pl.Int64))
     waited_ns = (pl.col("exposed_communication_ns") - pl.col("exposed_ns")).alias("waited_ns")
@@ -105,10 +88,13 @@ def saving(trace: Trace) -> pl.DataFrame:
     return _with_device(trace.activities.filter(pl.col("phase") == conventions.CHECKPOINT), trace).select(*SPAN_COLUMNS)
 
 
-def _moving(calls: pl.DataFrame | None) -> intervals.Spans:
-    """Return when each collective has all its known ranks."""
-    if calls is None:
-        return _spans(None)
+def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
+    spans = run.table(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION)
+    return spans.partition_by(_OF, as_dict=True)
+
+
+def moving(calls: pl.DataFrame) -> intervals.Spans:
+    """Return when each collective of a table with waited_ns has all its known ranks; as many spans as rows."""
     return intervals.from_columns(calls["start_ns"] + calls["waited_ns"], calls["dur_ns"] - calls["waited_ns"])
 
 

@@ -98,8 +98,9 @@ def chains(trace: Trace) -> pl.DataFrame:
 
     Columns communication_gap, device, step, phase, unit, collective_id, start_ns, dur_ns, host_ns, preparation_ns,
     contention_ns, compute_ns, copy_ns, unknown_ns (its causes; they sum to dur_ns), waited_ns; one row per gap.
-    waited_ns is how long nothing computed for want of its collective or of those that follow without a further gap,
-    and within the gap itself: what removing the gap can save at most is the smaller of the two.
+    waited_ns is how long nothing computed for want of its collective or of those that follow without a further gap
+    (such as the next all-gather on the communicator; up to 20 µs between them are the device's own), and within the gap
+    itself: what removing the gap can save at most is the smaller of the two.
     """
     pieces = causes.gap_causes(trace)
     place = ["device", "step", "phase", "unit", "collective_id"]
@@ -115,7 +116,9 @@ def chains(trace: Trace) -> pl.DataFrame:
     waits = compute_gap_causes(trace).filter(
         (pl.col("cause") == COLLECTIVE) | pl.col("communication_gap").is_not_null()
     )
-    closed = by_cause.select("device", "communication_gap", "start_ns").sort("start_ns")
+    closed = (
+        by_cause.filter(pl.col("dur_ns") > NEAR_NS).select("device", "communication_gap", "start_ns").sort("start_ns")
+    )
     keyed = pl.col("device").fill_null(-1).alias("_device")
     tied = (
         waits.select(keyed, "start_ns", "dur_ns")

@@ -7,6 +7,7 @@ own, so that a figure fits a light page and a dark one.
 
 from tracekit.charts.bars import breakdown, comparison, step_times
 from tracekit.charts.memory import held, lifetimes, segment_map
+from tracekit.charts.ranks import ranks
 from tracekit.charts.style import COLOURS, CONFIG, KIND_LABELS, PARTS
 from tracekit.charts.timeline import EVIDENCE_TRACK, MAX_SLICES, timeline
 
@@ -21,6 +22,7 @@ __all__ = [
     "comparison",
     "held",
     "lifetimes",
+    "ranks",
     "segment_map",
     "step_times",
     "timeline",

@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 COLOURS = {
     "compute": "#0072B2",
     "communication": "#D55E00",
+    "waiting": "#E69F00",
     "memcpy": "#009E73",
     "memset": "#4FC3A1",
     "idle": "#C4C9D1",

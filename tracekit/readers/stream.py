@@ -21,9 +21,9 @@ class Events:
     `host`: kind (index into `gather.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
     external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
     into `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
-    external_id, bytes. `memory`: lane, at_ns, device_type, device_id, address, delta_bytes, allocated_bytes,
-    reserved_bytes. Where `several`, each has the `rank` that its arguments tell. A time that is no number is
-    `numbers.BAD`.
+    external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
+    allocated_bytes, reserved_bytes. Where `several`, each has the `rank` that its arguments tell. A time that is no
+    number is `numbers.BAD`.
     """
 
     header: dict[str, Any]
@@ -32,6 +32,7 @@ class Events:
     memory: pl.DataFrame
     names: pl.Series
     shapes: list[bytes]
+    grids: list[tuple[bytes, bytes]]
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
     host_spoken: list[Spoken]
@@ -65,6 +66,7 @@ def read_events(path: str) -> Events:
         memory=memory,
         names=gathered.names(),
         shapes=gathered.shapes(),
+        grids=gathered.grids(),
         threads=gathered.threads(),
         thread_names=gathered.thread_names,
         host_spoken=gathered.host_spoken,

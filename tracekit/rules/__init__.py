@@ -6,6 +6,7 @@ from tracekit.rule import Rule
 from tracekit.rules.batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.comm import ExposedCommunication, PreparationGap
+from tracekit.rules.contended import ContendedCompute, StarvedCollectives
 from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
@@ -13,7 +14,7 @@ from tracekit.rules.link import SlowLink
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
-from tracekit.rules.stream import GiveWay
+from tracekit.rules.stream import GiveWay, NeedlessOrder
 from tracekit.rules.uneven import UnevenRanks
 
 RULES: tuple[type[Rule], ...] = (
@@ -22,6 +23,9 @@ RULES: tuple[type[Rule], ...] = (
     ReducedEveryMicroBatch,
     PreparationGap,
     GiveWay,
+    NeedlessOrder,
+    ContendedCompute,
+    StarvedCollectives,
     Straggler,
     SlowLink,
     UnevenRanks,

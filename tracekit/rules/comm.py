@@ -44,7 +44,7 @@ class ExposedCommunication(Rule):
         breakdown.by_step,
         checkpoint.save_spans,
         communication.exposed,
-        communication.exposed_spans,
+        breakdown.spans,
         communication.saving,
         strategy.marks,
         match.calls,

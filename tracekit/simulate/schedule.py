@@ -196,9 +196,12 @@ class Schedule:
                     self.host.op(f"autograd::engine::evaluate_function: {op.node}"),
                     self.host.span(op.node, "cpu_op"),
                 ):
-                    self.host.run(op.name, op.kernel)
+                    self._run_one(op)
             else:
-                self.host.run(op.name, op.kernel)
+                self._run_one(op)
+
+    def _run_one(self, op: Op) -> None:
+        self.host.run(op.name, op.kernel, {"Input Dims": op.dims} if op.dims else None)
 
     def _keep(self, buffer: str, layer: int) -> None:
         input_bytes = round(_INPUT_BYTES * self.job.tokens * self.job.model.width)
