@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from benchmarks.labelled_runs import Judged
 
 _DATA = "DATA"
+_SPREAD = "CKPT001"
 _CLOSE = 0.1
 _INTRODUCTION = """# Rules on runs whose truth is known
 
@@ -20,14 +21,15 @@ _INTRODUCTION = """# Rules on runs whose truth is known
 
 {count} **simulated** runs, drawn with seed {seed}: five strategies, three machines, 8 to 64 GPUs of which three or
 four ranks have a trace, three models of 3 to 6 layers, 2,048 to 8,192 tokens, one or two micro-batches, four steps; a
-quarter of them without a fault, the rest with one of {faults} each. Every run of the command draws anew.
+quarter of them without a fault, the rest with one of {faults} each, drawn again (six times at most) where it costs less
+than must be found. Every run of the command draws anew.
 
 - *Right*: the rule warns, and the truth holds its code at 3% of the run or more (COMM001: 25%, it speaks from 20% on).
 - *Missed*: it should have. What a strategy costs by itself (give-way under fsdp1, exposed communication) must be found
   in runs without a fault; beside another fault it may be that fault's doing.
 - *Wrong*: it warns, and the truth does not hold its code. Costs between the two count neither way.
 - *Cost off by*: the finding's cost per step against the truth, which simulates again without the fault: median, and the
-  share of findings within 10%.
+  share of findings within 10%. CKPT001 spreads a save over the steps between saves, so it has none.
 """
 
 
@@ -162,6 +164,8 @@ def _counts(code: str) -> bool:
 
 
 def _cost_error(each: "Judged", code: str) -> float | None:
+    if code == _SPREAD:
+        return None
     told_ns = max(finding.cost_ns for finding in each.found(code))
     true_ns = sum(known.cost_ns for known in each.known if known.code == code)
     return abs(told_ns / true_ns - 1) if told_ns else None

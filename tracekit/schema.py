@@ -155,6 +155,7 @@ COLLECTIVES = Table(
         _bytes("sent_bytes", "Input message size on this rank; null where not known."),
         _bytes("received_bytes", "Output message size on this rank; null where not known."),
         _column("group_size", _INT, "Number of ranks in the group; null where not known."),
+        _column("peer", _INT, "Global rank at the other end of a send or receive; null for others, or if not known."),
     ),
 )
 
