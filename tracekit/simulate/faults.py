@@ -7,9 +7,8 @@ COMM003    gradients reduced at every micro-batch   reduce-every-microbatch
            (proposed)
 STREAM001  give-way                                 give-way
 STREAM002  serialization that need not be           serialized-communicators
-           (proposed)
-STREAM003  compute slowed by collectives (proposed) sm-contention
-STREAM004  collectives slowed by compute (proposed) starved-collectives
+STREAM003  compute slowed by collectives            sm-contention
+STREAM004  collectives slowed by compute            starved-collectives
 RANK001    straggling rank (proposed)               slow-rank, straggler-from-step
 RANK002    slow link (proposed)                     slow-link
 HOST001    late launch (proposed)                   late-launch
