@@ -24,8 +24,8 @@ def calls(trace: Trace) -> pl.DataFrame:
     Columns activity_id, device, lane, step, phase, unit, name, op, group, group_size, dtype, bytes (the larger of sent
     and received), start_ns, dur_ns, compute_ns (of it beside compute), others (which other kinds ran beside it most of
     the time, as bits of `overlap.KINDS`; -1 where one did so in part), chain (number of the gap in communication after
-    which it came without a further gap; -1 before the first; preparation and up to 20 µs are none), waited_ns (how long nothing
-    computed for want of it). One row per collective; empty on a CPU run.
+    which it came without a further gap, preparation and up to 20 µs being none; -1 before the first), waited_ns (how
+    long nothing computed for want of it). One row per collective; empty on a CPU run.
     """
     waits = (
         waiting.compute_gap_causes(trace)
@@ -77,34 +77,46 @@ def across(run: Run) -> pl.DataFrame:
     Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS', transfer_ns (from
     the arrival of the last known rank, its duration on that rank), whole (every rank of the group has a trace),
     alone_ns (the median transfer of the same op, group, dtype and size that compute left alone, in the same step if
-    there is one), excess_ns, judged (whether there is such a sample), alone, beside. What ran beside it is told by the
-    rank that came last. One row per call.
+    there is one: of such beside which the same other kinds ran, else of any), excess_ns, judged (whether there is such
+    a sample), alone, beside. What ran beside it is told by the rank that came last. One row per call.
     """
     found = _with_transfer(run)
     if found.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     key = ["window", "instance"]
     one = found.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
-    same = one.select(pl.struct("op", "group", "group_size", "dtype", "bytes", "others").rank("dense")).to_series()
-    dur, by = one["dur_ns"].to_numpy(), one["compute_ns"].to_numpy()
-    plain = (one["others"] != _MIXED).to_numpy() & one["bytes"].is_not_null().to_numpy()
-    alone, beside = plain & (by <= overlap.ALONE_RATIO * dur), plain & (by >= overlap.BESIDE_RATIO * dur)
-    told = slowdown.compared(
-        same.to_numpy().astype(np.int64), one["step"].fill_null(-1).to_numpy(), dur, alone=alone, beside=beside
-    )
-    judged = told.judged & plain & ~alone
-    facts = one.select(
-        *key,
-        pl.col("dur_ns").alias("transfer_ns"),
-        pl.col("compute_ns"),
-        pl.Series("alone_ns", told.alone_ns.round()),
-        pl.Series("excess_ns", np.where(judged, told.excess_ns, 0).round()),
-        pl.Series("judged", judged),
-        pl.Series("alone", alone),
-        pl.Series("beside", beside),
-    )
+    facts = _compared(one).rename({"dur_ns": "transfer_ns"})
     joined = found.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
     return joined.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+
+
+def _compared(one: pl.DataFrame) -> pl.DataFrame:
+    """Return each instance, told by the rank that came last, against the same alone."""
+    dur, by, others = (one[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
+    sized = one["bytes"].is_not_null().to_numpy()
+    apart = sized & (by <= overlap.ALONE_RATIO * dur)
+    beside = sized & (others != _MIXED) & (by >= overlap.BESIDE_RATIO * dur)
+    alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
+    told = slowdown.compared(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, beside=beside)
+    # Another collective beside the sample can only have slowed it: against such, too little is told.
+    least = slowdown.compared(_same(one, *_MESSAGE), step, dur, alone=apart, beside=beside)
+    judged = told.judged & sized & (others != _MIXED) & ~alone
+    rest = least.judged & sized & (others == 0) & ~apart & ~judged
+    return one.select(
+        "window", "instance", "dur_ns", "compute_ns",
+        pl.Series("alone_ns", np.where(rest, least.alone_ns, told.alone_ns).round()),
+        pl.Series("excess_ns", np.where(judged, told.excess_ns, np.where(rest, least.excess_ns, 0)).round()),
+        pl.Series("judged", judged | rest),
+        pl.Series("alone", alone),
+        pl.Series("beside", beside),
+    )  # fmt: skip
+
+
+_MESSAGE = ("op", "group", "group_size", "dtype", "bytes")
+
+
+def _same(calls: pl.DataFrame, *names: str) -> Ints:
+    return calls.select(pl.struct(names).rank("dense")).to_series().to_numpy().astype(np.int64)
 
 
 def by_step(run: Run) -> pl.DataFrame:
