@@ -7,7 +7,7 @@ import polars as pl
 
 from tests import drawn, late
 from tracekit import schema
-from tracekit.trace import RUN_DOUBTS, Run
+from tracekit.trace import RUN_DOUBTS, Run, Trace
 
 HOST_LANE = 99
 GIB = 1 << 30
@@ -168,6 +168,57 @@ def leaking(step_bytes: int) -> Run:
     return holding(*(GIB + step * step_bytes for step in range(8)))
 
 
+def sending(picture: str, **columns: object) -> Trace:
+    """Return a trace whose collectives are of a group of 8, with these columns."""
+    plain = late.trace(picture, dict.fromkeys("ab", 0))
+    told = plain.collectives.with_columns(
+        pl.lit(value).alias(name) for name, value in ({"group_size": 8, "group": "0"} | columns).items()
+    )
+    return replace(plain, collectives=schema.COLLECTIVES.conform(told))
+
+
+def accumulating(picture: str) -> Run:
+    """Return a run whose compute f and g goes forward and b and c backward, with gradients reduced by x and y."""
+    backward = dict.fromkeys("bcxy", "backward")
+    return drawn.run(
+        late.trace(picture, phases=dict.fromkeys("fg", "forward") | backward, ops=dict.fromkeys("xy", "reduce_scatter"))
+    )
+
+
+def linked(*took: int) -> Run:
+    """Return groups of two ranks each that gather four times in each of three steps, each time for so long."""
+    traces = []
+    for rank in range(2 * len(took)):
+        group, takes = rank // 2, took[rank // 2]
+        steps = "".join(str(step) * 40 for step in range(3))
+        picture = f"step {steps}\ncompute {'aa........' * 12}\ncomm {('..' + 'x' * takes).ljust(10, '.') * 12}"
+        ranks = [2 * group, 2 * group + 1]
+        groups = pl.DataFrame({"group": [str(group)], "description": ["dp"], "ranks": [ranks]})
+        plain = late.trace(picture, {"a": 0}, rank=rank, groups=groups)
+        told = plain.collectives.with_columns(group=pl.lit(str(group)), group_size=pl.lit(2), dtype=pl.lit("Float"))
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+    return drawn.run(*traces)
+
+
+def recomputing(free_bytes: int, *, step: str = "0" * 20) -> Run:
+    """Return a run whose kernel r, of 1 GiB of activations, runs again in backward, with so much memory left."""
+    picture = f"step {step}\ncompute ffffffffrrrrbbbbbbbb"
+    node = ("CheckpointFunctionBackward", "cpu_op", 8, 12)
+    plain = late.trace(picture, phases={"f": "forward", "r": "backward", "b": "backward"}, doing=(node,))
+    inside = (pl.col("start_ns") >= 8 * late.UNIT_NS) & (pl.col("start_ns") < 12 * late.UNIT_NS)
+    of_node = pl.when(inside & (pl.col("kind") == "runtime")).then(plain.ops.height - 1).alias("parent_id")
+    events = pl.DataFrame(
+        {
+            "at_ns": [8 * late.UNIT_NS, 14 * late.UNIT_NS],
+            "delta_bytes": [GIB, -GIB],
+            "allocated_bytes": [2 * GIB, GIB],
+        }
+    ).with_columns(device=0, reserved_bytes=100 * GIB - free_bytes, address=1, step=0)
+    header = {"deviceProperties": [{"id": 0, "totalGlobalMem": 100 * GIB}]}
+    held = schema.ALLOCATIONS.conform(events)
+    return drawn.run(replace(plain, ops=plain.ops.with_columns(of_node), allocations=held, header=header))
+
+
 PROOFS: dict[str, Proof] = {
     "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
     "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
@@ -195,10 +246,20 @@ PROOFS: dict[str, Proof] = {
             comm     ppppxxxxxxxx....
         """),
     ),
+    "COMM002": Proof(
+        lambda: drawn.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")),
+        lambda: drawn.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxxxxx....")),
+    ),
+    "COMM003": Proof(
+        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"),
+        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbbggggcccc....\ncomm ................yy.."),
+    ),
     "HOST001": Proof(lambda: launching(late_by=7), launching),
     "HOST002": Proof(lambda: launching(late_by=7, reads=True), lambda: launching(late_by=7)),
     "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
     "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
+    "RANK002": Proof(lambda: linked(3, 6), lambda: linked(3, 3)),
+    "MEM002": Proof(lambda: recomputing(10 * GIB), lambda: recomputing(5 * GIB)),
     "RANK003": Proof(lambda: meeting(0, 3, turns=True), lambda: meeting(0, 3)),
     "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
     "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),

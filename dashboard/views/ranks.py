@@ -45,11 +45,11 @@ def _choose(entry: Entry) -> tuple[int, int | None]:
     windows = opened.by_rank(entry)["window"].unique().sort().to_list()
     typical = slices.typical_step(by_step)
     columns = st.columns([1, 1, 4])
-    with columns[0]:
+    with columns[1]:
         window = st.selectbox("Window", windows, key=f"ranks-window-{entry.name}") if windows[1:] else windows[0]
     steps = by_step.filter(pl.col("window") == window)["step"].unique().sort().to_list()
     first = typical["step"] if typical and typical["step"] in steps else None
-    with columns[1]:
+    with columns[0]:
         chosen = st.selectbox(
             "Step", [WHOLE, *steps], index=1 + steps.index(first) if first is not None else 0, key=f"ranks-{entry.name}"
         )

@@ -19,8 +19,8 @@ from tracekit.rules.comm import ExposedCommunication
 from tracekit.rules.contended import ContendedCompute, StarvedCollectives
 from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.memory import AllocatorChurn
-from tracekit.rules.rank import UnevenRanks
 from tracekit.rules.stream import GiveWay, NeedlessOrder
+from tracekit.rules.uneven import UnevenRanks
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"

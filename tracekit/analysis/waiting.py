@@ -65,12 +65,12 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
 def compute_gap_causes_across(run: Run) -> pl.DataFrame:
     """Return `compute_gap_causes` of all ranks with waiting for peers told apart; ask by ``run.across``.
 
-    Columns window, rank, COLUMNS', peer_rank (who came last; null where not known). The time of a collective until the
-    last rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
+    Columns window, rank, COLUMNS', peer_rank (who came last of the ranks that have a trace; null where not known). The
+    time of a collective until that rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
     """
     pieces = run.table(compute_gap_causes)
     key = ["window", "instance"]
-    last = run.across(instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
+    last = run.across(instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
     waits = run.across(instances.waits).join(last, on=key, how="left")
     waits = waits.select("window", "rank", pl.col("activity_id").alias("collective_id"), "wait_ns", "peer_rank")
     waits = waits.unique(["window", "rank", "collective_id"])
