@@ -64,7 +64,7 @@ def test_a_fault_leaves_its_mark_and_costs_what_the_truth_says(name: str) -> Non
     assert set(known.steps) <= set(range(healthy.steps))
 
 
-def test_codes_are_those_of_rules_or_proposed_and_not_both() -> None:
+def test_codes_are_those_of_rules() -> None:
     existing = {rule.code for rule in RULES}
     codes = {fault.code for fault in faults.FAULTS.values()}
     assert codes <= existing
