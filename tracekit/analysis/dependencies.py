@@ -121,7 +121,7 @@ def item_waits(trace: Trace) -> pl.DataFrame:
     """
     items = lane_items(trace)
     told = _event_waits(trace, items)
-    parts = [told] if told.height else [inference.event_waits(items)]
+    parts = [told] if told.height else [inference.event_waits(trace, items)]
     parts += [inference.communicator_order(trace, items), inference.start_order(items)]
     return pl.concat([part.select(pl.col(n).cast(t) for n, t in WAIT_COLUMNS.items()) for part in parts])
 

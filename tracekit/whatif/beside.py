@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit import intervals
@@ -18,34 +19,45 @@ _KEY = ["rank", "lane", "phase", "recomputed", "before", "name", "after"]
 
 
 def compute_alone(graph: Graph) -> Graph:
-    """Let compute take as long beside collectives as alone.
+    """Let compute take as long beside collectives as alone. Raises CannotTellError without samples of both."""
+    at, longer = longer_beside_collectives(graph)
+    told = _computing(graph)
+    own = graph.own_ns.copy()
+    own[at] -= np.round(told["beside_ns"].to_numpy() * longer / (1 + longer)).astype(np.int64)
+    return replace(graph, own_ns=own)
+
+
+def longer_beside_collectives(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
+    """Return the nodes that compute on devices, and by which share each takes longer beside a collective than alone.
 
     The same kernel is taken to be one of the same name, rank, phase and neighbours. By name, or where a name has too
-    few samples over all, work that a collective accompanies for its whole time against work without gives the factor;
-    time
-    beside collectives shrinks by it. Raises CannotTellError without samples of both.
+    few samples over all, work that a collective accompanies for its whole time against work without gives the share.
+    Raises CannotTellError without samples of both.
     """
     found = _computing(graph)
     known = found.filter(pl.col("beside_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
     alone = known.group_by(_KEY).agg(pl.col("took_ns").median().alias("alone_ns"))
     beside = found.filter(pl.col("beside_ns") >= _BESIDE * pl.col("took_ns"), ~pl.col("crowded"))
     ratios = beside.join(alone, on=_KEY, nulls_equal=True).with_columns(
-        (pl.col("took_ns") / pl.col("alone_ns") - 1).alias("longer"), pl.col("alone_ns").alias("weight")
+        (pl.col("took_ns") / pl.col("alone_ns") - 1).alias("longer")
     )
     if ratios.height < _SAMPLES:
         raise CannotTellError(
             "no kernel ran both beside a collective and alone: record a step without communication (no_sync)"
         )
-    overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["weight"].to_numpy()))
+    overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["alone_ns"].to_numpy()))
     by_name = ratios.group_by("name").agg(pl.col("longer").median(), pl.len().alias("samples"))
     longer = pl.when(pl.col("samples") >= _SAMPLES).then("longer").fill_null(overall)
-    told = found.join(by_name, on="name", how="left", maintain_order="left").with_columns(longer.alias("longer"))
-    longer_by = told["longer"].to_numpy()
-    longer_by = np.where(longer_by < _LEAST, 0, longer_by)
-    own = graph.own_ns.copy()
-    at = told["at"].to_numpy()
-    own[at] -= np.round(told["beside_ns"].to_numpy() * longer_by / (1 + longer_by)).astype(np.int64)
-    return replace(graph, own_ns=own)
+    told = found.join(by_name, on="name", how="left", maintain_order="left").select(longer)["longer"].to_numpy()
+    return found["at"].to_numpy(), np.where(told < _LEAST, 0, told)
+
+
+def crawl(graph: Graph) -> float:
+    """Return by which share preparation takes longer beside the main compute than alone; 0 where not known."""
+    told = _alone_too(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _BESIDE * pl.col("took_ns"))
+    if told.is_empty():
+        return 0.0
+    return max(0.0, float(told["took_ns"].to_numpy().sum() / max(1, told["alone"].to_numpy().sum()) - 1))
 
 
 def collectives_alone(graph: Graph) -> Graph:
@@ -84,6 +96,17 @@ def without_preparation(graph: Graph) -> Graph:
 
 def without_give_way(graph: Graph) -> Graph:
     """Let preparation take as long as the same kernel alone: of the same message, else by its time per byte of one."""
+    slowed = _alone_too(graph).filter(pl.col("overlapped_ns") > 0)
+    if slowed.height and slowed["alone"].null_count() == slowed.height:
+        raise CannotTellError("no preparation ran alone: record a step without compute beside it")
+    own = graph.own_ns.copy()
+    known = slowed.drop_nulls("alone")
+    own[known["node"].to_numpy()] = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
+    return replace(graph, own_ns=own)
+
+
+def _alone_too(graph: Graph) -> pl.DataFrame:
+    """Return preparation (columns of `graph.prepared`, took_ns) with what it takes alone (null: not known)."""
     node = graph.prepared["node"].to_numpy()
     names = graph.frame.select("rank", "lane", "name")[node]
     work = pl.concat([graph.prepared.drop("rank"), names], how="horizontal").with_columns(
@@ -91,24 +114,11 @@ def without_give_way(graph: Graph) -> Graph:
     )
     parts = pl.len().over("collective", "name")
     work = work.with_columns((pl.col("message_bytes") / parts).alias("part_bytes"))
-    lone = work.filter(pl.col("overlapped_ns") <= _ALONE * pl.col("took_ns"))
-    rates = (
-        lone.filter(pl.col("part_bytes") > 0)
-        .group_by("name")
-        .agg((pl.col("took_ns") / pl.col("part_bytes")).median().alias("ns_per_byte"))
-    )
-    told = work.join(rates, on="name", how="left", maintain_order="left").with_columns(
-        pl.coalesce(pl.col("alone_ns"), (pl.col("ns_per_byte") * pl.col("part_bytes")).round().cast(pl.Int64)).alias(
-            "alone"
-        )
-    )
-    slowed = told.filter(pl.col("overlapped_ns") > 0)
-    if slowed.height and slowed["alone"].null_count() == slowed.height:
-        raise CannotTellError("no preparation ran alone: record a step without compute beside it")
-    own = graph.own_ns.copy()
-    known = slowed.drop_nulls("alone")
-    own[known["node"].to_numpy()] = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
-    return replace(graph, own_ns=own)
+    lone = work.filter(pl.col("overlapped_ns") <= _ALONE * pl.col("took_ns"), pl.col("part_bytes") > 0)
+    rates = lone.group_by("name").agg((pl.col("took_ns") / pl.col("part_bytes")).median().alias("ns_per_byte"))
+    scaled = (pl.col("ns_per_byte") * pl.col("part_bytes")).round().cast(pl.Int64)
+    told = work.join(rates, on="name", how="left", maintain_order="left")
+    return told.with_columns(pl.coalesce("alone_ns", scaled).alias("alone"))
 
 
 def _longer(beside: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.DataFrame:

@@ -66,15 +66,11 @@ def shared_queue(graph: Graph) -> Graph:
 
 
 def communication(graph: Graph) -> Graph:
-    """Let transfers take no time, and let compute be as fast as without them."""
+    """Let transfers take no time."""
     own = graph.own_ns.copy()
     own[graph.count :] = 0
     own[np.flatnonzero(is_communication(graph))] = 0
-    free = replace(graph, own_ns=own)
-    try:
-        return replace(free, own_ns=np.minimum(own, beside.compute_alone(graph).own_ns))
-    except CannotTellError:
-        return free
+    return replace(graph, own_ns=own)
 
 
 def recomputation(graph: Graph) -> Graph:
@@ -103,6 +99,10 @@ CHANGES: Mapping[str, Callable[[Graph], Graph]] = {
     "micro-batch-reductions": reductions.once,
     "recomputation": recomputation,
 }
+
+
+AS_MEASURED = frozenset({"preparation", "give-way", "slowed-compute"})
+"""Changes that are about contention: after them nothing is slowed again."""
 
 
 def thinking(graph: Graph) -> Ints:

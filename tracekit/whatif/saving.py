@@ -6,9 +6,9 @@ from weakref import WeakKeyDictionary
 import polars as pl
 
 from tracekit.trace import Run
-from tracekit.whatif import causes, graph, steps
+from tracekit.whatif import causes, graph, settle, steps
 from tracekit.whatif.cannot import CannotTellError
-from tracekit.whatif.changes import CHANGES
+from tracekit.whatif.changes import AS_MEASURED, CHANGES
 from tracekit.whatif.graph import Graph
 
 STEP_COLUMNS = {
@@ -79,11 +79,8 @@ def _saving(run: Run, cause: str) -> Saving:
     before = replayed(run)
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that a replay can be made of")
-    tables = []
     try:
-        for each in _graphs(run):
-            changed = CHANGES[cause](each)
-            tables.append(steps.durations(changed, graph.replay(changed)))
+        tables = [_without(each, cause) for each in _graphs(run)]
     except CannotTellError as error:
         return _unknown(cause, str(error))
     without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
@@ -94,6 +91,13 @@ def _saving(run: Run, cause: str) -> Saving:
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
     return Saving(cause, saved_ns, saved_ns / step_ns if step_ns else 0.0, step_ns, 0.7, table.select(*STEP_COLUMNS))
+
+
+def _without(whole: Graph, cause: str) -> pl.DataFrame:
+    changed = CHANGES[cause](whole)
+    if cause in AS_MEASURED:
+        return steps.durations(changed, graph.replay(changed))
+    return steps.durations(*settle.settled(whole, graph.replay(whole), changed))
 
 
 def _unknown(cause: str, why_not: str) -> Saving:
