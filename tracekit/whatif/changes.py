@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 
 from tracekit.analysis import hosts
 from tracekit.analysis.sweep import Flags, Ints
@@ -23,8 +24,7 @@ def late_launch(graph: Graph) -> Graph:
     think = thinking(graph)
     late = think[:, _LATE].sum(axis=1)
     if is_on_host(graph):
-        late = np.where(think[:, _PYTHON] >= _PAUSE_NS, think[:, _PYTHON], 0)
-        return _sooner(graph, late)
+        return _sooner(graph, _recurring(graph, think[:, _PYTHON]))
     return _instant(_sooner(graph, late), _doing(graph, hosts.LAUNCH))
 
 
@@ -103,6 +103,25 @@ CHANGES: Mapping[str, Callable[[Graph], Graph]] = {
 
 AS_MEASURED = frozenset({"preparation", "give-way", "slowed-compute"})
 """Changes that are about contention: after them nothing is slowed again."""
+
+
+def _recurring(graph: Graph, python_ns: Ints) -> Ints:
+    """Return the long pauses of Python that every step has at the same place, each as long as the shortest.
+
+    On a CPU run the host shares its cores with whatever else runs: what happens once is not the training's.
+    """
+    place = ["rank", "phase", "kind", "name", "nth"]
+    steps = graph.frame.drop_nulls("step").group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
+    nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
+    rows = graph.frame.select("rank", "step", "phase", "kind", "name", "what").with_columns(
+        pl.Series("pause_ns", python_ns), nth, pl.int_range(pl.len()).cast(pl.Int64).alias("at")
+    )
+    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
+    each = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
+    found = each.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
+    late = np.zeros(graph.count, np.int64)
+    late[found["at"].to_numpy()] = found["pause_ns"].to_numpy()
+    return late
 
 
 def thinking(graph: Graph) -> Ints:

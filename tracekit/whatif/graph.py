@@ -16,7 +16,7 @@ from tracekit.whatif.nodes import WORK
 
 START_ORDER, COLLECTIVE, RELEASE = "start_order", "collective", "release"
 _FAR = -(1 << 60)
-_ROUNDS = 2_000
+_ROUNDS = 200
 _KEY = ("window", "rank")
 
 
@@ -164,19 +164,57 @@ def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tup
 def ordered(graph: Graph, key: Ints) -> Graph:
     """Return the graph with its nodes in an order in which each follows what it waits for, by `key` where free.
 
-    Inferred waits that would have to wait for themselves are dropped.
+    Waits that would have to wait for themselves (clocks are rounded, and matching can err) are dropped: inferred ones
+    first, then collectives across ranks, then launches.
     """
+    while True:
+        order = _put_off(graph, key)
+        if order is not None:
+            return replace(graph, order=order)
+        waiting, awaited = _pairs(graph)
+        free = _peeled(awaited, waiting, len(graph.chain))
+        if len(free) == len(graph.chain):
+            return replace(graph, order=np.array(free, np.int64))
+        tied = np.ones(len(graph.chain), bool)
+        tied[free] = False
+        tied[_peeled(waiting, awaited, len(graph.chain))] = False
+        graph = _less(graph, tied)
+
+
+def _put_off(graph: Graph, key: Ints) -> Ints | None:
+    """Return an order by `key`, what comes too early put off; None where that takes more than some rounds."""
     key = key.copy()
     waiting, awaited = _pairs(graph)
-    late = np.arange(len(waiting))
     for _ in range(_ROUNDS):
         late = np.flatnonzero(key[waiting] <= key[awaited])
         if not len(late):
-            return replace(graph, order=np.argsort(key, kind="stable"))
+            return np.argsort(key, kind="stable").astype(np.int64)
         np.maximum.at(key, waiting[late], key[awaited[late]] + 1)
-    inferred = graph.edges.inferred & (key[graph.edges.waiting] <= key[graph.edges.awaited])
-    assert inferred.any(), "what is known of the order of a trace contradicts itself"
-    return ordered(replace(graph, edges=graph.edges.kept(~inferred)), key)
+    return None
+
+
+def _peeled(before: Ints, after: Ints, count: int) -> list[int]:
+    """Return the nodes that follow no node that waits for itself, in order."""
+    by = np.argsort(before, kind="stable")
+    following, first = after[by].tolist(), np.searchsorted(before[by], np.arange(count + 1)).tolist()
+    left = np.bincount(after, minlength=count).tolist()
+    free = [node for node, waits in enumerate(left) if not waits]
+    for node in free:  # it grows as it goes
+        for other in following[first[node] : first[node + 1]]:
+            left[other] -= 1
+            if not left[other]:
+                free.append(other)
+    return free
+
+
+def _less(graph: Graph, tied: Flags) -> Graph:
+    """Return the graph without the least known of the waits between nodes that wait for themselves."""
+    both = tied[graph.edges.waiting] & tied[graph.edges.awaited] & (graph.edges.awaited >= 0)
+    for which in (both & graph.edges.inferred, both & (graph.edges.how == COLLECTIVE)):
+        if which.any():
+            return replace(graph, edges=graph.edges.kept(~which))
+    launch = np.where(tied & (graph.launch >= 0) & tied[graph.launch], -1, graph.launch)
+    return replace(graph, launch=launch, edges=graph.edges.kept(~both))
 
 
 def _pairs(graph: Graph) -> tuple[Ints, Ints]:

@@ -29,11 +29,15 @@ class Built(NamedTuple):
 
 
 def numbered(every: pl.DataFrame) -> pl.DataFrame:
-    """Return nodes with the columns that they must have, and their numbers."""
+    """Return nodes with the columns that they must have (null where they lack them), and their numbers."""
     nothing = pl.lit([0] * hostside.TYPES, pl.Array(pl.Int64, hostside.TYPES))
-    return every.with_columns(
+    told = every.with_columns(
         pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("think_ns").fill_null(nothing)
-    ).select(pl.col(name).cast(dtype) for name, dtype in NODE_COLUMNS.items())
+    )
+    return told.select(
+        pl.col(name).cast(dtype) if name in told.columns else pl.lit(None, dtype).alias(name)
+        for name, dtype in NODE_COLUMNS.items()
+    )
 
 
 def conformed(found: pl.DataFrame) -> pl.DataFrame:
