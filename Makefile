@@ -17,7 +17,7 @@ TESTS ?=
 help:
 	@echo "make demo    train under FSDP2 and YaFSDP, check both runs, compare them (about 5 minutes after installation)"
 	@echo "make test    everything that CI runs: lint, types, imports, tests"
-	@echo "make test TESTS=--thorough    the same with all cases of the long lists of which it takes a fifth"
+	@echo "make test TESTS=--thorough    the same with all tests and cases, not those whose turn it is"
 	@echo "make format  rewrite the sources in house style"
 	@echo "make clean   remove .venv and everything that was built"
 

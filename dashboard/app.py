@@ -9,7 +9,7 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import catalog, parts
-from dashboard.views import compare, overview, runs, timeline
+from dashboard.views import compare, memory, overview, ranks, runs, timeline
 
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
@@ -29,6 +29,8 @@ def main() -> None:
     pages = {
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
+        "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
+        "memory": st.Page(lambda: memory.page(chosen), title="Memory", url_path="memory"),
         "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
         "runs": st.Page(lambda: runs.page(listed), title="Runs", url_path="runs"),
     }

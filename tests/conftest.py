@@ -19,7 +19,9 @@ Case = TypeVar("Case")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is found now")
-    parser.addoption("--thorough", action="store_true", help=f"try all cases of long lists, not one in {TAKEN}")
+    parser.addoption(
+        "--thorough", action="store_true", help="run all tests and all cases of long lists, not those whose turn it is"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(interrupt, signal.default_int_handler if interrupt == signal.SIGINT else signal.SIG_DFL)
     if config.getoption("--thorough"):
         os.environ[rotation.THOROUGH] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], left = rotation.of_this_run(items)
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import polars as pl
 
 from tests import drawn, late
 from tracekit import schema
-from tracekit.trace import RUN_DOUBTS, Run
+from tracekit.trace import RUN_DOUBTS, Run, Trace
 
 HOST_LANE = 99
 GIB = 1 << 30
@@ -53,7 +53,7 @@ HIDDEN = """
     compute  aaaaaaaaaa
     comm     .xxxxxxxx.
 """
-# p takes 2 ns alone, 6 beside a; x starts 4 late, and compute waits its last 4 ns.
+# p takes 2 alone, 6 beside a; x starts 4 late, and compute waits for its last 4.
 GIVE_WAY = """
     step     0000000000000000000000000
     compute  aaaaaaaa....aaaa......aaa
@@ -73,7 +73,7 @@ CHURNING = """
 
 
 def giving_way(picture: str, **more: object) -> Run:
-    return drawn.run(drawn.trace(picture, columns={"p": {"kind": "compute"}}, **more))
+    return drawn.run(drawn.trace(picture, scale_ns=late.UNIT_NS, columns={"p": {"kind": "compute"}}, **more))
 
 
 def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
@@ -112,19 +112,41 @@ def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> 
     return drawn.run(late.trace(picture, dict.fromkeys("ace", 0) | launched, tuple(doing)))
 
 
+def queued(picture: str) -> Run:
+    """Return a run whose work was all launched before it, by start, of two at once the collective first."""
+    plain = drawn.trace(picture, scale_ns=late.UNIT_NS)
+    order = plain.activities.sort("start_ns", pl.col("kind") == "compute")["id"].to_list()
+    calls = [
+        {"id": made, "name": "cudaLaunchKernel", "kind": "runtime", "start_ns": -9999 + i, "dur_ns": 0}
+        for i, made in enumerate(order)
+    ]
+    launches = schema.OPS.conform(pl.DataFrame(calls).with_columns(lane=pl.lit(HOST_LANE)))
+    return drawn.run(drawn.trace(picture, scale_ns=late.UNIT_NS, ops=launches))
+
+
 def preparing(picture: str) -> Run:
     """Return a run in which p prepares the collective behind it on its stream."""
     return drawn.run(late.trace(picture, dict.fromkeys("abpx", 0)))
 
 
-def meeting(*tardy: int) -> Run:
-    """Return ranks that all-reduce four times in each of three steps, each so much later than it could."""
+def carrying(compute: str, communication: str) -> Run:
+    """Return a run that repeats this eight times, with collectives of one size."""
+    picture = f"step {'0' * 8 * len(compute)}\ncompute {compute * 8}\ncomm {communication * 8}"
+    return drawn.run(late.trace(picture, {"a": 0, "b": 0}))
+
+
+def meeting(*tardy: int, turns: bool = False) -> Run:
+    """Return ranks that all-reduce four times in each of three steps, each so much later than it could.
+
+    If they take `turns`, it is the next rank that is late at the next all-reduce.
+    """
     groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(tardy)))]})
     steps = "".join(str(step) * 32 for step in range(3))
     traces = []
-    for rank, after in enumerate(tardy):
-        compute = ("a" * (2 + after) + "." * (6 - after)) * 12
-        calls = ("." * (2 + after) + "y" * (5 - after) + ".") * 12
+    for rank in range(len(tardy)):
+        late_by = [tardy[(rank + turns * call) % len(tardy)] for call in range(12)]
+        compute = "".join("a" * (2 + after) + "." * (6 - after) for after in late_by)
+        calls = "".join("." * (2 + after) + "y" * (5 - after) + "." for after in late_by)
         picture = f"step {steps}\ncompute {compute}\ncomm {calls}"
         traces.append(late.trace(picture, {"a": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"}))
     return drawn.run(*traces)
@@ -146,9 +168,72 @@ def leaking(step_bytes: int) -> Run:
     return holding(*(GIB + step * step_bytes for step in range(8)))
 
 
+def sending(picture: str, **columns: object) -> Trace:
+    """Return a trace whose collectives are of a group of 8, with these columns."""
+    plain = late.trace(picture, dict.fromkeys("ab", 0))
+    told = plain.collectives.with_columns(
+        pl.lit(value).alias(name) for name, value in ({"group_size": 8, "group": "0"} | columns).items()
+    )
+    return replace(plain, collectives=schema.COLLECTIVES.conform(told))
+
+
+def accumulating(picture: str) -> Run:
+    """Return a run whose compute f and g goes forward and b and c backward, with gradients reduced by x and y."""
+    backward = dict.fromkeys("bcxy", "backward")
+    return drawn.run(
+        late.trace(picture, phases=dict.fromkeys("fg", "forward") | backward, ops=dict.fromkeys("xy", "reduce_scatter"))
+    )
+
+
+def linked(*took: int) -> Run:
+    """Return groups of two ranks each that gather four times in each of three steps, each time for so long."""
+    traces = []
+    for rank in range(2 * len(took)):
+        group, takes = rank // 2, took[rank // 2]
+        steps = "".join(str(step) * 40 for step in range(3))
+        picture = f"step {steps}\ncompute {'aa........' * 12}\ncomm {('..' + 'x' * takes).ljust(10, '.') * 12}"
+        ranks = [2 * group, 2 * group + 1]
+        groups = pl.DataFrame({"group": [str(group)], "description": ["dp"], "ranks": [ranks]})
+        plain = late.trace(picture, {"a": 0}, rank=rank, groups=groups)
+        told = plain.collectives.with_columns(group=pl.lit(str(group)), group_size=pl.lit(2), dtype=pl.lit("Float"))
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+    return drawn.run(*traces)
+
+
+def recomputing(free_bytes: int, *, step: str = "0" * 20) -> Run:
+    """Return a run whose kernel r, of 1 GiB of activations, runs again in backward, with so much memory left."""
+    picture = f"step {step}\ncompute ffffffffrrrrbbbbbbbb"
+    node = ("CheckpointFunctionBackward", "cpu_op", 8, 12)
+    plain = late.trace(picture, phases={"f": "forward", "r": "backward", "b": "backward"}, doing=(node,))
+    inside = (pl.col("start_ns") >= 8 * late.UNIT_NS) & (pl.col("start_ns") < 12 * late.UNIT_NS)
+    of_node = pl.when(inside & (pl.col("kind") == "runtime")).then(plain.ops.height - 1).alias("parent_id")
+    events = pl.DataFrame(
+        {
+            "at_ns": [8 * late.UNIT_NS, 14 * late.UNIT_NS],
+            "delta_bytes": [GIB, -GIB],
+            "allocated_bytes": [2 * GIB, GIB],
+        }
+    ).with_columns(device=0, reserved_bytes=100 * GIB - free_bytes, address=1, step=0)
+    header = {"deviceProperties": [{"id": 0, "totalGlobalMem": 100 * GIB}]}
+    held = schema.ALLOCATIONS.conform(events)
+    return drawn.run(replace(plain, ops=plain.ops.with_columns(of_node), allocations=held, header=header))
+
+
 PROOFS: dict[str, Proof] = {
     "COMM001": Proof(lambda: drawn.run(drawn.trace(EXPOSED)), lambda: drawn.run(drawn.trace(HIDDEN))),
     "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
+    # a is launched after x and could begin before it.
+    "STREAM002": Proof(
+        lambda: queued(f"step {'0' * 80}\ncompute {'..aaaa....' * 8}\ncomm {'..xx......' * 8}"),
+        lambda: queued(f"step {'0' * 80}\ncompute {'aaaa......' * 8}\ncomm {'..xx......' * 8}"),
+    ),
+    # a takes 4 beside x, and 2 alone.
+    "STREAM003": Proof(
+        lambda: drawn.run(drawn.trace(f"step {'0' * 64}\ncompute {'aaaa.aa.' * 8}\ncomm {'.xxx....' * 8}")),
+        lambda: drawn.run(drawn.trace(f"step {'0' * 48}\ncompute {'aa.aa.' * 8}\ncomm {'xx....' * 8}")),
+    ),
+    # x takes 4 beside a, y of the same size 2 alone; the compute that follows waits for the last of x.
+    "STREAM004": Proof(lambda: carrying("aaa.b..", "xxxx.yy"), lambda: carrying("aaaab..", "xx...yy")),
     "COMM004": Proof(
         lambda: preparing("""
             step     0000000000000000
@@ -161,10 +246,21 @@ PROOFS: dict[str, Proof] = {
             comm     ppppxxxxxxxx....
         """),
     ),
+    "COMM002": Proof(
+        lambda: drawn.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")),
+        lambda: drawn.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxxxxx....")),
+    ),
+    "COMM003": Proof(
+        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"),
+        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbbggggcccc....\ncomm ................yy.."),
+    ),
     "HOST001": Proof(lambda: launching(late_by=7), launching),
     "HOST002": Proof(lambda: launching(late_by=7, reads=True), lambda: launching(late_by=7)),
     "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
     "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
+    "RANK002": Proof(lambda: linked(3, 6), lambda: linked(3, 3)),
+    "MEM002": Proof(lambda: recomputing(10 * GIB), lambda: recomputing(5 * GIB)),
+    "RANK003": Proof(lambda: meeting(0, 3, turns=True), lambda: meeting(0, 3)),
     "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
     "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
     "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),

@@ -283,12 +283,23 @@ def _answer(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        _wait_for_all(store.with_suffix(".ready"), world_size, timeout_s)
         return pickle.dumps((function(), None))
     except Exception:  # noqa: BLE001 -- whatever a case raises is its outcome
         return pickle.dumps((None, traceback.format_exc()))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _wait_for_all(path: Path, world_size: int, timeout_s: float) -> None:
+    """Return when all ranks are connected: one whose case ends at once would hang up on those that still connect."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(path), world_size)
+    if store.add("connected", 1) == world_size:
+        store.set("all", "connected")
+    store.wait(["all"], timedelta(seconds=timeout_s))
 
 
 def _redirect_output(path: Path) -> None:

@@ -1,12 +1,19 @@
-"""Fixed cases of which each run takes a share, another one each time, and ``pytest --thorough`` all."""
+"""Fixed cases of which each run takes a share, another one each time, and ``pytest --thorough`` all.
+
+Whole tests take turns too: of those that a module marks ``in_turns(3)`` a run takes a third, of those that modules mark
+``in_turns(2, "examples")`` half of all together. A test that is asked for by itself always runs.
+"""
 
 import os
 import random
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import pytest
+
 THOROUGH = "TRACEKIT_TEST_THOROUGH"  # set by conftest: modules choose their cases when they are imported
 Case = TypeVar("Case")
+in_turns = pytest.mark.in_turns
 # All processes of a run under pytest-xdist must choose alike.
 _run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(random.SystemRandom().random())
 
@@ -21,3 +28,15 @@ def one_in(share: int, cases: Sequence[Case]) -> list[Case]:
 def one_in_of(share: int, cases: Mapping[str, Case]) -> dict[str, Case]:
     """Return one of each `share` named cases."""
     return {name: cases[name] for name in one_in(share, list(cases))}
+
+
+def of_this_run(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests that this run takes, and those whose turn it is not, both as ordered."""
+    groups: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        mark = item.get_closest_marker("in_turns")
+        if mark:
+            share, *name = mark.args
+            groups.setdefault((name[0] if name else str(item.path), share), []).append(item)
+    left = {item for (_, share), group in groups.items() for item in set(group) - set(one_in(share, group))}
+    return [item for item in items if item not in left], [item for item in items if item in left]

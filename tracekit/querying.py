@@ -18,7 +18,7 @@ import polars as pl
 import pyarrow as pa
 
 from tracekit import align, schema, sealed
-from tracekit.analysis import breakdown, doubts, instances
+from tracekit.analysis import beside, breakdown, doubts, instances
 from tracekit.errors import InputError
 from tracekit.schema import Column, Table
 from tracekit.trace import OFFSETS, RUN_DOUBTS, Run, Source
@@ -58,9 +58,14 @@ BREAKDOWN = Table(
     ),
 )
 
+_OF_SNAPSHOTS = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
 TABLES: Mapping[str, Table] = {
     **{t.name: replace(t, columns=(*_PLACE, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
     **{t.name: t for t in (OFFSETS, instances.INSTANCES, instances.WAITS, RUN_DOUBTS)},
+    **{
+        name: replace(t, name=name, columns=(*_PLACE, *t.columns))
+        for name, t in zip(_OF_SNAPSHOTS.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
+    },
 }
 """Every table that a query can name, with its columns as a query sees them."""
 
@@ -71,6 +76,7 @@ _MEASURED: Mapping[str, Callable[[Run], pl.DataFrame]] = {
     instances.INSTANCES.name: lambda run: run.across(instances.instances),
     instances.WAITS.name: lambda run: run.across(instances.waits),
     RUN_DOUBTS.name: lambda run: pl.concat([run.doubts, align.doubts(run)]),
+    **{told: beside.table(name) for name, told in _OF_SNAPSHOTS.items()},
 }
 """Tables that are measured rather than read, and how."""
 

@@ -134,6 +134,8 @@ ACTIVITIES = Table(
         _ns("start_ns", "Start."),
         _ns("dur_ns", "Duration."),
         _bytes("bytes", "Bytes copied or set; null where not known."),
+        _column("grid", _TEXT, "Blocks that the kernel was launched with, such as 4096x1x1; null where not known."),
+        _column("block", _TEXT, "Threads of each block, such as 256x1x1; null where not known."),
         _STEP,
         _PHASE,
         _UNIT,

@@ -91,7 +91,16 @@ def test_findings_fail_from_the_bar_on_and_are_named(runs: Path) -> None:
 
 def test_a_run_without_findings_exits_with_0(runs: Path) -> None:
     done = tracekit(
-        "check", runs / "good", "--select", "COMM001", "--set", "COMM001.max_exposed_ratio=1", "--fail-on", "info"
+        "check",
+        runs / "good",
+        "--select",
+        "COMM001",
+        "--set",
+        "COMM001.told_exposed_ratio=1",
+        "--set",
+        "COMM001.max_exposed_ratio=1",
+        "--fail-on",
+        "info",
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Nothing to fix was found\n")

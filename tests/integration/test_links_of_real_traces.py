@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
+from tests.rotation import one_in
 from tracekit.readers import kineto
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ class Both:
         self.activities = self.trace.activities.join(places, on="lane", maintain_order="left")
 
 
-@pytest.fixture(scope="module", params=[*SAMPLES, *OTHERS], ids=lambda path: path.parent.name)
+@pytest.fixture(scope="module", params=one_in(2, [*SAMPLES, *OTHERS]), ids=lambda path: path.parent.name)
 def both(request):
     return pair(request.param)
 

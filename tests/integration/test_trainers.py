@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.launched import MICRO, ranks_of, start, train
+from tests.rotation import in_turns
 from tracekit import conventions
 
 LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]
@@ -118,6 +119,7 @@ def test_the_training_says_little_and_its_recorder_nothing(fsdp2: tuple[Path, st
     assert "step   11 of 12" in out
 
 
+@in_turns(2, "trainers")
 def test_a_resumed_training_is_the_uninterrupted_one_also_under_torchrun(
     fsdp2: tuple[Path, str, str], tmp_path: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_also_under_torchrun(
     assert losses(tmp_path / "on") == [of_rank[9:] for of_rank in losses(run)]
 
 
+@in_turns(2, "trainers")
 def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     process = start("--strategy", "ddp", "--out", str(tmp_path), "--steps", "100000", *MICRO)
     assert process.stdout is not None
@@ -143,6 +146,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     assert ranks_of(process.pid) == []
 
 
+@in_turns(2, "trainers")
 def test_an_error_on_one_rank_is_shown_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     script = tmp_path / "train.py"

@@ -14,6 +14,7 @@ from instrumented_trainers import launch, seal
 from instrumented_trainers.config import TrainingConfig
 from tests.integration import trainings
 from tests.integration.launched import MICRO, ranks_of, read_until, start, train
+from tests.rotation import in_turns
 from tracekit import conventions
 
 ENDLESS = ["--steps", "100000", *MICRO]
@@ -29,6 +30,7 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir() if seal.is_sealed(path))
 
 
+@in_turns(2, "trainers")
 def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> None:
     # In the profiled window, which is to be as long as the training.
     window = ["--profile-wait", "0", "--profile-warmup", "1", "--profile-active", "90000"]
@@ -46,6 +48,7 @@ def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> N
     assert trainings.manifest(tmp_path)["windows"] == [{"window": 0, "first_step": 1, "steps": steps - 1}]
 
 
+@in_turns(2, "trainers")
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     process = start("--strategy", "ddp", "--out", str(tmp_path), *ENDLESS, "--timeout-s", "4")
     read_until(process, "step    1 of")
@@ -78,6 +81,7 @@ def small_disk(tmp_path: Path) -> Path:
     return place
 
 
+@in_turns(2, "trainers")
 def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small_disk: Path, tmp_path: Path) -> None:
     # A trace, and a third checkpoint, are more than fits.
     kept = tmp_path / "kept"

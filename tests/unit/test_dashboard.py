@@ -153,3 +153,21 @@ def test_one_run_alone_is_not_compared(runs):
     path = str(runs / recorded.GOOD)
     shown = testing.AppTest.from_function(script, args=(path,), default_timeout=TIMEOUT_S).run()
     assert "Compare with" in shown.info[0].value
+
+
+def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import ranks
+
+        ranks.page(catalog.entries([path])[0])
+
+    shown = testing.AppTest.from_function(script, args=(str(runs / recorded.GOOD),), default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    assert any("clocks of the ranks" in caption.value for caption in shown.caption)
+    whole = shown.dataframe[0].value
+    assert whole["rank"].tolist() == sorted(whole["rank"])
+    assert {"compute_ns", "transfer_ns", "waiting_ns", "idle_ns"} <= set(whole.columns)
+    shown.selectbox[0].select("all").run()
+    assert not shown.exception
+    assert shown.dataframe[0].value["compute_ns"].sum() > whole["compute_ns"].sum()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import labelled_runs
+from benchmarks import labelled_report, labelled_runs
 from benchmarks.labelled_runs import Judged
 from tests.unit.simulate.jobs import job
 from tracekit.rule import Finding, Severity
@@ -29,17 +29,17 @@ def test_alarms_are_right_wrong_or_missing_and_small_costs_count_neither_way() -
         _run({"RANK001": 1}, {"RANK001": 1}),
         _run({"COMM001": 22}, {}),  # below what COMM001 speaks of
     ]
-    found = labelled_runs.score(runs, "RANK001")
+    found = labelled_report.score(runs, "RANK001")
     assert (found.right, found.wrong, found.missed) == (1, 1, 1)
     assert (found.precision, found.recall) == (0.5, 0.5)
     assert found.cost_error == pytest.approx(0.1)
-    assert labelled_runs.score(runs, "COMM001").missed == 0
+    assert labelled_report.score(runs, "COMM001").missed == 0
 
 
 def test_the_table_has_a_line_for_every_rule_and_names_what_no_rule_judges() -> None:
-    told = labelled_runs.table([_run({"COMM001": 40}, {"COMM001": 40})])
-    assert "| COMM001 | 1 | 0 | 0 | 100% | 100% | 0% |" in told
-    assert "| MEM001 | 0 | 0 | 0 |  |  |  |" in told
+    told = labelled_report.table([_run({"COMM001": 40}, {"COMM001": 40})])
+    assert "| COMM001 | 1 | 0 | 0 | 100% | 100% | 0% | 100% |" in told
+    assert "| MEM001 | 0 | 0 | 0 |  |  |  |  |" in told
 
 
 def test_a_drawn_run_is_simulated_and_judged() -> None:

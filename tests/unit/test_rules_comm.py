@@ -1,7 +1,7 @@
 import polars as pl
 import pytest
 
-from tests import drawn, proofs
+from tests import drawn, late, proofs
 from tracekit.analysis import strategy
 from tracekit.checking import check
 from tracekit.rule import Severity
@@ -36,13 +36,16 @@ def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
 @pytest.mark.parametrize(("threshold", "fires"), [(0.3, True), (0.4, False)])
 def test_the_threshold_itself_is_still_allowed(threshold, fires):
     trace = drawn.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
-    assert bool(judge(trace, max_exposed_ratio=threshold).findings) == fires
+    assert bool(judge(trace, told_exposed_ratio=threshold, max_exposed_ratio=1.0).findings) == fires
 
 
-@pytest.mark.parametrize(("bar", "severity"), [(0.4, Severity.WARNING), (0.39, Severity.ERROR)])
-def test_more_than_the_bar_is_an_error(bar, severity):
+@pytest.mark.parametrize(
+    ("warns", "fails", "severity"),
+    [(0.4, 1.0, Severity.INFO), (0.39, 0.4, Severity.WARNING), (0.2, 0.39, Severity.ERROR)],
+)
+def test_the_more_the_more_severe(warns, fails, severity):
     trace = drawn.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
-    assert judge(trace, error_exposed_ratio=bar).findings[0].severity is severity
+    assert judge(trace, max_exposed_ratio=warns, error_exposed_ratio=fails).findings[0].severity is severity
 
 
 # Step 1 saves: its gathers belong to the save.
@@ -79,18 +82,25 @@ def test_a_run_that_saves_in_every_step_is_not_judged_and_says_so():
     assert "every profiled step saves a checkpoint" in report.notes[0]
 
 
-def test_ranks_that_expose_less_are_told_apart_from_those_that_wait():
-    slow = drawn.trace("step 0000000000\ncompute aaaaaaaa..\ncomm ........xx", rank=0)
-    waiting = drawn.trace("step 0000000000\ncompute aa........\ncomm ..xxxxxxxx", rank=1)
-    (found,) = judge(slow, waiting).findings
-    assert found.ranks == (1,)
-    assert "On rank 0 it is 20.0%: part of the rest may be waiting for slower ranks." in found.message
-    assert set(found.evidence["rank"]) == {1}
+def test_waiting_for_a_rank_that_comes_later_is_not_exposed_communication():
+    # Rank 0 comes three of eight later to each of twelve all-reduces, which then take two.
+    (found,) = check(proofs.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    assert found.impact == pytest.approx(2 / 8)
+    assert set(found.evidence.filter(pl.col("name") == "y")["exposed_ns"]) == {2 * late.UNIT_NS}
+    assert (
+        check(proofs.meeting(0, 3), [ExposedCommunication(told_exposed_ratio=0.25, max_exposed_ratio=1)]).findings == ()
+    )
 
 
-def test_ranks_that_expose_alike_are_not_compared():
+def test_it_says_how_long_the_quoted_rank_waits_besides():
+    (found,) = check(proofs.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    of_rank_0 = "Another 600 µs it waits there for ranks that come later."
+    assert ("rank 0" in found.message) == (of_rank_0 in found.message)
+
+
+def test_ranks_that_come_together_wait_for_no_one():
     traces = [drawn.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx", rank=rank) for rank in (0, 1)]
-    assert "may be waiting" not in judge(*traces).findings[0].message
+    assert "come later" not in judge(*traces).findings[0].message
 
 
 def collectives(trace, op):

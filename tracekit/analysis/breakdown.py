@@ -26,6 +26,28 @@ COLUMNS = {
     "idle_ns": _INT,
 }
 
+COMPUTE, EXPOSED_COMMUNICATION, EXPOSED_COPY = PARTS = ("compute", "exposed_communication", "exposed_copy")
+SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _INT}
+
+
+def spans(trace: Trace) -> pl.DataFrame:
+    """Return when each device does which part of the breakdown: disjoint spans, by device, part and start.
+
+    Columns device, part (of PARTS; what lies between is idle), start_ns, dur_ns. Their coverage of a step's window is
+    what `by_step` says.
+    """
+    parts = []
+    for device in devices(trace):
+        compute, communication, copy = busy(trace, device)
+        exposed = intervals.subtract(communication, compute)
+        copied = intervals.subtract(copy, intervals.union(compute, communication))
+        for part, found in zip(PARTS, (compute, exposed, copied), strict=True):
+            times = pl.DataFrame({"start_ns": found[:, 0], "dur_ns": found[:, 1] - found[:, 0]})
+            parts.append(
+                times.select(device=pl.lit(device, _INT), part=pl.lit(part), start_ns="start_ns", dur_ns="dur_ns")
+            )
+    return pl.concat([pl.DataFrame(schema=SPAN_COLUMNS), *parts])
+
 
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return the breakdown of every step's device window.

@@ -133,7 +133,7 @@ class _Splitter:
         self.trace, self.device, self.found = trace, device, found
         self.gaps: Spans = intervals.from_columns(found["start_ns"], found["dur_ns"])
         self.work = launches.work(trace, device)
-        prepared = launches.preparation(self.work, trace.collectives)
+        prepared = launches.preparation(trace, device)
         self.prepared = prepared.join(
             found.select(
                 "collective_id",

@@ -1,48 +1,129 @@
-"""The give-way chain: preparation that crawls beside compute, a late collective, and compute that waits for it."""
+"""Contention on a device: how much longer each kind of work takes while another kind runs, and what that costs.
+
+The same kernel is compared with itself, alone against beside others, and, where it ran alone in it, within one step:
+so neither sizes nor a clock that changes get into the comparison. Collectives are `collective_contention`'s.
+"""
 
 import numpy as np
 import polars as pl
 
-from tracekit import intervals
-from tracekit.analysis import breakdown
-from tracekit.trace import Trace
+from tracekit.analysis import launches, overlap, slowdown, waiting
+from tracekit.analysis.once import once
+from tracekit.analysis.overlap import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, Residents
+from tracekit.analysis.sweep import Flags, Ints
+from tracekit.trace import Run, Trace
 
-COLUMNS = {
-    "step": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "name": pl.String, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "overlapped_ns": pl.Int64, "gap_ns": pl.Int64, "collective_id": pl.Int64,
-    "collective_start_ns": pl.Int64, "collective_dur_ns": pl.Int64, "wait_ns": pl.Int64,
+PAIRS = (
+    (COMPUTE, COMMUNICATION),
+    (COMPUTE, PREPARATION),
+    (COMPUTE, COPY),
+    (PREPARATION, COMPUTE),
+    (PREPARATION, COMMUNICATION),
+    (COPY, COMPUTE),
+    (COPY, COMMUNICATION),
+)
+"""Which kind of work is slowed, and by which other kind; what slows collectives is measured across ranks."""
+
+STEP_COLUMNS = {
+    "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "of": pl.String, "beside": pl.String,
+    "calls": pl.Int64, "overlapped_ns": pl.Int64, "judged_calls": pl.Int64, "judged_ns": pl.Int64, "lost_ns": pl.Int64,
+}  # fmt: skip
+KERNEL_COLUMNS = {
+    "device": pl.Int64, "of": pl.String, "beside": pl.String, "name": pl.String, "grid": pl.String, "block": pl.String,
+    "calls": pl.Int64, "alone_calls": pl.Int64, "alone_ns": pl.Int64, "beside_calls": pl.Int64, "beside_ns": pl.Int64,
+    "overlapped_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "step": pl.Int64, "lane": pl.Int64,
+    "start_ns": pl.Int64, "dur_ns": pl.Int64,
+}  # fmt: skip
+PREPARATION_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64, "name": pl.String,
+    "grid": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64, "sample": pl.String,
+    "overlapped_ns": pl.Int64, "collective_id": pl.Int64, "communication_gap": pl.Int64, "gap_ns": pl.Int64,
+    "contention_ns": pl.Int64, "waited_ns": pl.Int64,
 }  # fmt: skip
 DEVICE_COLUMNS = {"devices": pl.Int64}
+NO_SAMPLE = "no sample alone"
+RECORD = (
+    "record steps in which the same work also runs alone: a window with one rank, with prefetching off, or with "
+    "CUDA_LAUNCH_BLOCKING=1; and with record_shapes=True, so that products of one grid are told apart"
+)
+"""What to do where the same work was never seen alone."""
+
+
+@once
+def by_step(trace: Trace) -> pl.DataFrame:
+    """Return how long each kind of work ran beside another in each step and unit, and how much longer it took for that.
+
+    Columns device, step, phase, unit, of, beside, calls, overlapped_ns (time of `of` during which `beside` ran on other
+    lanes), judged_calls and judged_ns (the part of it that ran beside nothing else, or beside the same other kinds as
+    its sample, and that has a sample alone), lost_ns (how much longer that took than alone; below 0 where less). One
+    row per step, phase, unit and pair of `PAIRS` that overlapped at all; empty on a CPU run.
+    """
+    parts = [pl.DataFrame(schema=STEP_COLUMNS)]
+    for rows, here, of, beside in _all_compared(trace):
+        parts.append(_summed(rows, here, of, beside))
+    return pl.concat(parts)
+
+
+@once
+def by_kernel(trace: Trace) -> pl.DataFrame:
+    """Return how much longer each kernel takes beside another kind of work than alone.
+
+    Columns device, of, beside, name, grid, block, calls, alone_calls, alone_ns (median), beside_calls, beside_ns
+    (median of what ran beside for at least half of its time), overlapped_ns, lost_ns, slowdown (its time together over
+    the time the same work takes alone), and step, lane, start_ns, dur_ns of the call that lost most. One row per kernel
+    and pair with samples both alone and beside, the costliest first.
+    """
+    parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
+    for rows, here, of, beside in _all_compared(trace):
+        parts.append(_of_kernels(rows, here, of, beside))
+    return pl.concat(parts).sort("lost_ns", descending=True)
 
 
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the work other than collectives on the communication lanes of devices, and the collective it precedes.
+    """Return the preparation of collectives on devices, how long compute held it up, and what waited for that.
 
-    Columns step, device, lane, name, start_ns, dur_ns, overlapped_ns (time of it during which other lanes of the device
-    computed), gap_ns (time of it during which no collective ran on the device: the communication gap), collective_id,
-    collective_start_ns, collective_dur_ns (the next collective on the lane; null where there is none), wait_ns (how
-    long nothing had computed on the device when that collective ended, within the collective: the compute gap that it
-    closes; 0 where compute ran on). One row per activity; several rows share a collective, and its wait. Empty on a
-    CPU run.
+    Columns step, device, phase, unit, lane, name, grid, start_ns, dur_ns, alone_ns (what the same kernel takes alone),
+    sample (alone; scaled from another grid; null: none), overlapped_ns, collective_id (which it prepares),
+    communication_gap (that it lies in, null where none), gap_ns, contention_ns (of that gap) and waited_ns (how long
+    nothing computed for want of what the gap delayed). One row per activity; those of a gap share its last three.
     """
-    lanes = trace.lanes.filter(pl.col("device").is_not_null())
-    communicating = lanes.filter(pl.col("role") == "communication").select("lane", "device")
-    parts = [pl.DataFrame(schema=COLUMNS)]
-    for (device,), mine in communicating.group_by("device", maintain_order=True):
-        others = lanes.filter(pl.col("device") == device).join(mine, on="lane", how="anti")
-        compute = _spans(trace.activities.join(others, on="lane", how="semi").filter(pl.col("kind") == "compute"))
-        _, collectives, _ = breakdown.busy(trace, int(str(device)))
-        work = _before_collectives(trace.activities.join(mine, on="lane"))
-        spans = intervals.from_columns(work["start_ns"], work["dur_ns"])
-        carried = pl.Series(intervals.coverage(spans, collectives), dtype=pl.Int64)
-        parts.append(
-            work.with_columns(
-                pl.Series("overlapped_ns", intervals.coverage(spans, compute), pl.Int64),
-                (pl.col("dur_ns") - carried).alias("gap_ns"),
-                _closed_gaps(work, compute),
-            ).select(*COLUMNS)
-        )
+    chains = waiting.chains(trace).select(
+        "collective_id", "communication_gap", pl.col("dur_ns").alias("gap_ns"), "contention_ns", "waited_ns"
+    )
+    parts = [pl.DataFrame(schema=PREPARATION_COLUMNS)]
+    for device in trace.lanes["device"].drop_nulls().unique().sort():
+        found = launches.preparation(trace, device)
+        joined = found.join(chains, on="collective_id", how="left", maintain_order="left")
+        parts.append(joined.select(pl.col(name).cast(dtype) for name, dtype in PREPARATION_COLUMNS.items()))
     return pl.concat(parts)
+
+
+def pairs(run: Run) -> pl.DataFrame:
+    """Return each pair of kinds of work by rank: how much slower the one goes beside the other; ask by ``run.across``.
+
+    Columns rank, device, of, beside, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (a 95% interval: percentile
+    bootstrap over steps and units; null for fewer than six) and unknown (why it cannot be told; null where it can). One
+    row per rank, device and pair of `PAIRS` that overlapped.
+    """
+    return pooled(run.table(by_step))
+
+
+def pooled(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS')."""
+    rows = []
+    for place, own in steps.group_by("rank", "device", "of", "beside", maintain_order=True):
+        judged = own.filter(pl.col("judged_ns") > 0)
+        told = slowdown.pooled(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
+        sums = [int(own[name].sum()) for name in ("overlapped_ns", "judged_ns", "lost_ns")]
+        rows.append((*place, *sums, *told, None if judged.height else NO_SAMPLE))
+    return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "of", "beside")
+
+
+PAIR_COLUMNS = {
+    "rank": pl.Int64, "device": pl.Int64, "of": pl.String, "beside": pl.String, "overlapped_ns": pl.Int64,
+    "judged_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "low": pl.Float64, "high": pl.Float64,
+    "unknown": pl.String,
+}  # fmt: skip
 
 
 def device_count(trace: Trace) -> pl.DataFrame:
@@ -52,29 +133,90 @@ def device_count(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _before_collectives(work: pl.DataFrame) -> pl.DataFrame:
-    """Return the work that is no collective, each with the next collective on its lane."""
-    is_collective = pl.col("kind") == "communication"
-    named = [
-        pl.when(is_collective).then(pl.col(source)).shift(-1).backward_fill().over("lane").alias(f"collective_{target}")
-        for source, target in (("id", "id"), ("start_ns", "start_ns"), ("dur_ns", "dur_ns"))
-    ]
-    return work.sort("lane", "start_ns", "id").with_columns(named).filter(~is_collective)
+class _Rows:
+    """Work of one kind that ran beside another, or is the same as some that did: places in Residents, compared."""
+
+    def __init__(self, here: Residents, row: Ints, by: int) -> None:
+        others = [kind for kind in range(len(KINDS)) if kind != by]
+        dur_ns = here.dur_ns[row]
+        near = here.beside_ns[row][:, others]
+        beside_others = near >= overlap.BESIDE_RATIO * dur_ns[:, None]
+        plain = (beside_others | (near <= overlap.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
+        pattern = beside_others @ (1 << np.arange(len(others)))
+        _, kernel = np.unique(here.kernel[row], return_inverse=True)
+        self.row, self.dur_ns, self.by_ns, self.plain = row, dur_ns, here.beside_ns[row, by], plain
+        self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
+        self.alone: Flags = plain & (self.by_ns <= overlap.ALONE_RATIO * dur_ns)
+        self.beside: Flags = plain & (self.by_ns >= overlap.BESIDE_RATIO * dur_ns)
+        step = here.work["step"].fill_null(-1).to_numpy()[row]
+        self.told = slowdown.compared(self.key, step, dur_ns, alone=self.alone, beside=self.beside)
+        self.judged: Flags = self.told.judged & plain & ~self.alone
 
 
-def _closed_gaps(work: pl.DataFrame, compute: intervals.Spans) -> pl.Series:
-    """Return how long compute had been idle at the end of each row's collective, within that collective."""
-    starts = work["collective_start_ns"].fill_null(0).to_numpy()
-    ends = starts + work["collective_dur_ns"].fill_null(0).to_numpy()
-    if not len(compute):
-        return pl.Series("wait_ns", np.zeros(len(work), np.int64))
-    before = np.searchsorted(compute[:, 0], ends, side="left") - 1  # the last compute that began before the end
-    last_end = np.where(before >= 0, compute[np.maximum(before, 0), 1], starts)
-    # A gap that no compute follows (the end of the step) was not closed by the collective.
-    resumed = before + 1 < len(compute)
-    wait_ns = np.where(resumed, np.clip(ends - np.maximum(last_end, starts), 0, None), 0)
-    return pl.Series("wait_ns", wait_ns.astype(np.int64))
+@once
+def _all_compared(trace: Trace) -> list[tuple[_Rows, Residents, str, str]]:
+    made = [(here, *pair, _compared(here, *pair)) for here in overlap.residents(trace) for pair in PAIRS]
+    return [(rows, here, of, beside) for here, of, beside, rows in made if rows is not None]
 
 
-def _spans(activities: pl.DataFrame) -> intervals.Spans:
-    return intervals.union(intervals.from_columns(activities["start_ns"], activities["dur_ns"]))
+def _compared(here: Residents, of: str, beside: str) -> _Rows | None:
+    """Return the work of one kind that matters to a pair; None where it never ran beside the other."""
+    by = KINDS.index(beside)
+    mine = here.kind == KINDS.index(of)
+    touched = mine & (here.beside_ns[:, by] > 0)
+    if not touched.any():
+        return None
+    return _Rows(here, np.flatnonzero(mine & np.isin(here.kernel, np.unique(here.kernel[touched]))), by)
+
+
+def _summed(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFrame:
+    touched = np.flatnonzero(rows.by_ns > 0)
+    judged = rows.judged[touched]
+    place = here.work.select("device", "step", "phase", "unit")[rows.row[touched]]
+    sums = (
+        place.with_columns(
+            pl.Series("overlapped_ns", rows.by_ns[touched]),
+            pl.Series("judged_calls", judged.astype(np.int64)),
+            pl.Series("judged_ns", np.where(judged, rows.by_ns[touched], 0)),
+            pl.Series("lost_ns", np.where(judged, rows.told.excess_ns[touched], 0.0)),
+        )
+        .group_by("device", "step", "phase", "unit", maintain_order=True)
+        .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
+        .with_columns(pl.lit(of).alias("of"), pl.lit(beside).alias("beside"), pl.col("lost_ns").round())
+    )
+    return sums.select(pl.col(name).cast(dtype) for name, dtype in STEP_COLUMNS.items())
+
+
+def _of_kernels(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFrame:
+    used = np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, np.unique(rows.key[rows.judged]))))
+    judged, ran_beside = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.beside)[used])
+    dur, costliest = pl.col("dur_ns"), pl.col("excess_ns").arg_max()
+    told = here.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns")[rows.row[used]]
+    sums = (
+        told.with_columns(
+            judged.alias("judged"),
+            ran_beside.alias("ran_beside"),
+            pl.Series("key", rows.key[used]),
+            pl.Series("by_ns", rows.by_ns[used]),
+            pl.Series("excess_ns", np.where(rows.judged[used], rows.told.excess_ns[used], 0.0)),
+        )
+        .group_by("key", maintain_order=True)
+        .agg(
+            pl.col("device", "name", "grid", "block").first(),
+            pl.len().alias("calls"),
+            (~pl.col("judged")).sum().alias("alone_calls"),
+            dur.filter(~pl.col("judged")).median().alias("alone_ns"),
+            pl.col("ran_beside").sum().alias("beside_calls"),
+            dur.filter("ran_beside").median().alias("beside_ns"),
+            pl.col("by_ns").filter("judged").sum().alias("overlapped_ns"),
+            pl.col("excess_ns").sum().round().alias("lost_ns"),
+            pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),
+        )
+        .with_columns(pl.lit(of).alias("of"), pl.lit(beside).alias("beside"))
+    )
+    together, lost = pl.col("overlapped_ns"), pl.col("lost_ns")
+    ratio = together / pl.max_horizontal(together - lost, together / 50, 1)
+    rounded = pl.col("alone_ns", "beside_ns").round()
+    return sums.with_columns(ratio.alias("slowdown"), rounded).select(
+        pl.col(name).cast(dtype) for name, dtype in KERNEL_COLUMNS.items()
+    )

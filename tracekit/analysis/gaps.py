@@ -51,10 +51,7 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
     for device in breakdown.devices(trace):
         compute = launches.work(trace, device).filter(pl.col("kind") == "compute")
-        for step, start_ns, end_ns in (
-            windows.filter(pl.col("device").eq_missing(device)).select("step", "start_ns", "end_ns").iter_rows()
-        ):
-            parts.append(_idle(compute, (start_ns, end_ns), step, device))
+        parts.append(_idle(compute, windows.filter(pl.col("device").eq_missing(device)), device))
     return _numbered(parts, COMPUTE_COLUMNS)
 
 
@@ -70,17 +67,28 @@ def _closed(calls: pl.DataFrame, *, begun_ns: str) -> pl.DataFrame:
     )
 
 
-def _idle(compute: pl.DataFrame, window: tuple[int, int], step: int | None, device: int | None) -> pl.DataFrame:
-    busy = intervals.from_columns(compute["start_ns"], compute["dur_ns"])
-    idle: Spans = intervals.gaps(busy, window)
-    following = compute.sort("start_ns", "id")
-    row = np.searchsorted(following["start_ns"].to_numpy(), idle[:, 1], side="left")
-    spans = pl.DataFrame({"row": row, "start_ns": idle[:, 0], "dur_ns": idle[:, 1] - idle[:, 0]})
-    by = following.select(
-        pl.int_range(pl.len()).alias("row"), "phase", "unit", "lane", "name", pl.col("id").alias("activity_id")
+def _idle(compute: pl.DataFrame, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
+    """Return the spans of the windows in which none of `compute` runs, with the compute that ends each."""
+    busy = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
+    steps: list[int | None] = []
+    found: list[Spans] = [intervals.EMPTY]
+    for step, start_ns, end_ns in windows.select("step", "start_ns", "end_ns").iter_rows():
+        first, past = np.searchsorted(busy[:, 1], start_ns, side="right"), np.searchsorted(busy[:, 0], end_ns)
+        idle = intervals.gaps(busy[first:past], (start_ns, end_ns))
+        found.append(idle)
+        steps += [step] * len(idle)
+    spans = np.concatenate(found)
+    following = compute.sort("start_ns", "id").select(
+        "phase", "unit", "lane", "name", pl.col("id").alias("activity_id"), pl.col("start_ns").alias("_start_ns")
     )
-    return spans.join(by, on="row", how="left", maintain_order="left").with_columns(
-        pl.lit(step, pl.Int64).alias("step"), pl.lit(device, pl.Int64).alias("device")
+    row = np.searchsorted(following["_start_ns"].to_numpy(), spans[:, 1], side="left")
+    ended = pl.Series(np.where(row < following.height, row, following.height), dtype=pl.UInt32)
+    by = pl.concat([following, following.clear(1)])[ended]
+    return by.with_columns(
+        pl.Series("step", steps, pl.Int64),
+        pl.lit(device, pl.Int64).alias("device"),
+        pl.Series("start_ns", spans[:, 0], pl.Int64),
+        pl.Series("dur_ns", spans[:, 1] - spans[:, 0], pl.Int64),
     )
 
 

@@ -68,15 +68,30 @@ def _spans(trace: Trace) -> list[Spans]:
     ops = trace.ops.join(launching(trace), on="lane", how="semi")
     name, kind, phase = pl.col("name"), pl.col("kind"), pl.col("phase")
     is_call = kind == "runtime"
-    flags = ops.select(
-        name.str.contains("rate_limiter", literal=True).alias(RATE_LIMITER),
-        (phase == conventions.CHECKPOINT).fill_null(value=False).alias(CHECKPOINT),
-        ((phase == conventions.DATA).fill_null(value=False) | name.str.contains(_LOADER)).alias(DATA),
-        (is_call & name.str.contains(_ALLOCATOR)).alias(ALLOCATOR),
-        name.str.contains(_LOCK).alias(LOCK),
-        name.str.contains(SYNCHRONIZING).alias(SYNCHRONIZE),
-        is_call.alias(LAUNCH),
-        (kind == "cpu_op").alias(OP),
+    names = (
+        ops.select("name")
+        .unique()
+        .with_columns(  # far fewer than ops
+            name.str.contains("rate_limiter", literal=True).alias(RATE_LIMITER),
+            name.str.contains(_LOADER).alias(DATA),
+            name.str.contains(_ALLOCATOR).alias(ALLOCATOR),
+            name.str.contains(_LOCK).alias(LOCK),
+            name.str.contains(SYNCHRONIZING).alias(SYNCHRONIZE),
+        )
+    )
+    flags = (
+        ops.select("name", "kind", "phase")
+        .join(names, on="name", how="left", maintain_order="left")
+        .select(
+            RATE_LIMITER,
+            (phase == conventions.CHECKPOINT).fill_null(value=False).alias(CHECKPOINT),
+            ((phase == conventions.DATA).fill_null(value=False) | pl.col(DATA)).alias(DATA),
+            (is_call & pl.col(ALLOCATOR)).alias(ALLOCATOR),
+            LOCK,
+            SYNCHRONIZE,
+            is_call.alias(LAUNCH),
+            (kind == "cpu_op").alias(OP),
+        )
     )
     spans = intervals.from_columns(ops["start_ns"], ops["dur_ns"])
     return [intervals.union(spans[flags[each].to_numpy()]) for each in DOINGS[:-1]]

@@ -61,6 +61,7 @@ INSTANCES = Table(
         Column("last_arrival_ns", _INT, "ns", "Start on the rank that came last."),
         Column("end_ns", _INT, "ns", "Median end over ranks."),
         Column("last_rank", _INT, "", "Rank that came last; null if by less than the residual or a rank has no trace."),
+        Column("last_known_rank", _INT, "", "The same of the ranks that have a trace."),
         Column("max_wait_ns", _INT, "ns", "Longest that a rank waited for the last."),
         Column("transfer_ns", _INT, "ns", "From the last arrival to the end; null where a rank has no trace."),
         Column("algorithm_bytes_per_s", _FLOAT, "bytes/s", "bytes over transfer_ns; null if no longer than residual."),
@@ -108,7 +109,7 @@ def instances(run: Run) -> pl.DataFrame:
         arrival.min().alias("first_arrival_ns"),
         arrival.max().alias("last_arrival_ns"),
         (arrival.max() - arrival.sort().get(-2, null_on_oob=True)).alias("lead_ns"),
-        pl.col("rank").sort_by(arrival).last().alias("last_rank"),
+        pl.col("rank").sort_by(arrival).last().alias("latest"),
         (end.min() + (end - end.min()).median().round().cast(pl.Int64)).alias("end_ns"),  # a float holds no Unix ns
         pl.col("wait_ns").max().alias("max_wait_ns"),
         pl.col("residual_ns").max(),
@@ -116,9 +117,11 @@ def instances(run: Run) -> pl.DataFrame:
     )
     whole = pl.col("ranks").list.len() == pl.col("group_size")
     transfer_ns = (pl.col("end_ns") - pl.col("last_arrival_ns")).clip(0)
+    told = pl.col("lead_ns") >= pl.col("residual_ns")
     return (
         table.with_columns(
-            pl.when(whole & (pl.col("lead_ns") >= pl.col("residual_ns"))).then("last_rank").alias("last_rank"),
+            pl.when(whole & told).then("latest").alias("last_rank"),
+            pl.when(told).then("latest").alias("last_known_rank"),
             pl.when(whole).then(transfer_ns).alias("transfer_ns"),
         )
         .with_columns(
@@ -126,7 +129,7 @@ def instances(run: Run) -> pl.DataFrame:
             .then(pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns"))
             .alias("algorithm_bytes_per_s")
         )
-        .with_columns((pl.col("algorithm_bytes_per_s") * _bus_factor()).alias("bus_bytes_per_s"))
+        .with_columns((pl.col("algorithm_bytes_per_s") * bus_factor()).alias("bus_bytes_per_s"))
         .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.schema.items())
         .sort("window", "first_arrival_ns")
     )
@@ -171,13 +174,13 @@ def by_collective(run: Run) -> pl.DataFrame:
     the collectives of which size and transfer are known; bus_bytes_per_s is theirs, all taken together. The three are
     null where these last no longer than the residual on average.
     """
-    sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & _bus_factor().is_not_null()
+    sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & bus_factor().is_not_null()
     told = run.across(instances).select(
         *_KEY,
         "last_rank",
         pl.when(sized).then("transfer_ns").alias("transfer_ns"),
         pl.when(sized).then("bytes").alias("told_bytes"),
-        pl.when(sized).then(pl.col("bytes") * _bus_factor()).alias("bus_bytes"),
+        pl.when(sized).then(pl.col("bytes") * bus_factor()).alias("bus_bytes"),
     )
     rows = run.across(waits).join(told, on=_KEY)
     return (
@@ -199,7 +202,8 @@ def by_collective(run: Run) -> pl.DataFrame:
     )
 
 
-def _bus_factor() -> pl.Expr:
+def bus_factor() -> pl.Expr:
+    """Return what bus bandwidth is of algorithm bandwidth, from columns op and group_size; null where not defined."""
     constant, per_rank = (
         pl.col("op").replace_strict({op: f[i] for op, f in BUS_FACTORS.items()}, default=None, return_dtype=pl.Float64)
         for i in (0, 1)

@@ -1,5 +1,7 @@
 """The work of a device with the time at which the host had launched it, and the preparation of each collective."""
 
+import math
+
 import polars as pl
 
 from tracekit import intervals
@@ -35,13 +37,26 @@ def _all_work(trace: Trace) -> pl.DataFrame:
     )
 
 
-def preparation(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the work that prepares a collective: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
     Work launched under the same span of a unit before the collective (evidence span), else what lies directly before it
-    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile; alone_ns is the median
-    duration of the same kernel before collectives of the same size that compute left alone, null where there is none.
+    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile. alone_ns is the median
+    duration of the same kernel (name, grid, block; before collectives of the same size where no grid is known) that
+    compute left alone, null where there is none; sample says where it comes from: alone, or scaled from the same kernel
+    alone on another grid, by the number of its blocks.
     """
+    return _all_preparation(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+
+
+@once
+def _all_preparation(trace: Trace) -> pl.DataFrame:
+    whole = _all_work(trace)
+    parts = [_prepares(own, trace.collectives) for own in whole.partition_by("device", maintain_order=True)]
+    return pl.concat(parts) if parts else _prepares(whole, trace.collectives)
+
+
+def _prepares(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     others = work.filter(pl.col("kind") != "communication")
     calls = work.filter(pl.col("kind") == "communication")
     by_span = _under_span(others, calls)
@@ -56,7 +71,11 @@ def preparation(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    spans = pl.col("span").str.contains(_SPANS_OF_COLLECTIVES) & ~pl.col("span").str.contains(_NO_PREPARATION)
+    named = pl.col("span")
+    told = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
+    spans = named.is_in(
+        told.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
+    )
     keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
     left = others.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns")
     right = (
@@ -89,10 +108,27 @@ def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
 
 
 def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
-    key = ["name", "lane", "message_bytes"]
-    alone = (
-        found.filter(pl.col("overlapped_ns") == 0)
-        .group_by(key)
-        .agg(pl.col("dur_ns").median().round().cast(pl.Int64).alias("alone_ns"))
+    sized = pl.when(pl.col("grid").is_null()).then("message_bytes")
+    grids = found.select("grid").drop_nulls().unique()
+    blocks = [float(math.prod(map(int, grid.split("x")))) for grid in grids["grid"]]
+    counted = grids.with_columns(pl.Series("_blocks", blocks, pl.Float64))
+    keyed = found.with_columns(sized.alias("_size")).join(counted, on="grid", how="left", maintain_order="left")
+    alone = keyed.filter(pl.col("overlapped_ns") <= ALONE_RATIO * pl.col("dur_ns"))
+    key, like = ["name", "lane", "grid", "block", "_size"], ["name", "lane", "block"]
+    same = alone.group_by(key).agg(pl.col("dur_ns").median().alias("same_ns"))
+    each_ns = (pl.col("dur_ns") / pl.col("_blocks")).median().alias("block_ns")
+    scaled = alone.filter(pl.col("_blocks") >= _MANY_BLOCKS).group_by(like).agg(each_ns)
+    joined = keyed.join(same, on=key, how="left", nulls_equal=True, maintain_order="left").join(
+        scaled, on=like, how="left", nulls_equal=True, maintain_order="left"
     )
-    return found.join(alone, on=key, how="left", nulls_equal=True, maintain_order="left")
+    by_scale = pl.when(pl.col("_blocks") >= _MANY_BLOCKS).then(pl.col("block_ns") * pl.col("_blocks"))
+    sample = pl.when(pl.col("same_ns").is_not_null()).then(pl.lit("alone")).when(by_scale.is_not_null())
+    return joined.with_columns(
+        pl.coalesce("same_ns", by_scale).round().cast(pl.Int64).alias("alone_ns"),
+        sample.then(pl.lit("scaled")).alias("sample"),
+    ).drop("_blocks", "_size", "same_ns", "block_ns")
+
+
+ALONE_RATIO = 0.05
+"""Work is alone with no more of its time beside others."""
+_MANY_BLOCKS = 1024  # several for each multiprocessor: such a copy or cast is bound by memory and takes time by size

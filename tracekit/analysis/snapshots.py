@@ -42,7 +42,7 @@ def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
 
 def peak_allocated_bytes(history: History, played: Outcome) -> int:
     """Return the most that the program held."""
-    return int(_held(history, played).max())
+    return int(held(history, played).max())
 
 
 def at_peak(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
@@ -52,18 +52,20 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.D
     known. Without one: what was there before the history and is not in the snapshot. Without a history, the moment of
     the snapshot is told.
     """
-    held = _held(history, played)
-    peak = int(held.argmax()) - 1
+    holds = held(history, played)
+    peak = int(holds.argmax()) - 1
     blocks = _alive(history, played, peak)
     stacks = snapshot.blocks.filter(pl.col("device") == history.device).select("address", last="stack")
     told = blocks.join(stacks, on="address", how="left").with_columns(
         stack=pl.when("earlier").then("last").otherwise("stack")
     )
-    told = told.join(_owners(snapshot), on="stack", how="left")
+    told = told.join(owners(snapshot), on="stack", how="left")
     by = told.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
     at_ns = int(history.at_ns[peak]) if peak >= 0 else None
     whole = {"phase": None, "unit": None, "step": None, "device": history.device, "at_ns": at_ns}
-    wide = by.with_columns(**{name: pl.lit(value) for name, value in whole.items()}, peak_bytes=pl.lit(int(held.max())))
+    wide = by.with_columns(
+        **{name: pl.lit(value) for name, value in whole.items()}, peak_bytes=pl.lit(int(holds.max()))
+    )
     wide = wide.with_columns(peak_ratio=pl.col("bytes") / pl.col("peak_bytes"))
     ordered = wide.sort("bytes", "op", descending=[True, False])
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())
@@ -75,7 +77,7 @@ def churn(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.Dat
     One row per step, where the profiler marked steps in the snapshot, else one for the whole history.
     """
     taken = played.moved_bytes > 0
-    events = pl.DataFrame({"at_ns": history.at_ns, "moved": played.moved_bytes, "held": _held(history, played)[1:]})
+    events = pl.DataFrame({"at_ns": history.at_ns, "moved": played.moved_bytes, "held": held(history, played)[1:]})
     marks = snapshot.annotations.filter(pl.col("stage") == "START", pl.col("device") == history.device)
     marks = marks.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int64)).drop_nulls("step").sort("at_ns")
     step = pl.lit(None, pl.Int64)
@@ -100,7 +102,7 @@ def churn(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.Dat
     return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step")
 
 
-def _held(history: History, played: Outcome) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def held(history: History, played: Outcome) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return what is held at the start and after each event."""
     begun = sum(block.bytes for segment in history.start for block in segment.blocks if block.state == "allocated")
     held: np.ndarray[tuple[int], np.dtype[np.int64]] = begun + np.concatenate(
@@ -128,7 +130,7 @@ def _alive(history: History, played: Outcome, peak: int) -> pl.DataFrame:
     return pl.concat([mine, untouched])
 
 
-def _owners(snapshot: MemorySnapshot) -> pl.DataFrame:
+def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Return the place in code that each stack is told by: columns stack, op."""
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
     python = pl.col("file").str.ends_with(".py")

@@ -65,12 +65,12 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
 def compute_gap_causes_across(run: Run) -> pl.DataFrame:
     """Return `compute_gap_causes` of all ranks with waiting for peers told apart; ask by ``run.across``.
 
-    Columns window, rank, COLUMNS', peer_rank (who came last; null where not known). The time of a collective until the
-    last rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
+    Columns window, rank, COLUMNS', peer_rank (who came last of the ranks that have a trace; null where not known). The
+    time of a collective until that rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
     """
     pieces = run.table(compute_gap_causes)
     key = ["window", "instance"]
-    last = run.across(instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
+    last = run.across(instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
     waits = run.across(instances.waits).join(last, on=key, how="left")
     waits = waits.select("window", "rank", pl.col("activity_id").alias("collective_id"), "wait_ns", "peer_rank")
     waits = waits.unique(["window", "rank", "collective_id"])
@@ -98,8 +98,9 @@ def chains(trace: Trace) -> pl.DataFrame:
 
     Columns communication_gap, device, step, phase, unit, collective_id, start_ns, dur_ns, host_ns, preparation_ns,
     contention_ns, compute_ns, copy_ns, unknown_ns (its causes; they sum to dur_ns), waited_ns; one row per gap.
-    waited_ns is how long nothing computed for want of its collective or of those that follow without a further gap,
-    and within the gap itself: what removing the gap can save at most is the smaller of the two.
+    waited_ns is how long nothing computed for want of its collective or of those that follow without a further gap
+    (such as the next all-gather on the communicator; up to 20 µs between them are the device's own), and within the gap
+    itself: what removing the gap can save at most is the smaller of the two.
     """
     pieces = causes.gap_causes(trace)
     place = ["device", "step", "phase", "unit", "collective_id"]
@@ -115,7 +116,9 @@ def chains(trace: Trace) -> pl.DataFrame:
     waits = compute_gap_causes(trace).filter(
         (pl.col("cause") == COLLECTIVE) | pl.col("communication_gap").is_not_null()
     )
-    closed = by_cause.select("device", "communication_gap", "start_ns").sort("start_ns")
+    closed = (
+        by_cause.filter(pl.col("dur_ns") > NEAR_NS).select("device", "communication_gap", "start_ns").sort("start_ns")
+    )
     keyed = pl.col("device").fill_null(-1).alias("_device")
     tied = (
         waits.select(keyed, "start_ns", "dur_ns")

@@ -26,6 +26,8 @@ class Args(msgspec.Struct, gc=False):
     name: Any = None
     rank: Any = None
     bytes: Any = None
+    grid: Raw = _NO_RAW
+    block: Raw = _NO_RAW
     delta_bytes: Any = field(default=None, name="Bytes")
     address: Any = field(default=None, name="Addr")
     device_type: Any = field(default=None, name="Device Type")
@@ -154,7 +156,7 @@ _EXACT_DECODER = msgspec.json.Decoder(
 _BY_PHASE: Mapping[str, type[Any]] = {PHASES[kind]: kind for kind in (*_KINDS, *_COUNTED)}
 _SLICE_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _ARG_FIELDS = tuple((f.name, f.encode_name) for f in msgspec.structs.fields(Args))
-_RAW_ARGS = ("input_dims", "input_type")
+_RAW_ARGS = ("grid", "block", "input_dims", "input_type")
 
 
 def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:

@@ -99,6 +99,7 @@ class Gather:
     _place_of: list[int] = field(default_factory=list)
     """The place of each category, every spelling that the file uses by itself."""
     _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
+    _grids: _Codes = field(default_factory=lambda: _Codes({(b"", b""): 0}))
     _speaks: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _host: list[dict[str, Any]] = field(default_factory=list)
     _device: list[dict[str, Any]] = field(default_factory=list)
@@ -226,8 +227,13 @@ class Gather:
             "correlation": numbers.ids([a.correlation for a in args]),
             "external_id": _external_ids(args),
             "bytes": numbers.ints([a.bytes for a in args]),
+            "grid": self._grid_codes(args),
             "spoken": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
         }
+
+    def _grid_codes(self, args: list[Args]) -> npt.NDArray[np.int32]:
+        told = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
+        return np.fromiter(map(self._grids.__getitem__, told), np.int32, len(args))
 
     def _memory_part(self, found: list[Any]) -> dict[str, Any] | None:
         at_ns = self.clock.ns([e.ts for e in found])
@@ -307,6 +313,10 @@ class Gather:
         """Return the distinct shapes of ops' inputs, as the file writes them, by index in the host frame's `shapes`."""
         return list(self._shapes)
 
+    def grids(self) -> list[tuple[bytes, bytes]]:
+        """Return the distinct grids and blocks, as the file writes them, by index in the device frame's `grid`."""
+        return list(self._grids)
+
     def threads(self) -> list[_Thread]:
         """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
         return [(_text(pid), _text(tid)) for pid, tid in self._threads]
@@ -354,6 +364,7 @@ def _by_itself(args: Args) -> Args:
         args.input_dims = args.input_dims.copy()
     if args.input_type is not _NO_ARGS.input_type:
         args.input_type = args.input_type.copy()
+    args.grid = args.block = _NO_ARGS.grid  # by now in a column
     return args
 
 

@@ -88,7 +88,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         placed = work.streams(device, events.threads, len(lanes))
         lanes = pl.concat([lanes, work.lanes_of(placed)], how="diagonal_relaxed")
         spoken = {s.row: s.args for s in events.device_spoken}
-        activities, speakers = work.on_device(placed, events.names, built, spoken, saying)
+        activities, speakers = work.on_device(placed, events, built, spoken, saying)
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))

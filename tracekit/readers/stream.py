@@ -21,8 +21,8 @@ class Events:
     `host`: kind (index into `gather.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
     external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
     into `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
-    external_id, bytes. `memory`: lane, at_ns, device_type, device_id, address, delta_bytes, allocated_bytes,
-    reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
+    external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
+    allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
     awaited_correlation. Where `several`, each has the `rank` that its arguments tell. A time that is no number is
     `numbers.BAD`.
     """
@@ -34,6 +34,7 @@ class Events:
     syncs: pl.DataFrame
     names: pl.Series
     shapes: list[bytes]
+    grids: list[tuple[bytes, bytes]]
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
     host_spoken: list[Spoken]
@@ -68,6 +69,7 @@ def read_events(path: str) -> Events:
         syncs=syncs,
         names=gathered.names(),
         shapes=gathered.shapes(),
+        grids=gathered.grids(),
         threads=gathered.threads(),
         thread_names=gathered.thread_names,
         host_spoken=gathered.host_spoken,

@@ -1,5 +1,6 @@
 """Activities: what ran on device streams, or, where no device activity was recorded, on host threads."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from tracekit.readers import gather, issuing, names, nesting
 from tracekit.readers.events import Args
 from tracekit.readers.host import Host, first_of, nulled
 from tracekit.readers.nesting import Flags, Ints
+from tracekit.readers.stream import Events
 
 _KINDS = pl.Series(("compute", "communication", "memcpy", "memset"))
 _COMPUTE, _COMMUNICATION = 0, 1
@@ -61,13 +63,13 @@ def lanes_of(placed: pl.DataFrame) -> pl.DataFrame:
 
 
 def on_device(
-    placed: pl.DataFrame, distinct: pl.Series, host: Host, spoken: dict[int, Args], saying: dict[int, Args]
+    placed: pl.DataFrame, events: Events, host: Host, spoken: dict[int, Args], saying: dict[int, Args]
 ) -> tuple[pl.DataFrame, list[Speaker]]:
     """Return the activities of the streams, and what may describe the collectives among them.
 
     `spoken` holds what kernels say of collectives by row, `saying` what host slices say by id.
     """
-    work = placed.sort("start_ns", maintain_order=True)
+    work, distinct = placed.sort("start_ns", maintain_order=True), events.names
     correlation = work["correlation"].to_numpy()
     runtime, ops = np.flatnonzero(host.is_kind("runtime")), np.flatnonzero(host.is_kind("cpu_op"))
     launch = _which(runtime, first_of(host.correlation[runtime], correlation))
@@ -88,6 +90,8 @@ def on_device(
             "start_ns": work["start_ns"],
             "dur_ns": work["dur_ns"],
             "bytes": work["bytes"],
+            "grid": pl.Series([_sizes(grid) for grid, _ in events.grids], dtype=pl.String).gather(work["grid"]),
+            "block": pl.Series([_sizes(block) for _, block in events.grids], dtype=pl.String).gather(work["grid"]),
         }
     ).with_columns(host.context(launch, owner))
     which = np.flatnonzero(kind == _COMMUNICATION)
@@ -143,6 +147,11 @@ def roles(activities: pl.DataFrame) -> pl.DataFrame:
         activities.group_by("lane", "kind").agg(pl.col("dur_ns").sum()).sort("dur_ns", "kind", descending=[True, False])
     )
     return time.group_by("lane", maintain_order=True).first().select("lane", pl.col("kind").alias("role"))
+
+
+def _sizes(raw: bytes) -> str | None:
+    """Return the numbers of a JSON array as text such as 4096x1x1; None where it holds none."""
+    return "x".join(re.findall(r"\d+", raw.decode("utf-8", "replace"))) or None
 
 
 def _which(ids: Ints, at: Ints) -> Ints:

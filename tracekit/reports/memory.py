@@ -76,28 +76,28 @@ def of_run(run: Run) -> Memory:
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
     """Return what a memory snapshot tells of one device."""
     history = replay.of(snapshot, device)
-    history, played = _played(history)
+    history, outcome = played(history)
     notes = []
     if history.unplayable:
         notes.append(f"What is held at the snapshot is told, not the peak: {history.unplayable}.")
     elif history.start:
         notes.append("The history begins when memory was already held; what was, was found by running it backwards.")
-    if played.address_mismatches:
+    if outcome.address_mismatches:
         notes.append(
-            f"The model of the allocator differs from the record at {played.address_mismatches:,} of "
+            f"The model of the allocator differs from the record at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
     return Memory(
-        snapshots.peak_allocated_bytes(history, played),
+        snapshots.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
-        snapshots.at_peak(snapshot, history, played),
-        snapshots.churn(snapshot, history, played),
+        snapshots.at_peak(snapshot, history, outcome),
+        snapshots.churn(snapshot, history, outcome),
         {"Free memory at the snapshot": snapshots.fragmentation(snapshot).filter(pl.col("device") == device)},
         tuple(notes),
     )
 
 
-def _played(history: History) -> tuple[History, Outcome]:
+def played(history: History) -> tuple[History, Outcome]:
     """Return a history with what its play comes to; if it cannot be played, what is there at its end."""
     if history.unplayable is None:
         try:

@@ -3,24 +3,37 @@
 from importlib.metadata import entry_points
 
 from tracekit.rule import Rule
+from tracekit.rules.batching import ReducedEveryMicroBatch, SmallCollectives
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.comm import ExposedCommunication, PreparationGap
+from tracekit.rules.contended import ContendedCompute, StarvedCollectives
 from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
+from tracekit.rules.link import SlowLink
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
-from tracekit.rules.stream import GiveWay
+from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.stream import GiveWay, NeedlessOrder
+from tracekit.rules.uneven import UnevenRanks
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,
+    SmallCollectives,
+    ReducedEveryMicroBatch,
     PreparationGap,
     GiveWay,
+    NeedlessOrder,
+    ContendedCompute,
+    StarvedCollectives,
     Straggler,
+    SlowLink,
+    UnevenRanks,
     LateLaunch,
     BlockingSync,
     DataStall,
     AllocatorChurn,
+    NeedlessRecomputation,
     GrowingMemory,
     LittleHeadroom,
     IdleReserve,

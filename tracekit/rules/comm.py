@@ -6,35 +6,37 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit import conventions, units
+from tracekit import match, units
 from tracekit.analysis import breakdown, checkpoint, communication, contention, strategy, waiting
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import remedies, typical
 from tracekit.trace import Fact, Run
 
 _EVIDENCE_ROWS = 20
-_MARKEDLY = 1.5  # how many times as much as the least exposed rank is worth telling
+_TOLD_WAIT = 0.02  # share of the step from which on waiting for other ranks is worth telling
 
 
 @dataclass(frozen=True)
 class ExposedCommunication(Rule):
     """Communication that no compute hides.
 
-    What it does: reports runs in which a collective runs while its device computes nothing for more than
-    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`.
+    What it does: reports runs in which a collective moves data while its device computes nothing for more than
+    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`, and from `told_exposed_ratio` on
+    information.
 
     Why it costs: a device that waits for a collective earns nothing. What compute hides is free.
 
     How it is measured: per rank and step, the union of all collectives minus the union of all compute, over the
-    step's device window. Of each rank its typical step is judged, the one with the median share; the worst rank's is
-    quoted. Steps that save a checkpoint are left out, they are CKPT001's.
+    step's device window, less the part in which the rank waits for another to come to the collective: no collective
+    that starts earlier makes that shorter, it is RANK001's and RANK003's. Of each rank its typical step is judged, the
+    one with the median share; the worst rank's is quoted. Steps that save a checkpoint are left out: CKPT001's.
 
     How to fix: start gathers earlier (explicit prefetch) and reduce later, use larger units, or send less. The fix
     named depends on the strategy (from the manifest, else by the spans in the trace) and on the collective that is
     exposed most.
 
-    Blind spots: a collective that waits for a slow peer counts as communication; where ranks differ much, the finding
-    says so. On a CPU run compute is the union of dispatcher ops.
+    Blind spots: waiting for a rank without a trace, or by less than the residual of the clocks, counts as
+    communication. On a CPU run compute is the union of dispatcher ops.
     """
 
     code: ClassVar[str] = "COMM001"
@@ -42,14 +44,18 @@ class ExposedCommunication(Rule):
         breakdown.by_step,
         checkpoint.save_spans,
         communication.exposed,
+        breakdown.spans,
+        communication.saving,
         strategy.marks,
+        match.calls,
     )
+    told_exposed_ratio: float = 0.1
     max_exposed_ratio: float = 0.2
     error_exposed_ratio: float = 0.6
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run all of whose steps save cannot be judged."""
-        if _steps(run).is_empty() and run.table(breakdown.by_step).height:
+        if _plain(run).is_empty() and run.table(breakdown.by_step).height:
             return (
                 "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
             )
@@ -57,25 +63,30 @@ class ExposedCommunication(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's typical step exceeds the threshold."""
-        steps = _steps(run)
+        steps = _exposed(run)
         each = typical.of_each(steps, "exposed_ratio")
-        over = each.filter(pl.col("exposed_ratio") > self.max_exposed_ratio)
+        over = each.filter(pl.col("exposed_ratio") > min(self.told_exposed_ratio, self.max_exposed_ratio))
         if over.is_empty():
             return
         worst = over.row(0, named=True)
         collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
         yield Finding(
             self.code,
-            Severity.ERROR if worst["exposed_ratio"] > self.error_exposed_ratio else Severity.WARNING,
-            _message(worst) + _compared(worst, each),
+            self._severity(worst["exposed_ratio"]),
+            _message(worst),
             _fix(run, worst, typical.here(collectives, worst)),
             impact=worst["exposed_ratio"],
-            cost_ns=worst["exposed_communication_ns"] if worst["step"] is not None else 0,
+            cost_ns=worst["exposed_ns"] if worst["step"] is not None else 0,
             confidence=0.9,
             ranks=tuple(over["rank"].unique().sort().to_list()),
             steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
             evidence=_evidence(worst, collectives),
         )
+
+    def _severity(self, exposed_ratio: float) -> Severity:
+        if exposed_ratio > self.error_exposed_ratio:
+            return Severity.ERROR
+        return Severity.WARNING if exposed_ratio > self.max_exposed_ratio else Severity.INFO
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ def _prepared(run: Run) -> pl.DataFrame:
 def _lost(run: Run, chains: pl.DataFrame) -> pl.DataFrame:
     lost = chains.group_by(typical.PLACE).agg(pl.col("lost_ns").sum())
     return (
-        _steps(run)
+        _plain(run)
         .drop_nulls("step")
         .select(*typical.PLACE, "start_ns", "duration_ns")
         .join(lost, on=typical.PLACE, how="left", nulls_equal=True, maintain_order="left")
@@ -159,43 +170,43 @@ def _lost(run: Run, chains: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _steps(run: Run) -> pl.DataFrame:
-    """Return the breakdown of the steps that save no checkpoint on any rank, with `exposed_ratio`."""
+def _plain(run: Run) -> pl.DataFrame:
+    """Return the breakdown of the steps that save no checkpoint on any rank."""
+    return _without_saves(run, run.table(breakdown.by_step))
+
+
+def _exposed(run: Run) -> pl.DataFrame:
+    """Return what of those steps is exposed communication; exposed_ratio leaves out waiting for other ranks."""
+    ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
+    return _without_saves(run, run.across(communication.exposed_by_step)).with_columns(ratio)
+
+
+def _without_saves(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
     saving = run.table(checkpoint.save_spans).select("window", "step")
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0)
-    plain = steps.join(saving, on=["window", "step"], how="anti", nulls_equal=True)
-    return plain.with_columns(
-        (pl.col("exposed_communication_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
-    )
+    return steps.filter(pl.col("duration_ns") > 0).join(saving, on=["window", "step"], how="anti", nulls_equal=True)
 
 
 def _collectives(run: Run) -> pl.DataFrame:
-    """Return the exposed collectives of those steps, the most exposed first."""
-    exposed = run.table(communication.exposed).filter(
-        pl.col("exposed_ns") > 0, pl.col("phase").ne_missing(conventions.CHECKPOINT)
-    )
-    judged = _steps(run).select("window", "rank", "step", "device").unique()
-    return exposed.join(judged, on=judged.columns, how="semi", nulls_equal=True).sort(
-        "exposed_ns", "rank", "start_ns", descending=[True, False, False]
+    """Return the exposed collectives of those steps, the most exposed first; waiting for ranks is not in exposed_ns."""
+    judged = _plain(run).select("window", "rank", "step", "device").unique()
+    return (
+        run.across(communication.exposed_transfers)
+        .filter(pl.col("exposed_ns") > 0)
+        .drop("activity_id", "waited_ns")
+        .join(judged, on=judged.columns, how="semi", nulls_equal=True)
+        .sort("exposed_ns", "rank", "start_ns", descending=[True, False, False])
     )
 
 
 def _message(worst: dict[str, Any]) -> str:
-    return (
+    told = (
         f"{units.share(worst['exposed_ratio'])} of the step is communication that no compute hides: "
-        f"{units.duration(worst['exposed_communication_ns'])} of {units.duration(worst['duration_ns'])} in "
+        f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
         f"{typical.in_words(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its communication."
     )
-
-
-def _compared(worst: dict[str, Any], each: pl.DataFrame) -> str:
-    least = each.row(-1, named=True)
-    if worst["exposed_ratio"] < _MARKEDLY * least["exposed_ratio"] or least["rank"] == worst["rank"]:
-        return ""
-    return (
-        f" On rank {least['rank']} it is {units.share(least['exposed_ratio'])}: part of the rest may be waiting for "
-        "slower ranks."
-    )
+    if worst["waited_ns"] < _TOLD_WAIT * worst["duration_ns"]:
+        return told
+    return f"{told} Another {units.duration(worst['waited_ns'])} it waits there for ranks that come later."
 
 
 def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
@@ -204,7 +215,7 @@ def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
         [
             {name: worst[name] for name in typical.PLACE}
             | {"name": "whole step", "op": "whole step"}
-            | {"exposed_ns": worst["exposed_communication_ns"], "step_ns": worst["duration_ns"]}
+            | {"exposed_ns": worst["exposed_ns"], "step_ns": worst["duration_ns"]}
         ],
         schema_overrides={name: collectives.schema[name] for name in typical.PLACE},
     )

@@ -6,7 +6,7 @@ All raise ValueError where the arguments make no sense.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from tracekit.simulate import engine
+from tracekit.simulate import engine, memory
 from tracekit.simulate.job import HSDP, Job, Troubles
 
 _STALL = 1.3  # times a step: the host runs ahead, so only what takes longer than a step makes the device wait
@@ -76,6 +76,8 @@ def recompute(job: Job, given: Sequence[str]) -> Job:
     most = job.model.layers - job.checkpoint_layers
     if not most:
         raise ValueError("all layers recompute already (--checkpoint-layers)")
+    if memory.peak_bytes(job) > job.hardware.memory_bytes:
+        raise ValueError("memory could not hold the activations, so it would not be needless")
     return _with(job, extra_checkpointed_layers=min(most, _count(given, 0) if given else most))
 
 

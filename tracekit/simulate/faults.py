@@ -2,22 +2,20 @@
 
 code       rule, existing or proposed               faults
 COMM001    communication that no compute hides      no-prefetch, slow-network
-COMM002    collectives too small (proposed)         small-collectives
+COMM002    collectives too small                    small-collectives
 COMM003    gradients reduced at every micro-batch   reduce-every-microbatch
-           (proposed)
 STREAM001  give-way                                 give-way
 STREAM002  serialization that need not be           serialized-communicators
            (proposed)
 STREAM003  compute slowed by collectives (proposed) sm-contention
 STREAM004  collectives slowed by compute (proposed) starved-collectives
-RANK001    straggling rank (proposed)               slow-rank, straggler-from-step
-RANK002    slow link (proposed)                     slow-link
-HOST001    late launch (proposed)                   late-launch
-HOST002    blocking sync in the step (proposed)     host-sync
-HOST003    data-loading stall (proposed)            dataloader-stall
+RANK001    straggling rank                          slow-rank, straggler-from-step
+RANK002    slow link                                slow-link
+HOST001    late launch                              late-launch
+HOST002    blocking sync in the step                host-sync
+HOST003    data-loading stall                       dataloader-stall
 MEM001     allocator churn                          allocator-retry
 MEM002     recomputation that memory could spare    needless-recomputation
-           (proposed)
 CKPT001    blocking checkpoint                      checkpoint-stall
 """
 

@@ -12,14 +12,19 @@ _ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::{}
 _NORM = "void at::native::(anonymous namespace)::{}<c10::BFloat16, float>(int, float)"
 _FLASH = "void pytorch_flash::flash_{}_kernel<Flash_kernel_traits<128, 128, 64, 4> >(pytorch_flash::Flash_params)"
 _SECOND_NS = 1e9
+_GEMM_TILE = (128, 256)
 
 
 class Op(NamedTuple):
-    """A dispatcher op, the autograd node that runs it in backward ("" in forward), and the kernel it launches."""
+    """A dispatcher op, the autograd node that runs it in backward ("" in forward), and the kernel it launches.
+
+    `dims` are the shapes of its inputs, as a profiler records them.
+    """
 
     name: str
     node: str
     kernel: Kernel
+    dims: tuple[tuple[int, ...], ...] = ()
 
 
 def layer_forward(job: Job, parts: Parts) -> list[Op]:
@@ -42,10 +47,13 @@ def head(job: Job, parts: Parts, *, backward: bool) -> list[Op]:
         _ns(parts.loss_s),
         blocks=job.tokens,
     )
+    width, vocabulary = job.model.width, job.model.vocabulary
+    logits = ((job.tokens, vocabulary),)
     if not backward:
-        return [Op("aten::mm", "", _gemm(job, parts.head_s)), Op("aten::_log_softmax", "", softmax)]
-    products = [Op("aten::mm", "MmBackward0", _gemm(job, parts.head_s)) for _ in range(2)]
-    return [Op("aten::_log_softmax_backward_data", "LogSoftmaxBackward0", softmax), *products]
+        product = _product(job, parts.head_s, "", (job.tokens, width, vocabulary))
+        return [product, Op("aten::_log_softmax", "", softmax, logits)]
+    products = _gradients(job, parts.head_s, width, vocabulary)
+    return [Op("aten::_log_softmax_backward_data", "LogSoftmaxBackward0", softmax, logits), *products]
 
 
 def embedding(job: Job, *, backward: bool) -> Op:
@@ -53,10 +61,12 @@ def embedding(job: Job, *, backward: bool) -> Op:
     moved = costs.WEIGHT_BYTES * 2 * job.tokens * job.model.width / job.hardware.memory_bytes_per_s
     name = "embedding_backward_kernel" if backward else "indexSelectLargeIndex"
     kernel = Kernel(f"void at::native::(anonymous namespace)::{name}<float, long>(int)", COMPUTE, MAIN_STREAM)
+    table, tokens = (job.model.vocabulary, job.model.width), (job.tokens,)
     return Op(
         "aten::embedding_dense_backward" if backward else "aten::embedding",
         "EmbeddingBackward0" if backward else "",
         _lasting(kernel, moved),
+        ((job.tokens, job.model.width), tokens) if backward else (table, tokens),
     )
 
 
@@ -97,41 +107,59 @@ def collective(op: str, group: str, stream: int, *, whole: int, ranks: int, dtyp
 
 
 def _forward(job: Job, parts: Parts) -> Iterator[Op]:
-    model, whole = job.model, job.model.layer_parameters
+    model, whole, tokens = job.model, job.model.layer_parameters, job.tokens
+    width, hidden = model.width, model.hidden_width
     (qkv, out), (up, down) = model.attention_parameters, model.feed_forward_parameters
-    yield Op("aten::_fused_rms_norm", "", _elementwise(parts, 0.25, _NORM.format("rms_norm_kernel")))
-    yield Op("aten::mm", "", _gemm(job, parts.matrices_s * qkv / whole))
-    yield Op("aten::_flash_attention_forward", "", _attention(job, parts.attention_s, "fwd"))
-    yield Op("aten::mm", "", _gemm(job, parts.matrices_s * out / whole))
-    yield Op("aten::_fused_rms_norm", "", _elementwise(parts, 0.35, _NORM.format("rms_norm_kernel")))
-    yield Op("aten::mm", "", _gemm(job, parts.matrices_s * up / whole))
-    yield Op("aten::mul", "", _elementwise(parts, 0.4, _ELEMENTWISE.format("SiluMulFunctor<c10::BFloat16>")))
-    yield Op("aten::mm", "", _gemm(job, parts.matrices_s * down / whole))
+    inputs, wide = ((tokens, width),), ((tokens, hidden), (tokens, hidden))
+
+    def product(parameters: int, narrow: int) -> Op:
+        return _product(job, parts.matrices_s * parameters / whole, "", (tokens, narrow, parameters // narrow))
+
+    yield Op("aten::_fused_rms_norm", "", _elementwise(parts, 0.25, _NORM.format("rms_norm_kernel")), inputs)
+    yield product(qkv, width)
+    yield Op("aten::_flash_attention_forward", "", _attention(job, parts.attention_s, "fwd"), inputs * 3)
+    yield product(out, width)
+    norm = _elementwise(parts, 0.35, _NORM.format("rms_norm_kernel"))
+    yield Op("aten::_fused_rms_norm", "", norm, inputs * 2)  # with the residual
+    yield product(up, width)
+    yield Op("aten::mul", "", _elementwise(parts, 0.4, _ELEMENTWISE.format("SiluMulFunctor<c10::BFloat16>")), wide)
+    yield product(down, hidden)
 
 
 def _backward(job: Job, parts: Parts) -> Iterator[Op]:
-    model, whole = job.model, job.model.layer_parameters
+    model, whole, tokens = job.model, job.model.layer_parameters, job.tokens
     (qkv, out), (up, down) = model.attention_parameters, model.feed_forward_parameters
+    inputs, wide = ((tokens, model.width),), ((tokens, model.hidden_width), (tokens, model.hidden_width))
 
-    def products(parameters: int) -> list[Op]:
-        return [Op("aten::mm", "MmBackward0", _gemm(job, parts.matrices_s * parameters / whole)) for _ in range(2)]
+    def products(parameters: int, narrow: int) -> list[Op]:
+        return _gradients(job, parts.matrices_s * parameters / whole, narrow, parameters // narrow)
 
     silu = _ELEMENTWISE.format("SiluMulBackwardFunctor<c10::BFloat16>")
-    norm = Op("aten::_fused_rms_norm_backward", "FusedRmsNormBackward0", _elementwise(parts, 0.6, _NORM.format("back")))
-    yield from products(down)
-    yield Op("aten::mul", "MulBackward0", _elementwise(parts, 0.8, silu))
-    yield from products(up)
+    back = _elementwise(parts, 0.6, _NORM.format("back"))
+    norm = Op("aten::_fused_rms_norm_backward", "FusedRmsNormBackward0", back, inputs * 2)
+    yield from products(down, model.hidden_width)
+    yield Op("aten::mul", "MulBackward0", _elementwise(parts, 0.8, silu), wide * 2)
+    yield from products(up, model.width)
     yield norm
-    yield from products(out)
+    yield from products(out, model.width)
     flash = _attention(job, parts.attention_backward_s, "bwd")
-    yield Op("aten::_flash_attention_backward", "FlashAttentionBackward0", flash)
-    yield from products(qkv)
+    yield Op("aten::_flash_attention_backward", "FlashAttentionBackward0", flash, inputs * 4)
+    yield from products(qkv, model.width)
     yield norm
 
 
-def _gemm(job: Job, seconds: float) -> Kernel:
-    kernel = Kernel(job.hardware.gemm_name, COMPUTE, MAIN_STREAM, blocks=max(1, job.tokens // 128) * 32)
-    return _lasting(kernel, seconds)
+def _gradients(job: Job, seconds: float, narrow: int, wide: int) -> list[Op]:
+    """Return the two products that give the gradients of a product's input and of its weight."""
+    sizes = ((job.tokens, wide, narrow), (wide, job.tokens, narrow))
+    return [_product(job, seconds, "MmBackward0", size) for size in sizes]
+
+
+def _product(job: Job, seconds: float, node: str, size: tuple[int, int, int]) -> Op:
+    """Return the product of matrices of m times k and k times n elements."""
+    m, k, n = size
+    rows, columns = _GEMM_TILE
+    kernel = Kernel(job.hardware.gemm_name, COMPUTE, MAIN_STREAM, blocks=-(-m // rows) * -(-n // columns))
+    return Op("aten::mm", node, _lasting(kernel, seconds), ((m, k), (k, n)))
 
 
 def _attention(job: Job, seconds: float, direction: str) -> Kernel:

@@ -107,8 +107,8 @@ def _host(slice_: HostSlice, process: int, world: World, rank: int) -> _Event:
         args |= {"cbid": _CBIDS[slice_.name], "correlation": slice_.correlation}
     if slice_.args:
         told = dict(slice_.args)
-        args |= {**told, **_group_args(world.group(str(told.pop("group")), rank))}
-        del args["group"]
+        group = told.pop("group", None)
+        args |= told if group is None else {**told, **_group_args(world.group(str(group), rank))}
     return _slice(slice_.category, slice_.name, process, slice_.thread, (slice_.start_ns, slice_.end_ns), args)
 
 

@@ -179,8 +179,10 @@ class Schedule:
                 self.enter_backward(layer)
                 if layer < self.job.recomputed_layers:
                     with self.host.span("CheckpointFunctionBackward", "cpu_op"):
+                        host.add(Take(f"recomputed {layer}", self._activation_bytes))
                         self._run(self._forward_ops)
                 self._run(self._backward_ops)
+                host.add(Give(f"recomputed {layer}"))
                 host.add(Give(f"activations {layer}"))
                 self.leave_backward(layer)
             host.begin(f"{place} root")
@@ -194,13 +196,20 @@ class Schedule:
                     self.host.op(f"autograd::engine::evaluate_function: {op.node}"),
                     self.host.span(op.node, "cpu_op"),
                 ):
-                    self.host.run(op.name, op.kernel)
+                    self._run_one(op)
             else:
-                self.host.run(op.name, op.kernel)
+                self._run_one(op)
+
+    def _run_one(self, op: Op) -> None:
+        self.host.run(op.name, op.kernel, {"Input Dims": op.dims} if op.dims else None)
 
     def _keep(self, buffer: str, layer: int) -> None:
-        kept = _INPUT_BYTES if layer < self.job.recomputed_layers else _LAYER_ACTIVATION_BYTES
-        self.host.add(Take(buffer, round(kept * self.job.tokens * self.job.model.width)))
+        input_bytes = round(_INPUT_BYTES * self.job.tokens * self.job.model.width)
+        self.host.add(Take(buffer, input_bytes if layer < self.job.recomputed_layers else self._activation_bytes))
+
+    @property
+    def _activation_bytes(self) -> int:
+        return round(_LAYER_ACTIVATION_BYTES * self.job.tokens * self.job.model.width)
 
     def _read_output(self) -> None:
         reading_ns = self.job.troubles.reading_ns

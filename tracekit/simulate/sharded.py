@@ -38,6 +38,6 @@ class Sharded(Schedule):
 
     def move(self, op: str, what: str, bytes_per_parameter: float, parameters: int, stream: int) -> None:
         """Run an op that copies, casts or divides a unit's gradients."""
-        with self.host.op(op):
+        with self.host.op(op, {"Input Dims": ((parameters,),)}):
             for kernel in kernels.moving(self.job, what, bytes_per_parameter, parameters, stream):
                 self.host.launch(kernel)

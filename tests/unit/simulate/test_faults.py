@@ -15,8 +15,7 @@ from tracekit.simulate.recording import Recording
 from tracekit.simulate.truth import known_faults
 
 PROPOSED = {
-    *("COMM002", "COMM003", "STREAM002", "STREAM003", "STREAM004", "RANK001", "RANK002"),
-    *("HOST001", "HOST002", "HOST003", "MEM002"),
+    *("STREAM002", "STREAM003", "STREAM004"),
 }
 
 

@@ -1,62 +1,16 @@
-"""A table -> a Plotly figure. The one place for figures: dashboard, HTML report and notebooks show these.
+"""One trace in one window: its slices on its lanes, with the evidence of findings."""
 
-Names come from traces and are not to be trusted: every string that reaches a figure goes through `markup.escape`,
-because Plotly reads a subset of HTML in labels and hovers. Backgrounds are transparent and text has no colour of its
-own, so that a figure fits a light page and a dark one.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
-from plotly.colors import sample_colorscale
 
 from tracekit import markup, units
 from tracekit.analysis import slices
+from tracekit.charts.style import COLOURS, KIND_LABELS, dressed
 from tracekit.intervals import Window
 from tracekit.trace import Trace
-
-# Okabe and Ito's palette, told apart with any colour vision; one kind of work has one colour everywhere.
-COLOURS = {
-    "compute": "#0072B2",
-    "communication": "#D55E00",
-    "memcpy": "#009E73",
-    "memset": "#4FC3A1",
-    "idle": "#C4C9D1",
-    "phase": "#7D8796",
-    "cpu_op": "#8FB4CE",
-    "annotation": "#B9AFD4",
-    "runtime": "#A9B0BA",
-    "overhead": "#DDB765",
-    "evidence": "#CC79A7",
-}
-KIND_LABELS = {
-    "phase": "phase of the step",
-    "memcpy": "copy",
-    "memset": "memory set",
-    "cpu_op": "host op",
-    "annotation": "host annotation",
-    "runtime": "runtime call",
-    "overhead": "profiler overhead",
-    "evidence": "finding",
-}
-PARTS = {
-    "compute_ns": ("compute", "compute"),
-    "exposed_communication_ns": ("exposed communication", "communication"),
-    "exposed_copy_ns": ("exposed copy", "memcpy"),
-    "idle_ns": ("idle", "idle"),
-}
-"""The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
-
-# The buttons are listed because one of Plotly's own sends the figure to its cloud.
-CONFIG = {
-    "displaylogo": False,
-    "responsive": True,
-    "plotlyServerURL": "",
-    "modeBarButtons": [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
-}
-"""Plotly's own configuration, the same wherever a figure is shown."""
 
 MAX_SLICES = 5000
 MAX_LABELS = 100
@@ -66,46 +20,7 @@ EVIDENCE_TRACK = "findings"
 
 _PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
 _EVIDENCE_PX = 31
-_GRID = "rgba(128, 138, 150, 0.22)"
 _ROW_PX = 22
-
-
-def breakdown(summary: pl.DataFrame) -> go.Figure:
-    """Return stacked bars of what the time goes into, one bar per row of a breakdown (per rank, or per step).
-
-    `summary` has the columns of `analysis.breakdown` and rank; window, step and device label the bars where they
-    differ.
-    """
-    return _stacked(summary, _row_labels(summary))
-
-
-def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
-    """Return one stacked bar per run: the mean step, its parts averaged over all ranks and steps.
-
-    `summaries` maps the name of a run to its breakdown by step.
-    """
-    means = [table.select(pl.col("duration_ns", *PARTS).mean().round().cast(pl.Int64)) for table in summaries.values()]
-    return _stacked(pl.concat(means), list(summaries))
-
-
-def step_times(summary: pl.DataFrame) -> go.Figure:
-    """Return step time over steps, one line per rank, from a breakdown by step."""
-    figure = go.Figure()
-    known = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
-    colours = _shades(known["rank"].n_unique())
-    for colour, ((rank,), rows) in zip(colours, known.group_by("rank", maintain_order=True), strict=True):
-        figure.add_scatter(
-            line={"color": colour},
-            x=rows["step"].to_list(),
-            y=(rows["duration_ns"] / 1e6).to_list(),
-            name=f"rank {rank}",
-            mode="lines+markers",
-            customdata=[[units.duration(ns)] for ns in rows["duration_ns"]],
-            hovertemplate=f"rank {rank}, step %{{x}}<br>%{{customdata[0]}}<extra></extra>",
-        )
-    figure.update_xaxes(title="step", dtick=1 if known["step"].n_unique() < 20 else None)
-    figure.update_yaxes(title="step time", ticksuffix=" ms", rangemode="tozero")
-    return _dressed(figure, height_px=320)
 
 
 def timeline(
@@ -153,58 +68,7 @@ def timeline(
         fixedrange=True,
         showgrid=False,
     )
-    return _dressed(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
-
-
-def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
-    figure = go.Figure()
-    places = list(range(len(labels)))
-    for column, (label, kind) in PARTS.items():
-        figure.add_bar(
-            orientation="h",
-            y=places,
-            x=(parts[column] / 1e6).to_list(),
-            name=label,
-            marker={"color": COLOURS[kind], "line": {"width": 0}},
-            customdata=[
-                [markup.escape(text), units.duration(ns), units.share(ns / whole if whole else 0.0)]
-                for text, ns, whole in zip(labels, parts[column], parts["duration_ns"], strict=True)
-            ],
-            hovertemplate="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})<extra></extra>",
-        )
-    figure.update_layout(barmode="stack", bargap=0.28)
-    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    figure.update_yaxes(
-        autorange="reversed",
-        tickvals=places,
-        ticktext=[markup.escape(text, 40) for text in labels],
-        showgrid=False,
-        fixedrange=True,
-    )
-    return _dressed(figure, height_px=min(136 + 30 * len(labels), 1400))
-
-
-def _row_labels(summary: pl.DataFrame) -> list[str]:
-    names = ["rank"]
-    names += ["window"] if "window" in summary.columns and summary["window"].n_unique() > 1 else []
-    names += ["device"] if _drives_several_devices(summary) else []
-    names += ["step"] if summary["step"].is_not_null().any() else []
-    if len(names) > 1 and summary["rank"].n_unique() == 1:
-        names.remove("rank")
-    return [
-        " · ".join(f"{n} {value}" for n, value in zip(names, row, strict=True)) for row in summary.select(names).rows()
-    ]
-
-
-def _drives_several_devices(summary: pl.DataFrame) -> bool:
-    return "device" in summary.columns and bool(
-        (summary.group_by("rank").agg(pl.col("device").n_unique())["device"] > 1).any()
-    )
-
-
-def _shades(count: int) -> list[str]:
-    # Not the colours of the kinds: a rank is no kind of work.
-    return list(sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)]))
+    return dressed(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
 
 
 def _rows(table: pl.DataFrame, *, first_y: float) -> pl.DataFrame:
@@ -302,20 +166,3 @@ def _caption(table: pl.DataFrame, merged_below_ns: int) -> str:
         f"{int(table['count'].sum()):,} slices drawn as {table.height:,}: neighbours shorter than "
         f"{units.duration(merged_below_ns)} are merged; choose a shorter window to see them apart"
     )
-
-
-def _dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
-    figure.update_layout(
-        height=height_px,
-        margin={"l": 8, "r": 16, "t": 62, "b": 44},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal", "itemwidth": 30},
-        hovermode="closest",
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "rgba(128, 138, 150, 0.7)", "activecolor": "#0072B2"},
-        hoverlabel={"align": "left", "namelength": -1},
-        font={"size": 13},
-    )
-    figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8)
-    return figure

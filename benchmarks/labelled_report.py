@@ -1,0 +1,167 @@
+"""How rules did on runs whose truth is known: scores by rule and by fault, as Markdown."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tracekit.rules import all_rules
+from tracekit.simulate import faults
+
+if TYPE_CHECKING:
+    from benchmarks.labelled_pairs import Pair
+    from benchmarks.labelled_runs import Judged
+
+_DATA = "DATA"
+_CLOSE = 0.1
+_INTRODUCTION = """# Rules on runs whose truth is known
+
+    python -m benchmarks.labelled_runs --runs {count} --out docs/labelled_runs.md
+
+{count} **simulated** runs, drawn with seed {seed}: five strategies, three machines, 8 to 64 GPUs of which three or
+four ranks have a trace, three models of 3 to 6 layers, 2,048 to 8,192 tokens, one or two micro-batches, four steps; a
+quarter of them without a fault, the rest with one of {faults} each. Every run of the command draws anew.
+
+- *Right*: the rule warns, and the truth holds its code at 3% of the run or more (COMM001: 25%, it speaks from 20% on).
+- *Missed*: it should have. What a strategy costs by itself (give-way under fsdp1, exposed communication) must be found
+  in runs without a fault; beside another fault it may be that fault's doing.
+- *Wrong*: it warns, and the truth does not hold its code. Costs between the two count neither way.
+- *Cost off by*: the finding's cost per step against the truth, which simulates again without the fault: median, and the
+  share of findings within 10%.
+"""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a rule did: right and wrong alarms, misses, and how far each of its costs is off."""
+
+    code: str
+    right: int
+    wrong: int
+    missed: int
+    cost_errors: tuple[float, ...]
+
+    @property
+    def precision(self) -> float | None:
+        """Return the share of alarms that are right; None without any."""
+        return self.right / (self.right + self.wrong) if self.right + self.wrong else None
+
+    @property
+    def recall(self) -> float | None:
+        """Return the share of faults that are found; None without any."""
+        return self.right / (self.right + self.missed) if self.right + self.missed else None
+
+    @property
+    def cost_error(self) -> float | None:
+        """Return by what share the median cost is off; None without any."""
+        return statistics.median(self.cost_errors) if self.cost_errors else None
+
+    @property
+    def close(self) -> float | None:
+        """Return the share of costs that are off by no more than 10%; None without any."""
+        costs = self.cost_errors
+        return sum(error <= _CLOSE for error in costs) / len(costs) if costs else None
+
+
+def codes() -> list[str]:
+    """Return the codes of all rules that can be scored, in order."""
+    return sorted({rule.code for rule in all_rules() if not rule.code.startswith(_DATA)})
+
+
+def score(runs: Sequence["Judged"], code: str) -> Score:
+    """Return how the rule of a code did on the runs."""
+    right = [each for each in runs if each.found(code) and each.must_be_found(code)]
+    wrong = sum(each.is_wrong(code) for each in runs)
+    missed = sum(each.is_missed(code) for each in runs)
+    errors = [error for each in right if (error := _cost_error(each, code)) is not None]
+    return Score(code, len(right), wrong, missed, tuple(errors))
+
+
+def false_alarms(runs: Sequence["Judged"]) -> tuple[int, int]:
+    """Return how many warnings healthy runs got that their truth doesn't hold, and how many healthy runs there are."""
+    healthy = [each for each in runs if not each.asked]
+    warned = sum(
+        each.share(finding.code) <= 0 for each in healthy for finding in each.findings if _counts(finding.code)
+    )
+    return warned, len(healthy)
+
+
+def table(runs: Sequence["Judged"]) -> str:
+    """Return the scores of all rules that had to speak or spoke, as Markdown, and which faults have no rule yet."""
+    lines = ["| rule | right | wrong | missed | precision | recall | cost off by | within 10% |", f"|{'---|' * 8}"]
+    for found in (score(runs, code) for code in codes()):
+        shares = (found.precision, found.recall, found.cost_error, found.close)
+        told = " | ".join("" if share is None else f"{share:.0%}" for share in shares)
+        lines.append(f"| {found.code} | {found.right} | {found.wrong} | {found.missed} | {told} |")
+    without = sorted({fault.code for fault in faults.FAULTS.values()} - set(codes()))
+    unjudged = f"\nNo rule yet for {', '.join(without)}.\n" if without else ""
+    return "\n".join(lines) + "\n" + unjudged
+
+
+def by_fault(runs: Sequence["Judged"]) -> str:
+    """Return, for each fault that was asked for, how often it mattered and was found, as Markdown."""
+    lines = ["| fault | rule | runs | that matter | found | other warnings without cause |", f"|{'---|' * 6}"]
+    for name in ("healthy", *faults.FAULTS):
+        mine = [each for each in runs if each.fault == name]
+        if not mine:
+            continue
+        code = faults.FAULTS[name].code if name in faults.FAULTS else ""
+        matter = [each for each in mine if code and each.must_be_found(code)]
+        found = sum(bool(each.found(code)) for each in matter)
+        wrong = sum(each.is_wrong(other) for each in mine for other in codes())
+        told = (str(len(matter)), str(found)) if code else ("", "")
+        lines.append(f"| {name} | {code} | {len(mine)} | {told[0]} | {told[1]} | {wrong} |")
+    return "\n".join(lines) + "\n"
+
+
+def mistakes(each: "Judged") -> Iterator[str]:
+    """Yield a line for each rule that was wrong about a run."""
+    job = each.job
+    where = f"{each.fault}, {job.strategy}, {job.model.name} of {job.model.layers} layers, {job.hardware.name}, "
+    where += f"{job.gpus} GPUs, {job.seq} tokens, {job.micro_batches} micro-batches, seed {job.seed}"
+    for code in codes():
+        if each.is_missed(code):
+            yield f"{code} missed at {each.share(code):.1%} of the run: {where}"
+        if each.is_wrong(code):
+            yield f"{code} wrong: {where}: {each.found(code)[0].message}"
+
+
+def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"]) -> str:
+    """Return all tables with what they mean."""
+    warned, healthy = false_alarms(runs)
+    parts = [
+        _INTRODUCTION.format(count=len(runs), seed=seed, faults=f"{len(faults.FAULTS)} faults"),
+        table(runs),
+        f"Healthy runs: {healthy}, with {warned} warnings that the truth does not hold.\n",
+        "## By fault\n",
+        by_fault(runs),
+    ]
+    if pairs:
+        parts += ["## Recorded pairs\n", _PAIRS, recorded(pairs)]
+    return "\n".join(parts)
+
+
+_PAIRS = """Recorded on CPUs by the trainers (`sample_traces/faults`), each fault beside a healthy twin; findings but
+those on the data. What costs next to nothing on a CPU (reading values, allocator churn) is told as information or not.
+"""
+
+
+def recorded(pairs: Sequence["Pair"]) -> str:
+    """Return what rules said on recorded faults and their twins, as Markdown."""
+    lines = ["| recorded fault | rule | on the fault | on its healthy twin |", f"|{'---|' * 4}"]
+    lines += [f"| {pair.fault} | {pair.code} | {_list(pair.told)} | {_list(pair.twin)} |" for pair in pairs]
+    return "\n".join(lines) + "\n"
+
+
+def _list(told: Sequence[str]) -> str:
+    return ", ".join(told) or "nothing"
+
+
+def _counts(code: str) -> bool:
+    return not code.startswith(_DATA)
+
+
+def _cost_error(each: "Judged", code: str) -> float | None:
+    told_ns = max(finding.cost_ns for finding in each.found(code))
+    true_ns = sum(known.cost_ns for known in each.known if known.code == code)
+    return abs(told_ns / true_ns - 1) if told_ns else None

@@ -1,0 +1,123 @@
+"""Memory: what is held over time and by whom, how long blocks live, and how the device's memory is cut up."""
+
+import polars as pl
+import streamlit as st
+
+from dashboard import opened, parts
+from dashboard.catalog import Entry
+from tracekit import charts, markup, units
+from tracekit.analysis import beside
+from tracekit.analysis.beside import Beside
+from tracekit.errors import TracekitError
+from tracekit.reports import fragments
+
+TRACES = "the traces"
+BY = {"phase": "by phase", "unit": "by unit", "op": "by op"}
+HOW_TO_RECORD = (
+    "The traces have no memory events, and no memory snapshot lies beside them: record with profile_memory=True, or "
+    "dump a snapshot to RUN/rank00000.memory.pickle."
+)
+
+
+def page(entry: Entry) -> None:
+    """Let a person pick a rank, or a memory snapshot, and draw its memory."""
+    held = parts.open_or_say(entry)
+    if held is None:
+        return
+    parts.heading(entry, held)
+    found = beside.files(held.run)
+    source = _choose_source(entry, found)
+    try:
+        if source is None:
+            _of_traces(entry, held, has_snapshots=bool(found))
+        else:
+            _of_snapshot(entry, source)
+    except TracekitError as error:
+        parts.problem(str(error))
+
+
+def _choose_source(entry: Entry, found: tuple[Beside, ...]) -> Beside | None:
+    if not found:
+        return None
+    names = {_name(each): each for each in found}
+    chosen = st.selectbox("From", [TRACES, *names], key=f"memory-source-{entry.name}", format_func=markup.inert)
+    return names.get(chosen)
+
+
+def _name(found: Beside) -> str:
+    window = f", window {found.window}" if found.window else ""
+    return f"memory snapshot of rank {found.rank}{window} ({units.size(found.size_bytes)})"
+
+
+def _of_traces(entry: Entry, held: opened.Opened, *, has_snapshots: bool) -> None:
+    sources = {(source.rank, source.window): source for source in held.run.sources}
+    columns = st.columns([1, 1, 1, 3])
+    with columns[0]:
+        rank = st.selectbox("Rank", sorted({rank for rank, _ in sources}), key=f"memory-rank-{entry.name}")
+    windows = sorted(window for of_rank, window in sources if of_rank == rank)
+    with columns[1]:
+        window = st.selectbox("Window", windows, key=f"memory-window-{entry.name}") if windows[1:] else windows[0]
+    with st.spinner("Measuring"):
+        tables = opened.memory_of_trace(entry, rank, window)
+    devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
+    if not devices:
+        st.info("The traces have no memory events; a snapshot can be chosen above." if has_snapshots else HOW_TO_RECORD)
+        return
+    with columns[2]:
+        device = st.selectbox("Memory", devices, key=f"memory-device-{entry.name}", format_func=_device)
+    mine = {name: table.filter(_of(device)) for name, table in tables.items()}
+    st.html(fragments.numbers(_numbers(mine["peaks"])))
+    st.subheader("Held over time")
+    choice = st.segmented_control("Owners", list(BY), default="phase", format_func=BY.get, key="memory_by")
+    parts.chart(charts.held(mine["over_time"].filter(pl.col("by") == (choice or "phase"))), key="memory_held")
+    _lifetimes(mine["lifetimes"])
+    st.subheader("Who holds the peak")
+    parts.frame(mine["at_peak"].drop("device", "at_ns", "peak_bytes"))
+    st.subheader("What each step takes")
+    parts.frame(mine["churn"].drop("device"))
+
+
+def _of_snapshot(entry: Entry, found: Beside) -> None:
+    key = f"memory-snapshot-device-{entry.name}-{found.path}"
+    with st.spinner("Reading the snapshot"):
+        tables = opened.memory_of_snapshot(found, st.session_state.get(key))
+    devices = tables["devices"]["device"].to_list()
+    if devices[1:]:
+        st.selectbox("Device", devices, key=key)
+    if tables["over_time"].height:
+        st.subheader("Held over time")
+        parts.chart(charts.held(tables["over_time"]), key="snapshot_held")
+    st.subheader("The device's memory at the snapshot")
+    st.caption("End to end, each pool on lines of its own; a tick is the end of a segment. Point at a block for more.")
+    parts.chart(charts.segment_map(tables["segment_map"]), key="snapshot_map")
+    parts.frame(tables["fragmentation"].drop("device"))
+    if tables["lifetimes"].height:
+        _lifetimes(tables["lifetimes"])
+    st.subheader("Who holds the peak")
+    parts.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"))
+
+
+def _lifetimes(table: pl.DataFrame) -> None:
+    st.subheader("Sizes and lifetimes")
+    st.caption("Each cell is the blocks of one size and lifetime; the darker, the more bytes were taken in them.")
+    parts.chart(charts.lifetimes(table), key="memory_lifetimes")
+
+
+def _numbers(peaks: pl.DataFrame) -> dict[str, tuple[str, str]]:
+    labels = {
+        "peak_allocated_bytes": "held at most",
+        "peak_reserved_bytes": "reserved at most",
+        "slack_bytes": "reserved and idle at the peak",
+        "headroom_bytes": "never reserved",
+        "memory_bytes": "of the device",
+    }
+    row = peaks.row(0, named=True)
+    return {label: (units.size(row[name]), "") for name, label in labels.items() if row[name] is not None}
+
+
+def _device(device: int | None) -> str:
+    return "the host" if device is None else f"device {device}"
+
+
+def _of(device: int | None) -> pl.Expr:
+    return pl.col("device").eq_missing(pl.lit(device, pl.Int64))

@@ -1,0 +1,127 @@
+"""Memory snapshots that lie beside a run's traces: RUN/rank00000.memory.pickle, of further windows one folder below."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from tracekit import conventions, replay, schema
+from tracekit.allocator.settings import SMALL_BYTES
+from tracekit.analysis import snapshots
+from tracekit.readers import memory_snapshot
+from tracekit.snapshot import MemorySnapshot
+from tracekit.trace import Run
+
+MOST_BYTES = 128 << 20
+"""Of all snapshots that are read without being asked for, such as by a rule."""
+
+POOL_COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, **snapshots.FRAGMENTATION_COLUMNS, "waiting_bytes": pl.Int64,
+    "largest_request_bytes": pl.Int64,
+}  # fmt: skip
+HISTORY_COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "events": pl.Int64, "retries": pl.Int64,
+    "device_allocations": pl.Int64, "path": pl.String,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A snapshot file of one rank and window."""
+
+    rank: int
+    window: int
+    path: str
+    size_bytes: int
+
+
+def files(run: Run) -> tuple[Beside, ...]:
+    """Return the snapshots beside the traces of a run, by window and rank; none where the run is not a local folder."""
+    folder = Path(run.path)
+    places = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
+    found = [
+        Beside(int(rank[1]), int(window[1]) if window else 0, str(file), file.stat().st_size)
+        for place in places
+        for file in place.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")
+        if (rank := re.search(r"rank(\d+)", file.name))
+        for window in [re.fullmatch(r"window(\d+)", place.name)]
+    ]
+    return tuple(sorted(found, key=lambda each: (each.window, each.rank)))
+
+
+def small(run: Run) -> tuple[Beside, ...]:
+    """Return the first snapshots that together have at most MOST_BYTES."""
+    taken, left = [], MOST_BYTES
+    for each in files(run):
+        left -= each.size_bytes
+        if left < 0:
+            break
+        taken.append(each)
+    return tuple(taken)
+
+
+def pools(run: Run) -> pl.DataFrame:
+    """Return how free memory is cut up at the end of each snapshot beside the run's traces.
+
+    Columns window, rank and those of `snapshots.fragmentation`, waiting_bytes (freed, but another stream uses it) and
+    largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
+    the first 128 MiB of snapshots are read.
+    """
+    parts = [pl.DataFrame(schema=POOL_COLUMNS)]
+    for each in small(run):
+        snapshot = memory_snapshot.read(each.path)
+        told = snapshots.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
+        told = told.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
+            pl.col("waiting_bytes").fill_null(0), window=pl.lit(each.window), rank=pl.lit(each.rank)
+        )
+        parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items()))
+    return pl.concat(parts)
+
+
+def histories(run: Run) -> pl.DataFrame:
+    """Return what the allocator did in the history of each snapshot beside the run's traces.
+
+    Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device. Only the
+    first 128 MiB of snapshots are read.
+    """
+    rows = []
+    for each in small(run):
+        snapshot = memory_snapshot.read(each.path)
+        for device in snapshot.devices:
+            told = replay.of(snapshot, device)
+            rows.append((each.window, each.rank, device, len(told.action), told.retries, len(told.taken), each.path))
+    return pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
+
+
+def table(name: str) -> Callable[[Run], pl.DataFrame]:
+    """Return what makes, of a run, one of the tables of all its snapshots: columns window, rank and the table's own."""
+
+    def of_run(run: Run) -> pl.DataFrame:
+        place = {"window": pl.Int64(), "rank": pl.Int64()}
+        parts = [pl.DataFrame(schema=place | dict(schema.SNAPSHOT_TABLES[name].schema))]
+        for each in files(run):
+            rows: pl.DataFrame = memory_snapshot.read(each.path).tables[name]
+            where = (
+                pl.lit(value, pl.Int64).alias(key) for key, value in (("window", each.window), ("rank", each.rank))
+            )
+            parts.append(rows.select(*where, pl.all()))
+        return pl.concat(parts)
+
+    return of_run
+
+
+_POOL = ["device", "pool", "kind", "stream"]
+
+
+def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:
+    held = snapshot.segments.group_by(_POOL).agg(pl.col("active_bytes", "allocated_bytes").sum())
+    waiting = (pl.col("active_bytes") - pl.col("allocated_bytes")).clip(lower_bound=0)
+    return held.select(*_POOL, waiting_bytes=waiting)
+
+
+def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:
+    kind = pl.when(pl.col("bytes") <= SMALL_BYTES).then(pl.lit("small")).otherwise(pl.lit("large"))
+    asked = snapshot.events.filter(pl.col("action") == "alloc").group_by("device", "stream", kind=kind)
+    return asked.agg(largest_request_bytes=pl.col("bytes").max())

@@ -1,0 +1,65 @@
+"""What all figures share: colours, Plotly's configuration, backgrounds."""
+
+import plotly.graph_objects as go
+
+# Okabe and Ito's palette, told apart with any colour vision; one kind of work has one colour everywhere.
+COLOURS = {
+    "compute": "#0072B2",
+    "communication": "#D55E00",
+    "waiting": "#E69F00",
+    "memcpy": "#009E73",
+    "memset": "#4FC3A1",
+    "idle": "#C4C9D1",
+    "phase": "#7D8796",
+    "cpu_op": "#8FB4CE",
+    "annotation": "#B9AFD4",
+    "runtime": "#A9B0BA",
+    "overhead": "#DDB765",
+    "evidence": "#CC79A7",
+}
+KIND_LABELS = {
+    "phase": "phase of the step",
+    "memcpy": "copy",
+    "memset": "memory set",
+    "cpu_op": "host op",
+    "annotation": "host annotation",
+    "runtime": "runtime call",
+    "overhead": "profiler overhead",
+    "evidence": "finding",
+}
+PARTS = {
+    "compute_ns": ("compute", "compute"),
+    "exposed_communication_ns": ("exposed communication", "communication"),
+    "exposed_copy_ns": ("exposed copy", "memcpy"),
+    "idle_ns": ("idle", "idle"),
+}
+"""The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
+
+# The buttons are listed because one of Plotly's own sends the figure to its cloud.
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "plotlyServerURL": "",
+    "modeBarButtons": [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
+}
+"""Plotly's own configuration, the same wherever a figure is shown."""
+
+_GRID = "rgba(128, 138, 150, 0.22)"
+
+
+def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
+    """Return a figure that fits any page: no background, no colour of text, the legend on top."""
+    figure.update_layout(
+        height=height_px,
+        margin={"l": 8, "r": 16, "t": 62, "b": 44},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal", "itemwidth": 30},
+        hovermode="closest",
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "rgba(128, 138, 150, 0.7)", "activecolor": "#0072B2"},
+        hoverlabel={"align": "left", "namelength": -1},
+        font={"size": 13},
+    )
+    figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8)
+    return figure

@@ -1,0 +1,119 @@
+"""Judgements of activation checkpointing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit import units
+from tracekit.analysis import allocations, breakdown, checkpoint, recomputation
+from tracekit.rule import Finding, Rule, Severity
+from tracekit.rules import typical
+from tracekit.trace import Fact, Run
+
+_EVIDENCE_ROWS = 80
+
+
+@dataclass(frozen=True)
+class NeedlessRecomputation(Rule):
+    """Activations that are computed again in backward although the device could have kept them.
+
+    What it does: reports runs in which layers run forward again in backward (activation checkpointing) and the device
+    has memory, never reserved, for the activations of some of them, `keep_free_ratio` of it left free; if not
+    recomputing those saves `min_saved_ratio` of the step or more.
+
+    Why it costs: recomputing every layer is a third more compute; each layer spared gives its forward pass back.
+
+    How it is measured: kernels launched under CheckpointFunctionBackward, or, without reentrance, under a node of
+    autograd together with ops that only forward passes call. What a part would hold is what was allocated and not freed
+    while it ran again, without buffers of gathers; what is free is the device's memory less the most reserved, of the
+    rank with least. Saved is the kernels' time, the longest parts that fit spared first. Steps that save are left out.
+
+    How to fix: checkpoint fewer layers: torch.utils.checkpoint on the first N only, apply_activation_checkpointing with
+    a check_fn that leaves layers out, or keep the costly ops' outputs (selective checkpointing:
+    create_selective_checkpoint_contexts, context_fn). Trainers here: --checkpoint-layers N.
+
+    Blind spots: needs profile_memory, a device whose memory the header tells, and steps that are as large as they get:
+    a longer batch needs more. Under pipeline schedules several micro-batches hold activations at once; then fewer
+    layers can be spared. Recomputation by torch.compile's partitioner is not seen.
+    """
+
+    code: ClassVar[str] = "MEM002"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        recomputation.regions, allocations.peaks, breakdown.by_step, checkpoint.save_spans,
+    )  # fmt: skip
+    keep_free_ratio: float = 0.05
+    min_saved_ratio: float = 0.02
+
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why recomputation that is seen cannot be judged."""
+        if run.table(recomputation.regions).is_empty() or self._room(run) is not None:
+            return None
+        return (
+            "layers recompute their activations, but the trace does not tell the memory that is free; record with "
+            "profile_memory=True."
+        )
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if sparing layers that fit saves enough in the worst device's typical step."""
+        room = self._room(run)
+        parts = run.table(recomputation.regions)
+        if room is None or parts.is_empty():
+            return
+        spared = _spared(parts, room)
+        steps = _steps(run, spared)
+        worst = typical.of_worst(steps, "saved_ratio")
+        if worst is None or worst["saved_ratio"] < self.min_saved_ratio:
+            return
+        own = typical.here(parts, worst)
+        passes = int(own["backward"].n_unique())
+        layers, count = own.height // passes, typical.here(spared, worst).height // passes
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"{layers} parts of the model are computed again in backward, and memory could hold {count} of them: "
+            f"{units.size(int(own['held_bytes'].max()))} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
+            f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['saved_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['saved_ratio'])}) in "
+            f"{typical.in_words(worst)}.",
+            f"Checkpoint {layers - count} of the {layers} parts only (torch.utils.checkpoint on the first layers, a "
+            "check_fn for apply_activation_checkpointing), or keep costly outputs by "
+            "create_selective_checkpoint_contexts.",
+            impact=min(1.0, worst["saved_ratio"]),
+            cost_ns=worst["saved_ns"],
+            confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
+            ranks=tuple(spared["rank"].unique().sort().to_list()),
+            steps=tuple(steps.filter(pl.col("saved_ns") > 0)["step"].unique().sort().to_list()),
+            evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
+        )
+
+    def _room(self, run: Run) -> int | None:
+        """Return the memory that the fullest device still has; None where no trace tells it."""
+        held = run.table(recomputation.regions).filter(pl.col("held_bytes") > 0)
+        known = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
+        if known.is_empty() or held.is_empty():
+            return None
+        room = known.select((pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")).min()).item()
+        return max(0, int(room))
+
+
+def _spared(parts: pl.DataFrame, room: int) -> pl.DataFrame:
+    """Return the parts of each pass that memory could hold, the costliest first."""
+    by = [*typical.PLACE, "backward"]
+    needed = pl.col("held_bytes").fill_null(0).clip(1)
+    ordered = parts.drop_nulls("held_bytes").sort("compute_ns", "start_ns", descending=[True, False])
+    return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(pl.col("needed_bytes") <= room)
+
+
+def _steps(run: Run, spared: pl.DataFrame) -> pl.DataFrame:
+    saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
+    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
+    plain = steps.join(saving, on=["window", "step"], how="anti", maintain_order="left")
+    sums = spared.group_by(typical.PLACE).agg(pl.col("compute_ns").sum().alias("saved_ns"))
+    return (
+        plain.select(*typical.PLACE, "start_ns", "duration_ns")
+        .join(sums, on=typical.PLACE, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("saved_ns").fill_null(0))
+        .with_columns((pl.col("saved_ns") / pl.col("duration_ns")).alias("saved_ratio"))
+    )
