@@ -105,7 +105,7 @@ _LISTED = (
         "recomputation",
         "MEM002",
         "no activation is computed twice",
-        "compute under CheckpointFunctionBackward",
+        "forward ops that run again in backward (activation checkpointing)",
     ),
 )
 CAUSES: Mapping[str, Cause] = {cause.name: cause for cause in _LISTED}

@@ -17,7 +17,7 @@ def recomputed(graph: Graph) -> Flags:
     """Return the work that recomputes activations. Raises CannotTellError where nothing marks any."""
     found = np.asarray(graph.frame["recomputed"].fill_null(value=False).to_numpy())
     if not found.any():
-        raise CannotTellError("nothing in the trace marks recomputation (CheckpointFunctionBackward)")
+        raise CannotTellError("nothing in the trace is known to be computed twice")
     return found
 
 

@@ -7,10 +7,9 @@ between its calls, and which waits are known or inferred.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis import breakdown, dependencies, launches
+from tracekit.analysis import breakdown, dependencies, launches, recomputation
 from tracekit.analysis.once import once
 from tracekit.analysis.sweep import Flags, Ints
-from tracekit.readers import nesting
 from tracekit.trace import Trace
 from tracekit.whatif import hostside, onhost
 from tracekit.whatif.hostside import Calls
@@ -76,7 +75,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     parts = [pl.DataFrame(schema=_PREPARATION)]
     made = built(trace).nodes.filter(pl.col("what") == WORK).select("node", "ref")
     for device in breakdown.devices(trace) if trace.on_device else ():
-        found = launches.preparation(launches.work(trace, device), trace.collectives)
+        found = launches.preparation(trace, device)
         placed = found.join(made, left_on="id", right_on="ref", maintain_order="left").join(
             made.rename({"node": "collective"}), left_on="collective_id", right_on="ref", maintain_order="left"
         )
@@ -88,7 +87,6 @@ _PREPARATION = {
     "node": pl.Int64, "collective": pl.Int64, "overlapped_ns": pl.Int64, "alone_ns": pl.Int64,
     "message_bytes": pl.Int64,
 }  # fmt: skip
-_RECOMPUTES = r"^CheckpointFunctionBackward$|(?i)recompute"
 
 
 # A device ------------------------------------------------------------------------------------------------------------
@@ -134,7 +132,7 @@ def _on_device(trace: Trace) -> Built:
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
         pl.lit(-1, pl.Int8).alias("doing"),
     )  # fmt: skip
-    every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, launch, first_item))
+    every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, items, first_item))
     told = numbered(every)
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "how", "inferred"
@@ -142,17 +140,13 @@ def _on_device(trace: Trace) -> Built:
     return Built(told, conformed(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)])))
 
 
-def _recomputed(trace: Trace, launch: Ints, first_item: int) -> pl.Series:
-    """Return which nodes are work that recomputes activations: launched inside a checkpoint's backward."""
-    marked = (trace.ops["name"].str.contains(_RECOMPUTES) & (trace.ops["kind"] != "runtime")).to_numpy()
-    found = np.zeros(first_item + len(launch), bool)
-    if marked.any():
-        ids = trace.ops["id"].to_numpy()
-        assert (ids == np.arange(len(ids))).all()
-        parent = trace.ops["parent_id"].fill_null(-1).to_numpy().astype(np.int64)
-        inside = nesting.nearest(parent, marked) >= 0
-        calls = hostside.calls(trace).id
-        found[first_item:] = (launch >= 0) & inside[calls[np.maximum(launch, 0)]]
+def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
+    """Return which nodes are work that recomputes activations."""
+    again = recomputation.again(trace)
+    found = np.zeros(first_item + len(items), bool)
+    if again.height:
+        mine = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
+        found[first_item:] = items.select(mine).to_series().to_numpy()
     return pl.Series("recomputed", found)
 
 
