@@ -188,7 +188,7 @@ def _previous(items: pl.DataFrame) -> pl.Series:
     is_wait = items["is_wait"].to_numpy()
     count = len(items)
     before = np.arange(count, dtype=np.int64) - 1
-    before[np.flatnonzero(np.append(True, lane[1:] != lane[:-1]))] = -1 if count else before[:0]
+    before[1:][lane[1:] != lane[:-1]] = -1
     overlaps = (
         (before >= 0) & ~is_wait & ~is_wait[np.maximum(before, 0)] & (end[np.maximum(before, 0)] > start + _SLACK_NS)
     )

@@ -14,9 +14,13 @@ def whatif(
     *,
     without: Annotated[
         list[str] | None,
-        typer.Option(
-            "--without", metavar="CAUSE", help="Take this cause away. Repeatable; all that save anything if not given."
-        ),
+        typer.Option("--without", metavar="CAUSE", help="Take this cause away; repeatable. All that save, if none."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp or fsdp2.")
+    ] = None,
+    recompute_fewer: Annotated[
+        int | None, typer.Option("--recompute-fewer", metavar="N", help="Predict N recomputed layers fewer.")
     ] = None,
     gpu_hour_price: Annotated[
         float | None, typer.Option("--gpu-hour-price", metavar="X", help="Of one GPU, to tell money per day.")
@@ -31,14 +35,20 @@ def whatif(
     first line says how well it reproduces the recorded steps with nothing changed. Savings of causes overlap.
     """
     from tracekit.reports import whatif as told
-    from tracekit.whatif import answers, causes, graph
+    from tracekit.whatif import answers, causes, graph, strategies
 
     names = tuple(causes.find(name).name for name in without or ())
     opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
         opened.measure(graph.FACTS, bar.measured(len(opened.sources)))
-    found = answers.of(opened, names, gpu_hour_price=gpu_hour_price)
+    predictions = []
+    if strategy is not None:
+        predictions.append(strategies.predicted(opened, strategy))
+    if recompute_fewer is not None:
+        predictions.append(strategies.recomputing_less(opened, recompute_fewer))
+    asks = bool(names) or not predictions
+    found = answers.of(opened, names, gpu_hour_price=gpu_hour_price, asks=asks)
     if table_format is Format.JSON:
-        output.emit(told.as_json(found, run=opened.name), out)
+        output.emit(told.as_json(found, predictions, run=opened.name), out)
     else:
-        output.emit(told.as_text(found, run=opened.name, price=gpu_hour_price), out)
+        output.emit(told.as_text(found, predictions, run=opened.name, price=gpu_hour_price), out)

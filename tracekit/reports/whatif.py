@@ -1,18 +1,19 @@
 """What if, told: what each cause costs a step, for people and for programs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tracekit import units
 from tracekit.whatif.answers import Answer, Answers
+from tracekit.whatif.strategies import Prediction
 
 
-def as_text(found: Answers, *, run: str, price: float | None = None) -> str:
+def as_text(found: Answers, predictions: Sequence[Prediction], *, run: str, price: float | None = None) -> str:
     """Return the answers as lines: the run and its replay, a line for each cause, and what cannot be told."""
-    return "\n".join(_lines(found, run, price)) + "\n"
+    return "\n".join(_lines(found, predictions, run, price)) + "\n"
 
 
-def as_json(found: Answers, *, run: str) -> str:
+def as_json(found: Answers, predictions: Sequence[Prediction], *, run: str) -> str:
     """Return the answers as one JSON object."""
     told = {
         "run": run,
@@ -22,24 +23,31 @@ def as_json(found: Answers, *, run: str) -> str:
         "gpus": found.gpus,
         "without": [_as_object(each) for each in found.answers],
         "unknown": [{"cause": each.cause.name, "why": each.why_not} for each in found.unknown],
+        "predictions": [_as_prediction(each) for each in predictions],
     }
     return json.dumps(told, indent=2) + "\n"
 
 
-def _lines(found: Answers, run: str, price: float | None) -> Iterator[str]:
+def _lines(found: Answers, predictions: Sequence[Prediction], run: str, price: float | None) -> Iterator[str]:
     yield (
         f"{run}: a step takes {units.duration(found.step_ns)}; replayed with nothing changed "
         f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
     )
-    if not found.answers:
+    if not found.answers and not predictions:
         yield "no cause that can be taken away would make it shorter"
     for each in found.answers:
         yield _line(each)
-    if found.answers:
-        yield "These overlap: what causes save together is not the sum."
+    if len(found.answers) > 1:
+        yield "These overlap: what causes save together is not their sum."
     yield from (f"cannot tell {each.cause.name}: {each.why_not}" for each in found.unknown)
     if found.answers and price is not None:
-        yield f"Per day of training on {found.gpus} GPUs, at {price:g} an hour."
+        yield f"Per day of training on {found.gpus} GPUs, at {price:g} an hour each."
+    for prediction in predictions:
+        yield (
+            f"prediction, {prediction.name}: the step takes {units.duration(prediction.predicted_ns)} "
+            f"({-prediction.saved_ratio:+.1%})"
+        )
+        yield from (f"  rests on: {each}" for each in prediction.assumed)
 
 
 def _line(each: Answer) -> str:
@@ -47,7 +55,16 @@ def _line(each: Answer) -> str:
         f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
         f"(−{max(0.0, each.saved_ratio):.1%}), {each.gpu_hours_per_day:,.1f} GPU-hours a day"
     )
-    return told if each.per_day is None else f"{told}, {each.per_day:,.2f} of money a day"
+    return told if each.per_day is None else f"{told}, {each.per_day:,.2f} a day"
+
+
+def _as_prediction(each: Prediction) -> dict[str, object]:
+    return {
+        "name": each.name,
+        "predicted_ns": each.predicted_ns,
+        "saved_ratio": each.saved_ratio,
+        "rests_on": list(each.assumed),
+    }
 
 
 def _as_object(each: Answer) -> dict[str, object]:

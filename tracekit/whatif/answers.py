@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from tracekit import match
 from tracekit.errors import InputError
 from tracekit.trace import Run
 from tracekit.whatif import causes, saving, steps
@@ -54,14 +55,16 @@ class Answers:
         return self.replayed_ns / self.step_ns - 1 if self.step_ns else 0.0
 
 
-def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> Answers:
+def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None, asks: bool = True) -> Answers:
     """Return what a run would be without each of the causes named; of all that save anything where none is named.
+
+    Where nothing is asked (`asks`), the replay alone is told.
 
     Raises InputError for a name that is no cause, a price below 0, or a run of which nothing can be replayed.
     """
     if gpu_hour_price is not None and not gpu_hour_price >= 0:
         raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
-    wanted = [causes.find(name) for name in names or causes.CAUSES]
+    wanted = [causes.find(name) for name in names or causes.CAUSES] if asks else []
     replay = saving.replayed(run)
     if replay.is_empty():
         raise InputError(
@@ -83,11 +86,12 @@ def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = 
 
 
 def gpus_of(run: Run) -> int:
-    """Return the number of ranks of the job: by the manifest, else by its groups and traces."""
+    """Return the number of ranks of the job: by the manifest, else by its traces and its largest process group."""
     told = run.manifest.get("world_size")
     if isinstance(told, int) and told > 0:
         return told
-    return max(len(run.ranks), *(max(ranks, default=0) + 1 for ranks in (run.ranks,)))
+    sizes = run.table(match.calls)["group_size"].drop_nulls().to_list()
+    return max(max(run.ranks, default=0) + 1, *sizes, 0)
 
 
 def _answer(run: Run, cause: Cause, gpus: int, price: float | None) -> Answer:

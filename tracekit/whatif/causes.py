@@ -15,6 +15,8 @@ class Cause:
     code: str
     summary: str
     basis: str
+    confidence: float = 0.9
+    """How sure an answer is whose waits are known and whose replay reproduces the recording, 0 to 1."""
 
 
 _LISTED = (
@@ -30,7 +32,13 @@ _LISTED = (
         "the host never waits for the device",
         "synchronizing calls, saves and allocator calls apart; FSDP1's rate limiter stays",
     ),
-    Cause("rate-limiter", "HOST002", "the host is not held back by FSDP1's limit of two gathers", "spans rate_limiter"),
+    Cause(
+        "rate-limiter",
+        "HOST002",
+        "the host is not held back by FSDP1's limit of two gathers",
+        "spans rate_limiter",
+        0.6,
+    ),
     Cause("data-loading", "HOST003", "every batch is there when it is asked for", "phase data and DataLoader's spans"),
     Cause("allocator", "MEM001", "the allocator makes no calls to the device", "cudaMalloc, cudaFree and their waits"),
     Cause("checkpoint", "CKPT001", "no save stops the training thread", "phase checkpoint"),
@@ -39,24 +47,28 @@ _LISTED = (
         "COMM004",
         "nothing has to be copied, cast or divided before a collective",
         "work under a collective's span, or directly before it on its stream",
+        0.6,
     ),
     Cause(
         "give-way",
         "STREAM001",
         "what prepares a collective takes as long beside compute as it does alone",
         "the same kernel alone, by its time per byte of the message where sizes differ",
+        0.8,
     ),
     Cause(
         "slowed-compute",
         "STREAM003",
         "compute takes as long beside a collective as it does alone",
         "the same kernel at the same place among its neighbours, alone and beside collectives",
+        0.7,
     ),
     Cause(
         "slowed-collectives",
         "STREAM004",
         "collectives carry as much beside compute as they do alone",
         "collectives of the same op, group and size, alone and beside compute",
+        0.7,
     ),
     Cause(
         "shared-queue",
@@ -69,6 +81,7 @@ _LISTED = (
         "STREAM002",
         "collectives of one group on several streams run side by side",
         "the order of collectives in a group, where they never overlap",
+        0.4,
     ),
     Cause(
         "straggler",
@@ -81,19 +94,22 @@ _LISTED = (
         "RANK002",
         "collectives of one kind and size take no longer in any group or step than in the fastest",
         "transfer times by op, size and place, across groups and steps",
+        0.8,
     ),
-    Cause("communication", "COMM001", "transfers take no time", "recorded transfers, waiting for peers apart"),
+    Cause("communication", "COMM001", "transfers take no time", "recorded transfers, waiting for peers apart", 0.8),
     Cause(
         "late-gathers",
         "COMM001",
         "each all-gather may start one unit earlier (prefetch)",
         "an all-gather waits for the compute that the one before it waited for",
+        0.7,
     ),
     Cause(
         "small-collectives",
         "COMM002",
         "collectives of one unit go as one",
         "time against size of all collectives of the op: what each costs besides its bytes",
+        0.7,
     ),
     Cause(
         "micro-batch-reductions",

@@ -44,7 +44,7 @@ def data_loading(graph: Graph) -> Graph:
     """Let every batch be there at once."""
     index = hosts.DOINGS.index(hosts.DATA)
     ready = _sooner(graph, thinking(graph)[:, index])
-    return _instant(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & _is_compute(graph))
+    return _instant(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & is_compute(graph))
 
 
 def allocator(graph: Graph) -> Graph:
@@ -124,6 +124,14 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     return late
 
 
+def where_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
+    """Return the graph changed, or as it is where it cannot be told what the change would be."""
+    try:
+        return change(graph)
+    except CannotTellError:
+        return graph
+
+
 def thinking(graph: Graph) -> Ints:
     """Return the host's time before each node by what it did, shape (nodes of ranks, hosts.DOINGS)."""
     return np.asarray(graph.column("think_ns"), np.int64).reshape(graph.count, len(hosts.DOINGS))
@@ -139,7 +147,8 @@ def is_communication(graph: Graph) -> Flags:
     return np.asarray((graph.frame["kind"] == "communication").fill_null(value=False).to_numpy())
 
 
-def _is_compute(graph: Graph) -> Flags:
+def is_compute(graph: Graph) -> Flags:
+    """Return which of the ranks' nodes compute."""
     return np.asarray((graph.frame["kind"] == "compute").fill_null(value=False).to_numpy())
 
 

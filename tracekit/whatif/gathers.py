@@ -34,6 +34,12 @@ def sooner(graph: Graph) -> Graph:
     return _in_turn(moved, swapped)
 
 
+def first(graph: Graph) -> Graph:
+    """Let each all-gather that comes right after a reduce-scatter take its turn before it, wherever they share turns."""
+    calls = _in_order(graph)
+    return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True))))
+
+
 def _in_order(graph: Graph) -> pl.DataFrame:
     """Return the gathers and reduce-scatters in the order of their turns, by rank and group."""
     lane = graph.column("lane")

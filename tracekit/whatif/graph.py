@@ -146,14 +146,14 @@ def replay(graph: Graph) -> Replayed:
 
 
 def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tuple[int, int]]]]:
-    """Return one further wait of each node in topological order, and those of nodes that have several."""
+    """Return one further wait of each node in topological order (the root's if none), and those of nodes with more."""
     edges = graph.edges
     lag = np.where(edges.how == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
     waiting, awaited = position[edges.waiting], position[edges.awaited]
     sort = np.argsort(waiting, kind="stable")
     waiting, awaited, lag = waiting[sort], awaited[sort], lag[sort]
     first = np.append(True, waiting[1:] != waiting[:-1]) if len(waiting) else np.zeros(0, bool)
-    third, third_ns = np.zeros(len(graph.order), np.int64), np.full(len(graph.order), _FAR, np.int64)
+    third, third_ns = np.zeros(len(graph.order), np.int64), np.zeros(len(graph.order), np.int64)
     third[waiting[first] - 1], third_ns[waiting[first] - 1] = awaited[first], lag[first]
     more: dict[int, list[tuple[int, int]]] = {}
     for at, on, after in zip(waiting[~first].tolist(), awaited[~first].tolist(), lag[~first].tolist(), strict=True):

@@ -13,7 +13,12 @@ _SIZES_APART = 1.15
 
 
 def even(graph: Graph) -> Graph:
-    """Let no transfer take longer than those of its op, size and place in the fastest group and step."""
+    """Let no transfer take longer than those of its op, size and place in the fastest group and step.
+
+    Raises CannotTellError on a CPU run, whose transfers vary with whatever else its cores do, and where nothing repeats.
+    """
+    if not graph.frame["device"].is_not_null().any():
+        raise CannotTellError("the run was on the CPU, where transfers vary with whatever else the cores do")
     calls = transfers(graph)
     place = ["op", "bytes", "group_size", "phase", "unit"]
     medians = calls.group_by([*place, "members", "group", "step"]).agg(pl.col("took_ns").median().alias("median_ns"))

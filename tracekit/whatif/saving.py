@@ -58,21 +58,24 @@ def saving(run: Run, cause: str) -> Saving:
 def replayed(run: Run) -> pl.DataFrame:
     """Return the steps of a run beside their replay with nothing changed: columns of `steps.COLUMNS`."""
     if run not in _BASELINES:
-        tables = [steps.durations(each, graph.replay(each)) for each in _graphs(run)]
+        tables = [steps.durations(each, graph.replay(each)) for each in graphs_of(run)]
         _BASELINES[run] = pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
     return _BASELINES[run]
+
+
+def graphs_of(run: Run) -> list[Graph]:
+    """Return the graphs of a run, one for each window, built once."""
+    if run not in _GRAPHS:
+        _GRAPHS[run] = graph.graphs(run)
+    return _GRAPHS[run]
 
 
 _GRAPHS: WeakKeyDictionary[Run, list[Graph]] = WeakKeyDictionary()
 _BASELINES: WeakKeyDictionary[Run, pl.DataFrame] = WeakKeyDictionary()
 _SAVINGS: WeakKeyDictionary[Run, dict[str, Saving]] = WeakKeyDictionary()
+_EVENT = "event"
+_INFERRED = 0.8
 _KEY = ["window", "rank", "step", "device"]
-
-
-def _graphs(run: Run) -> list[Graph]:
-    if run not in _GRAPHS:
-        _GRAPHS[run] = graph.graphs(run)
-    return _GRAPHS[run]
 
 
 def _saving(run: Run, cause: str) -> Saving:
@@ -80,7 +83,7 @@ def _saving(run: Run, cause: str) -> Saving:
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that a replay can be made of")
     try:
-        tables = [_without(each, cause) for each in _graphs(run)]
+        tables = [_without(each, cause) for each in graphs_of(run)]
     except CannotTellError as error:
         return _unknown(cause, str(error))
     without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
@@ -90,7 +93,16 @@ def _saving(run: Run, cause: str) -> Saving:
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
-    return Saving(cause, saved_ns, saved_ns / step_ns if step_ns else 0.0, step_ns, 0.7, table.select(*STEP_COLUMNS))
+    sure = causes.find(cause).confidence * _sure(run, table)
+    ratio = saved_ns / step_ns if step_ns else 0.0
+    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS))
+
+
+def _sure(run: Run, table: pl.DataFrame) -> float:
+    """Return how far the replay can be trusted: less where waits are inferred, and where it is off."""
+    off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
+    inferred = any(bool((each.edges.inferred & (each.edges.how == _EVENT)).any()) for each in graphs_of(run))
+    return max(0.1, 1 - 2 * off) * (_INFERRED if inferred else 1.0)
 
 
 def _without(whole: Graph, cause: str) -> pl.DataFrame:

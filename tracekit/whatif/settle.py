@@ -38,13 +38,15 @@ class _Contention:
     main_loss: float
 
 
-def settled(graph: Graph, played: Replayed, changed: Graph) -> tuple[Graph, Replayed]:
+def settled(graph: Graph, played: Replayed, changed: Graph, *, crawling: bool = True) -> tuple[Graph, Replayed]:
     """Return a changed graph with its durations as the contention left in it makes them, and its replay.
 
-    `played` is the replay of `graph`, unchanged.
+    `played` is the replay of `graph`, unchanged. Without `crawling`, preparation and compute no longer slow each other.
     """
     first = replay(changed)
     known = _contention(graph)
+    if known is not None and not crawling:
+        known = replace(known, preparation_loss=0.0, main_loss=0.0)
     if known is None:
         return changed, first
     before, after = _kept(graph, known, played), _kept(graph, known, first)
