@@ -110,7 +110,8 @@ def document(found: Sequence[Answer], runs: int, seed: int) -> str:
         f"{runs} **simulated** runs drawn with seed {seed}. *Off by*: the saving that `tracekit whatif` predicts",
         "against the truth, which simulates again without the fault; only faults that cost 3% of the run or more.",
         "*Inferred*: the same runs with CUDA's waits of streams taken out of their traces. Replayed with nothing",
-        f"changed, the recorded step is off by {max((each.replay_error for each in found), default=0.0):.2%} at most.\n",
+        "changed, the recorded step is off by "
+        f"{max((each.replay_error for each in found), default=0.0):.2%} at most.\n",
         "| fault | without | answers | off by, median | off by, most | within 10% | inferred: median | within 10% |",
         "|---|---|---|---|---|---|---|---|",
     ]

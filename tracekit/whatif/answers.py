@@ -91,7 +91,7 @@ def gpus_of(run: Run) -> int:
     if isinstance(told, int) and told > 0:
         return told
     sizes = run.table(match.calls)["group_size"].drop_nulls().to_list()
-    return max(max(run.ranks, default=0) + 1, *sizes, 0)
+    return int(max(max(run.ranks, default=0) + 1, *sizes, 0))
 
 
 def _answer(run: Run, cause: Cause, gpus: int, price: float | None) -> Answer:
