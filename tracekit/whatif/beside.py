@@ -15,7 +15,7 @@ _ALONE, _BESIDE = 0.02, 0.9
 """Shares of its time in which something runs beside work that counts as alone, and as beside."""
 _SAMPLES = 3
 _LEAST = 0.005
-_KEY = ["rank", "lane", "phase", "recomputed", "before", "name", "after"]
+_KEY = ["rank", "kernel"]
 
 
 def compute_alone(graph: Graph) -> Graph:
@@ -30,9 +30,9 @@ def compute_alone(graph: Graph) -> Graph:
 def longer_beside_collectives(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     """Return the nodes that compute on devices, and by which share each takes longer beside a collective than alone.
 
-    The same kernel is taken to be one of the same name, rank, phase and neighbours. By name, or where a name has too
-    few samples over all, work that a collective accompanies for its whole time against work without gives the share.
-    Raises CannotTellError without samples of both.
+    The same kernel has name, grid, block and input shapes in common (`overlap.Residents`), on one rank. By name, or
+    where a name has too few samples over all, work that a collective accompanies for its whole time against work
+    without gives the share. Raises CannotTellError without samples of both.
     """
     found = _computing(graph)
     known = found.filter(pl.col("beside_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
@@ -72,8 +72,8 @@ def collectives_alone(graph: Graph) -> Graph:
     beside = found.filter(share >= _BESIDE)
     same = ["op", "group", "bytes"]
     ratios = _longer(beside, alone, same)
-    if ratios.height < _SAMPLES:
-        ratios = _longer(beside, alone, ["op", "group_size"])
+    for other in (["op", "group_size"], ["group_size"]):
+        ratios = ratios if ratios.height >= _SAMPLES else _longer(beside, alone, other)
     if ratios.height < _SAMPLES:
         raise CannotTellError("no collective of one kind ran both beside compute and alone")
     by_op = ratios.group_by("op").agg(pl.col("longer").median(), pl.len().alias("samples"))
@@ -129,17 +129,13 @@ def _longer(beside: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.Da
 
 
 def _computing(graph: Graph) -> pl.DataFrame:
-    """Return the compute of devices: at (node), _KEY, took_ns, beside_ns (of it beside collectives), crowded.
+    """Return the compute of devices: at (node), _KEY, name, took_ns, beside_ns (of it beside collectives), crowded.
 
-    before and after are the names of its neighbours on its lane; crowded is what preparation ran beside.
+    Crowded is what preparation ran beside.
     """
     frame = graph.frame.with_columns(
         pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("took_ns", graph.own_ns[: graph.count])
     ).filter(pl.col("device").is_not_null(), pl.col("kind").is_not_null())
-    frame = frame.with_columns(
-        pl.col("name").shift(1).over("rank", "lane").alias("before"),
-        pl.col("name").shift(-1).over("rank", "lane").alias("after"),
-    )
     if frame.is_empty():
         raise CannotTellError("the run was on the CPU, where nothing tells compute alone from compute beside others")
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
@@ -148,7 +144,7 @@ def _computing(graph: Graph) -> pl.DataFrame:
     beside = covered(frame, mine.to_numpy(), calls.to_numpy())
     crowd = covered(frame, mine.to_numpy(), (prepares | (frame["kind"] == "compute") & ~_on_main(frame)).to_numpy())
     return chosen.select(
-        "at", *_KEY, "took_ns", pl.Series("beside_ns", beside), pl.Series("crowded", crowd > 0)
+        "at", *_KEY, "name", "took_ns", pl.Series("beside_ns", beside), pl.Series("crowded", crowd > 0)
     ).filter(pl.col("took_ns") > 0)
 
 

@@ -60,7 +60,7 @@ _LISTED = (
         "slowed-compute",
         "STREAM003",
         "compute takes as long beside a collective as it does alone",
-        "the same kernel at the same place among its neighbours, alone and beside collectives",
+        "the same kernel (name, grid, shapes) alone and beside collectives",
         0.7,
     ),
     Cause(

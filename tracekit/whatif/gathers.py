@@ -35,7 +35,7 @@ def sooner(graph: Graph) -> Graph:
 
 
 def first(graph: Graph) -> Graph:
-    """Let each all-gather that comes right after a reduce-scatter take its turn before it, wherever they share turns."""
+    """Let each all-gather that comes right after a reduce-scatter take its turn before it, where they share turns."""
     calls = _in_order(graph)
     return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True))))
 

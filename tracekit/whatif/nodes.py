@@ -15,7 +15,7 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "node": pl.Int64, "what": pl.Int8, "ref": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "kind": pl.String,
     "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "span": pl.String,
     "start_ns": pl.Int64, "end_ns": pl.Int64, "chain": pl.Int64, "chain_ns": pl.Int64, "launch": pl.Int64,
-    "launch_ns": pl.Int64, "own_ns": pl.Int64, "doing": pl.Int8, "recomputed": pl.Boolean,
+    "launch_ns": pl.Int64, "own_ns": pl.Int64, "doing": pl.Int8, "recomputed": pl.Boolean, "kernel": pl.UInt64,
     "think_ns": pl.Array(pl.Int64, hostside.TYPES),
 }  # fmt: skip
 EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "how": pl.String, "inferred": pl.Boolean}

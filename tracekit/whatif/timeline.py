@@ -7,7 +7,7 @@ between its calls, and which waits are known or inferred.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis import breakdown, dependencies, launches, recomputation
+from tracekit.analysis import breakdown, dependencies, launches, overlap, recomputation
 from tracekit.analysis.once import once
 from tracekit.analysis.sweep import Flags, Ints
 from tracekit.trace import Trace
@@ -29,7 +29,7 @@ def nodes(trace: Trace) -> pl.DataFrame:
     host times and order are taken from them), chain (the node before it on its thread or stream; -1: none), chain_ns
     (what passes between them at least), launch (the host's call; -1: not known), launch_ns (what passes after it),
     own_ns (its duration, without waiting where what it waited for is known), doing (of a host call: index into
-    `hosts.DOINGS`; -1), recomputed, think_ns (the host's time before it by what it did: its sum is in chain_ns); one
+    `hosts.DOINGS`; -1), recomputed, kernel (equal for the same work), think_ns (the host's time before it by what it did: its sum is in chain_ns); one
     row per node.
     """
     return built(trace).nodes
@@ -133,7 +133,7 @@ def _on_device(trace: Trace) -> Built:
         pl.lit(-1, pl.Int8).alias("doing"),
     )  # fmt: skip
     every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, items, first_item))
-    told = numbered(every)
+    told = numbered(_with_kernels(trace, every))
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "how", "inferred"
     )
@@ -148,6 +148,18 @@ def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series
         mine = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
         found[first_item:] = items.select(mine).to_series().to_numpy()
     return pl.Series("recomputed", found)
+
+
+def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
+    """Return nodes with what is equal where their work is the same kernel: see `overlap.Residents`."""
+    known = [
+        pl.DataFrame({"ref": here.work["id"], "kernel": here.kernel}, schema_overrides={"kernel": pl.UInt64})
+        for here in overlap.residents(trace)
+    ]
+    if not known:
+        return every
+    of_work = pl.concat(known).with_columns(pl.lit(WORK, pl.Int8).alias("what"))
+    return every.join(of_work, on=["ref", "what"], how="left", maintain_order="left")
 
 
 def _after_wait(items: pl.DataFrame) -> Flags:
