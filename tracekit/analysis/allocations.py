@@ -244,12 +244,16 @@ def _places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
     ops = trace.ops.sort("id")
     asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
-    name = pl.col("name")
     python = pl.col("kind") == "python"
-    own = python & name.str.contains(r"\.py\(\d+\): ") & ~name.str.contains("^(torch/|<)|/torch/")
-    marks = ops.select(module=python & name.str.starts_with(_MODULE), stack=own)
-    if not marks.select(pl.any_horizontal(pl.all().any())).item():
+    names = ops.filter(python)["name"].unique()
+    if names.is_empty():
         return asked.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+    name = names.str
+    own = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
+    modules = names.filter(name.starts_with(_MODULE))
+    marks = ops.select(
+        module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(own.implode())
+    )
     ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
     rows = np.searchsorted(ids, asked["op_id"].to_numpy())
     forward = _row_of(ops, "forward_id")[rows]
