@@ -1,11 +1,14 @@
 """For each rule a drawn run on which it fires and one on which it stays silent. A rule without them fails the tests."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import polars as pl
 
 from tests import drawn, late
+from tests.snapshots import MIB, Simulation, write
 from tracekit import schema
 from tracekit.trace import RUN_DOUBTS, Run, Trace
 
@@ -80,6 +83,13 @@ def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
     """Return a drawn run with device mallocs at (step, start, end)."""
     rows = [ops(("cudaMalloc", "runtime", start, end), step=step) for step, start, end in calls]
     return drawn.run(drawn.trace(picture, ops=pl.concat(rows)) if rows else drawn.trace(picture))
+
+
+def buffered(span: str) -> Run:
+    """Return a simulated run whose steps each take a block of 8 MiB in a span of FSDP."""
+    rows = pl.DataFrame({"step": [0, 1, 2], "at_ns": [0, 1, 2], "delta_bytes": [8 * MIB] * 3})
+    taken = rows.with_columns(span=pl.lit(span), unit=pl.lit("layers.0"))
+    return drawn.run(drawn.trace("step 000111222\ncompute aaabbbccc", allocations=taken))
 
 
 def saving(**stages_ns: int) -> Run:
@@ -162,6 +172,43 @@ def holding(*held_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int 
     trace = drawn.trace(HIDDEN, allocations=events, ops=ops(("aten::_softmax", "cpu_op", 0, 9)))
     header = {"deviceProperties": [{"id": 0, "totalGlobalMem": memory_bytes}]}
     return drawn.run(replace(trace, header=header))
+
+
+def taking(*steps: dict[int, int], reserved: tuple[int, ...] = ()) -> Run:
+    """Return a simulated run on a device: each step takes a block of each size that it names, so often, and frees it.
+
+    `reserved` tells how much is reserved in each step.
+    """
+    rows, at = [], 0
+    for step, sizes in enumerate(steps):
+        for size, count in sizes.items():
+            for delta in (size, -size) * count:
+                held = GIB + max(delta, 0)
+                rows.append((at, step, at // 2, delta, held, reserved[step] if reserved else 4 * GIB))
+                at += 1
+    names = ["at_ns", "step", "address", "delta_bytes", "allocated_bytes", "reserved_bytes"]
+    events = pl.DataFrame(rows, schema=names, orient="row").with_columns(device=0)
+    return drawn.run(drawn.trace(HIDDEN, allocations=events))
+
+
+def beside_snapshots(*programs: Simulation) -> Run:
+    """Return a drawn run in a folder of its own, beside which lie the snapshots of simulated programs, one a rank."""
+    folder = tempfile.TemporaryDirectory(prefix="tracekit-test-")
+    _FOLDERS.append(folder)
+    for rank, program in enumerate(programs):
+        write(Path(folder.name) / f"rank{rank:05d}.memory.pickle", program.document())
+    return drawn.run(drawn.trace(HIDDEN), path=folder.name)
+
+
+def on_streams(*held: tuple[int, int]) -> Simulation:
+    """Return a simulated program that took and freed a block of so many MiB on each of these streams."""
+    program = Simulation()
+    for stream, size in held:
+        program.free(program.malloc(size * MIB, stream=stream))
+    return program
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # they go when the tests end
 
 
 def leaking(step_bytes: int) -> Run:
@@ -266,6 +313,21 @@ PROOFS: dict[str, Proof] = {
     "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
     "MEM005": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
     "MEM006": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
+    "MEM007": Proof(
+        lambda: drawn.run(drawn.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 0, 0, 2))),
+        lambda: drawn.run(drawn.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 2, 2, 2))),
+    ),
+    "MEM008": Proof(
+        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)),
+        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB, 4 * GIB)),
+    ),
+    "MEM009": Proof(
+        lambda: beside_snapshots(on_streams((0, 900), (7, 500))), lambda: beside_snapshots(on_streams((0, 900)))
+    ),
+    "MEM010": Proof(
+        lambda: taking(*({GIB + step * 2 * MIB: 1, GIB: 1} for step in range(4))), lambda: taking(*[{GIB: 2}] * 4)
+    ),
+    "MEM011": Proof(lambda: buffered("all_gather"), lambda: buffered("forward")),
     "CKPT001": Proof(
         lambda: saving(plan=10, write=80, total=100), lambda: drawn.run(drawn.trace(HIDDEN), strategy="ddp")
     ),

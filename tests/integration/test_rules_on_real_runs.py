@@ -15,9 +15,11 @@ from tracekit.analysis import contention, instances
 from tracekit.checking import check
 from tracekit.loading import load
 from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.comm import ExposedCommunication
 from tracekit.rules.data import DoubtfulTrace
-from tracekit.rules.memory import AllocatorChurn
+from tracekit.rules.fragmentation import FragmentedMemory
+from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.stream import GiveWay
 from tracekit.rules.uneven import UnevenRanks
 
@@ -124,7 +126,7 @@ def test_ranks_that_wait_for_two_with_late_hosts_are_no_exposed_communication():
 
 def test_what_device_mallocs_stall_is_idle_time_of_the_device():
     run = others("torchrec_v100_4ranks")
-    found = judge(run, AllocatorChurn())["device calls"]
+    found = judge(run, SteadyDeviceAllocation())["device calls"]
     step, rank = quoted(found)
     trace = raw_of(run, rank)
     calls, idle = raw.device_calls(trace), raw.idle_of_devices(trace)
@@ -147,7 +149,7 @@ def test_what_device_mallocs_stall_is_idle_time_of_the_device():
 
 def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_ends():
     run = others("tracelens_mi300_resnet_ddp")
-    found = judge(run, AllocatorChurn())["device calls"]
+    found = judge(run, SteadyDeviceAllocation())["device calls"]
     step, _ = quoted(found)
     trace = raw_of(run, 0)
     assert not trace.steps
@@ -169,12 +171,24 @@ def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_
 def test_a_run_with_28_000_allocations_from_a_warm_cache_is_no_churn():
     run = others("hta_ddp_v100_memory")
     assert sum(event["name"] == "[memory]" for event in raw_of(run, 1).events) == 28_010
-    assert judge(run, AllocatorChurn()) == {}
+    for rule in (SteadyDeviceAllocation, AllocatorRetry, FragmentedMemory, ChangingSizes):
+        assert judge(run, rule()) == {}
+
+
+def test_a_layer_that_takes_a_larger_block_each_step_is_churn_and_its_healthy_twin_is_none():
+    (found,) = judge(load(SAMPLES / "faults" / "churn"), ChangingSizes()).values()
+    taken = found.evidence["bytes"].to_list()
+    assert len(taken) == 1  # the last layer's: the others take a size of the step before
+    assert taken[0] > 4 << 20
+    assert found.cost_bytes == taken[0]
+    assert judge(load(SAMPLES / "faults" / "healthy-ddp"), ChangingSizes()) == {}
+    for name in ("demo-fsdp2", "demo-yafsdp"):
+        assert judge(load(SAMPLES / name), ChangingSizes()) == {}
 
 
 def test_unit_buffers_are_memory_events_inside_the_engines_spans():
     run = load(SAMPLES / "demo-fsdp2")
-    found = judge(run, AllocatorChurn())["unit buffers"]
+    found = judge(run, AlternatingBuffers())[""]
     step, rank = quoted(found)
     trace = raw_of(run, rank)
     spans = [s for s in trace.of("user_annotation") if re.match(r"FSDP::\w", s.name)]
@@ -193,7 +207,8 @@ def test_unit_buffers_are_memory_events_inside_the_engines_spans():
     assert found.cost_bytes == sum(taken)
     assert f"allocate {len(taken)} buffers of 1 MiB or more, {units.size(sum(taken))} in all" in found.message
     assert sorted(found.evidence["bytes"]) == sorted(taken)
-    assert "unit buffers" not in judge(load(SAMPLES / "demo-yafsdp"), AllocatorChurn())
+    assert "two buffers of each kind, 10.8 MiB in all, would serve 88 blocks" in found.message
+    assert judge(load(SAMPLES / "demo-yafsdp"), AlternatingBuffers()) == {}
 
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])

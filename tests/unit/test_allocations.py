@@ -236,13 +236,20 @@ def test_few_steps_say_nothing_of_growth():
 def test_the_log_of_every_step_tells_growth_that_the_window_is_too_short_for():
     logged = metrics("allocated_bytes", *(1000 + 10 * step for step in range(40)))
     (row,) = growth.growth(traced(COME_AND_GO, metrics=logged)).rows(named=True)
-    assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 40, 10, 10)
+    assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 39, 10, 10)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_our_healthy_recordings_do_not_grow(name):
     run = sample(name)
     assert (run.table(growth.growth)["low_bytes"] <= 0).all()
+
+
+def test_what_steps_differ_by_besides_their_growth_is_told():
+    wander = np.array([0, 9, 0, 9, 0, 9, 0, 9, 0, 9])
+    (row,) = growth.growth(grown(np.diff(wander, prepend=0) + 100)).rows(named=True)
+    assert row["slope_bytes"] == 100
+    assert row["spread_bytes"] == 9
 
 
 # Traces with totals ---------------------------------------------------------------------------------------------------

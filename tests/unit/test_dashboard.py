@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
+from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tracekit.change import Verdict
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
@@ -141,6 +142,47 @@ def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(
     assert any(verdict.value in row for verdict in Verdict)
     share = _html(shown).split("exposed share of step</td>")[1].split("</tr>")[0]
     assert " pt" in share
+
+
+def _memory(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import memory
+
+        memory.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_path):
+    run = run_on_a_device(tmp_path)
+    simulated(run)
+    shown = _memory(run)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 2
+    assert "held at most" in _html(shown)
+    assert "40 MiB" in _html(shown)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 1  # its map: the simulated history has no times
+    assert "The device's memory at the snapshot" in [heading.value for heading in shown.subheader]
+
+
+def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs):
+    shown = _memory(runs / recorded.GOOD)
+    assert not shown.exception
+    assert "profile_memory=True" in shown.info[0].value
+
+
+def test_a_snapshot_that_cannot_be_read_is_an_error_box(tmp_path):
+    run = run_on_a_device(tmp_path)
+    (run / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
+    shown = _memory(run)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(source.options[1]).run()
+    assert "os.system" in shown.error[0].value.replace("\\", "")
+    assert not shown.exception
 
 
 def test_one_run_alone_is_not_compared(runs):

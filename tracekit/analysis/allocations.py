@@ -7,7 +7,7 @@ host memory.
 import numpy as np
 import polars as pl
 
-from tracekit import intervals
+from tracekit import conventions, intervals
 from tracekit.trace import Trace
 
 BLOCK_COLUMNS = {
@@ -22,11 +22,16 @@ LIVE_COLUMNS = {
 }  # fmt: skip
 PEAK_COLUMNS = {
     "device": pl.Int64, "at_ns": pl.Int64, "peak_bytes": pl.Int64, "op": pl.String, "phase": pl.String,
-    "unit": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_ratio": pl.Float64,
+    "unit": pl.String, "module": pl.String, "stack": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64,
+    "peak_ratio": pl.Float64,
 }  # fmt: skip
 CHURN_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
     "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
+}  # fmt: skip
+FRESH_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
+    "phase": pl.String, "unit": pl.String,
 }  # fmt: skip
 TOP_COLUMNS = {
     "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
@@ -39,6 +44,10 @@ _FOR_ANOTHER = (
     "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
 )  # fmt: skip
 _MOST_CLIMBS = 6
+_OWNER = ("op", "phase", "unit", "module", "stack", "step")
+_MODULE = "nn.Module: "
+_UNSPLIT_BYTES = 1 << 20
+"""How much larger than its request a device's block may be: what is left of it then is not worth a block."""
 
 
 def blocks(trace: Trace) -> pl.DataFrame:
@@ -106,8 +115,10 @@ def live(trace: Trace) -> pl.DataFrame:
 def at_peak(trace: Trace) -> pl.DataFrame:
     """Return who holds what at the moment at which most is held.
 
-    Columns device, at_ns, peak_bytes, op, phase, unit, step, count, bytes, peak_ratio (of the peak); one row for each
-    device and owner, largest first. Without an op: what was there before the window, its count null where some of it is
+    Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the one whose
+    gradient it computes), stack (likewise the innermost place in code that is not torch's; both only where Python's
+    stacks were recorded), step, count, bytes, peak_ratio (of the peak); one row for each device and owner, largest
+    first. Without an op: what was there before the window, its count null where some of it is
     never seen; bytes of a device add up to its peak.
     """
     held = live(trace)
@@ -164,6 +175,38 @@ def churn(trace: Trace) -> pl.DataFrame:
     return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step", "device")
 
 
+def fresh(trace: Trace) -> pl.DataFrame:
+    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took, nor on a device near ones.
+
+    Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
+    the trace's work lies in; those of saves and of the backend inside its collectives are left out. The first step is
+    not told: to it all sizes are new. On a device, a size within 1 MiB of another may be of the same request.
+    """
+    large = trace.allocations.filter(
+        of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+    )  # fmt: skip
+    own = large.filter(~in_collectives(trace, large["at_ns"]))
+    parts = [own.clear()]
+    for (device,), of_device in own.group_by("device", maintain_order=True):
+        sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
+        near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
+        told = of_device.join(near, on="delta_bytes", maintain_order="left")
+        parts.append(
+            told.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
+        )
+    told = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
+    return told.select(pl.col(name).cast(dtype) for name, dtype in FRESH_COLUMNS.items())
+
+
+def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
+    """Return, for each size in order, the first step that took one at most so much smaller or larger."""
+    size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
+    begin = np.searchsorted(size, size - near_bytes)
+    past = np.searchsorted(size, size + near_bytes, side="right")
+    return pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
+
+
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
     """Return which moments lie inside a call of a collective: what is allocated there is the backend's own."""
     calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
@@ -197,6 +240,49 @@ def _owners(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     return found.select("op_id", pl.col("name").alias("op"))
 
 
+def _places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
+    ops = trace.ops.sort("id")
+    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
+    name = pl.col("name")
+    python = pl.col("kind") == "python"
+    own = python & name.str.contains(r"\.py\(\d+\): ") & ~name.str.contains("^(torch/|<)|/torch/")
+    marks = ops.select(module=python & name.str.starts_with(_MODULE), stack=own)
+    if not marks.select(pl.any_horizontal(pl.all().any())).item():
+        return asked.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
+    rows = np.searchsorted(ids, asked["op_id"].to_numpy())
+    forward = _row_of(ops, "forward_id")[rows]
+    found = {}
+    for kind in ("module", "stack"):
+        around, before = (_climbed(start, up, marks[kind].to_numpy()) for start in (rows, forward))
+        row = np.where(around >= 0, around, before)
+        told = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
+        found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(told)).to_series()
+    return asked.with_columns(**found)
+
+
+def _row_of(ops: pl.DataFrame, column: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the row of the op that each row of `ops`, sorted by id, names in a column; -1 for none."""
+    ids, asked = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(ids, asked), max(len(ids) - 1, 0))
+    return np.where((asked >= 0) & (ids[row] == asked), row, -1) if len(ids) else row
+
+
+def _climbed(
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+    up: np.ndarray[tuple[int], np.dtype[np.int64]],
+    marked: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return, for each row, the first one from it upwards that is marked; -1 for none."""
+    at = rows.copy()
+    while True:
+        climbs = (at >= 0) & ~marked[at]
+        if not climbs.any():
+            return at
+        at[climbs] = up[at[climbs]]
+
+
 def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
     told = trace.allocations.with_row_index("event").filter(
         pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
@@ -207,7 +293,8 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
     owned = owned.join(_owners(trace, owned["op_id"]), on="op_id", how="left")
-    by = owned.group_by("op", "phase", "unit", "step").agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
+    owned = owned.join(_places(trace, owned["op_id"]), on="op_id", how="left")
+    by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
     owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:
         count = earlier.height if owned_bytes + earlier_bytes == peak_bytes else None
@@ -217,5 +304,5 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
         device=pl.lit(device, pl.Int64), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(peak_bytes),
         peak_ratio=pl.col("bytes") / peak_bytes,
     )  # fmt: skip
-    ordered = wide.sort("bytes", "op", "phase", "unit", "step", descending=[True, *[False] * 4])
+    ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())
