@@ -188,6 +188,21 @@ ALLOCATIONS = Table(
     ),
 )
 
+SYNCS = Table(
+    "syncs",
+    "wait that CUDA reports: of a stream for an event, or of the host; absent from most traces",
+    (
+        _column("call_id", _INT, "ops.id of the runtime call; null where not known."),
+        _column("kind", _TEXT, "stream_wait; or what the host waited for: event, stream, context (the whole device)."),
+        _ns("start_ns", "Start of the call."),
+        _ns("dur_ns", "Its duration: of the host's wait; a stream's own wait is not in it."),
+        _column("device", _INT, "Device index."),
+        _column("stream", _INT, "Stream that waits, or that the host waits for; null where not known."),
+        _column("awaited_stream", _INT, "Stream on which the event was recorded; null where not known."),
+        _column("record_id", _INT, "ops.id of the call that recorded the event; null where not known."),
+    ),
+)
+
 CHECKPOINTS = Table(
     "checkpoints",
     "stage of a checkpoint save or load on this rank, on the clock of the trace",
@@ -257,6 +272,7 @@ TABLES: Mapping[str, Table] = {
         COLLECTIVES,
         GROUPS,
         ALLOCATIONS,
+        SYNCS,
         CHECKPOINTS,
         METRICS,
         DOUBTS,

@@ -45,6 +45,8 @@ class Args(msgspec.Struct, gc=False):
     seq: Any = field(default=None, name="Seq")
     source: Any = field(default=None, name="Src Rank")
     destination: Any = field(default=None, name="Dst Rank")
+    awaited_stream: Any = field(default=None, name="wait_on_stream")
+    awaited_correlation: Any = field(default=None, name="wait_on_cuda_event_record_corr_id")
     input_dims: Raw = field(default=_NO_RAW, name="Input Dims")
     input_type: Raw = field(default=_NO_RAW, name="Input type")
 

@@ -51,7 +51,7 @@ class ContendedCompute(Rule):
         breakdown.by_step,
     )
     min_slowdown: float = 1.15
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
@@ -120,7 +120,7 @@ class StarvedCollectives(Rule):
         breakdown.by_step,
     )
     min_slowdown: float = 1.2
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""

@@ -46,7 +46,7 @@ class GiveWay(Rule):
     code: ClassVar[str] = "STREAM001"
     facts: ClassVar[tuple[Fact, ...]] = (contention.preparation, contention.device_count, breakdown.by_step)
     min_inflation: float = 1.5
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a CPU run, or one without a sample alone, cannot be judged."""
@@ -135,7 +135,7 @@ class NeedlessOrder(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step)
     max_overtaking_ratio: float = 0.01
     min_held: int = 8
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for the queue and one for the communicators, where they cost enough."""
