@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tracekit
 from tracekit.errors import RuleError
-from tracekit.rule import Finding, Input, Report, Rule
+from tracekit.rule import Finding, Input, Report, Rule, in_order
 from tracekit.rules import all_rules
 from tracekit.trace import Run, Source
 
@@ -30,9 +30,8 @@ def check(
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         notes += [f"{rule.code}: {blind}"] if blind else []
-    findings.sort(key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject))
     inputs = tuple(_input(source.path) for source in run.sources)
-    return Report(run, tuple(findings), tuple(notes), inputs, tracekit.__version__)
+    return Report(run, in_order(findings), tuple(notes), inputs, tracekit.__version__)
 
 
 def _input(path: str) -> Input:

@@ -1,0 +1,76 @@
+"""What findings cost: what a replay of the run without their cause would take less."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import polars as pl
+
+from tracekit import units
+from tracekit.analysis import queueing
+from tracekit.rule import Finding, Report, Severity, in_order
+from tracekit.trace import Run
+from tracekit.whatif import saving
+
+_CAUSES: Mapping[str, str] = {
+    "COMM001": "communication",
+    "COMM002": "small-collectives",
+    "COMM003": "micro-batch-reductions",
+    "COMM004": "preparation",
+    "HOST001": "late-launch",
+    "HOST002": "blocking-sync",
+    "HOST003": "data-loading",
+    "MEM002": "recomputation",
+    "RANK001": "straggler",
+    "RANK002": "slow-link",
+    "STREAM001": "give-way",
+    "STREAM002": "shared-queue",
+    f"STREAM002 {queueing.COMMUNICATOR}": "shared-communicator",
+    "STREAM003": "slowed-compute",
+    "STREAM004": "slowed-collectives",
+    "MEM001 device calls": "allocator",
+}
+"""By code, or by code and subject where a rule speaks of several things. Others cost what their rule says."""
+_LEAST_RATIO = 0.005
+_AT_MOST = ("MEM002",)
+"""Whose own cost bounds it: memory can spare only a part of what the replay takes away."""
+
+
+def priced(report: Report) -> Report:
+    """Return the report with the cost of each finding taken from a replay without its cause, where one can tell.
+
+    Cost and impact become those of the finding's own steps, per step, and the message says so; what saves less than
+    0.5% of the step is information, since something else would hold it up next. Findings are sorted again. Those that
+    cost no time stay as they are.
+    """
+    findings = [_priced(report.run, found) for found in report.findings]
+    return replace(report, findings=in_order(findings))
+
+
+def _priced(run: Run, found: Finding) -> Finding:
+    cause = _CAUSES.get(f"{found.code} {found.subject}", _CAUSES.get(found.code))
+    if cause is None or not found.cost_ns:
+        return found
+    told = _of_steps(saving.saving(run, cause).steps, found.steps)
+    if told is None:
+        return found
+    saved_ns, step_ns = told
+    saved_ns = max(0, min(saved_ns, found.cost_ns) if found.code in _AT_MOST else saved_ns)
+    share = min(1.0, saved_ns / step_ns)
+    return replace(
+        found,
+        severity=found.severity if share >= _LEAST_RATIO else Severity.INFO,
+        cost_ns=saved_ns,
+        impact=share,
+        message=f"{found.message} Replayed without it, a step takes {units.duration(saved_ns)} less "
+        f"({units.share(share)}).",
+    )
+
+
+def _of_steps(steps: pl.DataFrame, judged: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return what the judged steps save on average, of the rank that takes longest, and how long they take."""
+    mine = steps.filter(pl.col("step").is_in(judged)) if judged else steps
+    if mine.is_empty():
+        return None
+    each = mine.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
+    saved_ns = (each["replayed_ns"] - each["without_ns"]).sum() // each.height
+    return int(saved_ns), max(1, int(each["duration_ns"].sum()) // each.height)
