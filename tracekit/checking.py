@@ -9,6 +9,7 @@ from tracekit.errors import RuleError
 from tracekit.rule import Finding, Input, Report, Rule
 from tracekit.rules import all_rules
 from tracekit.trace import Run, Source
+from tracekit.whatif import pricing
 
 
 def check(
@@ -16,8 +17,9 @@ def check(
 ) -> Report:
     """Judge a run by `rules`, all of them with their default thresholds unless told.
 
-    All rules share one pass over the traces; `on_progress` is called after each trace of it. Raises RuleError, naming
-    the rule, if a rule crashes.
+    All rules share one pass over the traces; `on_progress` is called after each trace of it. What findings cost comes
+    from a replay of the steps without their cause, where it can tell. Raises RuleError, naming the rule, if a rule
+    crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
     run.measure((fact for rule in chosen for fact in rule.facts), on_progress)
@@ -30,6 +32,7 @@ def check(
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         notes += [f"{rule.code}: {blind}"] if blind else []
+    findings = pricing.priced(run, findings)
     findings.sort(key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject))
     inputs = tuple(_input(source.path) for source in run.sources)
     return Report(run, tuple(findings), tuple(notes), inputs, tracekit.__version__)

@@ -1,0 +1,64 @@
+"""What findings cost, by replay: the same fault taken away from the recorded steps, where the replay can tell."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tracekit.rule import Finding, Severity
+from tracekit.trace import Run
+from tracekit.whatif import saving, steps
+
+CAUSE_OF: Mapping[str, str] = {
+    "HOST001": "late-launch",
+    "HOST002": "blocking-sync",
+    "HOST003": "data-loading",
+    "COMM001": "communication",
+    "COMM002": "small-collectives",
+    "COMM003": "micro-batch-reductions",
+    "STREAM001": "give-way",
+    "STREAM002": "shared-queue",
+    "STREAM003": "slowed-compute",
+    "STREAM004": "slowed-collectives",
+    "RANK001": "straggler",
+    "RANK002": "slow-link",
+    "MEM001": "allocator",
+    "MEM002": "recomputation",
+}
+"""By rule: the cause whose absence its findings are priced by. Saves are CKPT001's own: by its log, over all steps."""
+_MAX_ERROR = 0.02
+
+
+def priced(run: Run, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings with the cost that a replay without their cause gives, where it is better known than theirs.
+
+    That is for warnings of time lost on devices, one of a code, in runs that the replay reproduces within 2%; a cost is
+    per step of those that the finding names. All others stay as they are.
+    """
+    counts = Counter(each.code for each in findings)
+    wanted = [each for each in findings if _is_priced(each, counts)]
+    if not wanted or not _is_reproduced(run):
+        return list(findings)
+    return [_priced(run, each) if each in wanted else each for each in findings]
+
+
+def _is_priced(finding: Finding, counts: Mapping[str, int]) -> bool:
+    told = finding.code in CAUSE_OF and counts[finding.code] == 1
+    if finding.code == "STREAM002" and finding.subject:
+        return False  # turns on a communicator: their cost depends on links that a replay does not know
+    return told and finding.severity >= Severity.WARNING and finding.cost_ns > 0 and bool(finding.steps)
+
+
+def _is_reproduced(run: Run) -> bool:
+    replayed = saving.replayed(run)
+    recorded_ns = steps.total_ns(replayed, "duration_ns")
+    on_device = replayed["device"].is_not_null().any()
+    return on_device and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= _MAX_ERROR * recorded_ns
+
+
+def _priced(run: Run, finding: Finding) -> Finding:
+    found = saving.saving(run, CAUSE_OF[finding.code])
+    if found.why_not or found.saved_ns <= 0:
+        return finding
+    count = found.steps.select("window", "step").n_unique()
+    cost_ns = found.saved_ns * count // len(finding.steps)
+    return replace(finding, cost_ns=cost_ns, impact=min(1.0, cost_ns / found.step_ns))
