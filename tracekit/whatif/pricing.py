@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tracekit.analysis import contention
 from tracekit.rule import Finding, Severity
 from tracekit.trace import Run
 from tracekit.whatif import saving, steps
@@ -36,7 +37,7 @@ def priced(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """
     counts = Counter(each.code for each in findings)
     wanted = [each for each in findings if _is_priced(each, counts)]
-    if not wanted or not _is_reproduced(run):
+    if not wanted or not run.table(contention.device_count)["devices"].sum() or not _is_reproduced(run):
         return list(findings)
     return [_priced(run, each) if each in wanted else each for each in findings]
 
@@ -51,8 +52,7 @@ def _is_priced(finding: Finding, counts: Mapping[str, int]) -> bool:
 def _is_reproduced(run: Run) -> bool:
     replayed = saving.replayed(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
-    on_device = replayed["device"].is_not_null().any()
-    return on_device and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= _MAX_ERROR * recorded_ns
+    return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= _MAX_ERROR * recorded_ns
 
 
 def _priced(run: Run, finding: Finding) -> Finding:
