@@ -20,7 +20,6 @@ from pathlib import Path
 
 import tracekit
 from benchmarks import labelled_pairs, labelled_report
-from tracekit import pricing
 from tracekit.checking import check
 from tracekit.errors import InputError
 from tracekit.rule import Finding, Severity
@@ -122,7 +121,7 @@ def _judged(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
         drawn = _simulated(draw, fault, out)
         if fault is None or drawn.must_be_found(fault.code) or attempt == _MOST_DRAWS - 1:
             break
-    findings = pricing.priced(check(tracekit.load(str(out), cache=False))).findings
+    findings = check(tracekit.load(str(out), cache=False)).findings
     return replace(drawn, findings=tuple(found for found in findings if found.severity >= Severity.WARNING))
 
 

@@ -12,7 +12,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard.catalog import Entry
-from tracekit import checking, loading, pricing, replay
+from tracekit import checking, loading, replay
 from tracekit.analysis import allocations, breakdown, held, samples, snapshot_history, snapshots
 from tracekit.analysis.beside import Beside
 from tracekit.readers import memory_snapshot
@@ -72,7 +72,7 @@ def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFr
 def _open(path: str, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is part of the cache's key
     run = loading.load(path)
     run.measure(_FACTS)
-    return Opened(run, pricing.priced(checking.check(run)))
+    return Opened(run, checking.check(run))
 
 
 @st.cache_resource(max_entries=200, show_spinner=False)

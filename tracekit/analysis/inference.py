@@ -16,6 +16,7 @@ NEAR_NS = 15_000
 """Work that begins this long after other work has ended may have waited for it."""
 SLACK_NS = 3_000
 _MIN_SWITCHES = 30
+_MIN_BEGINS = 4
 _BACK = 4
 _BROKEN = 0.01
 _BINDING = 2
@@ -54,6 +55,7 @@ class _Work:
     code: Ints
     late: Flags
     reduces: Flags
+    carries: Flags
     classes: int
 
     def launched_before(self, lane: int, back: int) -> Ints:
@@ -74,7 +76,7 @@ def _of_device(trace: Trace, mine: pl.DataFrame) -> pl.DataFrame:
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
-            known = on >= 0
+            known = (on >= 0) & ~(work.carries & work.carries[on])  # collectives take turns: see communicator_order
             done = known & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= NEAR_NS)
             count, broken, bound = (
@@ -113,6 +115,7 @@ def _work(trace: Trace, mine: pl.DataFrame) -> _Work:
         code,
         late & mine["launch_id"].is_not_null().to_numpy(),
         mine["ref"].is_in(reducing.implode()).to_numpy(),
+        (mine["kind"] == "communication").to_numpy(),
         int(code.max()) + 1,
     )
 
@@ -142,6 +145,7 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
         at = np.searchsorted(work.end[order], work.start[rows] + SLACK_NS, side="right") - 1 - back
         on = order[np.maximum(at, 0)]
         near = (at >= 0) & (work.start[rows] - work.end[on] <= NEAR_NS) & (work.lane[on] != work.lane[rows])
+        near &= ~(work.carries[rows] & work.carries[on])
         found = np.where((found < 0) & near & (work.launched[on] <= work.launched[rows]), on, found)
     has = found >= 0
     return work.item[rows[has]], work.item[found[has]]
@@ -164,14 +168,21 @@ def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 
 def start_order(items: pl.DataFrame) -> pl.DataFrame:
-    """Return the order of starts over all lanes where it is that of launches without exception; else none."""
+    """Return the order of starts over all lanes where one queue feeds them; else none.
+
+    It does where starts never leave the order of launches, and some work that had long been launched begins just when
+    what was launched before it on another lane has begun, and still runs: nothing else would have it begin then.
+    """
     parts = [pl.DataFrame(schema=_COLUMNS)]
     for (_,), mine in items.filter(~pl.col("is_wait")).group_by("device", maintain_order=True):
         ordered = mine.sort("launched_ns", "start_ns", "item")
-        item, lane, start = (ordered[name].to_numpy() for name in ("item", "lane", "start_ns"))
-        queued = start[1:] - ordered["launched_ns"].to_numpy()[1:] > NEAR_NS
-        switches = (lane[1:] != lane[:-1]) & queued
-        if switches.sum() < _MIN_SWITCHES or (start[1:] < start[:-1]).any():
+        item, lane, start, end, launched = (
+            ordered[name].to_numpy() for name in ("item", "lane", "start_ns", "end_ns", "launched_ns")
+        )
+        switches = (lane[1:] != lane[:-1]) & (start[1:] - launched[1:] > NEAR_NS)
+        begins = switches & (start[1:] - start[:-1] <= SLACK_NS) & (end[:-1] - start[1:] > NEAR_NS)
+        in_order = len(start) > 0 and not (start[1:] < start[:-1]).any()
+        if switches.sum() < _MIN_SWITCHES or not in_order or begins.sum() < _MIN_BEGINS:
             continue
         parts.append(_waits(item[1:], item[:-1], "start_order"))
     return pl.concat(parts)

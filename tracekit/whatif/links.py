@@ -7,6 +7,7 @@ import polars as pl
 
 from tracekit.whatif.cannot import CannotTellError
 from tracekit.whatif.graph import Graph
+from tracekit.whatif.nodes import WORK
 
 _MARKEDLY = 1.15
 _SIZES_APART = 1.15
@@ -15,7 +16,7 @@ _SIZES_APART = 1.15
 def even(graph: Graph) -> Graph:
     """Let no transfer take longer than those of its op, size and place in the fastest group and step.
 
-    Raises CannotTellError on a CPU run, whose transfers vary with whatever else its cores do, and where nothing repeats.
+    Raises CannotTellError on a CPU run, whose transfers vary with whatever else its cores do, or where nothing repeats.
     """
     if not graph.frame["device"].is_not_null().any():
         raise CannotTellError("the run was on the CPU, where transfers vary with whatever else the cores do")
@@ -68,16 +69,18 @@ def bucketed(graph: Graph) -> Graph:
 def _runs(graph: Graph) -> pl.DataFrame:
     """Return the collectives of the first rank that has each: columns of `transfers`, and run.
 
-    Of a run are those of one op, group, step and phase between whose launches the host launches nothing else.
+    Of a run are those of one op, group, step, phase and unit between whose launches the host launches nothing else.
     """
     calls = transfers(graph)
     launch = graph.launch[calls["at"].to_numpy()]
     others = np.zeros(len(graph.own_ns), np.int64)
-    work = np.flatnonzero((graph.launch >= 0) & ~np.isin(np.arange(len(graph.launch)), graph.parts["at"].to_numpy()))
+    is_other = (graph.launch[: graph.count] >= 0) & (graph.column("what") == WORK)
+    is_other[graph.parts["at"].to_numpy()] = False
+    work = np.flatnonzero(is_other)
     np.add.at(others, graph.launch[work], 1)
     before = np.cumsum(others)[launch]
     told = calls.with_columns(pl.Series("call", launch), pl.Series("others", before)).filter(pl.col("call") >= 0)
-    key = ["rank", "group", "op", "step", "phase", "others"]
+    key = ["rank", "group", "op", "step", "phase", "unit", "others"]
     return told.sort("call").with_columns(pl.struct(key).rank("dense").alias("run"))
 
 

@@ -29,8 +29,8 @@ def nodes(trace: Trace) -> pl.DataFrame:
     host times and order are taken from them), chain (the node before it on its thread or stream; -1: none), chain_ns
     (what passes between them at least), launch (the host's call; -1: not known), launch_ns (what passes after it),
     own_ns (its duration, without waiting where what it waited for is known), doing (of a host call: index into
-    `hosts.DOINGS`; -1), recomputed, kernel (equal for the same work), think_ns (the host's time before it by what it did: its sum is in chain_ns); one
-    row per node.
+    `hosts.DOINGS`; -1), recomputed, kernel (equal for the same work), think_ns (the host's time before it by what it
+    did: its sum is in chain_ns); one row per node.
     """
     return built(trace).nodes
 

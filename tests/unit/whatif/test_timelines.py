@@ -1,5 +1,7 @@
 """Timelines drawn by hand, whose steps without a cause can be told by looking."""
 
+from pathlib import Path
+
 import polars as pl
 import pytest
 
@@ -128,3 +130,9 @@ def test_each_cause_says_what_it_rests_on_and_which_rule_it_prices():
         assert cause.summary
         assert cause.basis
         assert cause.code[-3:].isdecimal()
+
+
+def test_the_guide_lists_every_cause_as_it_is():
+    page = (Path(__file__).parents[3] / "docs" / "whatif.md").read_text(encoding="utf-8")
+    for cause in causes.CAUSES.values():
+        assert f"| {cause.name} | {cause.code} | {cause.summary} | {cause.basis} |" in page
