@@ -34,6 +34,8 @@ _MATTERS = 0.03  # share of the run from which on a fault must be found
 _MATTERS_OF = {"COMM001": 0.25}  # reports from 20% of the step on
 _MOST_DRAWS = 6  # of a run whose fault costs too little to be found
 _FULL = 0.9  # of a device's memory: a healthy run has some to spare
+_TRUTH_OF = {"MEM007": "MEM001"}
+"""The code under which the truth holds what a rule is about: the simulated retries, by the calls that they make."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,13 @@ class Judged:
 
     def share(self, code: str) -> float:
         """Return which share of the run the faults of a code cost; 0 where there is none."""
-        return sum(each.cost_ns * len(each.steps) for each in self.known if each.code == code) / self.total_ns
+        truth = _TRUTH_OF.get(code, code)
+        return sum(each.cost_ns * len(each.steps) for each in self.known if each.code == truth) / self.total_ns
 
     def must_be_found(self, code: str) -> bool:
         """Whether the rule of a code is to fire."""
         asked = {each.fault.code for each in self.asked}
-        return (not asked or code in asked) and self.share(code) >= _MATTERS_OF.get(code, _MATTERS)
+        return (not asked or _TRUTH_OF.get(code, code) in asked) and self.share(code) >= _MATTERS_OF.get(code, _MATTERS)
 
     def found(self, code: str) -> list[Finding]:
         """Return the findings of a code."""
