@@ -25,6 +25,7 @@ KEYS = [
 OF_THE_WHOLE = [
     *("durable", "dirty_before_bytes", "dirty_after_bytes", "writeback_before_bytes", "writeback_after_bytes"),
     *("io_some_ns", "io_full_ns", "cpu_ns", "run_delay_ns", "storage_written_bytes", "storage_read_bytes"),
+    "whole_bytes",
 ]
 DELAY_S = 0.3
 
