@@ -230,7 +230,7 @@ def _upload(training: Training, folder: Path) -> None:
 
 
 def _gil(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.async_save(_state(1000, 64), checkpoint_id=folder / "step"))
+    training.run(lambda: dcp.async_save(_state(600, 64), checkpoint_id=folder / "step"))
 
 
 def _cpu(training: Training, folder: Path) -> None:
@@ -270,7 +270,7 @@ SCENARIOS = {
     "straggler": Scenario(_straggler, "CKPT006", "streams of 10 MB/s on rank 1"),
     "plan": Scenario(_plan, "CKPT007", "400 ms for each local plan"),
     "global sync": Scenario(_global_sync, "CKPT008", "memory://, 400 ms for os.sync"),
-    "GIL": Scenario(_gil, "CKPT009", "async_save by thread of 1,000 tensors of 256 B"),
+    "GIL": Scenario(_gil, "CKPT009", "async_save by thread of 600 tensors of 256 B"),
     "CPU contention": Scenario(_cpu, "CKPT010", "async_save at 3 MB/s beside 4 busy processes for each rank"),
     "blocking staging": Scenario(_staging, "CKPT011", "a stager that takes 400 ms"),
     "unfinished upload": Scenario(_upload, "CKPT011", "async_save at 10 MB/s, waited for before the next"),

@@ -3,7 +3,8 @@
     python -m benchmarks.stalls --repetitions 20 --folder /dev/shm/stalls
 
 Each repetition is a training of a few steps with a save in it, recorded and judged like any other. A class is named
-rightly where its rule speaks and no other rule of the classes does.
+rightly where its rule speaks and none of its rivals does: of what a save that blocks is made of there is one answer,
+and so of what a save in the background takes from training. Busy neighbours make a machine that lacks processors.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from tracekit.readers import logs
 from tracekit.rules import RULES
 from tracekit.trace import Run, Source, Trace
 
+_RIVALS = (tuple(f"CKPT00{number}" for number in range(2, 9)), ("CKPT009", "CKPT010"), ("CKPT011",), ("CKPT012",))
 CLASSES = tuple(rule for rule in RULES if rule.code.startswith("CKPT") and "CKPT002" <= rule.code <= "CKPT012")
 
 
@@ -97,7 +99,8 @@ def _row(name: str, folder: Path, repetitions: int) -> float:
     scenario = SCENARIOS[name]
     found = [judged(log_of(folder, name, number)) for number in range(repetitions)]
     wanted = {scenario.code} - {""}
-    right = sum(codes == wanted for codes, _ in found)
+    rivals = {code for group in _RIVALS for code in group if scenario.code in group or not wanted} - wanted
+    right = sum(wanted <= codes and not codes & rivals for codes, _ in found)
     others = collections.Counter(code for codes, _ in found for code in codes - wanted)
     said = ", ".join(f"{code} × {count}" for code, count in sorted(others.items())) or "—"
     told = min(told for _, told in found)
