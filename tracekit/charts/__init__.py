@@ -6,6 +6,7 @@ own, so that a figure fits a light page and a dark one.
 """
 
 from tracekit.charts.bars import breakdown, comparison, step_times
+from tracekit.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.charts.memory import held, lifetimes, segment_map
 from tracekit.charts.ranks import ranks
 from tracekit.charts.style import COLOURS, CONFIG, KIND_LABELS, PARTS
@@ -23,6 +24,9 @@ __all__ = [
     "held",
     "lifetimes",
     "ranks",
+    "save_bandwidth",
+    "save_clocks",
+    "save_stages",
     "segment_map",
     "step_times",
     "timeline",

@@ -4,6 +4,7 @@ from importlib.metadata import entry_points
 
 from tracekit.rule import Rule
 from tracekit.rules.batching import ReducedEveryMicroBatch, SmallCollectives
+from tracekit.rules.beside import BlockingBackgroundSave, CrowdedOut, LockedOut
 from tracekit.rules.checkpoint import BlockingCheckpoint
 from tracekit.rules.churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.comm import ExposedCommunication, PreparationGap
@@ -16,6 +17,16 @@ from tracekit.rules.link import SlowLink
 from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.safekeeping import AmplifiedRestore, LostOnPowerFailure, UnverifiedShards, UnwiseInterval
+from tracekit.rules.stalled import (
+    GlobalSync,
+    PlannedSave,
+    SerializedSave,
+    SlowStorage,
+    SlowSync,
+    StagedSave,
+    StragglingWriter,
+)
 from tracekit.rules.stream import GiveWay, NeedlessOrder
 from tracekit.rules.uneven import UnevenRanks
 
@@ -46,6 +57,20 @@ RULES: tuple[type[Rule], ...] = (
     ChangingSizes,
     AlternatingBuffers,
     BlockingCheckpoint,
+    SerializedSave,
+    StagedSave,
+    SlowStorage,
+    SlowSync,
+    StragglingWriter,
+    PlannedSave,
+    GlobalSync,
+    LockedOut,
+    CrowdedOut,
+    BlockingBackgroundSave,
+    AmplifiedRestore,
+    UnwiseInterval,
+    LostOnPowerFailure,
+    UnverifiedShards,
     DoubtfulTrace,
 )
 
