@@ -6,6 +6,8 @@ import pytest
 from tests import drawn, proofs
 from tracekit import charts
 from tracekit.analysis import breakdown, saves
+from tracekit.plan import memory
+from tracekit.plan.checkpoint import Layout
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">\u202egnp.exe'
 
@@ -33,6 +35,25 @@ def test_bars_are_labelled_by_what_tells_them_apart(run):
     assert charts.breakdown(by_rank).layout.yaxis.ticktext == ("rank 0", "rank 1")
     assert charts.breakdown(by_step).layout.yaxis.ticktext[0] == "rank 0 · step 0"
     assert charts.breakdown(by_step.filter(pl.col("rank") == 0)).layout.yaxis.ticktext == ("step 0", "step 1")
+
+
+def test_marks_lie_where_the_curves_have_them() -> None:
+    lost = {charts.SAVING: [0.2, 0.02], charts.LOST: [0.21, 0.12]}
+    figure = charts.lost_time([60, 6000], lost, marks={"best": 600})
+    assert list(figure.data[1].y) == pytest.approx([21, 12])
+    assert figure.layout.shapes[0].x0 == 10
+    assert (figure.layout.annotations[0].x, figure.layout.xaxis.range) == (1, (0, 2))
+
+
+def test_memory_is_stacked_by_what_it_goes_to() -> None:
+    plans = {"DDP": memory.plan(2**30, Layout(dp=4)), "FSDP": memory.plan(2**30, Layout(dp=4, zero=3))}
+    figure = charts.memory_by_strategy(plans, device_bytes=2**34)
+    assert {bar.name: list(bar.x) for bar in figure.data} == {
+        "weights": [2, 0.5],
+        "gradients": [2, 0.5],
+        "optimizer": [12, 3],
+    }
+    assert figure.layout.shapes[0].x0 == 16
 
 
 def test_a_kind_of_work_has_one_colour_in_every_figure(run):

@@ -12,6 +12,7 @@ from tracekit.change import Verdict
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
 TIMEOUT_S = 60
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,41 @@ def test_names_in_what_is_shown_are_escaped(app, runs):
     everything = _html(shown) + "".join(element.value for element in shown.markdown)
     assert "<script" not in everything
     assert "<img" not in everything
+
+
+def _plan(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import plan
+
+        plan.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def _numbers(app):
+    return {metric.label: metric.value for metric in app.metric}
+
+
+def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
+    shown = _plan(SAMPLE)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 3
+    first = _numbers(shown)
+    assert first["GPUs"] == "256"
+    shown.select_slider(key="plan-pp").set_value(8)
+    shown.select_slider(key="plan-interval").set_value(1800)
+    shown.toggle(key="plan-buffered").set_value(True).run()
+    assert not shown.exception
+    then = _numbers(shown)
+    assert (then["GPUs"], then["Size"]) == ("512", first["Size"])
+    assert then["Training blocked"] != first["Training blocked"]
+    assert "The burst buffer is drained in" in "".join(caption.value for caption in shown.caption)
+    shown.toggle(key="plan-measured").set_value(True).run()
+    assert not shown.exception
+    told = "".join(caption.value for caption in shown.caption)
+    assert "872 MB/s by 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
+    assert _numbers(shown)["Each node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
 
 
 def test_the_breakdown_can_be_seen_by_step(app, runs):
