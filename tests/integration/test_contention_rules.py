@@ -11,6 +11,7 @@ from tracekit.analysis import collective_contention, contention, waiting
 from tracekit.analysis.overlap import COMMUNICATION, COMPUTE, PREPARATION
 from tracekit.checking import check
 from tracekit.loading import load
+from tracekit.reports import tables
 from tracekit.rule import Severity
 from tracekit.rules.contended import ContendedCompute, StarvedCollectives
 from tracekit.rules.stream import GiveWay, NeedlessOrder
@@ -65,6 +66,16 @@ def test_the_slowdowns_are_those_that_were_simulated(simulated):
     healthy = between(simulated("")[0].across(contention.pairs), COMPUTE, COMMUNICATION)
     assert healthy["slowdown"] == pytest.approx(1.03, rel=0.02)
     assert healthy["low"] <= healthy["slowdown"] <= healthy["high"]
+
+
+def test_all_pairs_are_shown_in_one_table(simulated):
+    rows = collective_contention.all_pairs(simulated("")[0])
+    assert {(COMPUTE, COMMUNICATION), (COMMUNICATION, COMPUTE)} <= set(rows.select("of", "beside").rows())
+    shown = tables.as_text(rows, width=120)
+    assert "slowdown" in shown
+    assert (
+        tables.as_text(rows.clear(), width=120) == "The traces hold no work of one kind beside another on a device.\n"
+    )
 
 
 def test_the_chain_goes_through_the_next_gather_and_is_told_by_unit(simulated):

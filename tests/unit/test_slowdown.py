@@ -236,16 +236,16 @@ def test_waiting_for_the_end_of_other_work_is_no_queue():
     assert run.table(queueing.held).is_empty()
 
 
-def test_collectives_of_one_group_that_take_turns_are_told_as_information():
-    # Each y was launched at 0 and begins when x of the other stream ends; nothing computes while it runs.
+def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator():
+    # Each y was launched at 0 and begins when x of the other stream ends.
     picture = f"step {'0' * 80}\ncompute {'aa........' * 8}\ncomm1 {'..xxxx....' * 8}\ncomm2 {'......yyyy' * 8}"
     plain = drawn.trace(picture, scale_ns=late.UNIT_NS)
     calls = [{"id": i, "kind": "runtime", "start_ns": i - 999, "dur_ns": 0, "lane": 9} for i in plain.activities["id"]]
     groups = plain.activities.filter(pl.col("kind") == COMMUNICATION).select(
         pl.col("id").alias("activity_id"), group=pl.lit("0"), op=pl.lit("all_gather")
     )
-    run = drawn.run(drawn.trace(picture, scale_ns=late.UNIT_NS, ops=pl.DataFrame(calls), collectives=groups))
-    (found,) = check(run, [NeedlessOrder()]).findings
-    assert found.severity.label == "info"
-    assert "set_separate_reduce_scatter_group" in found.fix
-    assert "y" in set(found.evidence["name"])
+    apart = groups.with_columns(pl.col("activity_id").cast(pl.String).alias("group"))
+    for told, count in ((groups, 8), (apart, 0)):
+        run = drawn.run(drawn.trace(picture, scale_ns=late.UNIT_NS, ops=pl.DataFrame(calls), collectives=told))
+        held = run.table(queueing.held).filter(by=queueing.COMMUNICATOR, name="y")
+        assert held["behind_name"].to_list() == ["x"] * count

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions, intervals
+from tracekit.analysis import owners
 from tracekit.trace import Trace
 
 BLOCK_COLUMNS = {
@@ -37,15 +38,7 @@ TOP_COLUMNS = {
     "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
     "headroom_bytes": pl.Int64, "slack_bytes": pl.Int64,
 }  # fmt: skip
-# What only allocates for another op: that one is told as the owner.
-_FOR_ANOTHER = (
-    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
-    "aten::resize_", "aten::zeros", "aten::zeros_like", "aten::ones_like", "aten::full", "aten::full_like",
-    "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
-)  # fmt: skip
-_MOST_CLIMBS = 6
 _OWNER = ("op", "phase", "unit", "module", "stack", "step")
-_MODULE = "nn.Module: "
 _UNSPLIT_BYTES = 1 << 20
 """How much larger than its request a device's block may be: what is left of it then is not worth a block."""
 
@@ -60,7 +53,7 @@ def blocks(trace: Trace) -> pl.DataFrame:
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
     found = matched(events)
-    found = found.join(_owners(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
+    found = found.join(owners.of_ops(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
     return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
         "start_event", nulls_last=False, maintain_order=True
     )
@@ -219,70 +212,6 @@ def of_training(trace: Trace) -> pl.Expr:
     return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
 
 
-def _owners(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
-    """Return, for ops that allocated, the name of the one that wanted it: columns op_id, op."""
-    ops = trace.ops.select("id", "name", "parent_id")
-    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
-    found = asked.with_columns(id="op_id").join(ops, on="id", how="left")
-    above = ops.rename({"id": "parent_id", "name": "above", "parent_id": "further"})
-    for _ in range(_MOST_CLIMBS):
-        climbs = pl.col("name").is_in(_FOR_ANOTHER) & pl.col("parent_id").is_not_null()
-        if not found.select(climbs.any()).item():
-            break
-        up = found.join(above, on="parent_id", how="left")
-        # A phase of the step is no owner, but an op or an FSDP span is.
-        dispatched = climbs & pl.col("above").str.contains(r"^\w+::") & ~pl.col("above").str.starts_with("tracekit::")
-        found = up.select(
-            "op_id",
-            pl.when(dispatched).then("above").otherwise("name").alias("name"),
-            pl.when(dispatched).then("further").alias("parent_id"),
-        )
-    return found.select("op_id", pl.col("name").alias("op"))
-
-
-def _places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
-    """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
-    ops = trace.ops.sort("id")
-    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
-    name = pl.col("name")
-    python = pl.col("kind") == "python"
-    own = python & name.str.contains(r"\.py\(\d+\): ") & ~name.str.contains("^(torch/|<)|/torch/")
-    marks = ops.select(module=python & name.str.starts_with(_MODULE), stack=own)
-    if not marks.select(pl.any_horizontal(pl.all().any())).item():
-        return asked.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
-    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
-    rows = np.searchsorted(ids, asked["op_id"].to_numpy())
-    forward = _row_of(ops, "forward_id")[rows]
-    found = {}
-    for kind in ("module", "stack"):
-        around, before = (_climbed(start, up, marks[kind].to_numpy()) for start in (rows, forward))
-        row = np.where(around >= 0, around, before)
-        told = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
-        found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(told)).to_series()
-    return asked.with_columns(**found)
-
-
-def _row_of(ops: pl.DataFrame, column: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the row of the op that each row of `ops`, sorted by id, names in a column; -1 for none."""
-    ids, asked = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(ids, asked), max(len(ids) - 1, 0))
-    return np.where((asked >= 0) & (ids[row] == asked), row, -1) if len(ids) else row
-
-
-def _climbed(
-    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
-    up: np.ndarray[tuple[int], np.dtype[np.int64]],
-    marked: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return, for each row, the first one from it upwards that is marked; -1 for none."""
-    at = rows.copy()
-    while True:
-        climbs = (at >= 0) & ~marked[at]
-        if not climbs.any():
-            return at
-        at[climbs] = up[at[climbs]]
-
-
 def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
     told = trace.allocations.with_row_index("event").filter(
         pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
@@ -292,8 +221,8 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     # What is freed later and came up never before was there before the window.
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
-    owned = owned.join(_owners(trace, owned["op_id"]), on="op_id", how="left")
-    owned = owned.join(_places(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(owners.of_ops(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(owners.places(trace, owned["op_id"]), on="op_id", how="left")
     by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
     owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:

@@ -171,6 +171,12 @@ def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
     ).with_columns(inferred.alias("inferred_ns"))
 
 
+def all_pairs(run: Run) -> pl.DataFrame:
+    """Return `contention.pairs` with collectives beside compute among them; ask by ``run.across``."""
+    found = pl.concat([run.across(contention.pairs), contention.pooled(run.across(by_step))])
+    return found.sort("rank", "device", "of", "beside")
+
+
 def bandwidths(run: Run) -> pl.DataFrame:
     """Return the bus bandwidth of collectives of one kind and size, alone and beside compute; ask by ``run.across``.
 
