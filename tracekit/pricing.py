@@ -6,7 +6,6 @@ from dataclasses import replace
 import polars as pl
 
 from tracekit import units
-from tracekit.analysis import queueing
 from tracekit.rule import Finding, Report, Severity, in_order
 from tracekit.trace import Run
 from tracekit.whatif import saving
@@ -22,14 +21,12 @@ _CAUSES: Mapping[str, str] = {
     "MEM002": "recomputation",
     "RANK001": "straggler",
     "RANK002": "slow-link",
-    "STREAM001": "give-way",
-    "STREAM002": "shared-queue",
-    f"STREAM002 {queueing.COMMUNICATOR}": "shared-communicator",
-    "STREAM003": "slowed-compute",
-    "STREAM004": "slowed-collectives",
     "MEM001 device calls": "allocator",
 }
-"""By code, or by code and subject where a rule speaks of several things. Others cost what their rule says."""
+"""By code, or by code and subject where a rule speaks of several things. Others cost what their rule says.
+
+Rules of streams replay by themselves, to know whether to speak; these need no replay before something is found.
+"""
 _LEAST_RATIO = 0.005
 _AT_MOST = ("MEM002",)
 """Whose own cost bounds it: memory can spare only a part of what the replay takes away."""
