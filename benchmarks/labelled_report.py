@@ -17,7 +17,7 @@ _SPREAD = "CKPT001"
 _CLOSE = 0.1
 _INTRODUCTION = """# Rules on runs whose truth is known
 
-    python -m benchmarks.labelled_runs --runs {count} --out docs/labelled_runs.md
+    python -m benchmarks.labelled_runs --runs {count} --jobs 4 --out docs/labelled_runs.md
 
 {count} **simulated** runs, drawn with seed {seed}: five strategies, three machines, 8 to 64 GPUs of which three or
 four ranks have a trace, three models of 3 to 6 layers, 2,048 to 8,192 tokens, one or two micro-batches, four steps; a
@@ -83,9 +83,7 @@ def score(runs: Sequence["Judged"], code: str) -> Score:
 def false_alarms(runs: Sequence["Judged"]) -> tuple[int, int]:
     """Return how many warnings healthy runs got that their truth doesn't hold, and how many healthy runs there are."""
     healthy = [each for each in runs if not each.asked]
-    warned = sum(
-        each.share(finding.code) <= 0 for each in healthy for finding in each.findings if _counts(finding.code)
-    )
+    warned = sum(each.is_wrong(finding.code) for each in healthy for finding in each.findings if _counts(finding.code))
     return warned, len(healthy)
 
 

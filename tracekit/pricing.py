@@ -24,8 +24,10 @@ _CAUSES: Mapping[str, str] = {
     "RANK002": "slow-link",
     "MEM001 device calls": "allocator",
 }
-"""By code, or by code and subject where a rule speaks of several things. Others cost what their rule says; those of
-streams ask the replay themselves, since their verdict rests on it."""
+"""By code, or by code and subject where a rule speaks of several things. Others cost what their rule says.
+
+Rules of streams replay by themselves, to know whether to speak; these need no replay before something is found.
+"""
 _LEAST_RATIO = 0.005
 _AT_MOST = ("MEM002",)
 """Whose own cost bounds it: memory can spare only a part of what the replay takes away."""
