@@ -105,9 +105,11 @@ class StarvedCollectives(Rule):
 
     How it is measured: by bus bandwidth at the same size: a transfer lasts from the arrival of the last known rank to
     the end, and is compared with those of the same op, group, element type and size that compute left alone, in the
-    same step if there are any. Collectives beside which another one ran are compared with such only. The slowdown is
-    the time together with compute over what the same transfers take alone; its lower bound (95% interval, bootstrap
-    over steps and units) must exceed `min_slowdown`. Of each chain of collectives without a gap no more is lost than
+    same step if there are any. Collectives beside which another one ran are compared with such only; where there is no
+    other sample, a collective by itself is compared with one alone but for another collective, which tells too little
+    rather than too much. The slowdown is the time together with compute over what the same transfers take alone; its
+    lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Those without a sample are
+    taken to be slowed like the rest of the rank. Of each chain of collectives without a gap no more is lost than
     compute waited for it. The typical step of the worst device is quoted. The cost is what replaying the run's steps
     without the slowdown saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
 
