@@ -81,8 +81,8 @@ def _beside(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
 
 
 def _same(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id")
+    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
     told = (
         work.select("launch_id")
         .join(calls, on="launch_id", how="left", maintain_order="left")
