@@ -17,7 +17,7 @@ _SPREAD = "CKPT001"
 _CLOSE = 0.1
 _INTRODUCTION = """# Rules on runs whose truth is known
 
-    python -m benchmarks.labelled_runs --runs {count} --jobs 4 --out docs/labelled_runs.md
+    python -m benchmarks.labelled_runs --runs {count} --jobs {jobs} --out docs/labelled_runs.md
 
 {count} **simulated** runs, drawn with seed {seed}: five strategies, three machines, 8 to 64 GPUs of which three or
 four ranks have a trace, three models of 3 to 6 layers, 2,048 to 8,192 tokens, one or two micro-batches, four steps; a
@@ -127,11 +127,11 @@ def mistakes(each: "Judged") -> Iterator[str]:
             yield f"{code} wrong: {where}: {each.found(code)[0].message}"
 
 
-def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"]) -> str:
+def document(runs: Sequence["Judged"], seed: int, pairs: Sequence["Pair"], *, jobs: int = 1) -> str:
     """Return all tables with what they mean."""
     warned, healthy = false_alarms(runs)
     parts = [
-        _INTRODUCTION.format(count=len(runs), seed=seed, faults=f"{len(faults.FAULTS)} faults"),
+        _INTRODUCTION.format(count=len(runs), seed=seed, jobs=jobs, faults=f"{len(faults.FAULTS)} faults"),
         table(runs),
         f"Healthy runs: {healthy}, with {warned} warnings that the truth does not hold.\n",
         "## By fault\n",

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs.append(each)
         for line in labelled_report.mistakes(each):
             sys.stderr.write(f"run {number}: {line}\n")
-    text = labelled_report.document(runs, seed, labelled_pairs.judged() if not options.fault else [])
+    text = labelled_report.document(runs, seed, labelled_pairs.judged() if not options.fault else [], jobs=options.jobs)
     sys.stdout.write(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
