@@ -38,7 +38,7 @@ def page(entry: Entry) -> None:
     st.caption("Stages take turns, tensor by tensor: a bar puts the time of each together, in order of first entry.")
     st.subheader("What it is made of, on the way that all ranks wait for")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", "ratio")
-    parts.frame(words.readable(made_of.filter(pl.col("save") == chosen).select(columns)))
+    parts.frame(words.readable(made_of.filter(pl.col("save") == chosen).select(columns), {}))
 
 
 def _all(held: opened.Opened, each: pl.DataFrame, clocks: pl.DataFrame) -> None:

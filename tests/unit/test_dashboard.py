@@ -11,6 +11,7 @@ from tracekit.change import Verdict
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
+FAULTS = Path(__file__).parents[2] / "sample_traces" / "faults"
 TIMEOUT_S = 60
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2"
 
@@ -43,6 +44,16 @@ def _timeline(path):
         from dashboard.views import timeline
 
         timeline.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def _checkpoints(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import checkpoints
+
+        checkpoints.page(catalog.entries([path])[0])
 
     return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
 
@@ -249,3 +260,17 @@ def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
     shown.selectbox[0].select("all").run()
     assert not shown.exception
     assert shown.dataframe[0].value["compute_ns"].sum() > whole["compute_ns"].sum()
+
+
+def test_the_saves_of_a_run_are_judged_and_drawn():
+    shown = _checkpoints(FAULTS / "small-tensors")
+    assert not shown.exception
+    assert "CKPT002" in _html(shown)
+    assert len(shown.get("plotly_chart")) == 3
+    assert shown.selectbox[0].options == ["step-000006"]
+
+
+def test_without_a_checkpoint_log_the_page_says_how_to_record_one():
+    shown = _checkpoints(FAULTS / "churn")
+    assert not shown.exception
+    assert "record_save" in shown.info[0].value
