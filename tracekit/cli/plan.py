@@ -201,7 +201,7 @@ def _or(given: Any, measured: Any, otherwise: Any) -> Any:
 def _needed(option: str, *values: float | None) -> float:
     found = next((value for value in values if value is not None), None)
     if found is None:
-        raise ConfigError(f"{option} is needed: give it, or a recorded run that tells it by --measured")
+        raise ConfigError(f"{option} is needed: give it, or have it told by a recorded run (plan checkpoint --measured)")
     return found
 
 
