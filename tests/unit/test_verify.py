@@ -154,6 +154,12 @@ def test_a_metadata_that_would_run_code_runs_none_and_is_refused(step: Path) -> 
     assert not (step / "ran").exists()
 
 
+def test_a_metadata_that_nests_without_an_end_ends_no_process() -> None:
+    nested = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"K\x01s."
+    with pytest.raises(inert.InertError, match="tuples in tuples"):
+        inert.read(nested)
+
+
 def test_a_metadata_cannot_lead_out_of_its_folder(step: Path) -> None:
     data = (step / ".metadata").read_bytes()
     (step / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../../secret"))

@@ -78,7 +78,11 @@ def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
     # The log holds the whole run, so every window of a rank tells the same.
     once = stages.filter(pl.col("window") == pl.col("window").min().over("rank"))
     by_rank = once.group_by("checkpoint", "rank").agg(
-        size.filter(stage == conventions.WRITE).sum().alias("bytes"),
+        # What counts its bytes only as a whole has none in its stage.
+        pl.coalesce(
+            size.filter((stage == conventions.WRITE) & (size > 0)).sum().replace(0, None),
+            size.filter(stage == conventions.TOTAL).max(),
+        ).alias("bytes"),
         dur_ns.filter(stage.is_in(_MOVED)).sum().alias("moving_ns"),
         dur_ns.filter((stage == conventions.TOTAL) & pl.col("blocking")).max().alias("blocked_ns"),
         pl.col("start_ns").filter(stage == conventions.TOTAL).min().alias("start_ns"),

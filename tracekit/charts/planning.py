@@ -77,16 +77,10 @@ def memory_by_strategy(plans: Mapping[str, MemoryPlan], *, device_bytes: float |
             hovertemplate=f"%{{y}}: {name} %{{customdata[0]}}<extra></extra>",
         )
     if device_bytes is not None:
-        figure.add_vline(
-            x=device_bytes / 2**30,
-            line={"color": _MARK, "dash": "dash"},
-            annotation={
-                "text": f"memory of the device, {units.size(device_bytes)} ",
-                "xanchor": "right",
-                "y": 1,
-                "yanchor": "bottom",
-            },
-        )
+        line = {"color": _MARK, "dash": "dash"}
+        figure.add_vline(x=device_bytes / 2**30, line=line)
+        name = f"memory of the device, {units.size(device_bytes)}"
+        figure.add_scatter(x=[None], y=[None], name=name, mode="lines", line=line)  # its entry in the legend
     most = max((plan.total_bytes for plan in plans.values()), default=0.0) / 2**30
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title="per rank", ticksuffix=" GiB", range=[0, 1.08 * max(most, (device_bytes or 0) / 2**30)])

@@ -27,7 +27,7 @@ ModelName = Annotated[str | None, typer.Option("--model", help="A model by name,
 Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline stages.")]
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of a node.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", help="Tokens of a sequence.")]
+Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")]
 Batch = Annotated[int, typer.Option("--batch", help="Sequences of a micro-batch.")]
 
 
@@ -201,7 +201,9 @@ def _or(given: Any, measured: Any, otherwise: Any) -> Any:
 def _needed(option: str, *values: float | None) -> float:
     found = next((value for value in values if value is not None), None)
     if found is None:
-        raise ConfigError(f"{option} is needed: give it, or a recorded run that tells it by --measured")
+        raise ConfigError(
+            f"{option} is needed: give it, or have it told by a recorded run (plan checkpoint --measured)"
+        )
     return found
 
 

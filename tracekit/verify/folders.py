@@ -1,6 +1,6 @@
 """Which checkpoints lie at a path, and whether each is whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _SUFFIXES = tuple(suffix for suffixes in _CHECKED for suffix in suffixes)
 _NAMES = (seals.SEAL_FILE, distributed.METADATA_FILE)
 
 
-def verify(path: Path, *, on_progress: Callable[[str], None] | None = None) -> list[Verified]:
+def verify(path: Path) -> list[Verified]:
     """Return each checkpoint at `path` and below, in the order of their names, with what is wrong with it.
 
     A checkpoint is a folder that holds a seal of our trainers, a `.metadata` or shards of torch.distributed.checkpoint,
@@ -24,11 +24,7 @@ def verify(path: Path, *, on_progress: Callable[[str], None] | None = None) -> l
         raise InputError(f"{path}: there is no such file or folder")
     if path.is_file():
         return _with_remedies([found.joined(str(path), [_one_file(path)])])
-    verified = []
-    for folder in _folders(path, depth=0):
-        if on_progress:
-            on_progress(str(folder))
-        verified.append(found.joined(str(folder), _parts(folder)))
+    verified = [found.joined(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
     if not verified:
         raise InputError(
             f"{path}: no checkpoint here or up to {_MAX_DEPTH} folders below (looked for {', '.join(_NAMES)}, "

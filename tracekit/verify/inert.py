@@ -119,13 +119,13 @@ class _Machine:
         _as(list, self.stack[-1]).extend(items)
 
     def _add(self, items: list[Any]) -> None:
-        _as(set, self.stack[-1]).update(items)
+        _as(set, self.stack[-1]).update(map(_key, items))
 
     def _update(self, items: list[Any]) -> None:
         target = self.stack[-1]
         # An OrderedDict, for one, is made empty and then filled.
         known = target.state if type(target) is Made else _as(dict, target)
-        known.update(zip(items[::2], items[1::2], strict=True))
+        known.update(zip(map(_key, items[::2]), items[1::2], strict=True))
 
     def _make(self, name: Any, args: Any) -> None:
         self.stack.append(Made(_as(Name, name).of, _as(tuple, args)))
@@ -150,6 +150,13 @@ def _name(module: Any, attribute: Any) -> Name:
     if not attribute.isidentifier() or not (_MODULES.fullmatch(module) or _NAMES.fullmatch(told)):
         raise InertError(f"would import {told[:99]}, which no checkpoint's metadata needs: do not load it")
     return Name(told)
+
+
+def _key(value: Any) -> Any:
+    """Return a value that can be a key. Tuples in tuples, however deep, would be hashed by recursion without an end."""
+    if type(value) is tuple and any(type(part) is tuple for part in value):
+        raise TypeError("a key of tuples in tuples")
+    return value
 
 
 def _as(kind: type, value: Any) -> Any:

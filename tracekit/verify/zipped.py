@@ -1,7 +1,7 @@
 """What torch.save writes: a zip file, alone or at some place in a shard, with a CRC32 of each entry."""
 
+import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +68,7 @@ def _errors_told() -> Iterator[list[str]]:
     told: list[str] = []
     try:
         yield told
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, zlib.error) as error:
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error) as error:
         told.append(str(error) or type(error).__name__)
 
 
