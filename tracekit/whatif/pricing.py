@@ -8,6 +8,7 @@ from tracekit.analysis import contention
 from tracekit.rule import Finding, Severity
 from tracekit.trace import Run
 from tracekit.whatif import saving, steps
+from tracekit.whatif.nodes import WORK
 
 CAUSE_OF: Mapping[str, str] = {
     "HOST001": "late-launch",
@@ -22,18 +23,22 @@ CAUSE_OF: Mapping[str, str] = {
     "STREAM004": "slowed-collectives",
     "RANK001": "straggler",
     "RANK002": "slow-link",
-    "MEM001": "allocator",
     "MEM002": "recomputation",
 }
 """By rule: the cause whose absence its findings are priced by. Saves are CKPT001's own: by its log, over all steps."""
 _MAX_ERROR = 0.02
+_LAUNCHED = 0.9
+"""Of a device's work the launch must be known of this share: else nothing says what it waited for."""
+_LEAST_WORK = 100
+"""Of less work no waits can be inferred."""
 
 
 def priced(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings with the cost that a replay without their cause gives, where it is better known than theirs.
 
-    That is for warnings of time lost on devices, one of a code, in runs that the replay reproduces within 2%; a cost is
-    per step of those that the finding names. All others stay as they are.
+    That is for warnings of time lost on devices, one of a code, in runs that tell the launches of 90% of their work
+    (a hundred pieces or more) and that the replay reproduces within 2%; a cost is per step of those that the finding names. All others stay as they
+    are.
     """
     counts = Counter(each.code for each in findings)
     wanted = [each for each in findings if _is_priced(each, counts)]
@@ -50,6 +55,10 @@ def _is_priced(finding: Finding, counts: Mapping[str, int]) -> bool:
 
 
 def _is_reproduced(run: Run) -> bool:
+    for graph in saving.graphs_of(run):
+        work = graph.column("what") == WORK
+        if work.sum() < _LEAST_WORK or (graph.launch[: graph.count][work] >= 0).sum() < _LAUNCHED * work.sum():
+            return False
     replayed = saving.replayed(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
     return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= _MAX_ERROR * recorded_ns
