@@ -30,14 +30,14 @@ _MAX_ERROR = 0.02
 _LAUNCHED = 0.9
 """Of a device's work the launch must be known of this share: else nothing says what it waited for."""
 _LEAST_WORK = 100
-"""Of less work no waits can be inferred."""
+"""Of less work on each rank no waits can be inferred."""
 
 
 def priced(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings with the cost that a replay without their cause gives, where it is better known than theirs.
 
     That is for warnings of time lost on devices, one of a code, in runs that tell the launches of 90% of their work, do
-    a hundred pieces of it or more, and are reproduced within 2%; a cost is per step of those that the finding names.
+    a hundred pieces of it or more on a rank, and are reproduced within 2%; a cost is per step of those that the finding names.
     All others stay as they are.
     """
     counts = Counter(each.code for each in findings)
@@ -57,7 +57,10 @@ def _is_priced(finding: Finding, counts: Mapping[str, int]) -> bool:
 def _is_reproduced(run: Run) -> bool:
     for graph in saving.graphs_of(run):
         work = graph.column("what") == WORK
-        if work.sum() < _LEAST_WORK or (graph.launch[: graph.count][work] >= 0).sum() < _LAUNCHED * work.sum():
+        if (
+            work.sum() < _LEAST_WORK * graph.frame["rank"].n_unique()
+            or (graph.launch[: graph.count][work] >= 0).sum() < _LAUNCHED * work.sum()
+        ):
             return False
     replayed = saving.replayed(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
