@@ -37,8 +37,8 @@ def priced(run: Run, findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings with the cost that a replay without their cause gives, where it is better known than theirs.
 
     That is for warnings of time lost on devices, one of a code, in runs that tell the launches of 90% of their work, do
-    a hundred pieces of it or more on a rank, and are reproduced within 2%; a cost is per step of those that the finding names.
-    All others stay as they are.
+    a hundred pieces of it or more on a rank, and are reproduced within 2%; a cost is per step of those that the finding
+    names. All others stay as they are.
     """
     counts = Counter(each.code for each in findings)
     wanted = [each for each in findings if _is_priced(each, counts)]
