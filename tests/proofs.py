@@ -397,5 +397,9 @@ PROOFS: dict[str, Proof] = {
         lambda: stalling({"write": 500, "total": 500}, every={"call": "dcp.save"}),
         lambda: stalling({"write": 500, "total": 500}, every={"call": "torch.save"}),
     ),
+    "CKPT016": Proof(
+        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 350 * MS}}),
+        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 50 * MS}}),
+    ),
     "DATA001": Proof(lambda: doubtful(("truncated", 0.3)), doubtful),
 }

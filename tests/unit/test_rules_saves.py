@@ -6,7 +6,7 @@ from tests import proofs
 from tests.proofs import PROOFS, stalling, writing
 from tracekit.checking import check
 from tracekit.rule import Severity
-from tracekit.rules import beside, safekeeping, stalled
+from tracekit.rules import beside, machine, safekeeping, stalled
 
 CLASSES = (
     stalled.SerializedSave,
@@ -15,7 +15,8 @@ CLASSES = (
     stalled.SlowSync,
     stalled.StragglingWriter,
     stalled.PlannedSave,
-    stalled.GlobalSync,
+    machine.GlobalSync,
+    machine.CrowdedSave,
 )
 
 

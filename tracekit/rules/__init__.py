@@ -12,12 +12,12 @@ from tracekit.rules.data import DoubtfulTrace
 from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.link import SlowLink
+from tracekit.rules.machine import CrowdedSave, GlobalSync
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.safekeeping import AmplifiedRestore, LostOnPowerFailure, UnverifiedShards, UnwiseInterval
 from tracekit.rules.stalled import (
-    GlobalSync,
     PlannedSave,
     SerializedSave,
     SlowStorage,
@@ -64,6 +64,7 @@ RULES: tuple[type[Rule], ...] = (
     UnwiseInterval,
     LostOnPowerFailure,
     UnverifiedShards,
+    CrowdedSave,
     DoubtfulTrace,
 )
 
