@@ -16,7 +16,13 @@ from tracekit.rules.machine import CrowdedSave, GlobalSync
 from tracekit.rules.memory import AllocatorChurn
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
-from tracekit.rules.safekeeping import AmplifiedRestore, LostOnPowerFailure, UnverifiedShards, UnwiseInterval
+from tracekit.rules.safekeeping import (
+    AmplifiedRestore,
+    LostOnPowerFailure,
+    SeveralWriters,
+    UnverifiedShards,
+    UnwiseInterval,
+)
 from tracekit.rules.stalled import (
     PlannedSave,
     SerializedSave,
@@ -65,6 +71,7 @@ RULES: tuple[type[Rule], ...] = (
     LostOnPowerFailure,
     UnverifiedShards,
     CrowdedSave,
+    SeveralWriters,
     DoubtfulTrace,
 )
 
