@@ -24,7 +24,7 @@ from tracekit import conventions
 from tracekit.capture.checkpoints import watching
 
 WORLD_SIZE = 2
-DELAY_S = 0.4
+DELAY_S = 1.2
 STEPS, SAVED_AFTER = 14, 8
 _ELEMENTS = 1 << 18
 _MOST_STEPS = 4000
@@ -188,11 +188,11 @@ def _healthy(training: Training, folder: Path) -> None:
 
 
 def _write(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 10e6)))
+    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3e6)))
 
 
 def _straggler(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 10e6, rank=1)))
+    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3e6, rank=1)))
 
 
 def _fsync(training: Training, folder: Path) -> None:
@@ -207,7 +207,7 @@ def _global_sync(training: Training, folder: Path) -> None:
 
 
 def _small(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(400, 64), checkpoint_id=folder / "step"))
+    training.run(lambda: dcp.save(_state(800, 64), checkpoint_id=folder / "step"))
 
 
 def _plan(training: Training, folder: Path) -> None:
@@ -263,16 +263,16 @@ class Scenario:
 
 SCENARIOS = {
     "healthy": Scenario(_healthy, "", "nothing"),
-    "serialize": Scenario(_small, "CKPT002", "400 tensors of 256 B on each rank"),
-    "device-to-host": Scenario(_fetch, "CKPT003", "100 ms for each tensor's fetching"),
-    "write bandwidth": Scenario(_write, "CKPT004", "streams of 10 MB/s"),
-    "fsync": Scenario(_fsync, "CKPT005", "400 ms for each fsync"),
-    "straggler": Scenario(_straggler, "CKPT006", "streams of 10 MB/s on rank 1"),
-    "plan": Scenario(_plan, "CKPT007", "400 ms for each local plan"),
-    "global sync": Scenario(_global_sync, "CKPT008", "memory://, 400 ms for os.sync"),
+    "serialize": Scenario(_small, "CKPT002", "800 tensors of 256 B on each rank"),
+    "device-to-host": Scenario(_fetch, "CKPT003", "300 ms for each tensor's fetching"),
+    "write bandwidth": Scenario(_write, "CKPT004", "streams of 3 MB/s"),
+    "fsync": Scenario(_fsync, "CKPT005", "1.2 s for each fsync"),
+    "straggler": Scenario(_straggler, "CKPT006", "streams of 3 MB/s on rank 1"),
+    "plan": Scenario(_plan, "CKPT007", "1.2 s for each local plan"),
+    "global sync": Scenario(_global_sync, "CKPT008", "memory://, 1.2 s for os.sync"),
     "GIL": Scenario(_gil, "CKPT009", "async_save by thread of 600 tensors of 256 B"),
     "CPU contention": Scenario(_cpu, "CKPT010", "async_save at 3 MB/s beside 4 busy processes for each rank"),
-    "blocking staging": Scenario(_staging, "CKPT011", "a stager that takes 400 ms"),
+    "blocking staging": Scenario(_staging, "CKPT011", "a stager that takes 1.2 s"),
     "unfinished upload": Scenario(_upload, "CKPT011", "async_save at 10 MB/s, waited for before the next"),
     "replicated restore": Scenario(_restore, "CKPT012", "both ranks load one state whole"),
 }

@@ -28,8 +28,13 @@ from tracekit.readers import logs
 from tracekit.rules import RULES
 from tracekit.trace import Run, Source, Trace
 
-_RIVALS = (tuple(f"CKPT00{number}" for number in range(2, 9)), ("CKPT009", "CKPT010"), ("CKPT011",), ("CKPT012",))
-CLASSES = tuple(rule for rule in RULES if rule.code.startswith("CKPT") and "CKPT002" <= rule.code <= "CKPT012")
+_RIVALS = (
+    (*(f"CKPT00{number}" for number in range(2, 9)), "CKPT016"),
+    ("CKPT009", "CKPT010"),
+    ("CKPT011",),
+    ("CKPT012",),
+)
+CLASSES = tuple(rule for rule in RULES if rule.code in {code for group in _RIVALS for code in group})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

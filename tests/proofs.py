@@ -459,5 +459,13 @@ PROOFS: dict[str, Proof] = {
         lambda: stalling({"write": 500, "total": 500}, every={"call": "dcp.save"}),
         lambda: stalling({"write": 500, "total": 500}, every={"call": "torch.save"}),
     ),
+    "CKPT016": Proof(
+        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 350 * MS}}),
+        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 50 * MS}}),
+    ),
+    "CKPT017": Proof(
+        lambda: stalling(*[{"total": 5}] * 2, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
+        lambda: stalling({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
+    ),
     "DATA001": Proof(lambda: doubtful(("truncated", 0.3)), doubtful),
 }

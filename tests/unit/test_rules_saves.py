@@ -6,7 +6,7 @@ from tests import proofs
 from tests.proofs import PROOFS, stalling, writing
 from tracekit.checking import check
 from tracekit.rule import Severity
-from tracekit.rules import beside, safekeeping, stalled
+from tracekit.rules import beside, machine, safekeeping, stalled
 
 CLASSES = (
     stalled.SerializedSave,
@@ -15,7 +15,8 @@ CLASSES = (
     stalled.SlowSync,
     stalled.StragglingWriter,
     stalled.PlannedSave,
-    stalled.GlobalSync,
+    machine.GlobalSync,
+    machine.CrowdedSave,
 )
 
 
@@ -126,3 +127,8 @@ def test_metadata_synced_too_early_and_files_never_synced_have_fixes_of_their_ow
 def test_what_our_trainers_seal_is_verified():
     run = stalling({"write": 5, "total": 5}, every={"call": "dcp.save"}, arguments={"checkpoint_every": 2})
     assert judge(run, safekeeping.UnverifiedShards) == ()
+
+
+def test_what_several_ranks_write_to_one_file_is_counted_beyond_the_first():
+    (found,) = judge(PROOFS["CKPT017"].fires(), safekeeping.SeveralWriters)
+    assert "2 ranks write the same file (step-2 (step 2)): 8 B of 16 B are written again." in found.message

@@ -108,6 +108,13 @@ def test_the_parts_of_a_save_sum_to_its_length():
     assert parts["ratio"].sum() == pytest.approx(1)
 
 
+def test_waiting_is_a_lack_of_processors_as_far_as_a_rank_was_ready_and_did_not_run():
+    stages = {"write": 10, "wait": 90, "total": 100}
+    run = stalling(stages, columns={"total": {"run_delay_ns": 60 * MS}})
+    kinds = dict(run.across(stalls.parts).select("kind", "dur_ns").rows())
+    assert kinds == {stalls.CROWDED: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
+
+
 def test_the_rank_that_takes_longest_between_meetings_is_to_blame_and_waiting_for_it_is_not():
     run = stalling({"plan": 5, "write": 20, "wait": 75, "total": 100}, {"plan": 5, "serialize": 90, "total": 100})
     assert dominant(run) == (stalls.SERIALIZE, 1, "serialize")

@@ -129,6 +129,31 @@ def each(run: Run) -> pl.DataFrame:
     )  # fmt: skip
 
 
+def repeated(run: Run) -> pl.DataFrame:
+    """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
+
+    Columns save, path, step, window, rank (the one that took longest), start_ns, dur_ns, ranks, bytes (of all) and
+    repeated_bytes (of all but one).
+    """
+    whole = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
+    written = run.across(stages).filter(whole).sort("dur_ns", "rank", descending=[True, False])
+    return (
+        written.group_by("save", "checkpoint", "path", maintain_order=True)
+        .agg(
+            pl.col("step").min(),
+            pl.col("window", "rank").first(),
+            pl.col("start_ns").min(),
+            pl.col("dur_ns").first(),
+            pl.col("rank").n_unique().alias("ranks"),
+            pl.col("bytes").sum(),
+            (pl.col("bytes").sum() - pl.col("bytes").max()).alias("repeated_bytes"),
+        )
+        .filter(pl.col("ranks") > 1)
+        .drop("checkpoint")
+        .sort("start_ns", "path")
+    )
+
+
 def slowed(run: Run) -> pl.DataFrame:
     """Return what training lost beside each save in the background; one row per such save and rank with a metrics log.
 

@@ -2,7 +2,8 @@
 
 Ranks meet after planning, after writing and at the end. Between two meetings each works by itself and the slowest is
 what the others wait for, so of each such leg the stages of the rank with most work of its own count; waiting is no
-work. What is left of the time is waiting that nobody's work explains.
+work. What is left of the time is waiting that nobody's work explains: up to the time that a rank was ready to run and
+did not, lack of processors, and beyond that the meetings themselves.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from tracekit import conventions
 from tracekit.analysis import saves
 from tracekit.trace import Run
 
-SERIALIZE, STAGING, WRITE, SYNC, STRAGGLER, PLAN, GLOBAL_SYNC = KINDS = (
+SERIALIZE, STAGING, WRITE, SYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CROWDED = KINDS = (
     "serialize",
     "device-to-host",
     "write bandwidth",
@@ -22,6 +23,7 @@ SERIALIZE, STAGING, WRITE, SYNC, STRAGGLER, PLAN, GLOBAL_SYNC = KINDS = (
     "straggler",
     "plan or barrier",
     "global sync",
+    "lack of processors",
 )
 BLOCKED, BACKGROUND = "blocked", "background"
 COLUMNS = {
@@ -67,7 +69,7 @@ def parts(run: Run) -> pl.DataFrame:
     works = (
         lines.filter(pl.col("stage") != conventions.COMPLETE)
         .group_by("save", clock, "rank", "stage", maintain_order=True)
-        .agg(pl.col("dur_ns").sum(), *(_known_sum(name) for name in ("bytes", "files", "calls")))
+        .agg(pl.col("dur_ns").sum(), *(_known_sum(name) for name in ("bytes", "files", "calls", "run_delay_ns")))
     )
     rows = [
         {"save": save, "clock": clock} | part
@@ -112,6 +114,11 @@ def _parts(own: pl.DataFrame) -> Iterator[dict[str, Any]]:
             kind = SERIALIZE
         spent.setdefault(kind, []).append((took_ns, row["rank"], row["stage"]))
     left_ns = max(0, whole_ns - int(path["dur_ns"].sum()))
+    delays = totals.drop_nulls("run_delay_ns").sort("run_delay_ns", "rank", descending=[True, False])
+    for delayed, delay_ns in delays.select("rank", "run_delay_ns").head(1).rows():
+        crowded_ns = min(left_ns, delay_ns)
+        left_ns -= crowded_ns
+        spent[CROWDED] = [(crowded_ns, delayed, conventions.WAIT)]
     waits = own.filter(pl.col("stage") == conventions.WAIT).sort("dur_ns", "rank", descending=[True, False])
     waiting = SERIALIZE if envelope > SMALL_TENSORS_RATIO else PLAN
     spent.setdefault(waiting, []).append((left_ns, next(iter(waits["rank"]), 0), conventions.WAIT))

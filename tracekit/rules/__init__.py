@@ -14,12 +14,18 @@ from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom,
 from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
 from tracekit.rules.link import SlowLink
+from tracekit.rules.machine import CrowdedSave, GlobalSync
 from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
-from tracekit.rules.safekeeping import AmplifiedRestore, LostOnPowerFailure, UnverifiedShards, UnwiseInterval
+from tracekit.rules.safekeeping import (
+    AmplifiedRestore,
+    LostOnPowerFailure,
+    SeveralWriters,
+    UnverifiedShards,
+    UnwiseInterval,
+)
 from tracekit.rules.stalled import (
-    GlobalSync,
     PlannedSave,
     SerializedSave,
     SlowStorage,
@@ -71,6 +77,8 @@ RULES: tuple[type[Rule], ...] = (
     UnwiseInterval,
     LostOnPowerFailure,
     UnverifiedShards,
+    CrowdedSave,
+    SeveralWriters,
     DoubtfulTrace,
 )
 

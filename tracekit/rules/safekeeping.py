@@ -200,3 +200,43 @@ class UnverifiedShards(Rule):
                 _EVIDENCE_ROWS
             ),
         )
+
+
+@dataclass(frozen=True)
+class SeveralWriters(Rule):
+    """Files of a checkpoint that several ranks write.
+
+    What it does: reports saves by torch.save or safetensors in which more than one rank writes to the same path.
+
+    Why it costs: storage takes the same bytes several times, and on a shared file system the last writer wins, or the
+    file is a mixture of all.
+
+    How it is measured: the same path in the checkpoint logs of several ranks, in one save.
+
+    How to fix: let one rank write what is the same on all.
+
+    Blind spots: needs the checkpoint logs of all ranks. Ranks on different nodes may mean different files by one path;
+    ranks that write the same state to files of their own are not seen.
+    """
+
+    code: ClassVar[str] = "CKPT017"
+    facts: ClassVar[tuple[Fact, ...]] = (checkpoint.saves,)
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all such files."""
+        found = run.across(saves.repeated)
+        if found.is_empty():
+            return
+        row = found.sort("repeated_bytes", "path", descending=[True, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"{row['ranks']} ranks write the same file ({row['save']}): {units.size(row['repeated_bytes'] or 0)} of "
+            f"{units.size(row['bytes'] or 0)} are written again.",
+            "Save on one rank, if dist.get_rank() == 0, then dist.barrier(); or dcp.save, which writes what is "
+            "replicated once.",
+            confidence=0.7,
+            ranks=run.ranks,
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=found.head(_EVIDENCE_ROWS),
+        )

@@ -64,7 +64,8 @@ def _place(row: dict[str, Any], count: int) -> str:
     return f"of the {units.duration(row['blocked_ns'])} that a checkpoint blocks training {which}"
 
 
-def _took(row: dict[str, Any]) -> str:
+def took(row: dict[str, Any]) -> str:
+    """Return how long the kind of a row of `stalls.parts` takes, and what share that is."""
     return f"{units.duration(row['dur_ns'])}, {units.share(row['ratio'])},"
 
 
@@ -107,7 +108,7 @@ class SerializedSave(StalledSave):
 
     def _words(self, row: dict[str, Any]) -> str:
         small = row["envelope_ratio"] > stalls.SMALL_TENSORS_RATIO
-        return f"{'Planning and serializing take' if small else 'Serializing takes'} {_took(row)}"
+        return f"{'Planning and serializing take' if small else 'Serializing takes'} {took(row)}"
 
     def _because(self, row: dict[str, Any]) -> str:
         if row["envelope_ratio"] <= stalls.SMALL_TENSORS_RATIO:
@@ -142,7 +143,7 @@ class StagedSave(StalledSave):
     )
 
     def _words(self, row: dict[str, Any]) -> str:
-        return f"Copying tensors to the host takes {_took(row)}"
+        return f"Copying tensors to the host takes {took(row)}"
 
     def _because(self, row: dict[str, Any]) -> str:
         rate = f": {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
@@ -174,7 +175,7 @@ class SlowStorage(StalledSave):
     )
 
     def _words(self, row: dict[str, Any]) -> str:
-        return f"Writing takes {_took(row)}"
+        return f"Writing takes {took(row)}"
 
     def _because(self, row: dict[str, Any]) -> str:
         rate = f" at {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
@@ -206,7 +207,7 @@ class SlowSync(StalledSave):
     )
 
     def _words(self, row: dict[str, Any]) -> str:
-        return f"Syncing and metadata take {_took(row)}"
+        return f"Syncing and metadata take {took(row)}"
 
     def _because(self, row: dict[str, Any]) -> str:
         return f", most of it the stage {row['stage']} on rank {row['rank']}"
@@ -239,7 +240,7 @@ class StragglingWriter(StalledSave):
     )
 
     def _words(self, row: dict[str, Any]) -> str:
-        return f"Waiting for rank {row['rank']} to write takes {_took(row)}"
+        return f"Waiting for rank {row['rank']} to write takes {took(row)}"
 
     def _because(self, row: dict[str, Any]) -> str:
         return (
@@ -274,36 +275,7 @@ class PlannedSave(StalledSave):
     )
 
     def _words(self, row: dict[str, Any]) -> str:
-        return f"Planning and waiting without anybody at work take {_took(row)}"
+        return f"Planning and waiting without anybody at work take {took(row)}"
 
     def _because(self, row: dict[str, Any]) -> str:
         return f", most of it the stage {row['stage']} on rank {row['rank']}"
-
-
-@dataclass(frozen=True)
-class GlobalSync(StalledSave):
-    """Saves that sync the whole machine.
-
-    What it does: reports saves whose largest part is `os.sync`. Silent where a save blocks for less than
-    `min_blocked_ms` or `max_overhead_ratio` of the time.
-
-    Why it costs: it waits for the dirty pages of every process on the machine, not only for the checkpoint's.
-
-    How it is measured: syncs without a file, counted by the recorder.
-
-    How to fix: torch syncs so where a stream has no descriptor, as with fsspec: turn syncing off there.
-
-    Blind spots: needs a checkpoint log of this version; older ones do not tell `os.sync` from `os.fsync`.
-    """
-
-    code: ClassVar[str] = "CKPT008"
-    kind: ClassVar[str] = stalls.GLOBAL_SYNC
-    remedy: ClassVar[str] = (
-        "FsspecWriter(…, sync_files=False) where the store makes writes durable itself, as object stores do."
-    )
-
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Syncing the whole machine (os.sync) takes {_took(row)}"
-
-    def _because(self, row: dict[str, Any]) -> str:
-        return f", on rank {row['rank']}: the stream it writes to has no descriptor to sync"
