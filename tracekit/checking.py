@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tracekit
+from tracekit import pricing
 from tracekit.errors import RuleError
-from tracekit.rule import Finding, Input, Report, Rule
+from tracekit.rule import Finding, Input, Report, Rule, in_order
 from tracekit.rules import all_rules
 from tracekit.trace import Run, Source
+from tracekit.whatif import graph
 
 
 def check(
@@ -16,11 +18,13 @@ def check(
 ) -> Report:
     """Judge a run by `rules`, all of them with their default thresholds unless told.
 
-    All rules share one pass over the traces; `on_progress` is called after each trace of it. Raises RuleError, naming
-    the rule, if a rule crashes.
+    All rules share one pass over the traces; `on_progress` is called after each trace of it. What findings cost comes
+    from a replay of the steps without their cause, where it can tell. Raises RuleError, naming the rule, if a rule
+    crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    run.measure((fact for rule in chosen for fact in rule.facts), on_progress)
+    replayed = graph.FACTS if any(pricing.can_price(rule.code) for rule in chosen) else ()
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *replayed], on_progress)
     findings: list[Finding] = []
     notes: list[str] = []
     for rule in chosen:
@@ -30,9 +34,8 @@ def check(
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         notes += [f"{rule.code}: {blind}"] if blind else []
-    findings.sort(key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject))
     inputs = tuple(_input(source.path) for source in run.sources)
-    return Report(run, tuple(findings), tuple(notes), inputs, tracekit.__version__)
+    return pricing.priced(Report(run, in_order(findings), tuple(notes), inputs, tracekit.__version__))
 
 
 def _input(path: str) -> Input:

@@ -36,6 +36,7 @@ class Trace:
     collectives: pl.DataFrame = field(default_factory=schema.COLLECTIVES.empty)
     groups: pl.DataFrame = field(default_factory=schema.GROUPS.empty)
     allocations: pl.DataFrame = field(default_factory=schema.ALLOCATIONS.empty)
+    syncs: pl.DataFrame = field(default_factory=schema.SYNCS.empty)
     checkpoints: pl.DataFrame = field(default_factory=schema.CHECKPOINTS.empty)
     metrics: pl.DataFrame = field(default_factory=schema.METRICS.empty)
     doubts: pl.DataFrame = field(default_factory=schema.DOUBTS.empty)

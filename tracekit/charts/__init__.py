@@ -6,6 +6,7 @@ own, so that a figure fits a light page and a dark one.
 """
 
 from tracekit.charts.bars import breakdown, comparison, step_times
+from tracekit.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.charts.memory import held, lifetimes, segment_map
 from tracekit.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.charts.ranks import ranks
@@ -30,6 +31,9 @@ __all__ = [
     "lost_time",
     "memory_by_strategy",
     "ranks",
+    "save_bandwidth",
+    "save_clocks",
+    "save_stages",
     "segment_map",
     "step_times",
     "timeline",

@@ -31,6 +31,7 @@ from tracekit.cli.scrub import scrub
 from tracekit.cli.simulate import simulate
 from tracekit.cli.summary import summary
 from tracekit.cli.watch import watch
+from tracekit.cli.whatif import whatif
 from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
@@ -53,6 +54,7 @@ for command, in_short in (
     (kernels, "Add up kernels by name, op, shapes, unit, …"),
     (ops, "Add up host ops by name, shapes, unit, …"),
     (memory, "Show where memory goes; replay the allocator."),
+    (whatif, "Say what a step would take without one cause."),
     (export, "Write a run as one file for Perfetto."),
     (query, "Ask a run in SQL."),
     (schema, "List the tables and columns of a run."),

@@ -17,7 +17,7 @@ from tracekit.readers.numbers import Ints
 
 HOST_KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
 DEVICE_KINDS = ("kernel", "memcpy", "memset", "collective")
-_FIRST_DEVICE, _UNUSED, _UNKNOWN = 8, 16, 24
+_FIRST_DEVICE, _SYNC, _UNUSED, _UNKNOWN = 8, 15, 16, 24
 _CPU_OP, _RUNTIME = 0, 2
 _PLACES = {
     "cpu_op": 0, "operator": 0, "user_annotation": 1, "python_function": 3, "overhead": 4,
@@ -25,7 +25,7 @@ _PLACES = {
     "xpu_driver": 2, "mtia_runtime": 2, "glow_runtime": 2, "privateuse1_runtime": 2, "privateuse1_driver": 2,
     "kernel": 8, "concurrent_kernel": 8, "mtia_ccp_events": 8, "hpu_op": 8, "gpu_memcpy": 9, "memcpy": 9,
     "gpu_memset": 10, "memset": 10, "collective_comm": 11,
-    "trace": 16, "gpu_user_annotation": 16, "cuda_sync": 16, "cuda_event": 16, "cuda_profiler_range": 16,
+    "cuda_sync": 15, "trace": 16, "gpu_user_annotation": 16, "cuda_event": 16, "cuda_profiler_range": 16,
     "external_correlation": 16, "gpu_pm_counter": 16, "mtia_insight": 16, "cpu_instant_event": 16, "mtia_counters": 16,
 }  # fmt: skip
 _SPEAKS = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
@@ -104,6 +104,7 @@ class Gather:
     _host: list[dict[str, Any]] = field(default_factory=list)
     _device: list[dict[str, Any]] = field(default_factory=list)
     _memory: list[dict[str, Any]] = field(default_factory=list)
+    _syncs: list[dict[str, Any]] = field(default_factory=list)
     host_spoken: list[Spoken] = field(default_factory=list)
     device_spoken: list[Spoken] = field(default_factory=list)
     _pairs: list[Event] = field(default_factory=list)
@@ -128,11 +129,18 @@ class Gather:
         slices, rest = _parted(batch)
         category, place = self._placed([e.cat for e in slices])
         host = self._host_part(*_of_places(slices, place, 0, _FIRST_DEVICE))
-        device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _UNUSED))
+        device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _SYNC))
+        syncs = self._sync_part(_of_places(slices, place, _SYNC, _UNUSED)[0])
         others = [e for e in rest if type(e) not in events.COUNTED]
         memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
         halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
-        if host is None or device is None or memory is None or self.clock.ns([e.ts for e in halves]) is None:
+        if (
+            host is None
+            or device is None
+            or memory is None
+            or syncs is None
+            or self.clock.ns([e.ts for e in halves]) is None
+        ):
             return None
         self.unknown += int(np.count_nonzero(place == _UNKNOWN))
         self._pairs += halves
@@ -142,7 +150,7 @@ class Gather:
             if n:
                 self.counts[_SLICE_PHASE, _text(spellings[code])] += n
         count(self.counts, rest)
-        return host, device, memory
+        return host, device, memory, syncs
 
     def _placed(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
         """Return the code of each slice's category, and its place."""
@@ -243,12 +251,28 @@ class Gather:
             "reserved_bytes": numbers.ints([a.reserved_bytes for a in args]),
         } | self._ranks(found)
 
-    def _keep(self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any]) -> None:
+    def _sync_part(self, found: list[Any]) -> dict[str, Any] | None:
+        part = self._common(found)
+        if part is None:
+            return None
+        args = [e.args or _NO_ARGS for e in found]
+        return part | {
+            "device": numbers.ints([a.device for a in args]),
+            "stream": numbers.ints([a.stream for a in args]),
+            "awaited_stream": numbers.ints([a.awaited_stream for a in args]),
+            "correlation": numbers.ids([a.correlation for a in args]),
+            "awaited_correlation": numbers.ids([a.awaited_correlation for a in args]),
+        }
+
+    def _keep(
+        self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any], syncs: dict[str, Any]
+    ) -> None:
         self.host_spoken += [Spoken(self._host_rows + i, _by_itself(args)) for i, args in host.pop("spoken")]
         self.device_spoken += [Spoken(self._device_rows + i, _by_itself(args)) for i, args in device.pop("spoken")]
         self._host_rows += len(host["kind"])
         self._device_rows += len(device["kind"])
-        for parts, part in ((self._host, host), (self._device, device), (self._memory, memory)):
+        places = ((self._host, host), (self._device, device), (self._memory, memory), (self._syncs, syncs))
+        for parts, part in places:
             if not parts or len(part["lane"]):
                 parts.append(part)
 
@@ -267,9 +291,11 @@ class Gather:
         if not self._host:
             self.add([])
 
-    def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-        """Return host slices, device work and allocator events, and let their parts go."""
-        return tuple(self._one_thread_each(_frame(parts)) for parts in (self._host, self._device, self._memory))  # type: ignore[return-value]
+    def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Return host slices, device work, allocator events and waits, and let their parts go."""
+        every = (self._host, self._device, self._memory, self._syncs)
+        host, device, memory, syncs = (self._one_thread_each(_frame(parts)) for parts in every)
+        return host, device, memory, syncs
 
     def _one_thread_each(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Give a thread that is written now as a number, now as text the one index."""
@@ -300,7 +326,8 @@ _NO_ARGS = Args()
 _SLICE_PHASE = events.PHASES[events.Slice]
 _NULLABLE = frozenset(
     {
-        "rank", "device", "stream", "bytes", "device_type", "device_id", "address", "delta_bytes", "allocated_bytes",
+        "rank", "device", "stream", "awaited_stream", "bytes", "device_type", "device_id", "address", "delta_bytes",
+        "allocated_bytes",
         "reserved_bytes",
     }
 )  # fmt: skip

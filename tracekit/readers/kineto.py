@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import schema
-from tracekit.readers import allocations, collectives, doubts, host, logs, numbers, stream, windows, work
+from tracekit.readers import allocations, collectives, doubts, host, logs, numbers, stream, syncs, windows, work
 from tracekit.readers.events import Args
 from tracekit.readers.gather import Spoken
 from tracekit.readers.header import MOST_RANKS
@@ -94,6 +94,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
     checkpoints, metrics, bad_logs = logs.read_beside(path, rank)
     memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    waited = _timed(events.syncs, base_ns)
     bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
     found = doubts.table(events, built.steps, bad_times=bad_times)
     speaking: list[Args] = [s.args for s in (*events.device_spoken, *events.host_spoken)]
@@ -116,6 +117,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
             "ops": lambda: schema.OPS.conform(built.table()),
             "collectives": lambda: schema.COLLECTIVES.conform(collectives.table(speakers, built, saying)),
             "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
+            "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, events.names, built)),
         },
         held_bytes=built.size_bytes + int(memory.estimated_size()),
     )
@@ -174,6 +176,7 @@ def _of_rank(events: Events, rank: int) -> Events:
         host=events.host[host_rows],
         device=events.device[device_rows],
         memory=events.memory.filter(pl.col("rank") == rank),
+        syncs=events.syncs.filter(pl.col("rank") == rank),
         host_spoken=_moved(events.host_spoken, host_rows),
         device_spoken=_moved(events.device_spoken, device_rows),
     )

@@ -22,14 +22,16 @@ class Events:
     external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
     into `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
     external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
-    allocated_bytes, reserved_bytes. Where `several`, each has the `rank` that its arguments tell. A time that is no
-    number is `numbers.BAD`.
+    allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
+    awaited_correlation. Where `several`, each has the `rank` that its arguments tell. A time that is no number is
+    `numbers.BAD`.
     """
 
     header: dict[str, Any]
     host: pl.DataFrame
     device: pl.DataFrame
     memory: pl.DataFrame
+    syncs: pl.DataFrame
     names: pl.Series
     shapes: list[bytes]
     grids: list[tuple[bytes, bytes]]
@@ -58,12 +60,13 @@ def read_events(path: str) -> Events:
             exactly = source.again_exactly()
             gathered.add(batch if exactly is None else exactly)
     gathered.finish()
-    host, device, memory = gathered.frames()
+    host, device, memory, syncs = gathered.frames()
     return Events(
         header=source.header,
         host=host,
         device=device,
         memory=memory,
+        syncs=syncs,
         names=gathered.names(),
         shapes=gathered.shapes(),
         grids=gathered.grids(),

@@ -158,7 +158,7 @@ class HostState:
         self._is_held_back = False
         took_ns = max(1, round(self._launch_ns * self._engine.jitter(what.key)))
         call = _LAUNCH_CALLS.get(kernel.kind, "cudaLaunchKernelExC" if kernel.collective else "cudaLaunchKernel")
-        correlation = self._runtime(call, start_ns, start_ns + took_ns)
+        correlation = self._runtime(call, self._clock_ns, start_ns + took_ns)  # a full queue holds up the call itself
         remaining_ns = self._engine.duration_ns(device, kernel, what.key, self._step)
         work = Work(kernel, self._step, correlation, self._owner, remaining_ns)
         if kernel.collective is not None:

@@ -1,0 +1,136 @@
+"""What if: recorded and simulated runs replayed, their steps without a cause, and what the command says of them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests import commands
+from tracekit import align, schema
+from tracekit.checking import check
+from tracekit.simulate import faults, hardware, models, run
+from tracekit.simulate.job import Job
+from tracekit.trace import Run, Trace
+from tracekit.whatif import saving, strategies
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "sample_traces"
+SHARED = ROOT.parent / "shared" / "traces"
+REPRODUCED = 0.05
+
+
+def off(of):
+    told = saving.replayed(of)
+    return float((told["replayed_ns"] / told["duration_ns"] - 1).abs().max())
+
+
+@pytest.mark.parametrize(
+    "name", ["demo-fsdp2", "demo-yafsdp", "faults/healthy-fsdp2", "faults/no-prefetch", "faults/dataloader"]
+)
+def test_recorded_runs_are_reproduced_with_nothing_changed(name):
+    assert off(tracekit.load(SAMPLES / name)) < REPRODUCED
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the traces of others lie beside the checkout: not there")
+@pytest.mark.parametrize("name", ["megatron_tp8_a100_8ranks", "torchrec_v100_4ranks"])
+def test_runs_of_others_are_reproduced_though_they_tell_no_waits(name):
+    assert off(tracekit.load(SHARED / name)) < REPRODUCED
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """Return what simulates a run of a strategy with a fault, and its truth: each once."""
+    made = {}
+
+    def make(strategy, fault):
+        if (strategy, fault) not in made:
+            job = Job(strategy, models.find("llama2-7b", layers=3), hardware.find("a100-80"), 16, 2048, steps=3, seed=4)
+            job = dataclasses.replace(job, ranks_written=2, micro_batches=1)
+            out = tmp_path_factory.mktemp("runs") / f"{strategy}-{fault}"
+            run.simulate(job, [faults.parse(fault)] if fault else [], out, arguments={}, force=True)
+            made[strategy, fault] = out
+        return made[strategy, fault]
+
+    return make
+
+
+def without_waits(loaded):
+    def bare(source):
+        def read():
+            trace = source.read()
+            tables = {**trace.tables, "syncs": schema.SYNCS.empty()}
+            return Trace(trace.rank, trace.window, trace.path, header=trace.header, **tables)
+
+        return dataclasses.replace(source, read=read)
+
+    return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=align.offsets)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault", "cause"),
+    [
+        ("fsdp1", "late-launch", "late-launch"),
+        ("fsdp1", "", "give-way"),
+        ("fsdp2", "host-sync", "blocking-sync"),
+        ("fsdp2", "no-prefetch", "late-gathers"),
+        ("yafsdp", "slow-rank", "straggler"),
+        ("yafsdp", "small-collectives:8", "small-collectives"),
+    ],
+)
+def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fault, cause, simulated):
+    folder = simulated(strategy, fault)
+    name = fault.split(":")[0] or "give-way"
+    (true_ns,) = [each["cost_ns"] for each in truth(folder) if each["fault"] == name]
+    loaded = tracekit.load(folder, cache=False)
+    assert off(loaded) < 0.01
+    assert saving.saving(loaded, cause).saved_ns == pytest.approx(true_ns, rel=0.1)
+
+
+def truth(folder):
+    return json.loads((folder / "truth.json").read_text())["faults"]
+
+
+def test_waits_that_a_trace_does_not_tell_are_inferred(simulated):
+    folder = simulated("fsdp2", "host-sync")
+    bare = without_waits(tracekit.load(folder, cache=False))
+    (true_ns,) = [each["cost_ns"] for each in truth(folder) if each["fault"] == "host-sync"]
+    assert off(bare) < 0.01
+    assert saving.saving(bare, "blocking-sync").saved_ns == pytest.approx(true_ns, rel=0.1)
+    told, known = (saving.saving(each, "blocking-sync") for each in (bare, tracekit.load(folder, cache=False)))
+    assert told.confidence < known.confidence
+
+
+def test_findings_cost_what_the_replay_says(simulated):
+    folder = simulated("fsdp2", "host-sync")
+    (finding,) = [each for each in check(tracekit.load(folder, cache=False)).findings if each.code == "HOST002"]
+    (true_ns,) = [each["cost_ns"] for each in truth(folder) if each["fault"] == "host-sync"]
+    assert finding.cost_ns == pytest.approx(true_ns, rel=0.1)
+
+
+def test_another_strategy_is_predicted_and_says_what_that_rests_on(simulated):
+    fsdp1, yafsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp1", "yafsdp"))
+    told = strategies.predicted(fsdp1, "yafsdp")
+    assert told.predicted_ns == pytest.approx(saving.saving(yafsdp, "data-loading").step_ns, rel=0.06)
+    assert any("two buffers" in each for each in told.assumed)
+
+
+def test_the_command_tells_people_and_programs(simulated):
+    folder = str(simulated("fsdp2", "host-sync"))
+    text = commands.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
+    assert text.returncode == 0, text.stderr
+    first, second, *_ = text.stdout.splitlines()
+    assert "replayed with nothing changed" in first
+    assert second.startswith(("without blocking-sync", "without communication"))
+    assert "at 2 an hour" in text.stdout
+    told = commands.tracekit("whatif", folder, "--without", "blocking-sync", "--format", "json", cwd=ROOT)
+    (only,) = json.loads(told.stdout)["without"]
+    assert only["cause"] == "blocking-sync"
+    assert only["saved_ratio"] > 0.05
+    wrong = commands.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)
+    assert wrong.returncode == 2
+    assert "did you mean blocking-sync?" in wrong.stderr
+    other = commands.tracekit("whatif", folder, "--strategy", "hsdp", cwd=ROOT)
+    assert other.returncode == 2
+    assert "tracekit simulate --strategy hsdp" in other.stderr

@@ -1,0 +1,54 @@
+"""``tracekit whatif``: what a step would take without one cause of lost time."""
+
+from typing import Annotated
+
+import typer
+
+from tracekit.cli import opening, output
+from tracekit.cli.opening import RunArgument, UseCache
+from tracekit.cli.output import Format, Output, TextOrJson
+
+
+def whatif(
+    run: RunArgument,
+    *,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="CAUSE", help="Take this cause away; repeatable. All that save, if none."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp or fsdp2.")
+    ] = None,
+    recompute_fewer: Annotated[
+        int | None, typer.Option("--recompute-fewer", metavar="N", help="Predict N recomputed layers fewer.")
+    ] = None,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option("--gpu-hour-price", metavar="X", help="Of one GPU, to tell money per day.")
+    ] = None,
+    table_format: TextOrJson = Format.TEXT,
+    cache: UseCache = True,
+    out: Output = None,
+) -> None:
+    """Replay each step on its dependency graph with one cause taken away, and say what it saves.
+
+    The replay knows durations, order, waits and the host's time between its calls, and nothing of when work began. Its
+    first line says how well it reproduces the recorded steps with nothing changed. Savings of causes overlap.
+    """
+    from tracekit.reports import whatif as told
+    from tracekit.whatif import answers, causes, graph, strategies
+
+    names = tuple(causes.find(name).name for name in without or ())
+    opened = opening.opened(run, cache=cache)
+    with output.progress() as bar:
+        opened.measure(graph.FACTS, bar.measured(len(opened.sources)))
+    predictions = []
+    if strategy is not None:
+        predictions.append(strategies.predicted(opened, strategy))
+    if recompute_fewer is not None:
+        predictions.append(strategies.recomputing_less(opened, recompute_fewer))
+    asks = bool(names) or not predictions
+    found = answers.of(opened, names, gpu_hour_price=gpu_hour_price, asks=asks)
+    if table_format is Format.JSON:
+        output.emit(told.as_json(found, predictions, run=opened.name), out)
+    else:
+        output.emit(told.as_text(found, predictions, run=opened.name, price=gpu_hour_price), out)

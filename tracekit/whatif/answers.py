@@ -1,0 +1,110 @@
+"""The answer to what if: a run as it is replayed, and what each cause costs it, with GPU-hours and money."""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from tracekit import match
+from tracekit.errors import InputError
+from tracekit.trace import Run
+from tracekit.whatif import causes, saving, steps
+from tracekit.whatif.causes import Cause
+
+_LEAST_RATIO = 0.001
+_HOURS = 24.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one cause costs: of a step in ns and as a share, and of a day of training in GPU-hours and money.
+
+    `per_day` is null without a price. `confidence` runs from 0 to 1; `note` says what the answer rests on, or why there
+    is none.
+    """
+
+    cause: Cause
+    saved_ns: int
+    saved_ratio: float
+    step_ns: int
+    gpu_hours_per_day: float
+    per_day: float | None
+    confidence: float
+    note: str
+    why_not: str = ""
+
+    @property
+    def without_ns(self) -> int:
+        """Return what a step takes without the cause."""
+        return self.step_ns - self.saved_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """What a run would be without causes: the answers that save most first, those it cannot give, and the replay."""
+
+    answers: tuple[Answer, ...]
+    unknown: tuple[Answer, ...]
+    step_ns: int
+    replayed_ns: int
+    replay: pl.DataFrame
+    gpus: int
+
+    @property
+    def replay_error_ratio(self) -> float:
+        """Return by how much the replay with nothing changed differs from the recorded steps."""
+        return self.replayed_ns / self.step_ns - 1 if self.step_ns else 0.0
+
+
+def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None, asks: bool = True) -> Answers:
+    """Return what a run would be without each of the causes named; of all that save anything where none is named.
+
+    Where nothing is asked (`asks`), the replay alone is told.
+
+    Raises InputError for a name that is no cause, a price below 0, or a run of which nothing can be replayed.
+    """
+    if gpu_hour_price is not None and not gpu_hour_price >= 0:
+        raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
+    wanted = [causes.find(name) for name in names or causes.CAUSES] if asks else []
+    replay = saving.replayed(run)
+    if replay.is_empty():
+        raise InputError(
+            f"{run.path}: no step to replay: the trace has no work on a device, and no ops of a CPU run; "
+            "record with activities=[CPU, CUDA]"
+        )
+    gpus = gpus_of(run)
+    found = [_answer(run, each, gpus, gpu_hour_price) for each in wanted]
+    told = [each for each in found if not each.why_not and (names or each.saved_ratio >= _LEAST_RATIO)]
+    per = replay.select("window", "step").n_unique()
+    return Answers(
+        tuple(sorted(told, key=lambda each: -each.saved_ns)),
+        tuple(each for each in found if each.why_not),
+        steps.total_ns(replay, "duration_ns") // per,
+        steps.total_ns(replay, "replayed_ns") // per,
+        replay,
+        gpus,
+    )
+
+
+def gpus_of(run: Run) -> int:
+    """Return the number of ranks of the job: by the manifest, else by its traces and its largest process group."""
+    told = run.manifest.get("world_size")
+    if isinstance(told, int) and told > 0:
+        return told
+    sizes = run.table(match.calls)["group_size"].drop_nulls().to_list()
+    return int(max(max(run.ranks, default=0) + 1, *sizes, 0))
+
+
+def _answer(run: Run, cause: Cause, gpus: int, price: float | None) -> Answer:
+    found = saving.saving(run, cause.name)
+    hours = gpus * _HOURS * found.saved_ratio
+    return Answer(
+        cause,
+        found.saved_ns,
+        found.saved_ratio,
+        found.step_ns,
+        hours,
+        None if price is None else hours * price,
+        found.confidence,
+        cause.basis,
+        found.why_not,
+    )

@@ -1,0 +1,163 @@
+"""Collectives that could start earlier: gathers that wait for too much compute, turns on one communicator or stream."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.sweep import Flags, Ints
+from tracekit.whatif.cannot import CannotTellError
+from tracekit.whatif.graph import COLLECTIVE, Edges, Graph, edges, ordered
+from tracekit.whatif.nodes import WAIT
+
+COMMUNICATOR, EVENT = "communicator", "event"
+_GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+
+def apart(graph: Graph) -> Graph:
+    """Let collectives of one group but different ops not wait for each other's turn on the communicator."""
+    return replace(graph, edges=graph.edges.kept(graph.edges.how != COMMUNICATOR))
+
+
+def sooner(graph: Graph) -> Graph:
+    """Let each all-gather of a step wait for the compute that the one before it waited for, and precede its reduction.
+
+    In backward an all-gather that comes after a reduce-scatter takes its turn on communicator and stream before it.
+    Raises CannotTellError where no all-gather waits for compute.
+    """
+    calls = _in_order(graph)
+    held = _held(graph, calls)
+    if held.is_empty():
+        raise CannotTellError("no all-gather is known to wait for compute")
+    moved = replace(graph, edges=_earlier(graph.edges, held))
+    swapped = _swapped(calls.join(held.select("at", held=pl.lit(True)), on="at", how="left", maintain_order="left"))
+    return _in_turn(moved, swapped)
+
+
+def first(graph: Graph) -> Graph:
+    """Let each all-gather that comes right after a reduce-scatter take its turn before it, where they share turns."""
+    calls = _in_order(graph)
+    return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True))))
+
+
+def _in_order(graph: Graph) -> pl.DataFrame:
+    """Return the gathers and reduce-scatters in the order of their turns, by rank and group."""
+    lane = graph.column("lane")
+    turn = np.empty(len(graph.order), np.int64)
+    turn[graph.order] = np.arange(len(graph.order))
+    found = graph.parts.filter(pl.col("op").is_in([_GATHER, _REDUCE]))
+    at = found["at"].to_numpy()
+    return found.with_columns(pl.Series("lane", lane[at]), pl.Series("turn", turn[at])).sort("rank", "group", "turn")
+
+
+def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return for each all-gather the event edge (row) by which it waits for compute, and the one it may have instead.
+
+    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts.
+    """
+    on = graph.edges.awaited
+    real = (graph.edges.how == EVENT) & (on >= 0) & (on < graph.count)
+    rows = np.flatnonzero(real)
+    rows = rows[_is_main(graph)[on[rows]]]
+    by_waiting = pl.DataFrame({"item": graph.edges.waiting[rows], "edge": rows, "awaited": on[rows]})
+    gathers = calls.filter(pl.col("op") == _GATHER)
+    before = _leading(graph, gathers["at"].to_numpy())
+    told = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
+    placed = told.join(gathers.select("at", "rank", "step", "turn"), on="at").sort("rank", "turn")
+    return placed.with_columns(pl.col("awaited").shift(1).over("rank", "step").alias("instead")).drop_nulls("instead")
+
+
+def _is_main(graph: Graph) -> Flags:
+    """Return what lies on the lane of each rank that computes most."""
+    busy = graph.frame.with_columns(pl.Series("own", graph.own_ns[: graph.count])).filter(pl.col("kind") == "compute")
+    main = busy.group_by("rank", "device", "lane").agg(pl.col("own").sum()).sort("own", "lane", descending=True)
+    chosen = main.unique(["rank", "device"], keep="first").select("rank", "lane", main=pl.lit(True))
+    told = graph.frame.select("rank", "lane").join(chosen, on=["rank", "lane"], how="left", maintain_order="left")
+    return np.asarray(told["main"].fill_null(value=False).to_numpy())
+
+
+def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
+    """Return each gather (at) with itself and the waits directly before it on its lane (item)."""
+    is_wait = graph.column("what") == WAIT
+    at, item = [gathers], [gathers]
+    current, of = graph.chain[gathers], gathers
+    while True:
+        going = (current >= 0) & (current < graph.count)
+        going[going] &= is_wait[current[going]]
+        if not going.any():
+            return pl.DataFrame({"at": np.concatenate(at), "item": np.concatenate(item)})
+        current, of = current[going], of[going]
+        at.append(of)
+        item.append(current)
+        current = graph.chain[current]
+
+
+def _earlier(every: Edges, held: pl.DataFrame) -> Edges:
+    awaited = every.awaited.copy()
+    awaited[held["edge"].to_numpy()] = held["instead"].to_numpy()
+    return replace(every, awaited=awaited)
+
+
+def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the calls with new turns: a held gather that directly follows a reduce-scatter goes before it."""
+    key = ["rank", "group"]
+    before = pl.col("op").shift(1).over(key) == _REDUCE
+    jumps = (pl.col("op") == _GATHER) & before & pl.col("held").fill_null(value=False)
+    numbered = calls.with_columns(pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps"))
+    jumped = numbered.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
+    place = pl.col("place") - pl.col("jumps").cast(pl.Int64) + pl.col("yields").cast(pl.Int64)
+    return jumped.with_columns(place.alias("place")).sort(*key, "place")
+
+
+@dataclass(frozen=True)
+class _Turns:
+    waiting: Ints
+    awaited: Ints
+
+
+def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
+    """Return the graph with the calls in new turns: on the communicator, and on the lanes that hold several ops."""
+    done = graph.done
+    turns = _follow(swapped, ["rank", "group"])
+    across = edges(turns.waiting, done[turns.awaited], COMMUNICATOR)
+    had = (graph.edges.how == COMMUNICATOR).any() or (graph.edges.how == COLLECTIVE).any()
+    every = graph.edges.kept(graph.edges.how != COMMUNICATOR)
+    chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
+    both = every.with_more(replace(across, inferred=np.ones(len(across), bool))) if had else every
+    key = np.empty(len(graph.order), np.int64)
+    key[graph.order] = np.arange(len(graph.order))
+    return ordered(replace(graph, edges=both, chain=chain), key)
+
+
+def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:
+    told = calls.with_columns(pl.col("at").shift(1).over(key).alias("before")).drop_nulls("before")
+    return _Turns(told["at"].to_numpy(), told["before"].to_numpy())
+
+
+def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
+    """Return the order of lanes with what leads each call moved along with it."""
+    chain = graph.chain.copy()
+    if calls.is_empty():
+        return chain
+    done = graph.done
+    heads = _heads(graph, calls["at"].to_numpy(), set(done[calls["at"].to_numpy()].tolist()))
+    told = calls.with_columns(pl.Series("head", heads))
+    ordered_calls = told.sort("rank", "lane", "place")
+    first = told.sort("rank", "lane", "turn").group_by("rank", "lane", maintain_order=True).agg(pl.col("head").first())
+    start = {(rank, lane): int(graph.chain[head]) for rank, lane, head in first.rows()}
+    last: dict[tuple[int, int], int] = {}
+    for rank, lane, at, head in ordered_calls.select("rank", "lane", "at", "head").rows():
+        chain[head] = last.get((rank, lane), start[rank, lane])
+        last[rank, lane] = int(done[at])
+    return chain
+
+
+def _heads(graph: Graph, calls: Ints, ends: set[int]) -> list[int]:
+    """Return for each call the first item after the call before it on its lane."""
+    found = []
+    for at in calls.tolist():
+        head = at
+        while (before := int(graph.chain[head])) >= 0 and before not in ends and before < graph.count:
+            head = before
+        found.append(head)
+    return found

@@ -1,0 +1,116 @@
+"""What a run would gain without one cause: the number that rules quote as the cost of their findings."""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import polars as pl
+
+from tracekit.trace import Run
+from tracekit.whatif import causes, graph, settle, steps
+from tracekit.whatif.cannot import CannotTellError
+from tracekit.whatif.changes import AS_MEASURED, CHANGES
+from tracekit.whatif.graph import Graph
+
+STEP_COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
+    "replayed_ns": pl.Int64, "without_ns": pl.Int64, "saved_ns": pl.Int64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Saving:
+    """What the steps of a run would take without one cause.
+
+    `saved_ns` is per step, the mean over steps of the rank that takes longest; `saved_ratio` its share of the recorded
+    step, `step_ns` that step. `confidence` runs from 0 to 1. `steps` has columns window, rank, step, device,
+    duration_ns (recorded), replayed_ns (the replay unmodified), without_ns (the replay without the cause) and saved_ns
+    (their difference); one row per window, rank, step and device. Where the run cannot tell all is 0, `steps` empty,
+    and `why_not` says why.
+    """
+
+    cause: str
+    saved_ns: int
+    saved_ratio: float
+    step_ns: int
+    confidence: float
+    steps: pl.DataFrame
+    why_not: str = ""
+
+
+def saving(run: Run, cause: str) -> Saving:
+    """Return what a run would gain without a cause, by replaying its dependency graph with that cause taken away.
+
+    `cause` is a name in `tracekit.whatif.causes.CAUSES`: late-launch (HOST001), blocking-sync, rate-limiter (HOST002),
+    data-loading (HOST003), allocator (MEM001), checkpoint (CKPT001), preparation (COMM004), give-way (STREAM001),
+    slowed-compute (STREAM003), slowed-collectives (STREAM004), shared-queue, shared-communicator (STREAM002), straggler
+    (RANK001), slow-link (RANK002), communication, late-gathers (COMM001), small-collectives (COMM002),
+    micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the
+    run; a replay takes some hundredths of a second. A rule that calls this lists `tracekit.whatif.graph.FACTS` among
+    its facts, so that it shares the one pass over the traces. Raises InputError for any other name.
+    """
+    causes.find(cause)
+    known = _SAVINGS.setdefault(run, {})
+    if cause not in known:
+        known[cause] = _saving(run, cause)
+    return known[cause]
+
+
+def replayed(run: Run) -> pl.DataFrame:
+    """Return the steps of a run beside their replay with nothing changed: columns of `steps.COLUMNS`."""
+    if run not in _BASELINES:
+        tables = [steps.durations(each, graph.replay(each)) for each in graphs_of(run)]
+        _BASELINES[run] = pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
+    return _BASELINES[run]
+
+
+def graphs_of(run: Run) -> list[Graph]:
+    """Return the graphs of a run, one for each window, built once."""
+    if run not in _GRAPHS:
+        _GRAPHS[run] = graph.graphs(run)
+    return _GRAPHS[run]
+
+
+_GRAPHS: WeakKeyDictionary[Run, list[Graph]] = WeakKeyDictionary()
+_BASELINES: WeakKeyDictionary[Run, pl.DataFrame] = WeakKeyDictionary()
+_SAVINGS: WeakKeyDictionary[Run, dict[str, Saving]] = WeakKeyDictionary()
+_EVENT = "event"
+_INFERRED = 0.8
+_KEY = ["window", "rank", "step", "device"]
+
+
+def _saving(run: Run, cause: str) -> Saving:
+    before = replayed(run)
+    if before.is_empty():
+        return _unknown(cause, "no step of the run has work that a replay can be made of")
+    try:
+        tables = [_without(each, cause) for each in graphs_of(run)]
+    except CannotTellError as error:
+        return _unknown(cause, str(error))
+    without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
+    table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
+        (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")
+    )
+    per = table.select("window", "step").n_unique()
+    saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
+    step_ns = steps.total_ns(table, "duration_ns") // per
+    sure = causes.find(cause).confidence * _sure(run, table)
+    ratio = saved_ns / step_ns if step_ns else 0.0
+    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS))
+
+
+def _sure(run: Run, table: pl.DataFrame) -> float:
+    """Return how far the replay can be trusted: less where waits are inferred, and where it is off."""
+    off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
+    inferred = any(bool((each.edges.inferred & (each.edges.how == _EVENT)).any()) for each in graphs_of(run))
+    return max(0.1, 1 - 2 * off) * (_INFERRED if inferred else 1.0)
+
+
+def _without(whole: Graph, cause: str) -> pl.DataFrame:
+    changed = CHANGES[cause](whole)
+    if cause in AS_MEASURED:
+        return steps.durations(changed, graph.replay(changed))
+    return steps.durations(*settle.settled(whole, graph.replay(whole), changed))
+
+
+def _unknown(cause: str, why_not: str) -> Saving:
+    return Saving(cause, 0, 0.0, 0, 0.0, pl.DataFrame(schema=STEP_COLUMNS), why_not)

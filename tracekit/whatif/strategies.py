@@ -1,0 +1,121 @@
+"""What another way of sharding would give, as far as the recorded work can tell: predictions, labelled as such."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.errors import InputError
+from tracekit.trace import Run
+from tracekit.whatif import changes, gathers, reductions, saving, settle, steps
+from tracekit.whatif.cannot import CannotTellError
+from tracekit.whatif.graph import Graph, replay
+
+_ASSUMED = (
+    "the recorded kernels and transfers at their recorded times, in the recorded order",
+    "preparation of gradients as long as alone, nothing lost to contention with it",
+    "the host never held back by a limit on gathers",
+)
+_BUFFERS = (
+    "two buffers for parameters and two for gradients: no call of the allocator, no copies into and out of what is "
+    "gathered, each gather before the reduction that shares its turns"
+)
+_COPIES = "copies into and out of gathered buffers, which the new strategy may add, left out"
+_COPYING = r"copy_in|copy_out"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step would take under another strategy, or with less recomputed, and what that rests on."""
+
+    name: str
+    step_ns: int
+    predicted_ns: int
+    assumed: tuple[str, ...]
+
+    @property
+    def saved_ratio(self) -> float:
+        """Return the share of the step that is saved; below 0 where it takes longer."""
+        return 1 - self.predicted_ns / self.step_ns if self.step_ns else 0.0
+
+
+def predicted(run: Run, strategy: str) -> Prediction:
+    """Return what a step would take under a strategy: yafsdp or fsdp2.
+
+    Raises InputError for others: what they would do is not in a trace of another strategy.
+    """
+    if strategy not in _CHANGES:
+        raise InputError(
+            f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} can; "
+            f"tracekit simulate --strategy {strategy} says what it would take on a machine that it knows"
+        )
+    told, assumed = _CHANGES[strategy]
+    return _predicted(run, strategy, told, assumed)
+
+
+def recomputing_less(run: Run, layers: int) -> Prediction:
+    """Return what a step would take with so many recomputed layers fewer: those that backward comes to first.
+
+    Raises InputError where nothing is recomputed.
+    """
+    if layers < 1:
+        raise InputError(f"--recompute-fewer is {layers}; it must be 1 or more")
+
+    def fewer(graph: Graph) -> Graph:
+        return _fewer(graph, layers)
+
+    return _predicted(run, f"{layers} recomputed layers fewer", fewer, ("the memory for what is then kept",))
+
+
+def _predicted(run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...]) -> Prediction:
+    before = saving.replayed(run)
+    if before.is_empty():
+        raise InputError(f"{run.path}: no step to replay")
+    try:
+        tables = [_changed(each, change) for each in saving.graphs_of(run)]
+    except CannotTellError as error:
+        raise InputError(f"{run.path}: {name} cannot be predicted: {error}") from error
+    per = before.select("window", "step").n_unique()
+    saved_ns = steps.total_ns(before, "replayed_ns") - steps.total_ns(pl.concat(tables), "replayed_ns")
+    step_ns = steps.total_ns(before, "duration_ns") // per
+    return Prediction(name, step_ns, step_ns - saved_ns // per, assumed)
+
+
+def _changed(graph: Graph, change: Callable[[Graph], Graph]) -> pl.DataFrame:
+    changed = change(graph)
+    return steps.durations(*settle.settled(graph, replay(graph), changed, crawling=False))
+
+
+def _fsdp2(graph: Graph) -> Graph:
+    freed = changes.rate_limiter(graph)
+    return changes.where_known(changes.CHANGES["give-way"], freed)
+
+
+def _yafsdp(graph: Graph) -> Graph:
+    copies = (graph.frame["span"].fill_null("").str.contains(_COPYING)).to_numpy()
+    own = graph.own_ns.copy()
+    own[np.flatnonzero(copies & (graph.own_ns[: graph.count] > 0) & changes.is_compute(graph))] = 0
+    return gathers.first(changes.allocator(_fsdp2(replace(graph, own_ns=own))))
+
+
+def _fewer(graph: Graph, layers: int) -> Graph:
+    """Return the graph without the first regions of recomputation of each backward pass."""
+    again = reductions.recomputed(graph)
+    rows = graph.frame.select("rank", "step", "lane").with_columns(
+        pl.Series("again", again), pl.int_range(pl.len()).cast(pl.Int64).alias("at")
+    )
+    work = rows.filter((graph.frame["kind"] == "compute").fill_null(value=False))
+    place = ["rank", "lane", "step"]
+    begins = pl.col("again") & ~pl.col("again").shift(1, fill_value=False).over(place)
+    region = work.with_columns(begins.cast(pl.Int64).cum_sum().over(place).alias("region"))
+    first = region.filter("again", pl.col("region") <= layers)["at"].to_numpy()
+    own = graph.own_ns.copy()
+    own[first] = 0
+    return replace(graph, own_ns=np.asarray(own))
+
+
+_CHANGES: Mapping[str, tuple[Callable[[Graph], Graph], tuple[str, ...]]] = {
+    "fsdp2": (_fsdp2, (*_ASSUMED, _COPIES)),
+    "yafsdp": (_yafsdp, (*_ASSUMED, _BUFFERS)),
+}
