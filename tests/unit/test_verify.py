@@ -108,7 +108,7 @@ def test_a_shard_that_is_cut_or_gone_is_named_with_its_rank(step: Path) -> None:
 
 def test_a_save_that_never_ended_is_told_from_one_that_did(step: Path, saved: Path) -> None:
     sealed(step.parent / "step-000001", saved / "dcp")
-    assert only_problem(step).what.endswith("the save did not come to its end")  # no seal
+    assert only_problem(step).what.endswith("the save did not end, or is under way")  # no seal
     (step / ".metadata").unlink()
     whole, cut = verify.verify(step.parent)
     assert whole.status == verify.WHOLE
@@ -120,10 +120,10 @@ def test_a_save_that_never_ended_is_told_from_one_that_did(step: Path, saved: Pa
     ("harm", "rank", "file", "what"),
     [
         (lambda path: flip(path / "__1_0.distcp"), 1, "__1_0.distcp", "holds other bytes than were saved"),
-        (lambda path: flip(path / ".metadata"), None, ".metadata", "holds other bytes than were saved"),
+        (lambda path: flip(path / ".metadata"), 0, ".metadata", "holds other bytes than were saved"),
         (lambda path: os.truncate(path / "__1_0.distcp", 100), 1, "__1_0.distcp", "has 100 bytes"),
         (lambda path: (path / "__0_0.distcp").unlink(), 0, "__0_0.distcp", "is missing"),
-        (lambda path: flip(path / "seal.json"), None, "seal.json", "is damaged"),
+        (lambda path: flip(path / "seal.json"), 0, "seal.json", "is damaged"),
     ],
     ids=["flipped bit", "flipped bit in the metadata", "cut", "gone", "seal"],
 )
@@ -233,6 +233,17 @@ def test_the_command_says_what_is_wrong_where_and_what_to_do(saved: Path, tmp_pa
     assert told["checkpoints"][1]["problems"] == [
         {"rank": 1, "file": "__1_0.distcp", "what": "holds other bytes than were saved"}
     ]
+
+
+def test_what_cannot_be_read_is_told_from_what_is_damaged(step: Path) -> None:
+    shard = step / "__0_0.distcp"
+    shard.unlink()
+    shard.symlink_to(shard)  # the one thing that nobody can read, root included
+    done = tracekit("checkpoint", "verify", step)
+    assert done.returncode == 2
+    assert done.stdout.startswith("unreadable")
+    assert "rank 0: __0_0.distcp cannot be read: Too many levels" in done.stdout
+    assert "what to do: make the files readable to you and verify again" in done.stdout
 
 
 def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracekit.verify import found, inert, zipped
-from tracekit.verify.found import Part, Problem
+from tracekit.verify.found import Part
 
 METADATA_FILE = ".metadata"
 SHARD_SUFFIX = ".distcp"
@@ -30,9 +30,9 @@ def check(folder: Path) -> Part:
             raise inert.InertError(f"has {size:,} bytes, more than this reads")
         index = _index(inert.read((folder / METADATA_FILE).read_bytes()))
     except OSError as error:
-        return replace(part, problems=(_of_rank_0(found.unreadable(METADATA_FILE, error)),))
+        return replace(part, problems=(found.unreadable(METADATA_FILE, error),))
     except inert.InertError as error:
-        return replace(part, problems=(_of_rank_0(found.problem(METADATA_FILE, str(error))),))
+        return replace(part, problems=(found.problem(METADATA_FILE, str(error)),))
     shards = [_shard(folder, file, entries) for file, entries in sorted(index.items())]
     unchecked = sum(each.total_bytes - each.checked_bytes for each in shards if not each.problems)
     note = f"{METADATA_FILE} and {unchecked:,} bytes of shards have no checksum: they were not verified"
@@ -44,10 +44,6 @@ def check(folder: Path) -> Part:
         total_bytes=size + sum(each.total_bytes for each in shards),
         checked_bytes=sum(each.checked_bytes for each in shards),
     )
-
-
-def _of_rank_0(problem: Problem) -> Problem:
-    return replace(problem, rank=0)  # the coordinator writes the metadata
 
 
 def _index(metadata: Any) -> Mapping[str, Sequence[_Entry]]:

@@ -54,11 +54,11 @@ def _parts(folder: Path) -> list[Part]:
         parts.append(distributed.check(folder))
     shards = [name for name in names if name.endswith(distributed.SHARD_SUFFIX)]
     if shards and not parts:
-        what = f"is missing, and {len(shards)} shards are there: the save did not come to its end"
-        parts.append(Part("torch.distributed.checkpoint", (found.Problem(distributed.METADATA_FILE, what, 0),)))
+        what = f"is missing, and {len(shards)} shards are there: the save did not end, or is under way"
+        parts.append(Part("torch.distributed.checkpoint", (found.problem(distributed.METADATA_FILE, what),)))
     if parts and _others_are_sealed(folder):
-        what = "is missing, and checkpoints beside have one: the save did not come to its end"
-        parts.append(Part("seal", (found.Problem(seals.SEAL_FILE, what, 0),)))
+        what = "is missing, and checkpoints beside have one: the save did not end, or is under way"
+        parts.append(Part("seal", (found.problem(seals.SEAL_FILE, what),)))
     tensors = [name for name in names if name.endswith(safetensors.SUFFIX)]
     indexes = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
     if tensors or indexes:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 WHOLE, DAMAGED, UNREADABLE = "whole", "damaged", "unreadable"
+_OF_RANK_0 = (".metadata", "seal.json")  # the coordinator writes them
 _RANK_OF_FILE = re.compile(r"^__(\d+)_\d+\.distcp$|(?:^|[_-])rank[-_]?(\d+)(?!\d)")
 
 
@@ -67,9 +68,11 @@ def unreadable(file: str, error: OSError) -> Problem:
 def rank_of(file: str) -> int | None:
     """Return which rank wrote a file, by its name.
 
-    >>> rank_of("__12_0.distcp"), rank_of("model_rank3.pt"), rank_of(".metadata")
-    (12, 3, None)
+    >>> rank_of("__12_0.distcp"), rank_of("model_rank3.pt"), rank_of(".metadata"), rank_of("model.safetensors")
+    (12, 3, 0, None)
     """
+    if file in _OF_RANK_0:
+        return 0
     told = _RANK_OF_FILE.search(file)
     return int(told[1] or told[2]) if told else None
 
