@@ -58,6 +58,17 @@ def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> in
     return 0
 
 
+def what_is_left(config: TrainingConfig, rank: int) -> str:
+    """Return what a killed rank was saving, and what to go on from; nothing where no save was under way."""
+    unfinished, whole = seal.unfinished(config.checkpoints), seal.whole(config.checkpoints)
+    if not unfinished:
+        return ""
+    own = sorted(path.name for path in unfinished[-1].glob(f"__{rank}_*"))
+    lost = f"{unfinished[-1].name}/{own[-1]}" if own else unfinished[-1].name
+    way = f"go on with --resume {whole[-1]}" if whole else "there is no earlier one: start anew"
+    return f" while {lost} was written, so that {unfinished[-1].name} is not whole and will not be loaded; {way}"
+
+
 def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
     spawn = multiprocessing.get_context("spawn")
     ranks = [
@@ -120,7 +131,7 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: T
         return 128 + signal.SIGTERM, "ended by SIGTERM before the training began"
     for rank, code in failed.items():
         if code < 0:
-            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{_what_is_left(config, rank)}"
+            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{what_is_left(config, rank)}"
     left = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
     if not left:
         return 1, "no reason given by " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items())
@@ -129,17 +140,6 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: T
         ranks = ", ".join(f"rank {rank}" for rank in silent)
         return 1, f"{ranks} did not answer within {config.timeout_s:g} s, for which the other ranks waited"
     return first["code"], first["words"]
-
-
-def _what_is_left(config: TrainingConfig, rank: int) -> str:
-    """Return what a killed rank was saving, and what to go on from; nothing where no save was under way."""
-    unfinished, whole = seal.unfinished(config.checkpoints), seal.whole(config.checkpoints)
-    if not unfinished:
-        return ""
-    own = sorted(path.name for path in unfinished[-1].glob(f"__{rank}_*"))
-    lost = f"{unfinished[-1].name}/{own[-1]}" if own else unfinished[-1].name
-    way = f"go on with --resume {whole[-1]}" if whole else "there is no earlier one: start anew"
-    return f" while {lost} was written, so that {unfinished[-1].name} is not whole and will not be loaded; {way}"
 
 
 def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import signal
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.launched import MICRO, ranks_of, start, train
+from tests.integration.launched import train
 from tests.rotation import in_turns
 from tracekit import conventions
 
@@ -131,19 +129,6 @@ def test_a_resumed_training_is_the_uninterrupted_one_also_under_torchrun(
     assert code == 0, err
     assert "from step 9" in out
     assert losses(tmp_path / "on") == [of_rank[9:] for of_rank in losses(run)]
-
-
-@in_turns(2, "trainers")
-def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    process = start("--strategy", "ddp", "--out", str(tmp_path), "--steps", "100000", *MICRO)
-    assert process.stdout is not None
-    while "step    1 of" not in process.stdout.readline():
-        assert process.poll() is None
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.splitlines()[-1] == "instrumented_trainers: rank 1 was killed by SIGKILL"
-    assert ranks_of(process.pid) == []
 
 
 @in_turns(2, "trainers")
