@@ -9,7 +9,7 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import catalog, parts
-from dashboard.views import compare, memory, overview, ranks, runs, timeline
+from dashboard.views import checkpoints, compare, memory, overview, plan, ranks, runs, timeline
 
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
@@ -31,7 +31,9 @@ def main() -> None:
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
         "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
         "memory": st.Page(lambda: memory.page(chosen), title="Memory", url_path="memory"),
+        "checkpoints": st.Page(lambda: checkpoints.page(chosen), title="Checkpoints", url_path="checkpoints"),
         "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
+        "plan": st.Page(lambda: plan.page(chosen), title="Plan", url_path="plan"),
         "runs": st.Page(lambda: runs.page(listed), title="Runs", url_path="runs"),
     }
     st.session_state[parts.PAGES] = pages

@@ -120,7 +120,7 @@ def finding_keys(findings: Sequence[Finding]) -> dict[str, Finding]:
 
 def frame(table: pl.DataFrame, **options: Any) -> None:
     """Show a table with its numbers in readable units; it can be sorted, searched and downloaded."""
-    scales = {"_ns": (1e6, "%.3f ms"), "_bytes": (2**20, "%.2f MiB"), "_ratio": (0.01, "%.1f %%")}
+    scales = {"_ns": (1e6, "%.3f ms"), "bytes": (2**20, "%.2f MiB"), "_ratio": (0.01, "%.1f %%")}
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:

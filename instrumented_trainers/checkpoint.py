@@ -23,14 +23,22 @@ _METADATA = ".metadata"
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, but a disk that is full is an OSError."""
+    """torch's writer, but a disk that is full is an OSError, which names the file."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             # torch's serialization goes on after a failed write, and then complains of a position.
-            raise _os_error_before(error) or error from error
+            found = _os_error_before(error)
+            if found is None:
+                raise
+            raise OSError(found.errno, found.strerror, found.filename or self._last_file()) from error
+
+    def _last_file(self) -> str | None:
+        """Return the file that this rank wrote to last."""
+        own = Path(self.path).glob(f"__{dist.get_rank()}_*")
+        return max(((file.stat().st_mtime_ns, file.name) for file in own), default=(0, None))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Save:
             try:
                 seal.write(self.path, dataclasses.replace(self.seal, files=files))
             except OSError as error:
-                outcome = [f"rank 0: {error.strerror}"]
+                outcome = [f"rank 0: {seal.SEAL_FILE}: {error.strerror}"]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         return outcome[0]
 
@@ -90,7 +98,7 @@ class Save:
                 **({_METADATA: seal.describe(self.path, _METADATA, sync=True)} if rank == 0 else {}),
             }
         except OSError as error:
-            return f"rank {rank}: {error.strerror}"
+            return f"rank {rank}: {_told(error)}"
 
 
 def state_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -121,14 +129,9 @@ def random_state() -> dict[str, Tensor]:
     return states
 
 
-def whole(folder: Path) -> list[Path]:
-    """Return the sealed checkpoints under `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if seal.is_sealed(path))
-
-
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` sealed checkpoints. One rank calls it."""
-    for path in whole(folder)[:-keep]:
+    for path in seal.whole(folder)[:-keep]:
         shutil.rmtree(path)
 
 
@@ -149,10 +152,16 @@ def _words(failure: CheckpointException) -> str:
     """Return which rank failed first and why; errors that no disk is to blame for are raised again."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
-        return f"rank {rank}: {error.strerror}"
+        return f"rank {rank}: {_told(error)}"
     raise failure
 
 
+def _told(error: OSError) -> str:
+    return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error.strerror)
+
+
 def _what_is_left(path: Path) -> str:
-    earlier = [other.name for other in whole(path.parent) if other != path]
-    return f"{earlier[-1]} is the last whole one" if earlier else "there is no earlier one"
+    earlier = [other.name for other in seal.whole(path.parent) if other != path]
+    if not earlier:
+        return "there is no earlier one: make it possible to write there, and start anew"
+    return f"{earlier[-1]} is the last whole one: make it possible to write there, and go on with --resume"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from instrumented_trainers import seal
 from instrumented_trainers.config import FailedError, RefusedError, TrainingConfig
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
@@ -76,7 +77,7 @@ def _run_ranks(config: TrainingConfig, folder: Path, command: list[str]) -> int:
         return 0
     silent = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
     _end(ranks)
-    code, words = _cause(folder, failed, silent, timeout_s=config.timeout_s)
+    code, words = _cause(folder, failed, silent, config)
     sys.stderr.write(f"instrumented_trainers: {words}\n")
     return code
 
@@ -110,7 +111,7 @@ def _pass_on(number: int, ranks: list[BaseProcess]) -> None:
             process.terminate()
 
 
-def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], *, timeout_s: float) -> tuple[int, str]:
+def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: TrainingConfig) -> tuple[int, str]:
     """Return exit code and words of the rank that failed first; one that was killed had no time to leave any.
 
     If it failed because it waited in vain for the ranks that are still `silent`, those are named.
@@ -119,15 +120,26 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], *, timeou
         return 128 + signal.SIGTERM, "ended by SIGTERM before the training began"
     for rank, code in failed.items():
         if code < 0:
-            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}"
+            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{_what_is_left(config, rank)}"
     left = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
     if not left:
         return 1, "no reason given by " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items())
     first = min(left, key=lambda failure: failure["at_ns"])
     if silent and _TIMED_OUT in first["words"]:
         ranks = ", ".join(f"rank {rank}" for rank in silent)
-        return 1, f"{ranks} did not answer within {timeout_s:g} s, for which the other ranks waited"
+        return 1, f"{ranks} did not answer within {config.timeout_s:g} s, for which the other ranks waited"
     return first["code"], first["words"]
+
+
+def _what_is_left(config: TrainingConfig, rank: int) -> str:
+    """Return what a killed rank was saving, and what to go on from; nothing where no save was under way."""
+    unfinished, whole = seal.unfinished(config.checkpoints), seal.whole(config.checkpoints)
+    if not unfinished:
+        return ""
+    own = sorted(path.name for path in unfinished[-1].glob(f"__{rank}_*"))
+    lost = f"{unfinished[-1].name}/{own[-1]}" if own else unfinished[-1].name
+    way = f"go on with --resume {whole[-1]}" if whole else "there is no earlier one: start anew"
+    return f" while {lost} was written, so that {unfinished[-1].name} is not whole and will not be loaded; {way}"
 
 
 def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:

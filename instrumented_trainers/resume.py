@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from instrumented_trainers import checkpoint, seal
+from instrumented_trainers import seal
 from instrumented_trainers.config import NEWEST, OVERRIDABLE, RefusedError, TrainingConfig
 from instrumented_trainers.seal import Seal
 
@@ -53,7 +53,9 @@ def origin(config: TrainingConfig) -> Origin | None:
             _refuse_another_training(config, found)
             return Origin(path, found)
         if named:
-            raise RefusedError(f"--resume {config.resume}: damaged: {complaint}; name another checkpoint")
+            raise RefusedError(
+                f"--resume {config.resume}: damaged: {complaint}; name another, or restore it from a copy"
+            )
         if dist.get_rank() == 0:
             sys.stderr.write(f"instrumented_trainers: {path} is damaged: {complaint}; trying the one before it\n")
     words = "every checkpoint is damaged" if candidates else "no whole checkpoint"
@@ -70,14 +72,14 @@ def essence(config: TrainingConfig) -> dict[str, Any]:
 def _candidates(config: TrainingConfig) -> tuple[list[Path], bool]:
     """Return the checkpoints to choose from, oldest first, and whether one was named."""
     if config.resume == NEWEST:
-        return checkpoint.whole(config.checkpoints), False
+        return seal.whole(config.checkpoints), False
     asked = Path(str(config.resume))
     for path in (asked, config.checkpoints / asked):
         if seal.is_sealed(path):
             return [path], True
     run = dataclasses.replace(config, out=asked)
     if run.checkpoints.is_dir():
-        return checkpoint.whole(run.checkpoints), False
+        return seal.whole(run.checkpoints), False
     raise RefusedError(f"--resume {asked}: no whole checkpoint")
 
 

@@ -7,6 +7,7 @@ without a seal was never finished; one whose files do not match it is damaged.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,16 @@ class Seal:
 
 class BrokenSealError(ValueError):
     """A seal cannot be read, or its own checksum is not that of its words."""
+
+
+def whole(folder: Path) -> list[Path]:
+    """Return the sealed checkpoints under `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if is_sealed(path))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Return the checkpoints under `folder` whose save did not come to its end, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if not is_sealed(path))
 
 
 def is_sealed(path: Path) -> bool:
@@ -78,14 +89,21 @@ def describe(path: Path, name: str, *, sync: bool = False) -> dict[str, Any]:
 
 
 def damage(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a file of the checkpoint at `path`, or None."""
+    """Return what is wrong with a file of the checkpoint at `path`, with the rank that wrote it, or None."""
+    told = f"rank {_writer(name)}: {name}"
     try:
         found = describe(path, name)
     except OSError as error:
-        return f"{name}: {error.strerror}"
+        return f"{told}: {error.strerror}"
     if found["bytes"] != expected["bytes"]:
-        return f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were saved"
-    return None if found["sha256"] == expected["sha256"] else f"{name} holds other bytes than were saved"
+        return f"{told} has {found['bytes']:,} bytes, {expected['bytes']:,} were saved"
+    return None if found["sha256"] == expected["sha256"] else f"{told} holds other bytes than were saved"
+
+
+def _writer(name: str) -> int:
+    """Return the rank that wrote a file; what is no shard is rank 0's."""
+    shard = re.match(r"__(\d+)_", name)
+    return int(shard[1]) if shard else 0
 
 
 def _digest_of_words(words: Mapping[str, Any]) -> str:

@@ -1,22 +1,28 @@
 """For each rule a drawn run on which it fires and one on which it stays silent. A rule without them fails the tests."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import polars as pl
 
 from tests import drawn, late
+from tests.snapshots import MIB, Simulation, write
 from tracekit import schema
 from tracekit.trace import RUN_DOUBTS, Run, Trace
 
 HOST_LANE = 99
 GIB = 1 << 30
+MS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Proof:
     fires: Callable[[], Run]
     silent: Callable[[], Run]
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """What has to be told for the rule to judge at all."""
 
 
 def ops(*rows: tuple[str, str, int, int], step: int | None = 0, phase: str | None = None) -> pl.DataFrame:
@@ -82,11 +88,96 @@ def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
     return drawn.run(drawn.trace(picture, ops=pl.concat(rows)) if rows else drawn.trace(picture))
 
 
+def buffered(span: str) -> Run:
+    """Return a simulated run whose steps each take a block of 8 MiB in a span of FSDP."""
+    rows = pl.DataFrame({"step": [0, 1, 2], "at_ns": [0, 1, 2], "delta_bytes": [8 * MIB] * 3})
+    taken = rows.with_columns(span=pl.lit(span), unit=pl.lit("layers.0"))
+    return drawn.run(drawn.trace("step 000111222\ncompute aaabbbccc", allocations=taken))
+
+
 def saving(**stages_ns: int) -> Run:
     trace = drawn.trace(
         "step 01\ncompute ab", checkpoints=saves(**stages_ns), metrics=metrics("step_time_ns", 100, 100, 100)
     )
     return drawn.run(trace, strategy="ddp")
+
+
+def stalling(
+    *ranks: dict[str, int],
+    steps_ms: tuple[int, ...] = (1000, 1000, 1000),
+    columns: dict[str, dict[str, object]] | None = None,
+    every: dict[str, object] | None = None,
+    **manifest: object,
+) -> Run:
+    """Return ranks that save after step 2, each in stages of so many ms.
+
+    `columns` sets more of a stage's line, such as {"write": {"bytes": 5}}, and `every` of all lines.
+    """
+    traces = []
+    for rank, stages_ms in enumerate(ranks):
+        table = schema.CHECKPOINTS.conform(saves(**{stage: ms * MS for stage, ms in stages_ms.items()}))
+        table = table.with_columns(pl.lit(value).alias(name) for name, value in (every or {}).items())
+        for stage, more in (columns or {}).items():
+            table = table.with_columns(
+                pl.when(pl.col("stage") == stage).then(pl.lit(value)).otherwise(name).alias(name)
+                for name, value in more.items()
+            )
+        times = metrics("step_time_ns", *(ms * MS for ms in steps_ms))
+        traces.append(drawn.trace("step 01\ncompute ab", rank=rank, checkpoints=table, metrics=times))
+    return drawn.run(*traces, **manifest)
+
+
+def writing(*ranks: tuple[int, int]) -> Run:
+    """Return ranks that write so many bytes in so many ms each, and then wait for the slowest."""
+    longest = max(ms for _, ms in ranks)
+    parts = [
+        stalling({"write": ms, "wait": longest - ms, "total": longest}, columns={"write": {"bytes": size}})
+        for size, ms in ranks
+    ]
+    return drawn.run(*(replace(part.trace(0), rank=rank) for rank, part in enumerate(parts)))
+
+
+def beside(*, python_ms: int = 1500, worker: str = "thread", after_ms: int = 150, **counters_ms: int) -> Run:
+    """Return a rank that saves for 2 s in the background, after 20 steps of 100 ms and beside steps of `after_ms`."""
+    counted: dict[str, object] = {"blocking": False} | {name: ms * MS for name, ms in counters_ms.items()}
+    stages = {"serialize": python_ms, "write": 2000 - python_ms, "total": 2000}
+    run = stalling(
+        stages | ({"complete": 2000} if counters_ms else {}),
+        every={"blocking": False, "worker": worker, "step": 20},
+        columns={"complete": counted},
+        steps_ms=(*[100] * 20, *[after_ms] * 10),
+    )
+    return drawn.run(*run.traces(), strategy="ddp")
+
+
+def again(*, uploads_ms: int) -> Run:
+    """Return a rank that saves in the background every 3 s, for `uploads_ms`."""
+    one = schema.CHECKPOINTS.conform(saves(write=uploads_ms * MS, total=uploads_ms * MS)).with_columns(
+        blocking=pl.lit(value=False)
+    )
+    both = [
+        one.with_columns(checkpoint=pl.lit(f"step-{step}"), step=pl.lit(step), start_ns=pl.lit(start_ms * MS, pl.Int64))
+        for step, start_ms in ((20, 0), (40, 3000))
+    ]
+    times = metrics("step_time_ns", *[100.0 * MS] * 42)
+    trace = drawn.trace("step 01\ncompute ab", checkpoints=pl.concat(both), metrics=times)
+    return drawn.run(trace, strategy="ddp")
+
+
+def restoring(*read_bytes: int, whole_bytes: int, call: str = "dcp.load") -> Run:
+    """Return ranks that load one checkpoint, each so many bytes of it."""
+    traces = []
+    for rank, size_bytes in enumerate(read_bytes):
+        rows = [
+            {"stage": "read", "dur_ns": 5 * MS, "bytes": size_bytes},
+            {"stage": "total", "dur_ns": 9 * MS, "bytes": size_bytes, "whole_bytes": whole_bytes},
+        ]
+        table = pl.DataFrame(rows, infer_schema_length=None).with_columns(
+            checkpoint=pl.lit("step-2"), operation=pl.lit("load"), path=pl.lit("a/step-2"), call=pl.lit(call),
+            start_ns=pl.lit(0), blocking=pl.lit(value=True),
+        )  # fmt: skip
+        traces.append(drawn.trace("step 01\ncompute ab", rank=rank, checkpoints=table))
+    return drawn.run(*traces)
 
 
 def doubtful(*doubts: tuple[str, float]) -> Run:
@@ -162,6 +253,43 @@ def holding(*held_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int 
     trace = drawn.trace(HIDDEN, allocations=events, ops=ops(("aten::_softmax", "cpu_op", 0, 9)))
     header = {"deviceProperties": [{"id": 0, "totalGlobalMem": memory_bytes}]}
     return drawn.run(replace(trace, header=header))
+
+
+def taking(*steps: dict[int, int], reserved: tuple[int, ...] = ()) -> Run:
+    """Return a simulated run on a device: each step takes a block of each size that it names, so often, and frees it.
+
+    `reserved` tells how much is reserved in each step.
+    """
+    rows, at = [], 0
+    for step, sizes in enumerate(steps):
+        for size, count in sizes.items():
+            for delta in (size, -size) * count:
+                held = GIB + max(delta, 0)
+                rows.append((at, step, at // 2, delta, held, reserved[step] if reserved else 4 * GIB))
+                at += 1
+    names = ["at_ns", "step", "address", "delta_bytes", "allocated_bytes", "reserved_bytes"]
+    events = pl.DataFrame(rows, schema=names, orient="row").with_columns(device=0)
+    return drawn.run(drawn.trace(HIDDEN, allocations=events))
+
+
+def beside_snapshots(*programs: Simulation) -> Run:
+    """Return a drawn run in a folder of its own, beside which lie the snapshots of simulated programs, one a rank."""
+    folder = tempfile.TemporaryDirectory(prefix="tracekit-test-")
+    _FOLDERS.append(folder)
+    for rank, program in enumerate(programs):
+        write(Path(folder.name) / f"rank{rank:05d}.memory.pickle", program.document())
+    return drawn.run(drawn.trace(HIDDEN), path=folder.name)
+
+
+def on_streams(*held: tuple[int, int]) -> Simulation:
+    """Return a simulated program that took and freed a block of so many MiB on each of these streams."""
+    program = Simulation()
+    for stream, size in held:
+        program.free(program.malloc(size * MIB, stream=stream))
+    return program
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # they go when the tests end
 
 
 def leaking(step_bytes: int) -> Run:
@@ -266,8 +394,70 @@ PROOFS: dict[str, Proof] = {
     "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
     "MEM005": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
     "MEM006": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
+    "MEM007": Proof(
+        lambda: drawn.run(drawn.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 0, 0, 2))),
+        lambda: drawn.run(drawn.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 2, 2, 2))),
+    ),
+    "MEM008": Proof(
+        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)),
+        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB, 4 * GIB)),
+    ),
+    "MEM009": Proof(
+        lambda: beside_snapshots(on_streams((0, 900), (7, 500))), lambda: beside_snapshots(on_streams((0, 900)))
+    ),
+    "MEM010": Proof(
+        lambda: taking(*({GIB + step * 2 * MIB: 1, GIB: 1} for step in range(4))), lambda: taking(*[{GIB: 2}] * 4)
+    ),
+    "MEM011": Proof(lambda: buffered("all_gather"), lambda: buffered("forward")),
     "CKPT001": Proof(
         lambda: saving(plan=10, write=80, total=100), lambda: drawn.run(drawn.trace(HIDDEN), strategy="ddp")
+    ),
+    # Of 500 ms blocked, most is one stage; nobody else waits.
+    "CKPT002": Proof(
+        lambda: stalling({"serialize": 400, "write": 50, "total": 500}),
+        lambda: stalling({"serialize": 40, "write": 5, "total": 50}),
+    ),
+    "CKPT003": Proof(
+        lambda: stalling({"stage": 400, "write": 50, "total": 500}),
+        lambda: stalling({"stage": 400, "write": 50, "total": 500}, steps_ms=(9000, 9000, 9000)),
+    ),
+    "CKPT004": Proof(
+        lambda: stalling({"serialize": 50, "write": 400, "total": 500}),
+        lambda: stalling({"serialize": 400, "write": 50, "total": 500}),
+    ),
+    "CKPT005": Proof(
+        lambda: stalling({"write": 50, "fsync": 200, "finish": 200, "total": 500}),
+        lambda: stalling({"write": 300, "fsync": 50, "finish": 50, "total": 500}),
+    ),
+    # Both write 1 GB: rank 1 takes ten times as long. In silence it has ten times the bytes.
+    "CKPT006": Proof(lambda: writing((10**9, 50), (10**9, 450)), lambda: writing((10**8, 50), (10**9, 450))),
+    "CKPT007": Proof(
+        lambda: stalling({"plan": 300, "write": 50, "wait": 150, "total": 500}),
+        lambda: stalling({"plan": 100, "write": 300, "wait": 100, "total": 500}),
+    ),
+    "CKPT008": Proof(
+        lambda: stalling({"write": 50, "fsync": 400, "total": 500}, columns={"fsync": {"calls": 1}}),
+        lambda: stalling({"write": 50, "fsync": 400, "total": 500}),
+    ),
+    "CKPT009": Proof(beside, lambda: beside(worker="process")),
+    "CKPT010": Proof(
+        lambda: beside(cpu_ns=900, run_delay_ns=1000), lambda: beside(cpu_ns=1500, run_delay_ns=100, python_ms=100)
+    ),
+    "CKPT011": Proof(lambda: again(uploads_ms=2990), lambda: again(uploads_ms=2000)),
+    "CKPT012": Proof(lambda: restoring(10, 10, whole_bytes=10), lambda: restoring(5, 5, whole_bytes=10)),
+    # With 0.5 s a save and a failure a day 294 s between saves lose least.
+    "CKPT013": Proof(
+        lambda: stalling({"write": 500, "total": 500}),
+        lambda: stalling({"write": 500, "total": 500}, steps_ms=(147000,) * 3),
+        {"mtbf_s": 86400},
+    ),
+    "CKPT014": Proof(
+        lambda: stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}}),
+        lambda: stalling({"write": 500, "total": 500}, columns={"total": {"durable": True, "bytes": 5}}),
+    ),
+    "CKPT015": Proof(
+        lambda: stalling({"write": 500, "total": 500}, every={"call": "dcp.save"}),
+        lambda: stalling({"write": 500, "total": 500}, every={"call": "torch.save"}),
     ),
     "DATA001": Proof(lambda: doubtful(("truncated", 0.3)), doubtful),
 }

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tracekit
+from tracekit import pricing
 from tracekit.errors import RuleError
-from tracekit.rule import Finding, Input, Report, Rule
+from tracekit.rule import Finding, Input, Report, Rule, in_order
 from tracekit.rules import all_rules
 from tracekit.trace import Run, Source
-from tracekit.whatif import pricing
+from tracekit.whatif import graph
 
 
 def check(
@@ -22,7 +23,8 @@ def check(
     crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    run.measure((fact for rule in chosen for fact in rule.facts), on_progress)
+    replayed = graph.FACTS if any(pricing.can_price(rule.code) for rule in chosen) else ()
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *replayed], on_progress)
     findings: list[Finding] = []
     notes: list[str] = []
     for rule in chosen:
@@ -32,10 +34,8 @@ def check(
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
         notes += [f"{rule.code}: {blind}"] if blind else []
-    findings = pricing.priced(run, findings)
-    findings.sort(key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject))
     inputs = tuple(_input(source.path) for source in run.sources)
-    return Report(run, tuple(findings), tuple(notes), inputs, tracekit.__version__)
+    return pricing.priced(Report(run, in_order(findings), tuple(notes), inputs, tracekit.__version__))
 
 
 def _input(path: str) -> Input:

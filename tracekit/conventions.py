@@ -70,7 +70,7 @@ def span_name(phase: str) -> str:
 #   worker      str   one of WORKERS: who did it
 #   process     int   its process id
 #   thread      int   its native thread id, as traces have it
-#   calls       int   calls that wrote or read, or null
+#   calls       int   calls that wrote or read, of stage fsync those that synced the whole machine (os.sync), or null
 # Lines of stage "total" and "complete" also tell of the operation as a whole, or of the machine during it; null where
 # it could not be read:
 #   durable                         bool  whether each file that this rank wrote was synced after its last byte
@@ -78,6 +78,7 @@ def span_name(phase: str) -> str:
 #   io_some_ns, io_full_ns          int   time in which some, or all, of the machine's tasks stood still for I/O
 #   cpu_ns, run_delay_ns            int   time that `thread` ran, and was ready to run and did not
 #   storage_written_bytes           int   bytes that the process, all of it, sent to storage; …_read_…: fetched from it
+#   whole_bytes                     int   bytes of all shards of the checkpoint that is loaded from, by its metadata
 # On a line "complete", `worker` is who went on in the background, `process` and `thread` are those that called.
 # A save in the background has two clocks. Its blocking "total" is the time that training was stopped; "complete" runs
 # from the same start to the end of all work. Without a line "complete" the end of "total" is the end of all.

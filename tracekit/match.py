@@ -13,6 +13,8 @@ TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier
 _UNEQUAL = ("all_to_all", "gather", "scatter")  # each rank's part may be of a size of its own
 """Collectives that nobody can leave before everybody has come."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
+PAIRED = "send_recv"
+"""A send and its receive, both of which tell who is at the other end."""
 SEQ, ORDER, NONE = "seq", "order", "none"
 
 CALLS = {
@@ -39,7 +41,8 @@ def calls(trace: Trace) -> pl.DataFrame:
 
     Columns as CALLS: group is the group's name, members tells groups of one name apart (which ranks, as text; null
     where the trace does not tell), bytes is the larger of sent and received. One row per communication activity. Where
-    a trace knows one group only, all its collectives are of it.
+    a trace knows one group only, all its collectives are of it. A send or receive whose other end is known is of op
+    send_recv and a group of two: members are then "FROM>TO".
     """
     activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
     groups = trace.groups.filter(pl.col("ranks").list.len() > 1)
@@ -56,7 +59,20 @@ def calls(trace: Trace) -> pl.DataFrame:
         )
         .sort("start_ns", "activity_id")
     )
-    return found.select(pl.col(name).cast(dtype) for name, dtype in CALLS.items())
+    return _with_pairs(found, trace.rank).select(pl.col(name).cast(dtype) for name, dtype in CALLS.items())
+
+
+def _with_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
+    sends = pl.col("op") == "send"
+    paired = (sends | (pl.col("op") == "recv")) & pl.col("peer").is_not_null()
+    to_peer, from_peer = pl.format(f"{rank}>{{}}", "peer"), pl.format(f"{{}}>{rank}", "peer")
+    between = pl.when(sends).then(to_peer).otherwise(from_peer)
+    return found.with_columns(
+        pl.when(paired).then(between).otherwise("members").alias("members"),
+        pl.when(paired).then(2).otherwise("group_size").alias("group_size"),
+        pl.when(paired).then(None).otherwise("seq").alias("seq"),  # of the group, not of the pair
+        pl.when(paired).then(pl.lit(PAIRED)).otherwise("op").alias("op"),
+    )
 
 
 def matched(run: Run) -> pl.DataFrame:
@@ -112,7 +128,7 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the calls of each group with more than one rank here, those known best and largest first."""
     shared = (
         rows.with_row_index("at")
-        .filter(pl.col("op").is_in([*TOGETHER, *ROOTED]))
+        .filter(pl.col("op").is_in([*TOGETHER, *ROOTED]) | _is_paired())
         .with_columns(pl.col("rank").n_unique().over("group", "members").alias("present"))
         # More ranks than the group has: several groups of one name, not to be told apart.
         .filter(
@@ -122,8 +138,9 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
     )
     keys = (
         shared.group_by("group", "members")
-        .agg(pl.len().alias("calls"), pl.col("present").first())
+        .agg(pl.len().alias("calls"), pl.col("present").first(), _is_paired().any().alias("paired"))
         .sort(
+            "paired",  # ends of sends tie no clocks: what ties them comes first
             pl.col("members").is_null(),
             pl.col("group").is_null(),
             -pl.col("present").cast(pl.Int64),
@@ -134,6 +151,10 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
     )
     for group, members in keys.select("group", "members").iter_rows():
         yield shared.filter(pl.col("group").eq_missing(group), pl.col("members").eq_missing(members))
+
+
+def _is_paired() -> pl.Expr:
+    return (pl.col("op") == PAIRED) & pl.col("members").str.contains(">", literal=True).fill_null(value=False)
 
 
 class _Clocks:

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from enum import IntEnum
@@ -65,6 +65,11 @@ class Finding:
         more = self.evidence.height - _MAX_SHOWN
         rows = markup.frame(_from_first(self.evidence.head(_MAX_SHOWN))) if self.evidence.height else ""
         return f"<div>{head}{fix}</div>{rows}" + (f"<p>and {more:,} more rows</p>" if more > 0 else "")
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Return findings, the gravest and costliest first."""
+    return tuple(sorted(findings, key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject)))
 
 
 _MAX_SHOWN = 10

@@ -155,6 +155,7 @@ COLLECTIVES = Table(
         _bytes("sent_bytes", "Input message size on this rank; null where not known."),
         _bytes("received_bytes", "Output message size on this rank; null where not known."),
         _column("group_size", _INT, "Number of ranks in the group; null where not known."),
+        _column("peer", _INT, "Global rank at the other end of a send or receive; null for others, or if not known."),
     ),
 )
 
@@ -222,7 +223,7 @@ CHECKPOINTS = Table(
         _column("worker", _TEXT, "Who did it: main (the training thread), thread, or process (one of its own)."),
         _column("process", _INT, "Process id of the worker."),
         _column("thread", _INT, "Native thread id of the worker."),
-        _column("calls", _INT, "Calls that wrote or read; null where not known."),
+        _column("calls", _INT, "Calls that wrote or read; of fsync, those of os.sync; null: none, or not known."),
         _column(
             "durable", _BOOL, "Whether all files of this rank were synced after their last byte; of the whole only."
         ),
@@ -238,6 +239,7 @@ CHECKPOINTS = Table(
         _ns("run_delay_ns", "Time that the worker's thread was ready to run and did not; of the whole only."),
         _bytes("storage_written_bytes", "Bytes that the process sent to storage meanwhile; of the whole only."),
         _bytes("storage_read_bytes", "Bytes that the process fetched from storage meanwhile; of the whole only."),
+        _bytes("whole_bytes", "Bytes of all shards of the checkpoint that is loaded from; of a load's total only."),
     ),
 )
 

@@ -89,12 +89,12 @@ class Churn(Fault):
     """Each layer takes a fresh buffer, larger every step, and lets it go; on a GPU the cache is emptied every step.
 
     So the allocator cannot reuse what it has: cudaMalloc and cudaFree in steady state. Seen by MEM001; on the CPU,
-    which has no such calls, as allocations per step only.
+    which has no such calls, by MEM010 as sizes that change from step to step.
     """
 
     name: ClassVar[str] = "churn"
     usage: ClassVar[str] = "churn[=MIB], the buffer, 4"
-    seen_by: ClassVar[tuple[str, ...]] = ("MEM001",)
+    seen_by: ClassVar[tuple[str, ...]] = ("MEM001", "MEM010")
     buffer_mib: int = 4
 
     @classmethod

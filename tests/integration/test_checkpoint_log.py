@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from tests import ranks
-from tracekit import conventions
+from tracekit import conventions, schema
+from tracekit.analysis import saves, stalls
 from tracekit.capture import record_save
+from tracekit.trace import Run, Source, Trace
 
 DELAY_S = 0.5
 SLOW_RANK = 1
@@ -106,3 +109,32 @@ def test_only_the_coordinator_finishes(logs: dict[str, list[Log]]) -> None:
     assert coordinator[conventions.FINISH]["files"] == 1
     assert conventions.FINISH not in other
     assert (coordinator["fsync"]["files"], other["fsync"]["files"]) == (2, 1)
+
+
+def run_of(logs: list[Log]) -> Run:
+    """Return a run of which nothing but the log is known."""
+    traces = [
+        Trace(rank, 0, "log", checkpoints=schema.CHECKPOINTS.conform(pl.DataFrame(list(log.values()), strict=False)))
+        for rank, log in enumerate(logs)
+    ]
+    return Run("log", [Source(trace.rank, 0, "log", 0, lambda trace=trace: trace) for trace in traces])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("slow plan", stalls.PLAN), ("slow fsync", stalls.STRAGGLER), ("slow write", stalls.STRAGGLER)],
+)
+def test_the_class_of_the_stall_is_named_with_the_rank(logs: dict[str, list[Log]], fault: str, kind: str) -> None:
+    run = run_of(logs[fault])
+    (row,) = run.across(stalls.dominant).iter_rows(named=True)
+    assert (row["kind"], row["rank"]) == (kind, SLOW_RANK)
+    assert row["dur_ns"] >= DELAY_S * 0.9e9
+    parts = run.across(stalls.parts)
+    assert parts["dur_ns"].sum() == pytest.approx(row["whole_ns"], rel=0.03)
+
+
+def test_the_two_clocks_of_a_blocking_save_are_one(logs: dict[str, list[Log]]) -> None:
+    for clocks in run_of(logs["no fault"]).across(saves.clocks).iter_rows(named=True):
+        assert clocks["blocked_ns"] == clocks["written_ns"]
+        assert 0.97 * clocks["blocked_ns"] <= clocks["told_ns"] <= clocks["blocked_ns"]
+        assert clocks["storage_bytes_per_s"] > 0

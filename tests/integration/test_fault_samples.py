@@ -15,6 +15,9 @@ from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import stage
 from tracekit import conventions
 from tracekit.analysis import breakdown
+from tracekit.checking import check
+from tracekit.rule import Severity
+from tracekit.rules import RULES
 from tracekit.rules.checkpoint import BlockingCheckpoint
 
 FAULT_SAMPLES = Path(__file__).parents[2] / "sample_traces" / "faults"
@@ -135,6 +138,25 @@ def test_a_sample_shows_its_fault_and_its_twin_does_not(name: str) -> None:
 def test_the_checkpoint_rule_blames_the_stage_at_fault(name: str, blamed: set[str]) -> None:
     (finding,) = BlockingCheckpoint().check(tracekit.load(FAULT_SAMPLES / name))
     assert any(f"stage {stage}" in finding.message for stage in blamed), finding.message
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("slow-disk", "CKPT004"),
+        ("slow-fsync", "CKPT005"),
+        ("small-tensors", "CKPT002"),
+        ("gil-save", "CKPT009"),
+        ("healthy-save", None),
+        ("healthy-background-save", None),
+    ],
+)
+def test_a_save_s_stall_is_named_by_its_class_and_a_healthy_save_has_none(name: str, code: str | None) -> None:
+    run = tracekit.load(FAULT_SAMPLES / name)
+    rules = [rule() for rule in RULES if rule.code.startswith("CKPT")]
+    loud = {finding.code for finding in check(run, rules).findings if finding.severity >= Severity.WARNING}
+    assert loud - {BlockingCheckpoint.code} == ({code} if code else set())
+    assert (BlockingCheckpoint.code in loud) == (code not in ("CKPT009", None))
 
 
 def test_without_prefetch_no_gather_is_hidden() -> None:

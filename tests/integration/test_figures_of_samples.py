@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 import tracekit
+from tests import drawn
+from tests.proofs import beside_snapshots, on_streams
 from tracekit import charts
 from tracekit.analysis import breakdown, slices
-from tracekit.reports import html
+from tracekit.reports import html, memory_figures
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -38,7 +40,18 @@ def test_the_report_of_a_recorded_run_tells_its_findings_and_inputs(sample):
     for entry in report.inputs:
         assert entry.sha256 in page
     assert page.count("plotly.js v") == 1
+    assert 'id="figure-memory"' in page
+    assert 'id="figure-lifetimes"' in page
     assert len(page) < 7_000_000
+
+
+def test_a_snapshot_beside_the_traces_is_in_the_report_and_one_that_cannot_be_read_is_left_out(tmp_path):
+    run = beside_snapshots(on_streams((0, 90), (7, 50)))
+    pictures = {picture.name: picture for picture in memory_figures.of_run(run)}
+    assert list(pictures) == ["segments"]
+    assert "rank 0" in pictures["segments"].caption
+    (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"no pickle")
+    assert list(memory_figures.of_run(drawn.run(drawn.trace("compute a"), path=run.path))) == []
 
 
 def test_eight_gpus_are_drawn_one_bar_each():

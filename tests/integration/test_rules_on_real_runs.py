@@ -11,14 +11,17 @@ import pytest
 
 from tests.integration import raw
 from tracekit import units
-from tracekit.analysis import contention, instances
+from tracekit.analysis import collective_contention, contention, instances
 from tracekit.checking import check
 from tracekit.loading import load
 from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.churn import AlternatingBuffers, ChangingSizes
 from tracekit.rules.comm import ExposedCommunication
+from tracekit.rules.contended import ContendedCompute, StarvedCollectives
 from tracekit.rules.data import DoubtfulTrace
-from tracekit.rules.memory import AllocatorChurn
-from tracekit.rules.stream import GiveWay
+from tracekit.rules.fragmentation import FragmentedMemory
+from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
+from tracekit.rules.stream import GiveWay, NeedlessOrder
 from tracekit.rules.uneven import UnevenRanks
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +127,7 @@ def test_ranks_that_wait_for_two_with_late_hosts_are_no_exposed_communication():
 
 def test_what_device_mallocs_stall_is_idle_time_of_the_device():
     run = others("torchrec_v100_4ranks")
-    found = judge(run, AllocatorChurn())["device calls"]
+    found = judge(run, SteadyDeviceAllocation())["device calls"]
     step, rank = quoted(found)
     trace = raw_of(run, rank)
     calls, idle = raw.device_calls(trace), raw.idle_of_devices(trace)
@@ -147,7 +150,7 @@ def test_what_device_mallocs_stall_is_idle_time_of_the_device():
 
 def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_ends():
     run = others("tracelens_mi300_resnet_ddp")
-    found = judge(run, AllocatorChurn())["device calls"]
+    found = judge(run, SteadyDeviceAllocation())["device calls"]
     step, _ = quoted(found)
     trace = raw_of(run, 0)
     assert not trace.steps
@@ -169,12 +172,24 @@ def test_hip_mallocs_of_an_uncached_run_stall_most_of_a_step_that_the_optimizer_
 def test_a_run_with_28_000_allocations_from_a_warm_cache_is_no_churn():
     run = others("hta_ddp_v100_memory")
     assert sum(event["name"] == "[memory]" for event in raw_of(run, 1).events) == 28_010
-    assert judge(run, AllocatorChurn()) == {}
+    for rule in (SteadyDeviceAllocation, AllocatorRetry, FragmentedMemory, ChangingSizes):
+        assert judge(run, rule()) == {}
+
+
+def test_a_layer_that_takes_a_larger_block_each_step_is_churn_and_its_healthy_twin_is_none():
+    (found,) = judge(load(SAMPLES / "faults" / "churn"), ChangingSizes()).values()
+    taken = found.evidence["bytes"].to_list()
+    assert len(taken) == 1  # the last layer's: the others take a size of the step before
+    assert taken[0] > 4 << 20
+    assert found.cost_bytes == taken[0]
+    assert judge(load(SAMPLES / "faults" / "healthy-ddp"), ChangingSizes()) == {}
+    for name in ("demo-fsdp2", "demo-yafsdp"):
+        assert judge(load(SAMPLES / name), ChangingSizes()) == {}
 
 
 def test_unit_buffers_are_memory_events_inside_the_engines_spans():
     run = load(SAMPLES / "demo-fsdp2")
-    found = judge(run, AllocatorChurn())["unit buffers"]
+    found = judge(run, AlternatingBuffers())[""]
     step, rank = quoted(found)
     trace = raw_of(run, rank)
     spans = [s for s in trace.of("user_annotation") if re.match(r"FSDP::\w", s.name)]
@@ -193,7 +208,8 @@ def test_unit_buffers_are_memory_events_inside_the_engines_spans():
     assert found.cost_bytes == sum(taken)
     assert f"allocate {len(taken)} buffers of 1 MiB or more, {units.size(sum(taken))} in all" in found.message
     assert sorted(found.evidence["bytes"]) == sorted(taken)
-    assert "unit buffers" not in judge(load(SAMPLES / "demo-yafsdp"), AllocatorChurn())
+    assert "two buffers of each kind, 10.8 MiB in all, would serve 88 blocks" in found.message
+    assert judge(load(SAMPLES / "demo-yafsdp"), AlternatingBuffers()) == {}
 
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
@@ -291,21 +307,73 @@ def test_preparation_on_real_streams_is_measured_as_by_hand_and_no_give_way_is_c
     run = others("torchrec_v100_4ranks")
     table = run.table(contention.preparation).filter(pl.col("rank") == 0)
     kernels = raw_of(run, 0).of("kernel", "gpu_memcpy", "gpu_memset")
-    streams = {k.args["stream"] for k in kernels if k.name.startswith("nccl")}
     expected = set()
-    for stream in streams:
-        own = [k for k in kernels if k.args["stream"] == stream]
+    for stream in {k.args["stream"] for k in kernels if k.name.startswith("nccl")}:
+        own = sorted((k for k in kernels if k.args["stream"] == stream), key=lambda k: k.start)
         time = {True: 0, False: 0}
         for k in own:
             time[k.name.startswith("nccl")] += k.end - k.start
+        last = max(k.start for k in own if k.name.startswith("nccl"))
         if time[True] > time[False]:
-            expected |= {(k.start, k.end - k.start) for k in own if not k.name.startswith("nccl")}
+            expected |= {(k.start, k.end - k.start) for k in own if not k.name.startswith("nccl") and k.start < last}
     assert set(table.select("start_ns", "dur_ns").rows()) == expected
     compute = [
         k.span
         for k in kernels
-        if k.cat == "kernel" and not k.name.startswith("nccl") and k.args["stream"] not in streams
+        if k.cat == "kernel" and not k.name.startswith("nccl") and (k.start, k.end - k.start) not in expected
     ]
     for start, dur, overlapped in table.select("start_ns", "dur_ns", "overlapped_ns").rows():
         assert overlapped == raw.length(raw.common([(start, start + dur)], compute))
     assert judge(run, GiveWay()) == {}
+
+
+def test_compute_that_an_amd_all_reduce_slows_is_the_same_kernels_alone_and_beside():
+    run = others("merged_ddp_mi300_4ranks")
+    found = judge(run, ContendedCompute())[""]
+    assert float(re.search(r"take ([0-9.]+) times", found.message)[1]) == pytest.approx(1.27, abs=0.01)
+    work = run.trace(0).activities
+    calls = spans(work.filter(kind="communication"))
+    kernels = run.table(contention.by_kernel).filter(of="compute", beside="communication", rank=0)
+    for kernel in kernels.head(3).iter_rows(named=True):
+        # Of one name there are several sizes: the durations that are told are found among those alone and beside.
+        own = spans(work.filter(name=kernel["name"]))
+        alone = [span[1] - span[0] for span in own if not raw.common([span], calls)]
+        beside = [span[1] - span[0] for span in own if raw.length(raw.common([span], calls)) == span[1] - span[0]]
+        assert min(abs(ns - kernel["alone_ns"]) for ns in alone) <= 0.01 * kernel["alone_ns"]
+        assert min(abs(ns - kernel["beside_ns"]) for ns in beside) <= 0.01 * kernel["beside_ns"]
+        assert kernel["beside_ns"] > 1.25 * kernel["alone_ns"]
+
+
+def spans(work):
+    return [(start, start + dur) for start, dur in work.select("start_ns", "dur_ns").rows()]
+
+
+@pytest.mark.parametrize("name", ["nanogpt_h100_8ranks", "torchrec_v100_4ranks", "megatron_tp8_a100_8ranks"])
+def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
+    run = others(name)
+    assert judge(run, NeedlessOrder()) == {}
+    assert judge(run, StarvedCollectives()) == {}
+
+
+def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_beside_compute():
+    run = others("nanogpt_h100_8ranks")
+    speeds = run.across(collective_contention.bandwidths)
+    found = speeds.filter(pl.col("op") == "reduce_scatter", pl.col("dtype") == "BFloat16").row(0, named=True)
+    calls = run.across(collective_contention.across).filter(
+        pl.col("bytes") == found["bytes"], pl.col("op") == found["op"]
+    )
+    alone = []
+    for _, of in calls.group_by("instance"):
+        assert of["transfer_ns"].to_list() == [of["dur_ns"].min()] * len(run.ranks)  # its duration where it came last
+        alone += of["transfer_ns"].to_list()[:1] if of["alone"][0] else []
+    assert found["alone_calls"] == len(alone)
+    assert found["alone_ns"] == statistics.median(alone)
+    trace = raw_of(run, 0)
+    computing = [k.span for k in trace.of("kernel") if not k.name.startswith("nccl")]
+    kernels = {s.start: s for s in trace.of("kernel") if s.args.get("In msg nelems") == found["bytes"] // 2}
+    mine = calls.filter(pl.col("rank") == 0).select("rank", "activity_id")
+    told = run.table(collective_contention.calls).join(mine, on=["rank", "activity_id"])
+    assert told.height > 3
+    for start, dur, beside in told.select("start_ns", "dur_ns", "compute_ns").iter_rows():
+        assert (kernels[start].end - start, raw.length(raw.common([kernels[start].span], computing))) == (dur, beside)
+    assert found["alone_bus_bytes_per_s"] == pytest.approx(found["bytes"] * 7 / 8 * 1e9 / found["alone_ns"])

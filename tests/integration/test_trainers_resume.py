@@ -77,6 +77,25 @@ def train_limited(run: Path) -> tuple[list[float], str]:
         Fault.add_state = add_state  # type: ignore[method-assign]
 
 
+def train_watched(run: Path) -> dict[str, int]:
+    """Train with one save and return how large each file and folder was when this rank synced it last."""
+    import os
+
+    sizes: dict[str, int] = {}
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        sizes[str(Path(f"/proc/self/fd/{descriptor}").readlink())] = os.fstat(descriptor).st_size
+
+    os.fsync = watched  # type: ignore[assignment]
+    try:
+        trainings.train(micro("fsdp2", run, steps=2, checkpoint_every=2))
+    finally:
+        os.fsync = fsync
+    return sizes
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -115,6 +134,7 @@ def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
                 override=("learning_rate=0.001", "weight_decay=0.0"),
             )
         ),
+        "watched": functools.partial(train_watched, folder / "watched"),
         "limited": functools.partial(train_limited, folder / "limited"),
         "another text": case(micro("fsdp2", folder / "text", **{**LONG, "tokens": 16}, resume=third)),
     }
@@ -157,13 +177,16 @@ def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(outcomes: Ma
     assert losses(outcomes, "past the damage") == [of_rank[3:] for of_rank in losses(outcomes, "fsdp2")]
     words = said(outcomes, "past the damage")
     assert words.count("\n") == 1
-    assert "step-000006 is damaged: __1_0.distcp holds other bytes than were saved; trying the one before it" in words
+    assert (
+        "step-000006 is damaged: rank 1: __1_0.distcp holds other bytes than were saved; trying the one before it"
+        in words
+    )
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(outcomes: Mapping[str, ranks.Outcome]) -> None:
     assert "no whole checkpoint" in said(outcomes, "nothing there")
     words = said(outcomes, "the damaged one by name")
-    assert words.startswith("RefusedError: --resume step-000006: damaged: __1_0.distcp")
+    assert words.startswith("RefusedError: --resume step-000006: damaged: rank 1: __1_0.distcp")
 
 
 def test_no_checkpoint_is_used_if_all_are_damaged_also_in_their_seals(outcomes: Mapping[str, ranks.Outcome]) -> None:
@@ -189,9 +212,24 @@ def test_a_rank_that_cannot_save_ends_the_training_with_the_last_good_checkpoint
 ) -> None:
     words = {said for _, said in outcomes["limited"].results()}
     assert words == {
-        "FailedError: step-000004 could not be saved: rank 1: File too large; step-000002 is the last whole one"
+        "FailedError: step-000004 could not be saved: rank 1: __1_0.distcp: File too large; step-000002 is the last "
+        "whole one: make it possible to write there, and go on with --resume"
     }
     assert [path.name for path in (folder / "limited" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_all_of_a_checkpoint_is_on_disk_once_it_has_its_seal(
+    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+) -> None:
+    path = folder / "watched" / "checkpoints" / "step-000002"
+    synced: dict[str, int] = {}
+    for of_rank in outcomes["watched"].results():
+        synced |= of_rank
+    sizes = {str(file): file.stat().st_size for file in path.iterdir()}
+    assert {Path(name).name for name in sizes} == {".metadata", "__0_0.distcp", "__1_0.distcp", "seal.json"}
+    sizes[f"{path / seal.SEAL_FILE}.partial"] = sizes.pop(str(path / seal.SEAL_FILE))  # its name until it was synced
+    assert {name: synced.get(name) for name in sizes} == sizes  # torch syncs its metadata while it is empty
+    assert {str(path), str(path.parent)} <= set(synced)
 
 
 def test_a_training_that_is_done_says_so_and_leaves_the_run_alone(

@@ -15,7 +15,7 @@ from instrumented_trainers.config import TrainingConfig
 from tests.integration import trainings
 from tests.integration.launched import MICRO, ranks_of, read_until, start, train
 from tests.rotation import in_turns
-from tracekit import conventions
+from tracekit import conventions, verify
 
 ENDLESS = ["--steps", "100000", *MICRO]
 
@@ -111,9 +111,34 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
     assert "could not be saved: rank" in last
     assert "No space left on device" in last
     assert f"{checkpoints(kept / 'run')[-1]} is the last whole one" in last
+    assert last.endswith("go on with --resume")
     for name in checkpoints(kept / "run"):
         folder = kept / "run" / "checkpoints" / name
         assert not any(seal.damage(folder, file, was) for file, was in seal.read(folder).files.items())
+
+
+@in_turns(2, "trainers")
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before_it_to_go_on_from(tmp_path: Path) -> None:
+    saves = ["--checkpoint-every", "2", "--keep", "9", "--profile-wait", "99", "--fault", "slow-disk=0.3MB/s:1"]
+    process = start("--strategy", "fsdp2", "--out", str(tmp_path), "--steps", "100000", *MICRO, *saves)
+    shard = tmp_path / "checkpoints" / "step-000004" / "__1_0.distcp"
+    while not shard.exists():
+        assert process.poll() is None
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    whole = tmp_path / "checkpoints" / "step-000002"
+    assert (process.returncode, err.splitlines()[-1]) == (
+        1,
+        "instrumented_trainers: rank 1 was killed by SIGKILL while step-000004/__1_0.distcp was written, so that "
+        f"step-000004 is not whole and will not be loaded; go on with --resume {whole}",
+    )
+    sound, cut = verify.verify(tmp_path)
+    assert (sound.path, sound.status, cut.status) == (str(whole), verify.WHOLE, verify.DAMAGED)
+    assert cut.remedy.endswith(f"go on from {whole}, which is whole")
+    again = ["--resume", "--override", "steps=3", "--profile-wait", "99"]
+    code, out, err = train("--strategy", "fsdp2", "--out", str(tmp_path), "--steps", "3", *MICRO, *again)
+    assert code == 0, err
+    assert "from step 2" in out
 
 
 def test_a_run_without_a_place_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

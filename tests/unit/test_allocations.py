@@ -116,6 +116,31 @@ def test_the_peak_is_told_by_the_ops_that_wanted_it():
     assert found["peak_ratio"].to_list() == [9 / 15, 6 / 15]
 
 
+def test_module_and_place_in_code_are_the_innermost_around_the_op_or_around_its_forward_op():
+    slices = ops(
+        ("train.py(9): main", "python", 0, 99),
+        ("nn.Module: Block_3", "python", 1, 50),
+        ("torch/nn/modules/module.py(1): _call_impl", "python", 2, 49),
+        ("model.py(7): forward", "python", 3, 48),
+        ("nn.Module: Linear_1", "python", 4, 47),
+        ("torch/nn/modules/linear.py(2): forward", "python", 5, 46),
+        ("<built-in function linear>", "python", 6, 45),
+        ("aten::addmm", "cpu_op", 7, 44),
+        ("AddmmBackward0", "cpu_op", 60, 70),
+        ("aten::mm", "cpu_op", 61, 69),
+    )
+    parents = [None, 0, 1, 2, 3, 4, 5, 6, None, 8]
+    slices = slices.with_columns(
+        parent_id=pl.Series(parents, dtype=pl.Int64), forward_id=pl.Series([None] * 9 + [7], dtype=pl.Int64)
+    )
+    rows = memory((8, 1, 40, 0), (62, 2, 60, 0), total=0).with_columns(op_id=pl.Series([7, 9]))
+    found = allocations.at_peak(traced(rows, ops=slices)).select("op", "module", "stack", "bytes").rows()
+    assert found == [
+        ("aten::mm", "Linear_1", "model.py(7): forward", 60),
+        ("aten::addmm", "Linear_1", "model.py(7): forward", 40),
+    ]
+
+
 def test_churn_is_what_a_step_takes_over_the_most_it_holds():
     assert allocations.churn(traced(COME_AND_GO)).rows() == [(0, 0, 2, 6, 15, 6 / 15, 2), (1, 0, 1, 4, 7, 4 / 7, 1)]
 
@@ -236,13 +261,20 @@ def test_few_steps_say_nothing_of_growth():
 def test_the_log_of_every_step_tells_growth_that_the_window_is_too_short_for():
     logged = metrics("allocated_bytes", *(1000 + 10 * step for step in range(40)))
     (row,) = growth.growth(traced(COME_AND_GO, metrics=logged)).rows(named=True)
-    assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 40, 10, 10)
+    assert (row["source"], row["steps"], row["slope_bytes"], row["low_bytes"]) == ("metrics", 39, 10, 10)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_our_healthy_recordings_do_not_grow(name):
     run = sample(name)
     assert (run.table(growth.growth)["low_bytes"] <= 0).all()
+
+
+def test_what_steps_differ_by_besides_their_growth_is_told():
+    wander = np.array([0, 9, 0, 9, 0, 9, 0, 9, 0, 9])
+    (row,) = growth.growth(grown(np.diff(wander, prepend=0) + 100)).rows(named=True)
+    assert row["slope_bytes"] == 100
+    assert row["spread_bytes"] == 9
 
 
 # Traces with totals ---------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@ import json
 import polars as pl
 import pytest
 
-from tests import drawn
+from tests import drawn, proofs
 from tracekit import charts
-from tracekit.analysis import breakdown
+from tracekit.analysis import breakdown, saves
+from tracekit.plan import memory
+from tracekit.plan.checkpoint import Layout
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">\u202egnp.exe'
 
@@ -33,6 +35,25 @@ def test_bars_are_labelled_by_what_tells_them_apart(run):
     assert charts.breakdown(by_rank).layout.yaxis.ticktext == ("rank 0", "rank 1")
     assert charts.breakdown(by_step).layout.yaxis.ticktext[0] == "rank 0 · step 0"
     assert charts.breakdown(by_step.filter(pl.col("rank") == 0)).layout.yaxis.ticktext == ("step 0", "step 1")
+
+
+def test_marks_lie_where_the_curves_have_them() -> None:
+    lost = {charts.SAVING: [0.2, 0.02], charts.LOST: [0.21, 0.12]}
+    figure = charts.lost_time([60, 6000], lost, marks={"best": 600})
+    assert list(figure.data[1].y) == pytest.approx([21, 12])
+    assert figure.layout.shapes[0].x0 == 10
+    assert (figure.layout.annotations[0].x, figure.layout.xaxis.range) == (1, (0, 2))
+
+
+def test_memory_is_stacked_by_what_it_goes_to() -> None:
+    plans = {"DDP": memory.plan(2**30, Layout(dp=4)), "FSDP": memory.plan(2**30, Layout(dp=4, zero=3))}
+    figure = charts.memory_by_strategy(plans, device_bytes=2**34)
+    assert {bar.name: list(bar.x) for bar in figure.data if bar.type == "bar"} == {
+        "weights": [2, 0.5],
+        "gradients": [2, 0.5],
+        "optimizer": [12, 3],
+    }
+    assert figure.layout.shapes[0].x0 == 16
 
 
 def test_a_kind_of_work_has_one_colour_in_every_figure(run):
@@ -107,3 +128,35 @@ def test_a_comparison_averages_each_run_over_ranks_and_steps(run):
 def test_no_figure_offers_to_send_itself_to_a_server():
     buttons = [button for group in charts.CONFIG["modeBarButtons"] for button in group]
     assert not [button for button in buttons if "cloud" in button.lower() or "send" in button.lower()]
+
+
+def saved_run():
+    stages = {"plan": 5, "write": 60, "fsync": 10, "wait": 25, "total": 100}
+    columns = {"write": {"bytes": 7 * 10**6}, "total": {"bytes": 7 * 10**6}}
+    return proofs.stalling(stages, stages, columns=columns, every={"checkpoint": HOSTILE})
+
+
+def test_the_bar_of_a_save_is_as_long_as_the_save_and_its_stages_do_not_overlap():
+    figure = charts.save_stages(saved_run().across(saves.stages))
+    spans = sorted((bar.base[0], bar.base[0] + bar.x[0]) for bar in figure.data)
+    assert spans == [(0, 5), (5, 65), (65, 75), (75, 100)]
+    assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")
+
+
+def test_blocked_stands_beside_written_and_names_are_harmless():
+    figure = charts.save_clocks(saved_run().across(saves.each))
+    assert [bar.y for bar in figure.data] == [(0.1,), (0.1,)]
+    assert "<script" not in figure.to_json()
+
+
+def test_the_rate_of_storage_is_drawn_for_each_rank():
+    figure = charts.save_bandwidth(saved_run().across(saves.clocks))
+    assert figure.data[0].x == (0, 1)
+    assert figure.data[0].y == pytest.approx([0.1, 0.1])
+
+
+def test_without_saves_the_figures_are_empty():
+    run = drawn.run(drawn.trace("step 01\ncompute ab"))
+    assert len(charts.save_stages(run.across(saves.stages)).data) == 0
+    charts.save_clocks(run.across(saves.each))
+    charts.save_bandwidth(run.across(saves.clocks))

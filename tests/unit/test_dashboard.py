@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
+from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tracekit.change import Verdict
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
+FAULTS = Path(__file__).parents[2] / "sample_traces" / "faults"
 TIMEOUT_S = 60
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,16 @@ def _timeline(path):
         from dashboard.views import timeline
 
         timeline.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def _checkpoints(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import checkpoints
+
+        checkpoints.page(catalog.entries([path])[0])
 
     return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
 
@@ -87,6 +100,41 @@ def test_names_in_what_is_shown_are_escaped(app, runs):
     everything = _html(shown) + "".join(element.value for element in shown.markdown)
     assert "<script" not in everything
     assert "<img" not in everything
+
+
+def _plan(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import plan
+
+        plan.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def _numbers(app):
+    return {metric.label: metric.value for metric in app.metric}
+
+
+def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
+    shown = _plan(SAMPLE)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 3
+    first = _numbers(shown)
+    assert first["GPUs"] == "256"
+    shown.select_slider(key="plan-pp").set_value(8)
+    shown.select_slider(key="plan-interval").set_value(1800)
+    shown.toggle(key="plan-buffered").set_value(True).run()
+    assert not shown.exception
+    then = _numbers(shown)
+    assert (then["GPUs"], then["Size"]) == ("512", first["Size"])
+    assert then["Training blocked"] != first["Training blocked"]
+    assert "The burst buffer is drained in" in "".join(caption.value for caption in shown.caption)
+    shown.toggle(key="plan-measured").set_value(True).run()
+    assert not shown.exception
+    told = "".join(caption.value for caption in shown.caption)
+    assert "872 MB/s by 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
+    assert _numbers(shown)["Each node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
 
 
 def test_the_breakdown_can_be_seen_by_step(app, runs):
@@ -143,6 +191,47 @@ def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(
     assert " pt" in share
 
 
+def _memory(path):
+    def script(path):
+        from dashboard import catalog
+        from dashboard.views import memory
+
+        memory.page(catalog.entries([path])[0])
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_path):
+    run = run_on_a_device(tmp_path)
+    simulated(run)
+    shown = _memory(run)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 2
+    assert "held at most" in _html(shown)
+    assert "40 MiB" in _html(shown)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 1  # its map: the simulated history has no times
+    assert "The device's memory at the snapshot" in [heading.value for heading in shown.subheader]
+
+
+def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs):
+    shown = _memory(runs / recorded.GOOD)
+    assert not shown.exception
+    assert "profile_memory=True" in shown.info[0].value
+
+
+def test_a_snapshot_that_cannot_be_read_is_an_error_box(tmp_path):
+    run = run_on_a_device(tmp_path)
+    (run / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
+    shown = _memory(run)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(source.options[1]).run()
+    assert "os.system" in shown.error[0].value.replace("\\", "")
+    assert not shown.exception
+
+
 def test_one_run_alone_is_not_compared(runs):
     def script(path):
         from dashboard import catalog
@@ -171,3 +260,17 @@ def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
     shown.selectbox[0].select("all").run()
     assert not shown.exception
     assert shown.dataframe[0].value["compute_ns"].sum() > whole["compute_ns"].sum()
+
+
+def test_the_saves_of_a_run_are_judged_and_drawn():
+    shown = _checkpoints(FAULTS / "small-tensors")
+    assert not shown.exception
+    assert "CKPT002" in _html(shown)
+    assert len(shown.get("plotly_chart")) == 3
+    assert shown.selectbox[0].options == ["step-000006"]
+
+
+def test_without_a_checkpoint_log_the_page_says_how_to_record_one():
+    shown = _checkpoints(FAULTS / "churn")
+    assert not shown.exception
+    assert "record_save" in shown.info[0].value

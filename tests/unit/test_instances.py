@@ -192,3 +192,43 @@ def test_instances_equal_a_plain_python_count(seed, jitter_ns, drops):
     }
     per_rank = dict(run.across(waits).group_by("instance", maintain_order=True).agg("wait_ns").iter_rows())
     assert {i: (*found[i], per_rank[i]) for i in found} == expected
+
+
+def pipeline(rank, pictures, peers):
+    """Return a rank of a pipeline: x is an all-reduce of both, s sends to the peer, r receives from it."""
+    ops = {"x": "all_reduce", "s": "send", "r": "recv"}
+    plain = drawn.trace(pictures, rank=rank, scale_ns=MS)
+    told = plain.activities.filter(pl.col("kind") == "communication").select(
+        pl.col("id").alias("activity_id"),
+        pl.col("name").replace_strict(ops).alias("op"),
+        pl.lit("0").alias("group"),
+        pl.lit(1 << 20).alias("sent_bytes"),
+        pl.lit(4).alias("group_size"),
+        pl.when(pl.col("name") != "x").then(peers).alias("peer"),
+    )
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    return drawn.trace(pictures, rank=rank, scale_ns=MS, collectives=told, groups=groups)
+
+
+def test_a_send_and_its_receive_are_split_into_waiting_and_transfer_by_who_comes_last():
+    # time (ms)  0123456789abcdefgh
+    # rank 0     xx.ssss..sss..rr..     its first send waits 2 for the receive; its second comes last, and its receive
+    # rank 1     xx...rr.rrrr.sss..     the second receive waits 1 for the send, and so does the send
+    first, second = "xx.ssss..sss..rr..", "xx...rr.rrrr.sss.."
+    steps = f"step {'0' * 18 * 3}"
+    run = drawn.run(pipeline(0, f"{steps}\ncomm {first * 3}", 1), pipeline(1, f"{steps}\ncomm {second * 3}", 0))
+    pairs = run.across(instances).filter(pl.col("op") == "send_recv").sort("first_arrival_ns")
+    assert pairs.select("last_rank", "max_wait_ns", "transfer_ns").rows() == 3 * [
+        (1, 2 * MS, 2 * MS),
+        (0, MS, 3 * MS),
+        (0, MS, 2 * MS),
+    ]
+    waited = run.across(waits).filter(pl.col("op") == "send_recv").sort("arrival_ns")
+    assert waited.select("rank", "wait_ns").rows() == 3 * [(0, 2 * MS), (1, 0), (1, MS), (0, 0), (1, MS), (0, 0)]
+    assert pairs["bus_bytes_per_s"].to_list() == pytest.approx([(1 << 20) / ms * 1000 for ms in (2, 3, 2)] * 3)
+
+
+def test_sends_to_no_known_rank_are_not_matched():
+    picture = f"step {'0' * 20}\ncomm xx.ss.xx.ss.xx.ss.xx"
+    run = drawn.run(*(pipeline(rank, picture, None) for rank in (0, 1)))
+    assert set(run.across(instances)["op"]) == {"all_reduce"}

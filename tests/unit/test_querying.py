@@ -7,6 +7,8 @@ import pytest
 
 import tracekit
 from tests import drawn
+from tests.proofs import beside_snapshots, on_streams
+from tests.snapshots import MIB
 from tracekit import align, querying, schema
 from tracekit.analysis import breakdown, doubts, instances
 from tracekit.errors import InputError
@@ -39,6 +41,14 @@ def test_the_breakdown_is_the_one_that_reports_and_rules_read(run):
     assert querying.BREAKDOWN.schema.names() == list(breakdown.COLUMNS)
     found = tracekit.query(run, 'SELECT * FROM breakdown ORDER BY "window", rank, step')
     assert found.equals(run.table(breakdown.by_step).sort("window", "rank", "step"))
+
+
+def test_snapshots_beside_the_traces_are_tables_too():
+    held = beside_snapshots(on_streams((0, 90)), on_streams((0, 40), (7, 20)))
+    found = tracekit.query(
+        held, "SELECT rank, stream, sum(total_bytes) AS bytes FROM snapshot_segments GROUP BY ALL ORDER BY ALL"
+    )
+    assert found.rows() == [(0, 0, 90 * MIB), (1, 0, 40 * MIB), (1, 7, 20 * MIB)]
 
 
 def test_joins_groups_and_sums_come_back_as_plain_integers(run):

@@ -60,6 +60,26 @@ def test_work_of_every_device_is_linked_to_its_launch(tmp_path, device):
     assert trace.doubts.is_empty()
 
 
+def test_a_kernels_grid_and_block_are_kept_however_they_are_written(tmp_path):
+    given = [
+        {"grid": [4096, 1, 2], "block": [256, 1, 1]},
+        {"grid": "[8, 1, 1]", "block": [32]},
+        {"grid": [], "block": None},
+        {"grid": {"x": 2}, "block": "none"},
+        {},
+    ]
+    trace = read(tmp_path, *(kernel("k", 20 * i, **args) for i, args in enumerate(given)))
+    assert trace.activities["grid"].to_list() == ["4096x1x2", "8x1x1", None, "2", None]
+    assert trace.activities["block"].to_list() == ["256x1x1", "32", None, None, None]
+    odd = [kernel("k", 20 * i, **args) for i, args in enumerate(given)]
+    odd[0]["ts"] = 1_700_000_000_000_000.123  # times that must be read as text
+    assert read(tmp_path, *odd).activities.sort("id")["grid"].drop_nulls().sort().to_list() == [
+        "2",
+        "4096x1x2",
+        "8x1x1",
+    ]
+
+
 def test_the_stream_may_stand_in_the_ids_of_process_and_thread_alone(tmp_path):
     places = [(0, 7), ("0", "stream 7"), (1, "stream 20 (default)"), ("GPU", "")]
     events = [

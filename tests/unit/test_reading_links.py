@@ -243,7 +243,7 @@ TOLD = {
 }  # fmt: skip
 ROW = {
     "op": "reduce_scatter", "group": "0", "seq": 17, "dtype": "BFloat16", "sent_bytes": 1600, "received_bytes": 400,
-    "group_size": 4,
+    "group_size": 4, "peer": None,
 }  # fmt: skip
 
 
@@ -256,6 +256,22 @@ def only(trace):
 
 def test_a_kernel_says_itself_what_it_communicates(tmp_path):
     assert only(read(tmp_path, *launched("ncclDevKernel_Generic(x)", 5, 1, on_us=9, **TOLD))) == ROW
+
+
+@pytest.mark.parametrize(
+    ("collective", "told", "peer"),
+    [
+        ("send", {"Dst Rank": 2}, 12),
+        ("recv", {"Src Rank": "1"}, 11),
+        ("send", {"Dst Rank": 2, "Process Group Ranks": "[0, 1, ...]"}, 2),
+        ("send", {"Dst Rank": -1}, None),
+        ("allreduce", {}, None),
+    ],
+)
+def test_a_send_says_which_rank_of_its_group_it_goes_to(tmp_path, collective, told, peer):
+    group = TOLD | {"Collective name": collective, "Process Group Ranks": "[10, 11, 12, 13]"} | told
+    row = only(read(tmp_path, *launched("ncclDevKernel_SendRecv(x)", 5, 1, on_us=9, **group)))
+    assert (row["op"], row["peer"]) == ("all_reduce" if collective == "allreduce" else collective, peer)
 
 
 def test_else_the_op_around_its_launch_says_it(tmp_path):

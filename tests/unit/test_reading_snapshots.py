@@ -126,6 +126,40 @@ def test_many_events_across_buffers_lose_nothing(tmp_path):
     assert events["stack"].to_list() == [i % 97 for i in range(12_000)]
 
 
+def test_events_of_several_forms_that_follow_each_other_are_all_told_as_they_are(tmp_path):
+    rng = random.Random(5)
+    frames = [frame(f"f{i}") for i in range(90)]
+    stacks = [frames[i : i + 1 + i % 7] for i in range(80)]
+    history = []
+    for number in range(6000):
+        size = rng.choice((0, 255, 256, 65_535, 65_536, 1 << 31, (1 << 40) + number))
+        told = event("alloc", rng.randrange(1 << 47), size, stream=rng.choice((0, 1 << 44)), at_us=(1 << 50) + number)
+        told["action"] = rng.choice(("alloc", "free_requested", f"action{rng.randrange(4)}"))
+        # The very list again, a list of its own with the same frames, or none.
+        stack = rng.choice(stacks)
+        told["frames"] = rng.choice((stack, list(stack), []))
+        if rng.random() < 0.1:
+            del told["compile_context"]
+        if rng.random() < 0.1:
+            told["user_metadata"] = f"text {number % 9}"
+        if rng.random() < 0.02:
+            told["time_us"] = number
+        history.append(told)
+    path = write(tmp_path / "a.pickle", document([], history[:2500], history[2500:]))
+    assert told_by(memory_snapshot.read(path)) == expected_of(path)
+
+
+def test_damage_within_a_run_of_events_is_refused(tmp_path):
+    frames = [frame(f"f{i}") for i in range(9)]
+    history = [event("alloc", (1 << 45) + i, 512, at_us=(1 << 50) + i, frames=frames[i % 5 :]) for i in range(900)]
+    whole = pickle.dumps(document([], history))
+    time = whole.index(((1 << 50) + 600).to_bytes(7, "little"))
+    for place, other in ((time - 2, b"\x96"), (time - 2, b"c"), (time + 9, b"\x93"), (time + 40, b"\x81R")):
+        spoiled = whole[:place] + other + whole[place + len(other) :]
+        with pytest.raises(BadTraceError, match=r"a\.pickle"):
+            memory_snapshot.read(_file(tmp_path, spoiled))
+
+
 def test_old_snapshots_without_history_pools_or_addresses_of_blocks_are_read(tmp_path):
     blocks = [{"size": 512, "state": "active_allocated"}, {"size": 1536, "state": "inactive"}]
     old = {"device": 0, "address": 4096, "total_size": 2048, "allocated_size": 512, "active_size": 512, "stream": 0}

@@ -7,14 +7,15 @@ from tracekit import schema
 from tracekit.analysis import memory
 from tracekit.checking import check
 from tracekit.rule import Severity
-from tracekit.rules.memory import AllocatorChurn
+from tracekit.rules.churn import AlternatingBuffers
+from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
 
 # time      0         1         2         3         4         5
 # idle      10 to 16, 30 to 36, 50 to 56
 
 
-def judge(run, **thresholds):
-    return check(run, [AllocatorChurn(**thresholds)]).findings
+def judge(run, rule=SteadyDeviceAllocation, **thresholds):
+    return check(run, [rule(**thresholds)]).findings
 
 
 def stalled(*calls, picture=CHURNING):
@@ -113,7 +114,7 @@ RETRIED = pl.concat([metrics("num_alloc_retries", 5, 5, 6, 6, 8), metrics("step_
 
 def test_retries_are_counted_from_the_metrics_log_and_cost_what_their_steps_took_longer():
     # After warm-up (step 1, the first with a known growth): steps 2 and 4 retried, step 3 did not.
-    (found,) = judge(drawn.run(drawn.trace("step 0\ncompute a", metrics=RETRIED)))
+    (found,) = judge(drawn.run(drawn.trace("step 0\ncompute a", metrics=RETRIED)), AllocatorRetry)
     assert (
         "tried again 3 times in 2 of 3 steps on rank 0; those steps take 50 ns longer than the others." in found.message
     )
@@ -125,7 +126,8 @@ def test_retries_are_counted_from_the_metrics_log_and_cost_what_their_steps_took
 
 @pytest.mark.parametrize("counts", [(5, 5, 5, 5, 5), (0, 3, 3, 3, 3), (9, 9, 9, 0, 0)])
 def test_a_counter_that_stands_still_or_grew_in_warm_up_or_began_anew_is_no_fault(counts):
-    assert judge(drawn.run(drawn.trace("step 0\ncompute a", metrics=metrics("num_alloc_retries", *counts)))) == ()
+    run = drawn.run(drawn.trace("step 0\ncompute a", metrics=metrics("num_alloc_retries", *counts)))
+    assert judge(run, AllocatorRetry) == ()
 
 
 def buffers(*rows: tuple[int, str, int], phase: str | None = None) -> pl.DataFrame:
@@ -142,7 +144,8 @@ def with_buffers(table: pl.DataFrame):
 
 def test_unit_buffers_are_those_of_the_typical_step():
     (found,) = judge(
-        with_buffers(buffers((0, "all_gather", 9 * MIB), (1, "all_gather", MIB), (2, "all_gather", 2 * MIB)))
+        with_buffers(buffers((0, "all_gather", 9 * MIB), (1, "all_gather", MIB), (2, "all_gather", 2 * MIB))),
+        AlternatingBuffers,
     )
     assert (found.severity, found.cost_bytes, found.impact) == (Severity.INFO, 2 * MIB, 0.0)
     assert "1 buffers of 1 MiB or more, 2 MiB in all, in the typical step (2) of rank 0" in found.message
@@ -160,4 +163,4 @@ def test_unit_buffers_are_those_of_the_typical_step():
     ids=["one step only", "small", "activations", "in a save"],
 )
 def test_what_does_not_come_and_go_with_units_every_step_is_no_unit_buffer(table):
-    assert judge(with_buffers(table)) == ()
+    assert judge(with_buffers(table), AlternatingBuffers) == ()

@@ -19,6 +19,12 @@ def judge(run, **thresholds):
     return check(run, [GiveWay(**thresholds)]).findings
 
 
+def lost(found):
+    """Return what compute waited in the quoted step, in characters."""
+    own = found.evidence.filter(pl.col("rank") == found.evidence["rank"][0])
+    return own["lost_ns"].sum() // UNIT_NS
+
+
 def told(row, *names):
     """Return times in characters."""
     return [row[name] // UNIT_NS for name in names]
@@ -26,8 +32,7 @@ def told(row, *names):
 
 def test_what_was_lost_is_what_compute_waited_and_no_more():
     (found,) = judge(giving_way(GIVE_WAY))
-    assert found.cost_ns == 4 * UNIT_NS
-    assert found.impact == 4 / 25
+    assert lost(found) == 4
     assert "3.0 times as long beside compute as alone" in found.message
     assert "held up 200 µs" in found.message
     assert "compute waits 200 µs of its 1.25 ms" in found.message
@@ -46,7 +51,7 @@ def test_a_long_communication_gap_costs_only_the_short_compute_gap_behind_it():
             comm     ppppppxxxxxx....ppxxxx...
         """)
     )
-    assert found.cost_ns == 2 * UNIT_NS
+    assert lost(found) == 2
     assert "held up 200 µs" in found.message
     assert told(found.evidence.row(0, named=True), "held_up_ns", "waited_ns", "lost_ns") == [4, 2, 2]
 
@@ -65,7 +70,7 @@ def test_all_preparation_in_front_of_a_collective_is_one_chain():
         )
     )
     (found,) = judge(run)
-    assert found.cost_ns == 4 * UNIT_NS
+    assert lost(found) == 4
     assert [ns // UNIT_NS for ns in found.evidence["held_up_ns"]] == [2, 2]
     assert found.evidence["lost_ns"].sum() == 4 * UNIT_NS
 
@@ -78,7 +83,7 @@ def test_a_collective_that_ends_the_step_late_costs_though_nothing_computes_afte
             comm     ppxxxxx......ppppppxxxxxx
         """)
     )
-    assert found.cost_ns == 4 * UNIT_NS
+    assert lost(found) == 4
 
 
 SILENT = {
@@ -134,7 +139,7 @@ def test_the_inflation_must_be_exceeded(inflation, fires):
     assert bool(judge(giving_way(GIVE_WAY), min_inflation=inflation)) == fires
 
 
-@pytest.mark.parametrize(("ratio", "fires"), [(4 / 25, True), (0.1601, False)])
+@pytest.mark.parametrize(("ratio", "fires"), [(0.15, True), (0.17, False)])
 def test_the_cost_must_be_reached(ratio, fires):
     assert bool(judge(giving_way(GIVE_WAY), min_cost_ratio=ratio)) == fires
 
@@ -157,7 +162,7 @@ def test_ranks_are_measured_by_their_own_kernels_and_the_worst_is_quoted():
     ]
     (found,) = judge(drawn.run(*traces))
     assert found.ranks == (0, 1)
-    assert (found.cost_ns, found.evidence["rank"][0]) == (4 * UNIT_NS, 1)
+    assert (lost(found), found.evidence["rank"][0]) == (4, 1)
     # Alone on another rank is no measure.
     only_beside, only_alone = SILENT["never alone to compare with"], SILENT["never beside compute"]
     traces = [
@@ -189,7 +194,7 @@ def test_compute_of_one_device_does_not_slow_the_streams_of_another():
     )
     assert judge(drawn.run(two_devices(alone, computing))) == ()
     (found,) = judge(drawn.run(two_devices(PREPARED, GIVE_WAY)))
-    assert (found.cost_ns, found.evidence["device"].to_list()) == (4 * UNIT_NS, [1])
+    assert (lost(found), found.evidence["device"].to_list()) == (4, [1])
 
 
 def test_what_happens_in_few_steps_is_not_the_typical_step():

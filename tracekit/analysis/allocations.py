@@ -7,7 +7,8 @@ host memory.
 import numpy as np
 import polars as pl
 
-from tracekit import intervals
+from tracekit import conventions, intervals
+from tracekit.analysis import owners
 from tracekit.trace import Trace
 
 BLOCK_COLUMNS = {
@@ -22,23 +23,24 @@ LIVE_COLUMNS = {
 }  # fmt: skip
 PEAK_COLUMNS = {
     "device": pl.Int64, "at_ns": pl.Int64, "peak_bytes": pl.Int64, "op": pl.String, "phase": pl.String,
-    "unit": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_ratio": pl.Float64,
+    "unit": pl.String, "module": pl.String, "stack": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64,
+    "peak_ratio": pl.Float64,
 }  # fmt: skip
 CHURN_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
     "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
 }  # fmt: skip
+FRESH_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
+    "phase": pl.String, "unit": pl.String,
+}  # fmt: skip
 TOP_COLUMNS = {
     "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
     "headroom_bytes": pl.Int64, "slack_bytes": pl.Int64,
 }  # fmt: skip
-# What only allocates for another op: that one is told as the owner.
-_FOR_ANOTHER = (
-    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
-    "aten::resize_", "aten::zeros", "aten::zeros_like", "aten::ones_like", "aten::full", "aten::full_like",
-    "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
-)  # fmt: skip
-_MOST_CLIMBS = 6
+_OWNER = ("op", "phase", "unit", "module", "stack", "step")
+_UNSPLIT_BYTES = 1 << 20
+"""How much larger than its request a device's block may be: what is left of it then is not worth a block."""
 
 
 def blocks(trace: Trace) -> pl.DataFrame:
@@ -51,7 +53,7 @@ def blocks(trace: Trace) -> pl.DataFrame:
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
     found = matched(events)
-    found = found.join(_owners(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
+    found = found.join(owners.of_ops(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
     return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
         "start_event", nulls_last=False, maintain_order=True
     )
@@ -106,8 +108,10 @@ def live(trace: Trace) -> pl.DataFrame:
 def at_peak(trace: Trace) -> pl.DataFrame:
     """Return who holds what at the moment at which most is held.
 
-    Columns device, at_ns, peak_bytes, op, phase, unit, step, count, bytes, peak_ratio (of the peak); one row for each
-    device and owner, largest first. Without an op: what was there before the window, its count null where some of it is
+    Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the one whose
+    gradient it computes), stack (likewise the innermost place in code that is not torch's; both only where Python's
+    stacks were recorded), step, count, bytes, peak_ratio (of the peak); one row for each device and owner, largest
+    first. Without an op: what was there before the window, its count null where some of it is
     never seen; bytes of a device add up to its peak.
     """
     held = live(trace)
@@ -164,6 +168,38 @@ def churn(trace: Trace) -> pl.DataFrame:
     return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step", "device")
 
 
+def fresh(trace: Trace) -> pl.DataFrame:
+    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took, nor on a device near ones.
+
+    Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
+    the trace's work lies in; those of saves and of the backend inside its collectives are left out. The first step is
+    not told: to it all sizes are new. On a device, a size within 1 MiB of another may be of the same request.
+    """
+    large = trace.allocations.filter(
+        of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+    )  # fmt: skip
+    own = large.filter(~in_collectives(trace, large["at_ns"]))
+    parts = [own.clear()]
+    for (device,), of_device in own.group_by("device", maintain_order=True):
+        sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
+        near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
+        told = of_device.join(near, on="delta_bytes", maintain_order="left")
+        parts.append(
+            told.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
+        )
+    told = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
+    return told.select(pl.col(name).cast(dtype) for name, dtype in FRESH_COLUMNS.items())
+
+
+def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
+    """Return, for each size in order, the first step that took one at most so much smaller or larger."""
+    size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
+    begin = np.searchsorted(size, size - near_bytes)
+    past = np.searchsorted(size, size + near_bytes, side="right")
+    return pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
+
+
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
     """Return which moments lie inside a call of a collective: what is allocated there is the backend's own."""
     calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
@@ -176,27 +212,6 @@ def of_training(trace: Trace) -> pl.Expr:
     return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
 
 
-def _owners(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
-    """Return, for ops that allocated, the name of the one that wanted it: columns op_id, op."""
-    ops = trace.ops.select("id", "name", "parent_id")
-    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
-    found = asked.with_columns(id="op_id").join(ops, on="id", how="left")
-    above = ops.rename({"id": "parent_id", "name": "above", "parent_id": "further"})
-    for _ in range(_MOST_CLIMBS):
-        climbs = pl.col("name").is_in(_FOR_ANOTHER) & pl.col("parent_id").is_not_null()
-        if not found.select(climbs.any()).item():
-            break
-        up = found.join(above, on="parent_id", how="left")
-        # A phase of the step is no owner, but an op or an FSDP span is.
-        dispatched = climbs & pl.col("above").str.contains(r"^\w+::") & ~pl.col("above").str.starts_with("tracekit::")
-        found = up.select(
-            "op_id",
-            pl.when(dispatched).then("above").otherwise("name").alias("name"),
-            pl.when(dispatched).then("further").alias("parent_id"),
-        )
-    return found.select("op_id", pl.col("name").alias("op"))
-
-
 def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
     told = trace.allocations.with_row_index("event").filter(
         pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
@@ -206,8 +221,9 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     # What is freed later and came up never before was there before the window.
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
-    owned = owned.join(_owners(trace, owned["op_id"]), on="op_id", how="left")
-    by = owned.group_by("op", "phase", "unit", "step").agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
+    owned = owned.join(owners.of_ops(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(owners.places(trace, owned["op_id"]), on="op_id", how="left")
+    by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
     owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:
         count = earlier.height if owned_bytes + earlier_bytes == peak_bytes else None
@@ -217,5 +233,5 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
         device=pl.lit(device, pl.Int64), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(peak_bytes),
         peak_ratio=pl.col("bytes") / peak_bytes,
     )  # fmt: skip
-    ordered = wide.sort("bytes", "op", "phase", "unit", "step", descending=[True, *[False] * 4])
+    ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())

@@ -4,15 +4,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import polars as pl
 
 from tracekit import conventions, replay, schema
 from tracekit.allocator.settings import SMALL_BYTES
 from tracekit.analysis import snapshots
+from tracekit.errors import TracekitError
 from tracekit.readers import memory_snapshot
 from tracekit.snapshot import MemorySnapshot
-from tracekit.trace import Run
+from tracekit.trace import RUN_DOUBTS, Run
 
 MOST_BYTES = 128 << 20
 """Of all snapshots that are read without being asked for, such as by a rule."""
@@ -67,32 +69,23 @@ def pools(run: Run) -> pl.DataFrame:
 
     Columns window, rank and those of `snapshots.fragmentation`, waiting_bytes (freed, but another stream uses it) and
     largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
-    the first 128 MiB of snapshots are read.
+    the first 128 MiB of snapshots are read, and those that cannot be read are left to `doubts`.
     """
-    parts = [pl.DataFrame(schema=POOL_COLUMNS)]
-    for each in small(run):
-        snapshot = memory_snapshot.read(each.path)
-        told = snapshots.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
-        told = told.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
-            pl.col("waiting_bytes").fill_null(0), window=pl.lit(each.window), rank=pl.lit(each.rank)
-        )
-        parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items()))
-    return pl.concat(parts)
+    return _looked_at(run)[0]
 
 
 def histories(run: Run) -> pl.DataFrame:
     """Return what the allocator did in the history of each snapshot beside the run's traces.
 
-    Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device. Only the
-    first 128 MiB of snapshots are read.
+    Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device, of the
+    same snapshots as `pools`.
     """
-    rows = []
-    for each in small(run):
-        snapshot = memory_snapshot.read(each.path)
-        for device in snapshot.devices:
-            told = replay.of(snapshot, device)
-            rows.append((each.window, each.rank, device, len(told.action), told.retries, len(told.taken), each.path))
-    return pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
+    return _looked_at(run)[1]
+
+
+def doubts(run: Run) -> pl.DataFrame:
+    """Return a row for each snapshot beside the run's traces that cannot be read: columns as RUN_DOUBTS."""
+    return _looked_at(run)[2]
 
 
 def table(name: str) -> Callable[[Run], pl.DataFrame]:
@@ -113,12 +106,44 @@ def table(name: str) -> Callable[[Run], pl.DataFrame]:
 
 
 _POOL = ["device", "pool", "kind", "stream"]
+_KNOWN: WeakKeyDictionary[Run, tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]] = WeakKeyDictionary()
+
+
+def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """Return pools, histories and doubts: each snapshot is read once for all."""
+    if run not in _KNOWN:
+        found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
+        told: list[tuple[object, ...]] = []
+        bad: list[tuple[object, ...]] = []
+        for each in small(run):
+            try:
+                snapshot = memory_snapshot.read(each.path)
+            except TracekitError as error:
+                bad.append((each.rank, each.path, "unreadable_snapshot", str(error), 0.0))
+                continue
+            found.append(_pools(snapshot, each))
+            for device in snapshot.devices:
+                history = replay.of(snapshot, device)
+                counts = (len(history.action), history.retries, len(history.taken))
+                told.append((each.window, each.rank, device, *counts, each.path))
+        histories = pl.DataFrame(told, schema=HISTORY_COLUMNS, orient="row")
+        _KNOWN[run] = pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DOUBTS.schema, orient="row")
+    return _KNOWN[run]
+
+
+def _pools(snapshot: MemorySnapshot, place: Beside) -> pl.DataFrame:
+    told = snapshots.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
+    told = told.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
+        pl.col("waiting_bytes").fill_null(0), window=pl.lit(place.window), rank=pl.lit(place.rank)
+    )
+    return told.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items())
 
 
 def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:
-    held = snapshot.segments.group_by(_POOL).agg(pl.col("active_bytes", "allocated_bytes").sum())
-    waiting = (pl.col("active_bytes") - pl.col("allocated_bytes")).clip(lower_bound=0)
-    return held.select(*_POOL, waiting_bytes=waiting)
+    pending = snapshot.blocks.filter(~pl.col("state").is_in(["active_allocated", "inactive"]))
+    segments = snapshot.segments.select("device", *_POOL[1:], segment_address="address")
+    held = pending.join(segments, on=["device", "segment_address"])
+    return held.group_by(_POOL).agg(waiting_bytes=pl.col("bytes").sum())
 
 
 def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:

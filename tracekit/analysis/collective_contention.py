@@ -3,7 +3,7 @@
 import numpy as np
 import polars as pl
 
-from tracekit.analysis import causes, contention, gaps, instances, overlap, slowdown, waiting
+from tracekit.analysis import causes, contention, instances, overlap, slowdown, waiting
 from tracekit.analysis.overlap import COMMUNICATION, COMPUTE, KINDS
 from tracekit.analysis.sweep import Ints
 from tracekit.trace import Run, Trace
@@ -24,8 +24,8 @@ def calls(trace: Trace) -> pl.DataFrame:
     Columns activity_id, device, lane, step, phase, unit, name, op, group, group_size, dtype, bytes (the larger of sent
     and received), start_ns, dur_ns, compute_ns (of it beside compute), others (which other kinds ran beside it most of
     the time, as bits of `overlap.KINDS`; -1 where one did so in part), chain (number of the gap in communication after
-    which it came without a further gap, of those longer than 20 µs; -1 before the first), waited_ns (how long nothing
-    computed for want of it). One row per collective; empty on a CPU run.
+    which it came without a further gap, preparation and up to 20 µs being none; -1 before the first), waited_ns (how
+    long nothing computed for want of it). One row per collective; empty on a CPU run.
     """
     waits = (
         waiting.compute_gap_causes(trace)
@@ -41,7 +41,9 @@ def calls(trace: Trace) -> pl.DataFrame:
         "dtype",
         pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
     ).unique("activity_id")
-    long_gaps = gaps.communication_gaps(trace).filter(pl.col("dur_ns") > causes.NEAR_NS)
+    # Through preparation, its own lane's work, a delay goes on to the next collective.
+    idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
+    long_gaps = waiting.chains(trace).filter(idle_ns > causes.NEAR_NS)
     parts = [pl.DataFrame(schema=CALL_COLUMNS)]
     for here in overlap.residents(trace):
         mine = np.flatnonzero(here.kind == KINDS.index(COMMUNICATION))
@@ -63,62 +65,85 @@ def calls(trace: Trace) -> pl.DataFrame:
 
 
 COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, **CALL_COLUMNS, "transfer_ns": pl.Int64, "whole": pl.Boolean,
-    "alone_ns": pl.Int64, "excess_ns": pl.Int64, "judged": pl.Boolean, "alone": pl.Boolean, "beside": pl.Boolean,
+    "window": pl.Int64, "rank": pl.Int64, "instance": pl.Int64, **CALL_COLUMNS, "transfer_ns": pl.Int64,
+    "whole": pl.Boolean, "alone_ns": pl.Int64, "excess_ns": pl.Int64, "judged": pl.Boolean, "alone": pl.Boolean,
+    "beside": pl.Boolean,
 }  # fmt: skip
 
 
 def across(run: Run) -> pl.DataFrame:
     """Return the collectives of all ranks, each against the same alone; ask by ``run.across``.
 
-    Columns window, rank, CALL_COLUMNS', transfer_ns (from the arrival of the last known rank, its duration on that
-    rank), whole (every rank of the group has a trace), alone_ns (the median transfer of the same op, group, dtype and
-    size that compute left alone, in the same step if there is one), excess_ns, judged (whether there is such a sample),
-    alone, beside. What ran beside it is told by the rank that came last. One row per call.
+    Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS', transfer_ns (from
+    the arrival of the last known rank, its duration on that rank), whole (every rank of the group has a trace),
+    alone_ns (the median transfer of the same op, group, dtype and size that compute left alone, in the same step if
+    there is one: of such beside which the same other kinds ran, else of any), excess_ns, judged (whether there is such
+    a sample), alone, beside. What ran beside it is told by the rank that came last. One row per call.
     """
     found = _with_transfer(run)
     if found.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     key = ["window", "instance"]
     one = found.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
-    same = one.select(pl.struct("op", "group", "group_size", "dtype", "bytes", "others").rank("dense")).to_series()
-    dur, by = one["dur_ns"].to_numpy(), one["compute_ns"].to_numpy()
-    plain = (one["others"] != _MIXED).to_numpy() & one["bytes"].is_not_null().to_numpy()
-    alone, beside = plain & (by <= overlap.ALONE_RATIO * dur), plain & (by >= overlap.BESIDE_RATIO * dur)
-    told = slowdown.compared(
-        same.to_numpy().astype(np.int64), one["step"].fill_null(-1).to_numpy(), dur, alone=alone, beside=beside
-    )
-    judged = told.judged & plain & ~alone
-    facts = one.select(
-        *key,
-        pl.col("dur_ns").alias("transfer_ns"),
-        pl.col("compute_ns"),
-        pl.Series("alone_ns", told.alone_ns.round()),
-        pl.Series("excess_ns", np.where(judged, told.excess_ns, 0).round()),
-        pl.Series("judged", judged),
-        pl.Series("alone", alone),
-        pl.Series("beside", beside),
-    )
+    facts = _compared(one).rename({"dur_ns": "transfer_ns"})
     joined = found.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
     return joined.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+
+
+def _compared(one: pl.DataFrame) -> pl.DataFrame:
+    """Return each instance, told by the rank that came last, against the same alone."""
+    dur, by, others = (one[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
+    sized = one["bytes"].is_not_null().to_numpy()
+    apart = sized & (by <= overlap.ALONE_RATIO * dur)
+    beside = sized & (others != _MIXED) & (by >= overlap.BESIDE_RATIO * dur)
+    alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
+    told = slowdown.compared(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, beside=beside)
+    # Another collective beside the sample can only have slowed it: against such, too little is told.
+    least = slowdown.compared(_same(one, *_MESSAGE), step, dur, alone=apart, beside=beside)
+    judged = told.judged & sized & (others != _MIXED) & ~alone
+    rest = least.judged & sized & (others == 0) & ~apart & ~judged
+    return one.select(
+        "window", "instance", "dur_ns", "compute_ns",
+        pl.Series("alone_ns", np.where(rest, least.alone_ns, told.alone_ns).round()),
+        pl.Series("excess_ns", np.where(judged, told.excess_ns, np.where(rest, least.excess_ns, 0)).round()),
+        pl.Series("judged", judged | rest),
+        pl.Series("alone", alone),
+        pl.Series("beside", beside),
+    )  # fmt: skip
+
+
+_MESSAGE = ("op", "group", "group_size", "dtype", "bytes")
+
+
+def _same(calls: pl.DataFrame, *names: str) -> Ints:
+    return calls.select(pl.struct(names).rank("dense")).to_series().to_numpy().astype(np.int64)
 
 
 def by_step(run: Run) -> pl.DataFrame:
     """Return the same as `contention.by_step` for collectives beside compute, and what compute waited for it.
 
     Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (what the time together that has no sample alone would
-    have lost at the slowdown of the rest of the rank), waited_ns (how much of both made compute wait: of each chain of
-    collectives without a gap the smaller of what it lost and the waits for it). Ask by ``run.across``.
+    have lost at the slowdown of the rest of the rank), waited_ns (how much of both made compute wait, within each chain
+    of collectives without a gap: no wait is saved before the loss). Ask by ``run.across``.
     """
-    found = _inferred(run.across(across).filter(pl.col("compute_ns") > 0))
+    found = _inferred(run.across(across)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
-    waits = run.across(across).group_by(chain).agg(pl.col("waited_ns").sum().alias("chain_ns"))
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
-    whole = lost.sum().over(chain)
     columns = {"window": pl.Int64, "rank": pl.Int64, **contention.STEP_COLUMNS, "inferred_ns": pl.Int64}
     return (
-        found.join(waits, on=chain, how="left", maintain_order="left")
-        .with_columns((pl.min_horizontal(whole, "chain_ns") * lost / pl.max_horizontal(whole, 1)).alias("waited_ns"))
+        found.with_columns(
+            lost.cum_sum().over(chain).alias("so_far_ns"),
+            pl.col("waited_ns").sum().over(chain).alias("whole_ns"),
+            (pl.col("waited_ns").sum().over(chain) - pl.col("waited_ns").cum_sum().over(chain)).alias("later_ns"),
+        )
+        # What is saved until a collective is no more than was lost until then, nor than before it and waited for it.
+        .with_columns(
+            pl.min_horizontal((pl.col("so_far_ns") + pl.col("later_ns")).min().over(chain), "whole_ns").alias(
+                "saved_ns"
+            )
+        )
+        .with_columns((pl.col("saved_ns") * lost / pl.max_horizontal(lost.sum().over(chain), 1)).alias("waited_ns"))
+        .filter(pl.col("compute_ns") > 0)
         .group_by(place, maintain_order=True)
         .agg(
             pl.len().alias("calls"),
@@ -146,6 +171,12 @@ def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
     ).with_columns(inferred.alias("inferred_ns"))
 
 
+def all_pairs(run: Run) -> pl.DataFrame:
+    """Return `contention.pairs` with collectives beside compute among them; ask by ``run.across``."""
+    found = pl.concat([run.across(contention.pairs), contention.pooled(run.across(by_step))])
+    return found.sort("rank", "device", "of", "beside")
+
+
 def bandwidths(run: Run) -> pl.DataFrame:
     """Return the bus bandwidth of collectives of one kind and size, alone and beside compute; ask by ``run.across``.
 
@@ -153,7 +184,7 @@ def bandwidths(run: Run) -> pl.DataFrame:
     alone_bus_bytes_per_s, beside_bus_bytes_per_s (as nccl-tests counts it; null where the op is not known), whole. One
     row per kind and size, the one with most time first.
     """
-    found = run.across(across).unique(["window", "op", "group", "bytes", "step", "transfer_ns", "alone_ns"])
+    found = run.across(across).unique(["window", "instance"])
     transfer = pl.col("transfer_ns")
     sums = found.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
         pl.col("alone").sum().cast(pl.Int64).alias("alone_calls"),
@@ -178,7 +209,9 @@ def _with_transfer(run: Run) -> pl.DataFrame:
     found = run.table(calls).join(known, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
     own = -1 - pl.int_range(pl.len()).cast(pl.Int64)
     together = found.with_columns(pl.coalesce("instance", own).alias("instance"))
-    return together.with_columns((pl.len().over("window", "instance") >= pl.col("group_size")).alias("whole"))
+    return together.with_columns(
+        (pl.len().over("window", "instance") >= pl.col("group_size")).fill_null(value=False).alias("whole")
+    )
 
 
 def _others(here: overlap.Residents, rows: Ints) -> Ints:

@@ -42,10 +42,8 @@ PREPARATION_COLUMNS = {
 }  # fmt: skip
 DEVICE_COLUMNS = {"devices": pl.Int64}
 NO_SAMPLE = "no sample alone"
-RECORD = (
-    "record steps in which the same work also runs alone: a window with one rank, with prefetching off, or with "
-    "CUDA_LAUNCH_BLOCKING=1; and with record_shapes=True, so that products of one grid are told apart"
-)
+ALONE = "the same work alone: one rank, prefetching off, or CUDA_LAUNCH_BLOCKING=1"
+RECORD = f"record steps with {ALONE}; and record_shapes=True, so that products of one grid are told apart"
 """What to do where the same work was never seen alone."""
 
 
@@ -102,8 +100,8 @@ def pairs(run: Run) -> pl.DataFrame:
     """Return each pair of kinds of work by rank: how much slower the one goes beside the other; ask by ``run.across``.
 
     Columns rank, device, of, beside, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (a 95% interval: percentile
-    bootstrap over steps and units; null for fewer than six) and unknown (why it cannot be told; null where it can). One
-    row per rank, device and pair of `PAIRS` that overlapped.
+    bootstrap over steps and units; null for fewer than six), unknown (why it cannot be told; null where it can) and
+    to_record (what to record then). One row per rank, device and pair of `PAIRS` that overlapped.
     """
     return pooled(run.table(by_step))
 
@@ -115,14 +113,15 @@ def pooled(steps: pl.DataFrame) -> pl.DataFrame:
         judged = own.filter(pl.col("judged_ns") > 0)
         told = slowdown.pooled(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
         sums = [int(own[name].sum()) for name in ("overlapped_ns", "judged_ns", "lost_ns")]
-        rows.append((*place, *sums, *told, None if judged.height else NO_SAMPLE))
+        unknown = (None, None) if judged.height else (NO_SAMPLE, ALONE)
+        rows.append((*place, *sums, *told, *unknown))
     return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "of", "beside")
 
 
 PAIR_COLUMNS = {
     "rank": pl.Int64, "device": pl.Int64, "of": pl.String, "beside": pl.String, "overlapped_ns": pl.Int64,
     "judged_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "low": pl.Float64, "high": pl.Float64,
-    "unknown": pl.String,
+    "unknown": pl.String, "to_record": pl.String,
 }  # fmt: skip
 
 

@@ -92,6 +92,7 @@ def _spans(trace: Trace) -> list[Spans]:
             is_call.alias(LAUNCH),
             (kind == "cpu_op").alias(OP),
         )
+        .fill_null(value=False)
     )
     spans = intervals.from_columns(ops["start_ns"], ops["dur_ns"])
     return [intervals.union(spans[flags[each].to_numpy()]) for each in DOINGS[:-1]]

@@ -17,12 +17,13 @@ BUS_FACTORS: Mapping[str, tuple[float, float]] = {
     "scatter": (1.0, -1.0),
     "broadcast": (1.0, 0.0),
     "reduce": (1.0, 0.0),
+    "send_recv": (1.0, 0.0),
 }
 """Bus bandwidth is algorithm bandwidth times a + b/n on n ranks, for each op (a, b).
 
 From nccl-tests, doc/PERFORMANCE.md: 2(n-1)/n for an all-reduce, (n-1)/n for an all-gather and a reduce-scatter, 1 for
-a broadcast and a reduce; and its sources, for all-to-all, gather and scatter: (n-1)/n. The size is that of the whole:
-what an all-gather receives, what a reduce-scatter sends.
+a broadcast and a reduce; and its sources, for sendrecv 1, for all-to-all, gather and scatter (n-1)/n. The size is that
+of the whole: what an all-gather receives, what a reduce-scatter sends.
 """
 
 _KEY = ("window", "instance")

@@ -10,6 +10,7 @@ from tracekit.trace import Trace
 
 _DEVICE_CALL = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MallocAsync|FreeAsync)"
 _MIB = 1 << 20
+_CALL_AGO_NS = 100_000_000
 
 CALL_COLUMNS = {
     "step": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "stalled_ns": pl.Int64,
@@ -17,6 +18,10 @@ CALL_COLUMNS = {
 STALL_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "duration_ns": pl.Int64, "calls": pl.Int64,
     "host_ns": pl.Int64, "stalled_ns": pl.Int64,
+}  # fmt: skip
+REGROWTH_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
+    "idle_bytes": pl.Int64, "grown_bytes": pl.Int64, "stalled_ns": pl.Int64, "reserved_bytes": pl.Int64,
 }  # fmt: skip
 RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64}
 
@@ -68,6 +73,27 @@ def retries(trace: Trace) -> pl.DataFrame:
     grown = pl.col(conventions.ALLOC_RETRIES_METRIC).diff().clip(lower_bound=0)
     counted = wide.sort("step").select("step", grown.alias("retries"), times.alias("step_time_ns"))
     return counted.drop_nulls("retries").cast(RETRY_COLUMNS)  # type: ignore[arg-type]
+
+
+def regrowth(trace: Trace) -> pl.DataFrame:
+    """Return the requests for which the allocator took memory of the device though as much was idle in its cache.
+
+    Columns step, device, start_ns, dur_ns (0: a moment), bytes (of the block), idle_bytes (reserved and not held
+    before), grown_bytes (taken of the device), stalled_ns (by the device call before it), reserved_bytes (after); one
+    row per request. The idle memory was in pieces too small, on another stream or in another pool.
+    """
+    device = pl.col("device")
+    idle_bytes = pl.col("slack_bytes").shift(1).over(device)
+    grown_bytes = pl.col("reserved_bytes").diff().over(device)
+    told = allocations.live(trace).with_columns(
+        trace.allocations["delta_bytes"].alias("bytes"), idle_bytes=idle_bytes, grown_bytes=grown_bytes,
+        start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64),
+    )  # fmt: skip
+    grew = told.filter(pl.col("bytes") > 0, pl.col("grown_bytes") > 0, pl.col("idle_bytes") >= pl.col("bytes"))
+    calls = device_calls(trace).select("stalled_ns", call_ns="start_ns").sort("call_ns")
+    last = grew.sort("start_ns").join_asof(calls, left_on="start_ns", right_on="call_ns", tolerance=_CALL_AGO_NS)
+    filled = last.with_columns(pl.col("stalled_ns").fill_null(0))
+    return filled.select(pl.col(name).cast(dtype) for name, dtype in REGROWTH_COLUMNS.items())
 
 
 def unit_buffers(trace: Trace) -> pl.DataFrame:

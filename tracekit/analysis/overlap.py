@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import intervals
 from tracekit.analysis import breakdown, launches
 from tracekit.analysis.once import once
-from tracekit.analysis.sweep import Flags, Ints
+from tracekit.analysis.sweep import Ints
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
 
@@ -39,12 +39,6 @@ class Residents:
     def dur_ns(self) -> Ints:
         """Return how long each piece of work took."""
         return self.spans[:, 1] - self.spans[:, 0]
-
-    def is_beside(self, kind: int) -> tuple[Flags, Flags]:
-        """Return which work the kind left alone, and beside which it ran for most of the time."""
-        return self.beside_ns[:, kind] <= ALONE_RATIO * self.dur_ns, self.beside_ns[:, kind] >= (
-            BESIDE_RATIO * self.dur_ns
-        )
 
 
 @once
@@ -87,8 +81,8 @@ def _beside(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
 
 
 def _same(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes")
-    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id")
+    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
     told = (
         work.select("launch_id")
         .join(calls, on="launch_id", how="left", maintain_order="left")

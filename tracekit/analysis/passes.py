@@ -44,6 +44,7 @@ def begins(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
+@once
 def reductions(trace: Trace) -> pl.DataFrame:
     """Return the collectives that reduce gradients, each with the backward pass that it belongs to.
 

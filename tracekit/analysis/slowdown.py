@@ -10,7 +10,7 @@ from tracekit.analysis.sweep import Flags, Ints
 Floats = npt.NDArray[np.float64]
 
 MAX_SPREAD = 0.5
-"""Kernels whose middle half differs by more, as a share of the median, are not the same work."""
+"""Kernels whose middle half differs by more, as a share of the median of their step, are not the same work."""
 _RESAMPLES = 400
 _LEAST_BLOCKS = 6
 _MOST_SLOWDOWN = 50.0
@@ -37,12 +37,13 @@ def compared(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, beside: Flags
     _, key = np.unique(key, return_inverse=True)
     _, place = np.unique(key * (int(step.max(initial=0)) + 2) + step + 1, return_inverse=True)
     count = int(key.max(initial=-1)) + 1
-    low, middle, high = _quartiles(key, dur_ns, alone, count)
+    middle = _quartiles(key, dur_ns, alone, count)[1]
     own = _quartiles(place, dur_ns, alone, int(place.max(initial=-1)) + 1)[1]
+    low, _, high = _quartiles(key, dur_ns / np.maximum(own[place], 1), alone, count)
     alone_ns = np.where(np.isnan(own[place]), middle[key], own[place])
     low_beside, _, high_beside = _quartiles(key, dur_ns, beside, count)
     with np.errstate(invalid="ignore"):
-        alike = high - low <= MAX_SPREAD * middle
+        alike = high - low <= MAX_SPREAD
         fence = high_beside + _FAR_OUT * (high_beside - low_beside)
         held = np.fmin(dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns))
     judged = alike[key]
@@ -74,7 +75,7 @@ def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:
     return time / np.maximum(time - excess, time / _MOST_SLOWDOWN)
 
 
-def _quartiles(key: Ints, values: Ints, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
+def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
     """Return the quartiles of the values of each key (the outer ones outwards, of two middles the lower); NaN: none."""
     rows = np.flatnonzero(which)
     rows = rows[np.lexsort((values[rows], key[rows]))]

@@ -62,7 +62,15 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.D
     told = told.join(owners(snapshot), on="stack", how="left")
     by = told.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
     at_ns = int(history.at_ns[peak]) if peak >= 0 else None
-    whole = {"phase": None, "unit": None, "step": None, "device": history.device, "at_ns": at_ns}
+    whole = {
+        "phase": None,
+        "unit": None,
+        "module": None,
+        "stack": None,
+        "step": None,
+        "device": history.device,
+        "at_ns": at_ns,
+    }
     wide = by.with_columns(
         **{name: pl.lit(value) for name, value in whole.items()}, peak_bytes=pl.lit(int(holds.max()))
     )

@@ -133,6 +133,22 @@ def chains(trace: Trace) -> pl.DataFrame:
     )
 
 
+def chains_by_unit(trace: Trace) -> pl.DataFrame:
+    """Return the chains of each unit: what keeps its collectives waiting, and what compute waits for that.
+
+    Columns device, step, phase, unit, gaps, dur_ns, host_ns, preparation_ns, contention_ns, compute_ns, copy_ns,
+    unknown_ns, waited_ns (sums over the unit's gaps in communication, as `chains`) and lost_ns (the smaller of each
+    gap and what compute waited for it, summed: what the gaps cost at most). One row per device, step, phase and unit.
+    """
+    lost_ns = pl.min_horizontal("dur_ns", "waited_ns").sum().alias("lost_ns")
+    sums = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name != "start_ns"]
+    return (
+        chains(trace)
+        .group_by("device", "step", "phase", "unit", maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("gaps"), pl.col(sums).sum(), lost_ns)
+    )
+
+
 class _Wait(NamedTuple):
     """What the compute that closes each gap waited for: when it had been launched, and the collective, if any."""
 

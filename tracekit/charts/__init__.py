@@ -6,7 +6,9 @@ own, so that a figure fits a light page and a dark one.
 """
 
 from tracekit.charts.bars import breakdown, comparison, step_times
+from tracekit.charts.checkpoints import save_bandwidth, save_clocks, save_stages
 from tracekit.charts.memory import held, lifetimes, segment_map
+from tracekit.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.charts.ranks import ranks
 from tracekit.charts.style import COLOURS, CONFIG, KIND_LABELS, PARTS
 from tracekit.charts.timeline import EVIDENCE_TRACK, MAX_SLICES, timeline
@@ -16,13 +18,22 @@ __all__ = [
     "CONFIG",
     "EVIDENCE_TRACK",
     "KIND_LABELS",
+    "LOST",
     "MAX_SLICES",
     "PARTS",
+    "REPEATED",
+    "SAVING",
     "breakdown",
+    "bubbles",
     "comparison",
     "held",
     "lifetimes",
+    "lost_time",
+    "memory_by_strategy",
     "ranks",
+    "save_bandwidth",
+    "save_clocks",
+    "save_stages",
     "segment_map",
     "step_times",
     "timeline",

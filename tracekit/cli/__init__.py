@@ -15,6 +15,7 @@ from tracekit import __version__
 from tracekit.cli import output
 from tracekit.cli.cache import cache
 from tracekit.cli.check import check
+from tracekit.cli.checkpoint import checkpoint
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
 from tracekit.cli.export import export
@@ -67,6 +68,7 @@ for command, in_short in (
 ):
     app.command(short_help=in_short, context_settings=PASS_ON if command in (record, gather) else None)(command)
 app.add_typer(plan, name="plan")
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:

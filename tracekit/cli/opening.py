@@ -40,7 +40,7 @@ def sample() -> Path:
 
 
 def checked(paths: Sequence[str], rules: "Sequence[Rule]", *, cache: bool = True) -> "list[tuple[Report, Run]]":
-    """Return each run with its report, in the order named. Raises InputError where one cannot be used."""
+    """Return each run with its report, costs by replay, in the order named. Raises InputError if one is unusable."""
     from tracekit import checking, loading
 
     found = []

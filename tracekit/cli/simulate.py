@@ -52,7 +52,8 @@ def simulate(
     The files are ordinary Kineto traces, marked as simulated in their names and headers and in run.json. truth.json
     tells each fault: the rule that should find it, ranks, steps, and what it costs by simulating again without it.
     """
-    from tracekit.simulate import faults, models
+    from tracekit.plan import models
+    from tracekit.simulate import faults
     from tracekit.simulate import hardware as machines
     from tracekit.simulate import run as simulation
     from tracekit.simulate.job import Job

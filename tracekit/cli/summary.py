@@ -17,13 +17,17 @@ class By(StrEnum):
     STEP = "step"
     COLLECTIVE = "collective"
     CLOCK = "clock"
+    CONTENTION = "contention"
 
 
 def summary(
     run: RunArgument,
     *,
     by: Annotated[
-        By, typer.Option("--by", help="One row per rank, per rank and step, per collective and rank, or per clock.")
+        By,
+        typer.Option(
+            "--by", help="One row per rank, rank and step, collective and rank, clock, or rank and pair of kinds."
+        ),
     ] = By.RANK,
     table_format: TextOrJson = Format.TEXT,
     cache: UseCache = True,
@@ -34,22 +38,29 @@ def summary(
     compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's whole device
     window, first activity to last; by step, each step's. By collective: how long each rank waited for the last one to
     come, how often it was that one, and how fast the data then moved. By clock: how far each rank's clock was off, and
-    the residual below which nothing is told across ranks.
+    the residual below which nothing is told across ranks. By contention: how many times as long each kind of work takes
+    beside another as alone, with a 95% interval.
     """
     from tracekit import match
-    from tracekit.analysis import breakdown, instances
+    from tracekit.analysis import breakdown, collective_contention, contention, instances
     from tracekit.analysis import summary as measured
     from tracekit.reports import tables
+    from tracekit.trace import Fact
 
     opened = opening.opened(run, cache=cache)
     with output.progress() as bar:
-        facts = (match.calls,) if by in (By.COLLECTIVE, By.CLOCK) else (breakdown.by_rank, breakdown.by_step)
-        opened.measure(facts, bar.measured(len(opened.sources)))
+        facts: dict[By, list[Fact]] = {
+            By.COLLECTIVE: [match.calls],
+            By.CLOCK: [match.calls],
+            By.CONTENTION: [match.calls, contention.by_step, collective_contention.calls],
+        }
+        opened.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), bar.measured(len(opened.sources)))
     measures = {
         By.RANK: measured.by_rank,
         By.STEP: measured.by_step,
         By.COLLECTIVE: instances.by_collective,
         By.CLOCK: measured.by_clock,
+        By.CONTENTION: collective_contention.all_pairs,
     }
     rows = measures[by](opened)
     if table_format is Format.JSON:

@@ -121,7 +121,17 @@ def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any,
         sent,
         received,
         _whole(told.group_size),
+        _peer(told),
     )
+
+
+def _peer(told: Args) -> int | None:
+    """Return the global rank that a send goes to or a receive comes from; arguments tell its place in the group."""
+    place = _whole(told.source if told.destination is None else told.destination)
+    ranks = _listed(told.group_ranks)
+    if place is None or place < 0:
+        return None
+    return ranks[place] if ranks is not None and place < len(ranks) else place
 
 
 _SILENT = Args()

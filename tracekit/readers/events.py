@@ -43,6 +43,8 @@ class Args(msgspec.Struct, gc=False):
     group_ranks: Any = field(default=None, name="Process Group Ranks")
     group_size: Any = field(default=None, name="Group size")
     seq: Any = field(default=None, name="Seq")
+    source: Any = field(default=None, name="Src Rank")
+    destination: Any = field(default=None, name="Dst Rank")
     awaited_stream: Any = field(default=None, name="wait_on_stream")
     awaited_correlation: Any = field(default=None, name="wait_on_cuda_event_record_corr_id")
     input_dims: Raw = field(default=_NO_RAW, name="Input Dims")

@@ -73,6 +73,22 @@ class Rows:
         self.stack.append(stack)
         return Event(len(self.stack) - 1)
 
+    def add_many(self, columns: Sequence[Sequence[Any]], stacks: Sequence[int]) -> range:
+        """Append events by column: the fields but the last, in order, and the stacks; return their numbers.
+
+        Raises OverflowError or TypeError where a number is none, or too large.
+        """
+        first, actions = len(self.stack), columns[-1]
+        for action in set(actions) - self.actions.keys():
+            if type(action) is not str:
+                raise TypeError("an action that is no text")
+            self.actions[action] = len(self.actions)
+        for known, column in zip(self.numbers, columns, strict=False):
+            known.extend(column)
+        self.action.extend(map(self.actions.__getitem__, actions))
+        self.stack.extend(stacks)
+        return range(first, first + len(stacks))
+
 
 def _line(value: object) -> int:
     return value if isinstance(value, int) and abs(value) < 1 << 31 else 0

@@ -19,6 +19,18 @@ KNOWN_STACK = re.compile(rb"\](%b)\((%b+)e(?!\()" % (_PUT, _REFERENCE), re.DOTAL
 """A list of nothing but references, as stacks of frames are. Groups: how it is remembered, the references."""
 
 
+@lru_cache(maxsize=64)
+def row(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
+    """Return the pattern of one such dict with these very keys. Groups: each value.
+
+    All is remembered by MEMOIZE, as the pickler of the standard library writes it from protocol 4 on.
+    """
+    text = rb"\x8c" + _SIZED + MEMOIZE
+    stack = rb"\]\x94\((?:%b)++e(?!\()" % _REFERENCE
+    value = b"|".join((_REFERENCE, _INTEGER, text, stack))
+    return re.compile(rb"\}\x94\(" + b"".join(re.escape(key) + b"(" + value + b")" for key in keys) + b"u", re.DOTALL)
+
+
 @lru_cache
 def of(keys: int) -> re.Pattern[bytes]:
     """Return the pattern of a dict whose `keys` keys were told before.

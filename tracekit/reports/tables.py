@@ -30,7 +30,8 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
 
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
     if shown.is_empty():
-        what = "collectives that ranks share" if "came_last" in rows.columns else "work to break down"
+        about = {"came_last": "collectives that ranks share", "beside": "work of one kind beside another on a device"}
+        what = next((told for name, told in about.items() if name in rows.columns), "work to break down")
         return f"The traces hold no {what}.\n"
     cells = [[markup.cell(name, value) for name, value in zip(shown.columns, row, strict=True)] for row in shown.rows()]
     headings = [_HEADINGS.get(name, markup.heading(name)) for name in shown.columns]

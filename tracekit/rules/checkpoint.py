@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import conventions, units
-from tracekit.analysis import checkpoint
+from tracekit.analysis import checkpoint, saves, stalls
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.trace import Fact, Run
 
@@ -24,15 +24,6 @@ _FIXES = {
     conventions.FINISH: "Write less metadata: fewer, larger tensors.",
 }
 _IN_BACKGROUND = "Save in the background with dcp.async_save."
-# Between two meetings of all ranks each works by itself, and the slowest of them is what the others wait for.
-_LEGS = {
-    conventions.PLAN: 0,
-    conventions.STAGE: 1,
-    conventions.SERIALIZE: 1,
-    conventions.WRITE: 1,
-    conventions.FSYNC: 1,
-    conventions.FINISH: 2,
-}
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,7 @@ class BlockingCheckpoint(Rule):
     the time between saves that is.
 
     Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
-    changing.
+    changing. A save of less than `min_blocked_ms` is never more than information.
 
     How it is measured: from the checkpoint log: the longest total of each save over the ranks, against the training
     time between saves by the metrics log; the save with the median is quoted. Ranks meet after planning, after writing
@@ -56,7 +47,7 @@ class BlockingCheckpoint(Rule):
 
     Blind spots: stages need the checkpoint log of tracekit.capture; by spans alone neither stages nor, with fewer than
     two saves in the trace, the share of the whole training is known. With a single logged save the interval is taken as
-    the steps that led to it.
+    the steps that led to it. Files that torch.save and safetensors write after one step into one folder are one save.
     """
 
     code: ClassVar[str] = "CKPT001"
@@ -67,6 +58,7 @@ class BlockingCheckpoint(Rule):
         checkpoint.host_steps,
     )
     max_overhead_ratio: float = 0.05
+    min_blocked_ms: int = 250
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run by others without a log and without a span that is a save cannot be judged."""
@@ -79,33 +71,34 @@ class BlockingCheckpoint(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all blocking saves of the run."""
-        logged = run.table(checkpoint.saves).filter(pl.col("blocking"))
-        stages = logged.unique(["rank", "checkpoint", "stage"], keep="first", maintain_order=True)
+        stages = _stages(run)
         if stages.filter(pl.col("stage") == conventions.TOTAL).height:
             yield self._by_log(run, stages)
         elif run.table(checkpoint.save_spans).height:
             yield self._by_spans(run)
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
-        saves = _longest(stages)
-        quoted = saves.sort("dur_ns", "start_ns").row((saves.height - 1) // 2, named=True)
+        longest = _longest(stages)
+        quoted = longest.sort("dur_ns", "start_ns").row((longest.height - 1) // 2, named=True)
         own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
-        critical = _critical(own)
-        blocked_ns, steps = quoted["dur_ns"], _steps_between(saves)
-        interval_ns = steps * _plain_step_ns(run, saves)
-        overhead = blocked_ns / (interval_ns + blocked_ns) if interval_ns else 0.0
-        over = f", {units.share(overhead)} of the time" if interval_ns else ""
+        path = stalls.critical_path(own)
+        critical = path.row(0, named=True) if path.height else {}
+        (save,) = run.across(saves.each).filter(pl.col("save") == quoted["checkpoint"]).iter_rows(named=True)
+        blocked_ns, steps, known = quoted["dur_ns"], save["interval_steps"], save["overhead_ratio"] is not None
+        overhead = save["overhead_ratio"] or 0.0
+        over = f", {units.share(overhead)} of the time" if known else ""
+        costly = overhead > self.max_overhead_ratio and blocked_ns >= self.min_blocked_ms * 1_000_000
         return Finding(
             self.code,
-            Severity.WARNING if overhead > self.max_overhead_ratio else Severity.INFO,
-            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(quoted, saves)})"
+            Severity.WARNING if costly else Severity.INFO,
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(quoted, longest)})"
             f"{_blame(critical, own)}",
             f"{_IN_BACKGROUND} {_FIXES[critical['stage']]}" if critical else _IN_BACKGROUND,
             impact=overhead,
             cost_ns=int(blocked_ns / steps) if steps else 0,
-            confidence=0.9 if interval_ns else 0.6,
+            confidence=0.9 if known else 0.6,
             ranks=(critical["rank"],) if critical else (quoted["rank"],),
-            steps=tuple(saves["step"].drop_nulls().unique().sort().to_list()),
+            steps=tuple(longest["step"].drop_nulls().unique().sort().to_list()),
             evidence=_evidence(stages, own, quoted, critical),
         )
 
@@ -125,7 +118,7 @@ class BlockingCheckpoint(Rule):
             Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
             f"Saves in the trace of rank {longest['rank']} ({own.height}) block training for "
             f"{units.duration(int(own['dur_ns'].sum()))}{told}, by spans such as {longest['name']}"
-            + ("." if often else "; how often the run saves is not in the trace."),
+            f"{_seen(own)}" + ("." if often else "; how often the run saves is not in the trace."),
             f"{_IN_BACKGROUND} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
             impact=share if often else 0.0,
             cost_ns=int(inside["dur_ns"].sum()) // steps.height if often and steps.height else 0,
@@ -136,6 +129,14 @@ class BlockingCheckpoint(Rule):
         )
 
 
+def _stages(run: Run) -> pl.DataFrame:
+    """Return the stages of saves that blocked training, one row per save, rank and stage."""
+    logged = run.across(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
+    return logged.group_by("window", "rank", "checkpoint", "stage", maintain_order=True).agg(
+        pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), pl.col("bytes").sum()
+    )
+
+
 def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     """Return, for each save, its longest total over the ranks, in order of time."""
     totals = stages.filter(pl.col("stage") == conventions.TOTAL)
@@ -143,20 +144,27 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
 
 
-def _critical(own: pl.DataFrame) -> dict[str, Any]:
-    """Return the row of the stage to blame for the length of one save; {} where the log tells no stages."""
-    work = own.with_columns(
-        pl.col("stage").replace_strict(_LEGS, default=None, return_dtype=pl.Int64).alias("leg")
-    ).drop_nulls("leg")
-    legs = work.group_by("leg", "rank").agg(pl.col("dur_ns").sum().alias("leg_ns"))
-    slowest = legs.sort("leg", "leg_ns", "rank", descending=[False, True, False]).unique("leg", keep="first")
-    candidates = work.join(slowest, on=["leg", "rank"]).sort("dur_ns", "rank", descending=[True, False])
-    return candidates.row(0, named=True) if candidates.height else {}
-
-
 def _which(quoted: dict[str, Any], saves: pl.DataFrame) -> str:
     name = str(quoted["checkpoint"])
     return f"{name}, typical of {saves.height} saves" if saves.height > 1 else name
+
+
+def _seen(spans: pl.DataFrame) -> str:
+    """Return what a trace tells of what happens inside of spans, and what it does not."""
+    told = {name: int(spans[column].sum()) for name, column in _SEEN.items() if spans[column].is_not_null().any()}
+    shown = [f"{units.duration(ns)} {name}" for name, ns in told.items() if ns]
+    stacks = spans["fsync_ns"].is_not_null().any()
+    hidden = "serializing is" if stacks else "serializing, writing and syncing are"
+    inside = f", of which {', '.join(shown)}" if shown else ""
+    return f"{inside} ({hidden} not in the trace)"
+
+
+_SEEN = {
+    "copying from the device": "copied_ns",
+    "in collectives": "collective_ns",
+    "writing": "write_ns",
+    "in fsync": "fsync_ns",
+}
 
 
 def _blame(critical: dict[str, Any], own: pl.DataFrame) -> str:
@@ -171,21 +179,6 @@ def _blame(critical: dict[str, Any], own: pl.DataFrame) -> str:
         f"; what takes longest is the stage {critical['stage']} on rank {critical['rank']}, "
         f"{units.duration(stage_ns)}{of}{''.join(waiting)}."
     )
-
-
-def _steps_between(saves: pl.DataFrame) -> float:
-    """Return the steps from one save to the next (for a single one, those before it); 0 where not known."""
-    done = saves["step"].drop_nulls().unique().sort()
-    gaps = done.diff().drop_nulls()
-    return float(str(gaps.median() if len(gaps) else done.first())) if len(done) else 0.0
-
-
-def _plain_step_ns(run: Run, saves: pl.DataFrame) -> float:
-    """Return the median time of the steps without a save, of the slowest rank, in ns; 0 where not known."""
-    times = run.table(checkpoint.step_times).group_by("step").agg(pl.col("step_time_ns").max())
-    plain = times.filter(~pl.col("step").is_in((saves["step"].drop_nulls() - 1).to_list()))
-    median = plain["step_time_ns"].median()
-    return float(str(median)) if median else 0.0
 
 
 def _evidence(

@@ -10,8 +10,9 @@ from tracekit import units
 from tracekit.analysis import breakdown, collective_contention, contention, overlap
 from tracekit.match import calls
 from tracekit.rule import Finding, Rule, Severity
-from tracekit.rules import losses, typical
+from tracekit.rules import losses, price, typical
 from tracekit.trace import Fact, Run
+from tracekit.whatif import graph
 
 _MUCH_TOGETHER = 0.2  # share of a step from which on it is worth saying that nothing can be told
 
@@ -32,7 +33,8 @@ class ContendedCompute(Rule):
     together over the time that the same work takes alone, its lower bound (95% interval, bootstrap over steps and
     units) must exceed `min_slowdown`. Lost is what the judged kernels took longer, and as much of the time together of
     those without a sample alone; no more than the step is longer than its collectives. The typical step of the worst
-    device is quoted.
+    device is quoted. The cost is what replaying the run's steps without the slowdown saves (`tracekit whatif`); where
+    that saves less than `min_cost_ratio`, for the device waits for others anyway, it is information.
 
     How to fix: give collectives fewer multiprocessors: NCCL_MAX_CTAS (or ncclConfig.maxCTAs by
     ProcessGroupNCCL.Options), NCCL_CGA_CLUSTER_SIZE, SHARP or copy engines where there are any (symmetric memory,
@@ -49,9 +51,10 @@ class ContendedCompute(Rule):
         contention.by_step,
         contention.by_kernel,
         breakdown.by_step,
+        *graph.FACTS,
     )
     min_slowdown: float = 1.15
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
@@ -64,23 +67,26 @@ class ContendedCompute(Rule):
         rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
         lost = judged.select(*typical.PLACE, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns")
         steps = losses.by_step(run, lost, most=pl.col("duration_ns") - pl.col("communication_ns"))
-        worst = typical.of_worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
+        worst = losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
             return
-        ranks, of_steps = losses.ranks_and_steps(steps, self.min_cost_ratio)
         pair = _pair(slow, worst)
+        priced = price.of(run, "slowed-compute", worst, _confidence(pair))
+        if max(priced.ratio, worst["lost_ratio"]) < self.min_cost_ratio:
+            return
+        ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         kernels = run.table(contention.by_kernel).filter(
             pl.col("of") == overlap.COMPUTE, pl.col("beside") == overlap.COMMUNICATION, pl.col("rank").is_in(ranks)
         )
         yield Finding(
             self.code,
-            Severity.WARNING,
-            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_lost(worst)}.",
+            Severity.WARNING if priced.ratio >= self.min_cost_ratio else Severity.INFO,
+            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_lost(worst)}{priced.in_words}.",
             "Let collectives hold fewer multiprocessors (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or products leave them "
             "room (CUBLASLT_SM_COUNT_TARGET); or send less (fully_shard on a mesh of two axes).",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
-            confidence=_confidence(pair),
+            impact=priced.ratio,
+            cost_ns=priced.cost_ns,
+            confidence=priced.confidence,
             ranks=ranks,
             steps=of_steps,
             evidence=kernels.sort((pl.col("rank") == worst["rank"]), "lost_ns", descending=True).head(40),
@@ -99,10 +105,13 @@ class StarvedCollectives(Rule):
 
     How it is measured: by bus bandwidth at the same size: a transfer lasts from the arrival of the last known rank to
     the end, and is compared with those of the same op, group, element type and size that compute left alone, in the
-    same step if there are any. Collectives beside which another one ran are compared with such only. The slowdown is
-    the time together with compute over what the same transfers take alone; its lower bound (95% interval, bootstrap
-    over steps and units) must exceed `min_slowdown`. Of each chain of collectives without a gap no more is lost than
-    compute waited for it. The typical step of the worst device is quoted.
+    same step if there are any. Collectives beside which another one ran are compared with such only; where there is no
+    other sample, a collective by itself is compared with one alone but for another collective, which tells too little
+    rather than too much. The slowdown is the time together with compute over what the same transfers take alone; its
+    lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Those without a sample are
+    taken to be slowed like the rest of the rank. Of each chain of collectives without a gap no more is lost than
+    compute waited for it. The typical step of the worst device is quoted. The cost is what replaying the run's steps
+    without the slowdown saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
 
     How to fix: give collectives more multiprocessors (NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS), or their streams a high
     priority (ProcessGroupNCCL.Options.is_high_priority_stream); start them earlier, so that nobody waits
@@ -118,9 +127,10 @@ class StarvedCollectives(Rule):
         collective_contention.calls,
         calls,
         breakdown.by_step,
+        *graph.FACTS,
     )
     min_slowdown: float = 1.2
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
@@ -135,22 +145,26 @@ class StarvedCollectives(Rule):
             *typical.PLACE, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
         )
         steps = losses.by_step(run, lost, most=pl.col("duration_ns") - pl.col("compute_ns"))
-        worst = typical.of_worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
+        worst = losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
             return
-        ranks, of_steps = losses.ranks_and_steps(steps, self.min_cost_ratio)
         pair = _pair(slow, worst)
+        priced = price.of(run, "slowed-collectives", worst, _confidence(pair))
+        if max(priced.ratio, worst["lost_ratio"]) < self.min_cost_ratio:
+            return
+        ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         each = run.across(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
         whole = bool(each.filter("judged")["whole"].all())
         yield Finding(
             self.code,
-            Severity.WARNING,
-            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: {_lost(worst)}.",
+            Severity.WARNING if priced.ratio >= self.min_cost_ratio else Severity.INFO,
+            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: "
+            f"{_lost(worst)}{priced.in_words}.",
             "Give collectives more of the device (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), or "
             "start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
-            confidence=_confidence(pair) * (1.0 if whole else 0.8),
+            impact=priced.ratio,
+            cost_ns=priced.cost_ns,
+            confidence=priced.confidence * (1.0 if whole else 0.8),
             ranks=ranks,
             steps=of_steps,
             evidence=losses.evidence(worst, each.filter("judged").select(*_SHOWN)),

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import polars as pl
 
 from tracekit import align, match, units
-from tracekit.analysis import doubts
+from tracekit.analysis import beside, doubts
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.trace import RUN_DOUBTS, Fact, Run
 
@@ -67,6 +67,7 @@ _KINDS = {
         _WARNING, "Profile fewer steps or without stacks and shapes, and synchronize before stopping.", grows=True
     ),
     "warm_up_inside": _Kind(_WARNING, _WARM_UP),
+    "unreadable_snapshot": _Kind(_WARNING, "Dump the snapshot again: torch.cuda.memory._dump_snapshot."),
     # Times that cannot be taken by the nanosecond.
     "clock_resolution": _Kind(
         _INFO, "Record with a newer PyTorch, which writes times relative to baseTimeNanoseconds."
@@ -114,7 +115,7 @@ class DoubtfulTrace(Rule):
         """Yield one finding per kind of doubt."""
         measured = RUN_DOUBTS.conform(run.table(doubts.doubts))
         versions = _mixed_versions(run.table(doubts.versions))
-        every = pl.concat([RUN_DOUBTS.conform(run.doubts), measured, versions, align.doubts(run)])
+        every = pl.concat([RUN_DOUBTS.conform(run.doubts), measured, versions, align.doubts(run), beside.doubts(run)])
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("doubtful_ratio") < self.min_doubtful_ratio)
         for (kind,), rows in every.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(str(kind), rows.sort("doubtful_ratio", descending=True, nulls_last=True))

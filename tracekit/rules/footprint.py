@@ -29,7 +29,9 @@ class GrowingMemory(Rule):
 
     How it is measured: what is held at the end of each step, by the profiler's memory events, or by the metrics log of
     every step; the slope is the median over all pairs of steps, and its 99% confidence interval must begin at
-    `min_bytes` a step or more. What a backend of the host takes inside its collectives is left out.
+    `min_bytes` a step or more; and growth over the window must be `min_growth_ratio` times what the middle half of the
+    steps differs by without it, for what comes and stays a while looks like growth in a short window. What a backend of
+    the host takes inside its collectives is left out.
 
     How to fix: keep no tensors over steps that hold a graph: losses and outputs in lists (use .item() or .detach()),
     retain_graph, hooks and caches that grow. torch.cuda.memory._record_memory_history and tracekit memory SNAPSHOT say
@@ -42,10 +44,14 @@ class GrowingMemory(Rule):
     code: ClassVar[str] = "MEM003"
     facts: ClassVar[tuple[Fact, ...]] = (growth.growth,)
     min_bytes: int = 1 << 16
+    min_growth_ratio: float = 5.0
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the fastest growth."""
-        grown = run.table(growth.growth).filter(pl.col("low_bytes") >= self.min_bytes)
+        in_all = pl.col("slope_bytes") * (pl.col("last_step") - pl.col("first_step"))
+        grown = run.table(growth.growth).filter(
+            pl.col("low_bytes") >= self.min_bytes, in_all >= self.min_growth_ratio * pl.col("spread_bytes")
+        )
         if grown.is_empty():
             return
         worst = grown.sort("slope_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
@@ -167,7 +173,8 @@ class PeakOwner(Rule):
     Why it costs: the peak decides batch size, recomputation and how many devices a model needs.
 
     How it is measured: blocks alive at the peak by the op that allocated them, in each phase; what was there before the
-    window has no op and is not judged.
+    window has no op and is not judged. Where Python's stacks were recorded (with_stack=True), the module and the place
+    in code that hold most of it are named.
 
     How to fix: an op that does not materialise the tensor, activation checkpointing around it, or a smaller chunk.
 
@@ -184,7 +191,9 @@ class PeakOwner(Rule):
         """Yield at most one finding: the largest owner."""
         held = run.table(allocations.at_peak).drop_nulls(["device", "op"])
         key = [*_WHERE, "device", "op", "phase", "peak_bytes"]
-        owned = held.group_by(key).agg(pl.col("count", "bytes").sum())
+        # Rows come largest first, so the first place known holds most.
+        first = pl.col("module", "stack").drop_nulls().first()
+        owned = held.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), first)
         owned = owned.with_columns(owned_ratio=pl.col("bytes") / pl.col("peak_bytes")).filter(
             pl.col("owned_ratio") >= self.min_owned_ratio, pl.col("bytes") >= self.min_owned_bytes
         )
@@ -199,13 +208,18 @@ class PeakOwner(Rule):
             f"{worst['op']}{phase} holds {units.size(worst['bytes'])} in {worst['count']:,} "
             f"block{'' if worst['count'] == 1 else 's'}, "
             f"{units.share(worst['owned_ratio'])} of the {units.size(worst['peak_bytes'])} held at most on rank "
-            f"{worst['rank']}.",
+            f"{worst['rank']}{_place(worst['module'], worst['stack'])}.",
             _remedy(worst["op"]),
             cost_bytes=worst["bytes"],
             confidence=0.8,
             ranks=tuple(owned["rank"].unique().sort().to_list()),
             evidence=owned,
         )
+
+
+def _place(module: str | None, stack: str | None) -> str:
+    known = [f"module {module}"] * (module is not None) + [stack] * (stack is not None)
+    return f"; most of it for {', '.join(map(str, known))}" if known else ""
 
 
 def _remedy(op: str) -> str:

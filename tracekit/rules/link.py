@@ -41,8 +41,9 @@ class SlowLink(Rule):
 
     Blind spots: a ring shows its slowest link to all of its members, so one group alone cannot tell which rank's link
     it is, and a link that was always slow shows only beside another group: it cannot be told in a run whose ranks all
-    share one group. Ranks without a trace that come late look like a slow link. Traffic between pairs (SendRecv) is not
-    judged.
+    share one group. Ranks without a trace that come late look like a slow link. A send and its
+    receive are judged as a group of two where the trace tells both ends; several in one kernel (batch_isend_irecv)
+    cannot be told apart.
     """
 
     code: ClassVar[str] = "RANK002"

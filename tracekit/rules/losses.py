@@ -1,5 +1,7 @@
 """What rules of streams share: the time lost in each step, and the worst device's typical step."""
 
+from typing import Any
+
 import polars as pl
 
 from tracekit.analysis import breakdown
@@ -27,13 +29,22 @@ def by_step(run: Run, lost: pl.DataFrame, *, most: pl.Expr | None = None) -> pl.
     )
 
 
+def candidate(steps: pl.DataFrame, min_cost_ratio: float) -> dict[str, Any] | None:
+    """Return the typical step of the worst device, if it loses enough for a closer look at what that costs."""
+    worst = typical.of_worst(steps, "lost_ratio")
+    return None if worst is None or worst["lost_ratio"] < min_cost_ratio * _LOOK_CLOSER else worst
+
+
+_LOOK_CLOSER = 0.25  # what facts tell can be too little where delays go on
+
+
 def ranks_and_steps(steps: pl.DataFrame, least_ratio: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks and steps that lose at least so much."""
     lost = steps.filter(pl.col("lost_ratio") >= least_ratio)
     return tuple(lost["rank"].unique().sort().to_list()), tuple(lost["step"].unique().sort().to_list())
 
 
-def evidence(worst: dict[str, object], rows: pl.DataFrame, count: int = 40) -> pl.DataFrame:
+def evidence(worst: dict[str, Any], rows: pl.DataFrame, count: int = 40) -> pl.DataFrame:
     """Return the rows of the quoted step, the costliest first, then the costliest of others, `count` of each."""
     ordered = rows.sort("lost_ns", "start_ns", descending=[True, False])
     own = typical.here(ordered, worst)

@@ -1,4 +1,4 @@
-"""Judgements of memory."""
+"""Judgements of what the allocator asks of the device: mallocs and frees in steady state, and retries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,12 +7,16 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import units
-from tracekit.analysis import breakdown, checkpoint, memory
+from tracekit.analysis import beside, breakdown, checkpoint, memory
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
 
 _EVIDENCE_ROWS = 40
+_NO_RETRY = (
+    "Lower the peak (smaller batch, activation checkpointing); where much is reserved and idle, "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes room."
+)
 _LESS_CHURN = (
     "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak (smaller batch, activation checkpointing), "
     "keep torch.cuda.empty_cache() out of the loop and PYTORCH_NO_CUDA_MEMORY_CACHING unset."
@@ -20,38 +24,31 @@ _LESS_CHURN = (
 
 
 @dataclass(frozen=True)
-class AllocatorChurn(Rule):
-    """Device memory taken and returned in steady state, allocator retries, and unit buffers that come and go.
+class SteadyDeviceAllocation(Rule):
+    """Device memory that is taken and returned in steady state.
 
     What it does: reports cudaMalloc, cudaFree, hipMalloc and the like after warm-up with the time they stall the
-    device; retries of the allocator (it freed its cache and tried again); and, as information, buffers of at least
-    1 MiB that FSDP's gather and reduce spans allocate every step.
+    device.
 
     Why it costs: a device malloc or free blocks the host and often all streams; once the device has done what was
-    queued, it stands idle. Buffers that come and go fragment memory.
+    queued, it stands idle.
 
     How it is measured: lost is the time in which no device works during such a call, and after it up to the next work
     as far as the call went on while the device was busy; host time in calls is told apart. The first `warmup_steps`
     profiled steps fill the cache and are left out where there are more; without marked steps the second half of the
     trace is judged. The typical step of the worst rank is quoted: from `min_stall_ratio` of it as a warning, or, where
-    the device hardly waits, from `min_host_ratio` of it on the host as information. Retries are steps in which the
-    counter num_alloc_retries of the metrics log grew, after `warmup_steps` logged ones; their cost is how much longer
-    those steps took than the others, at the median. Buffers are allocations inside spans of FSDP units.
+    the device hardly waits, from `min_host_ratio` of it on the host as information.
 
-    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop; for unit
-    buffers an engine with pre-allocated ones (YaFSDP).
+    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop.
 
-    Blind spots: activations come and go in every run and are not counted. A call that is hidden under queued work and
-    makes the host late for good is not counted. Without profile_memory no buffers are seen, without the metrics log of
-    tracekit.capture no retries.
+    Blind spots: a call that is hidden under queued work and makes the host late for good is not counted. Why the
+    allocator asked the device is judged by others: MEM007 (retries), MEM008 (fragmentation), MEM010 (changing sizes).
     """
 
     code: ClassVar[str] = "MEM001"
     facts: ClassVar[tuple[Fact, ...]] = (
         memory.device_calls,
         memory.stalls,
-        memory.retries,
-        memory.unit_buffers,
         breakdown.by_step,
         checkpoint.save_spans,
     )
@@ -60,10 +57,8 @@ class AllocatorChurn(Rule):
     warmup_steps: int = 1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding on device calls, one on retries and one on unit buffers."""
+        """Yield at most one finding: the typical step of the rank that stalls most."""
         yield from self._device_calls(run)
-        yield from self._retries(run)
-        yield from self._unit_buffers(run)
 
     def _device_calls(self, run: Run) -> Iterator[Finding]:
         steps = self._steady(_without_saves(run, run.table(memory.stalls).filter(pl.col("duration_ns") > 0)))
@@ -90,6 +85,46 @@ class AllocatorChurn(Rule):
             subject="device calls",
         )
 
+    def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
+        """Return the steps without the first ones of each window, where there are more than those."""
+        place = ["window", "rank", "device"]
+        number = pl.col("step").rank("dense").over(place)
+        enough = pl.col("step").n_unique().over(place) > self.warmup_steps
+        return steps.filter(pl.col("step").is_null() | ~enough | (number > self.warmup_steps))
+
+
+@dataclass(frozen=True)
+class AllocatorRetry(Rule):
+    """The allocator ran out of memory, gave its cache back and tried again.
+
+    What it does: reports how often, in which steps, and how much longer those took.
+
+    Why it costs: a retry waits for all streams, frees every cached block by cudaFree and fills the cache anew: the
+    whole device stands still. The next one may end the run.
+
+    How it is measured: steps in which the counter num_alloc_retries of the metrics log grew, after `warmup_steps`
+    logged ones; their cost is how much longer those steps took than the others, at the median. Without a log, by the
+    memory snapshots beside the traces: what was given back inside a request counts, from `min_retries` on; its time is
+    not known.
+
+    How to fix: a lower peak (smaller batch, activation checkpointing), PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    where much is reserved and idle, garbage_collection_threshold with a memory fraction so that it is given back
+    earlier and bit by bit.
+
+    Blind spots: without the metrics log of tracekit.capture and without a snapshot nothing is seen; then MEM001 still
+    tells of the device calls that a retry makes. Of snapshots the first 128 MiB are read.
+    """
+
+    code: ClassVar[str] = "MEM007"
+    facts: ClassVar[tuple[Fact, ...]] = (memory.retries,)
+    warmup_steps: int = 1
+    min_retries: int = 1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the rank with most retries."""
+        table = run.table(memory.retries)
+        yield from self._retries(run) if table.height else self._in_snapshots(run)
+
     def _retries(self, run: Run) -> Iterator[Finding]:
         table = run.table(memory.retries).filter(pl.col("window") == pl.col("window").min().over("rank"))
         rows = table.filter(pl.col("step").rank("ordinal").over("rank") > self.warmup_steps)
@@ -107,7 +142,7 @@ class AllocatorChurn(Rule):
             f"The allocator ran out of memory, freed its cache and tried again {worst['retries']} times in "
             f"{worst['steps']} of {own.height} steps on rank {worst['rank']}"
             + (f"; those steps take {units.duration(late_ns)} longer than the others." if late_ns > 0 else "."),
-            _LESS_CHURN,
+            _NO_RETRY,
             impact=min(1.0, late_ns * worst["steps"] / own["step_time_ns"].sum()) if late_ns > 0 else 0.0,
             cost_ns=int(late_ns * share) if late_ns > 0 else 0,
             confidence=0.9,
@@ -116,39 +151,23 @@ class AllocatorChurn(Rule):
             evidence=pl.concat([own.filter(pl.col("retries") > 0), own.filter(pl.col("retries") == 0)]).select(
                 "window", "rank", "step", "retries", "step_time_ns"
             ),
-            subject="retries",
         )
 
-    def _unit_buffers(self, run: Run) -> Iterator[Finding]:
-        buffers = run.table(memory.unit_buffers)
-        keys = ["window", "rank", "step"]
-        taken = buffers.group_by(keys).agg(pl.len().alias("count"), pl.col("bytes").sum())
-        steps = run.table(breakdown.by_step).select(*keys, "device").drop_nulls("step").unique(keys)
-        steps = steps.join(taken, on=keys, how="left").with_columns(pl.col("count", "bytes").fill_null(0))
-        worst = typical.of_worst(steps, "bytes")
-        if worst is None or not worst["count"] or buffers["step"].n_unique() < 2:
+    def _in_snapshots(self, run: Run) -> Iterator[Finding]:
+        retried = run.across(beside.histories).filter(pl.col("retries") >= self.min_retries)
+        if retried.is_empty():
             return
-        own = typical.here(buffers, worst).sort("bytes", "start_ns", descending=[True, False])
+        worst = retried.sort("retries", "rank", descending=[True, False]).row(0, named=True)
         yield Finding(
             self.code,
-            Severity.INFO,
-            f"FSDP's gathers and reductions allocate {worst['count']} buffers of 1 MiB or more, "
-            f"{units.size(worst['bytes'])} in all, in {typical.in_words(worst)}.",
-            "Buffers allocated once serve all units: YaFSDP keeps two for weights and two for gradients.",
-            cost_bytes=worst["bytes"],
+            Severity.WARNING,
+            f"By its memory snapshot, the allocator of rank {worst['rank']} ran out of memory, freed its cache and "
+            f"tried again {worst['retries']} times in {worst['events']:,} events.",
+            _NO_RETRY,
             confidence=0.8,
-            ranks=tuple(buffers["rank"].unique().sort().to_list()),
-            steps=tuple(buffers["step"].unique().sort().to_list()),
-            evidence=own,
-            subject="unit buffers",
+            ranks=tuple(retried["rank"].unique().sort().to_list()),
+            evidence=retried,
         )
-
-    def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
-        """Return the steps without the first ones of each window, where there are more than those."""
-        place = ["window", "rank", "device"]
-        number = pl.col("step").rank("dense").over(place)
-        enough = pl.col("step").n_unique().over(place) > self.warmup_steps
-        return steps.filter(pl.col("step").is_null() | ~enough | (number > self.warmup_steps))
 
 
 def _without_saves(run: Run, steps: pl.DataFrame) -> pl.DataFrame:

@@ -9,8 +9,9 @@ import polars as pl
 from tracekit import units
 from tracekit.analysis import breakdown, contention, queueing
 from tracekit.rule import Finding, Rule, Severity
-from tracekit.rules import losses, typical
+from tracekit.rules import losses, price, typical
 from tracekit.trace import Fact, Run
+from tracekit.whatif import graph
 
 _GAP = ("window", "rank", "communication_gap")
 
@@ -32,7 +33,8 @@ class GiveWay(Rule):
     grid, block) that compute left alone, else of the same kernel on another grid, scaled by the number of blocks (the
     column sample says which). Of each gap in communication the smallest counts of: what its preparation took longer
     than alone; the part of the gap that this fills; and how long nothing computed for want of what the gap delayed.
-    The typical step of the worst device is quoted.
+    The typical step of the worst device is quoted. The cost is what replaying the run's steps with every preparation as
+    fast as alone saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
 
     How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP,
     fully_shard), fewer casts and divides before the reduce-scatter, gradients kept in the reduce dtype
@@ -44,9 +46,14 @@ class GiveWay(Rule):
     """
 
     code: ClassVar[str] = "STREAM001"
-    facts: ClassVar[tuple[Fact, ...]] = (contention.preparation, contention.device_count, breakdown.by_step)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        contention.preparation,
+        contention.device_count,
+        breakdown.by_step,
+        *graph.FACTS,
+    )
     min_inflation: float = 1.5
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a CPU run, or one without a sample alone, cannot be judged."""
@@ -68,20 +75,23 @@ class GiveWay(Rule):
         """Yield one finding per run in which inflated preparation makes compute wait."""
         chains = self._chains(run.table(contention.preparation).drop_nulls("step"))
         steps = losses.by_step(run, chains.select(*typical.PLACE, "lost_ns", "held_up_ns"))
-        worst = typical.of_worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
+        worst = losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
             return
-        ranks, of_steps = losses.ranks_and_steps(steps, self.min_cost_ratio)
         own = typical.here(chains, worst)
+        priced = price.of(run, "give-way", worst, 0.8 if (own["sample"] == "alone").any() else 0.6)
+        if max(priced.ratio, worst["lost_ratio"]) < self.min_cost_ratio:
+            return
+        ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         yield Finding(
             self.code,
-            Severity.WARNING,
-            _gives_way(worst, own),
+            Severity.WARNING if priced.ratio >= self.min_cost_ratio else Severity.INFO,
+            _gives_way(worst, own) + priced.in_words + ".",
             "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or drop "
             "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
-            confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
+            impact=priced.ratio,
+            cost_ns=priced.cost_ns,
+            confidence=priced.confidence,
             ranks=ranks,
             steps=of_steps,
             evidence=losses.evidence(worst, chains),
@@ -121,7 +131,8 @@ class NeedlessOrder(Rule):
     What they were held up while nothing of their kind (compute, communication) ran is lost, but no more than the step
     is longer than its compute or its communication alone. A collective waits for its communicator where it begins
     within 20 µs of the end of another of its group on another stream; one that reduces could not begin before the
-    compute launched before it. The typical step of the worst device is quoted.
+    compute launched before it. The typical step of the worst device is quoted. The cost is what replaying the run's
+    steps without that order saves (`tracekit whatif`), where it can tell.
 
     How to fix: unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 8 or more (tensor parallelism that relies on 1 to order
     its kernels aside); for collectives, FSDPModule.set_separate_reduce_scatter_group, or a process group of its own.
@@ -132,10 +143,10 @@ class NeedlessOrder(Rule):
     """
 
     code: ClassVar[str] = "STREAM002"
-    facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step)
+    facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step, *graph.FACTS)
     max_overtaking_ratio: float = 0.01
     min_held: int = 8
-    min_cost_ratio: float = 0.01
+    min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for the queue and one for the communicators, where they cost enough."""
@@ -144,10 +155,10 @@ class NeedlessOrder(Rule):
         longer = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
         steps = losses.by_step(run, order.rename({"held_ns": "lost_ns"}), most=longer)
         queued = held.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
-        yield from self._found(steps, queued.filter(pl.col("by") == queueing.ORDER), order)
+        yield from self._found(run, steps, queued.filter(pl.col("by") == queueing.ORDER), order)
         waits = held.filter(pl.col("by") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
         shared = losses.by_step(run, waits.select(*typical.PLACE, "lost_ns"), most=pl.col("exposed_communication_ns"))
-        yield from self._found(shared, waits, None)
+        yield from self._found(run, shared, waits, None)
 
     def _in_one_queue(self, order: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of the devices that start everything in the order of its launches."""
@@ -158,21 +169,27 @@ class NeedlessOrder(Rule):
         )
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
 
-    def _found(self, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
-        worst = typical.of_worst(steps, "lost_ratio")
-        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
+    def _found(
+        self, run: Run, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None
+    ) -> Iterator[Finding]:
+        worst = losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
             return
-        own = typical.here(held, worst)
-        ranks, of_steps = losses.ranks_and_steps(steps, self.min_cost_ratio)
-        queue = order is not None
+        own, queue = typical.here(held, worst), order is not None
+        cause, sure = ("shared-queue", 0.8) if queue else ("shared-communicator", 0.5)
+        priced = price.of(run, cause, worst, sure)
+        if priced.ratio < self.min_cost_ratio:
+            return
+        ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
+        told = _queued(worst, typical.here(order, worst)) if order is not None else _takes_turns(worst, own)
         yield Finding(
             self.code,
             Severity.WARNING if queue else Severity.INFO,
-            _queued(worst, typical.here(order, worst)) if order is not None else _takes_turns(worst, own),
+            told + priced.in_words + ".",
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX,
-            impact=worst["lost_ratio"],
-            cost_ns=worst["lost_ns"],
-            confidence=0.8 if queue else 0.5,
+            impact=priced.ratio,
+            cost_ns=priced.cost_ns,
+            confidence=priced.confidence,
             ranks=ranks,
             steps=of_steps,
             evidence=losses.evidence(worst, held),
@@ -199,7 +216,7 @@ def _gives_way(worst: dict[str, Any], own: pl.DataFrame) -> str:
     return (
         f"Preparatory kernels of collectives take {inflation:.1f} times as long beside compute as alone: they are held "
         f"up {units.duration(worst['held_up_ns'])} in {typical.in_words(worst)}, and compute waits "
-        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}."
+        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}"
     )
 
 
@@ -209,7 +226,7 @@ def _queued(worst: dict[str, Any], order: pl.DataFrame) -> str:
         f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
         f"earlier on another stream {overtaken} did in {typical.in_words(worst)}, and {held} began right with it; that "
         f"holds up {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])}) at most."
+        f"({units.share(worst['lost_ratio'])}) at most"
     )
 
 
@@ -218,5 +235,5 @@ def _takes_turns(worst: dict[str, Any], own: pl.DataFrame) -> str:
         f"{own.height} collectives wait for another of the same process group on another stream in "
         f"{typical.in_words(worst)}, {units.duration(int(own['held_ns'].sum()))} in all; up to "
         f"{units.duration(worst['lost_ns'])} of that is exposed in {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])})."
+        f"({units.share(worst['lost_ratio'])})"
     )

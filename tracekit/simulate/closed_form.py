@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
+from tracekit.plan.models import Model
 from tracekit.simulate import costs
 from tracekit.simulate.costs import Parts, Quantity, Rates
 from tracekit.simulate.job import FSDP1, YAFSDP_V1
-from tracekit.simulate.models import Model
 
 
 @dataclass(frozen=True)

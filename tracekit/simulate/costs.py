@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tracekit.plan.models import Model
 from tracekit.simulate.hardware import Hardware
 from tracekit.simulate.job import Job
-from tracekit.simulate.models import Model
 
 Quantity: TypeAlias = Any
 """A float, or an array of floats."""

@@ -1,14 +1,13 @@
 """Faults that can be asked for, each with the rule that should find it.
 
-code       rule, existing or proposed               faults
+code       rule                                     faults
 COMM001    communication that no compute hides      no-prefetch, slow-network
 COMM002    collectives too small                    small-collectives
 COMM003    gradients reduced at every micro-batch   reduce-every-microbatch
 STREAM001  give-way                                 give-way
 STREAM002  serialization that need not be           serialized-communicators
-           (proposed)
-STREAM003  compute slowed by collectives (proposed) sm-contention
-STREAM004  collectives slowed by compute (proposed) starved-collectives
+STREAM003  compute slowed by collectives            sm-contention
+STREAM004  collectives slowed by compute            starved-collectives
 RANK001    straggling rank                          slow-rank, straggler-from-step
 RANK002    slow link                                slow-link
 HOST001    late launch                              late-launch

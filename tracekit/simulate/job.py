@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tracekit.errors import InputError
+from tracekit.plan.models import Model
 from tracekit.simulate.hardware import Hardware
-from tracekit.simulate.models import Model
 
 DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = "ddp", "fsdp1", "fsdp2", "hsdp", "yafsdp", "yafsdp-v1"
 STRATEGIES: Mapping[str, str] = {

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from tracekit import conventions
-from tracekit.capture import record_save
+from tracekit.capture import record_load, record_save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,6 +26,7 @@ KEYS = [
 OF_THE_WHOLE = [
     *("durable", "dirty_before_bytes", "dirty_after_bytes", "writeback_before_bytes", "writeback_after_bytes"),
     *("io_some_ns", "io_full_ns", "cpu_ns", "run_delay_ns", "storage_written_bytes", "storage_read_bytes"),
+    "whole_bytes",
 ]
 DELAY_S = 0.3
 
@@ -219,3 +221,24 @@ def test_each_save_adds_its_lines(tmp_path: Path) -> None:
         save(tmp_path, tmp_path / f"step-{number}")
     totals = [row["checkpoint"] for row in log(tmp_path) if row["stage"] == conventions.TOTAL]
     assert totals == ["step-1", "step-2"]
+
+
+def test_syncs_of_the_whole_machine_are_told_from_those_of_files(tmp_path: Path) -> None:
+    # Streams in memory have no descriptor, so torch falls back to os.sync for the shard and for the metadata.
+    writer, planner = FsspecWriter("memory://checkpoint"), DefaultSavePlanner()
+    with record_save(tmp_path, writer, planner, checkpoint="memory", step=7, rank=3):
+        dcp.save(state(), storage_writer=writer, planner=planner, no_dist=True)
+    (synced,) = [row for row in log(tmp_path) if row["stage"] == conventions.FSYNC]
+    assert (synced["files"], synced["calls"]) == (2, 2)
+    assert save(tmp_path, tmp_path / "step-7")["fsync"]["calls"] is None
+
+
+def test_a_load_tells_how_large_the_whole_checkpoint_is(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    save(tmp_path / "run", path)
+    some = {"weight0": torch.zeros(128, 64)}
+    with record_load(tmp_path, path, checkpoint="step-7", rank=3):
+        dcp.load(some, checkpoint_id=path, no_dist=True)
+    (total,) = [row for row in log(tmp_path) if row["stage"] == conventions.TOTAL]
+    shards = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert total["whole_bytes"] == shards > total["bytes"]

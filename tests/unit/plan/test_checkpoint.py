@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from tests.commands import tracekit
+from tests.commands import ROOT, tracekit
 from tracekit.errors import ConfigError
 from tracekit.plan import checkpoint as plan
 
 HOUR_S = 3600.0
+RECORDED = ROOT / "sample_traces" / "demo-fsdp2"
+MOVED = ("write", "fsync")
 PARAMS = 1.008e12
 MEGATRON = plan.Layout(tp=8, pp=64, dp=6)
 ARTICLE = ("plan", "checkpoint", "--params", 1e12, "--bytes-per-param", 13.8, "--tp", 8, "--pp", 64, "--dp", 6)
@@ -36,6 +38,64 @@ def test_zero_1_replicates_weights_only() -> None:
     assert plan.restore_amplification(plan.Layout(dp=6, zero=1)) == pytest.approx(1.71, abs=0.005)
     assert plan.restore_amplification(plan.Layout(dp=6, zero=3)) == 1
     assert plan.writers(plan.Layout(8, 64, 6, zero=1)) == 3072
+
+
+def test_under_zero_1_data_parallel_rank_0_writes_more() -> None:
+    assert plan.writer_skew_ratio(plan.Layout(dp=2, zero=1)) == pytest.approx(1.333, abs=5e-4)
+    assert plan.writer_skew_ratio(plan.Layout(dp=2, zero=3)) == 1
+    assert plan.writer_skew_ratio(plan.Layout(dp=2)) == 1
+
+
+def test_guidance_of_five_percent() -> None:
+    told = plan.checkpoint(1e12, MEGATRON, plan.Storage(273e9), interval_s=4 * HOUR_S, bytes_per_param=13.8)
+    assert told.guided_write_bytes_per_second == pytest.approx(19.2e9, abs=0.05e9)
+    assert told.guided_interval_seconds == pytest.approx(1011, abs=0.5)
+
+
+def test_a_burst_buffer_blocks_for_its_own_write_and_drains_meanwhile() -> None:
+    storage = plan.Storage(273e9, 1e12, burst_write_bytes_per_second=2e12)
+    told = plan.checkpoint(1e12, MEGATRON, storage, interval_s=HOUR_S, mtbf_s=3 * HOUR_S, bytes_per_param=13.8)
+    assert (told.blocked_seconds, told.write_seconds) == (pytest.approx(6.9), pytest.approx(50.55, abs=0.005))
+    assert told.overhead_ratio == pytest.approx(6.9 / HOUR_S)
+    assert told.young_interval_seconds == pytest.approx(plan.young_s(6.9, 3 * HOUR_S))
+    assert told.drain_fits_interval
+    hasty = plan.checkpoint(1e12, MEGATRON, storage, interval_s=55, bytes_per_param=13.8)
+    assert (hasty.drain_seconds, hasty.drain_fits_interval) == (pytest.approx(50.55, abs=0.005), False)
+
+
+def test_a_model_by_name_has_its_parameters() -> None:
+    done = tracekit("plan", "checkpoint", "--model", "llama3-405b", "--tp", 8, *STORAGE, "--format", "json")
+    told = json.loads(done.stdout)
+    assert told["checkpoint_bytes"] == pytest.approx(14 * 405.8e9, rel=1e-3)
+    assert "measured" not in told
+
+
+def test_a_recorded_run_tells_size_bandwidth_and_interval() -> None:
+    done = tracekit("plan", "checkpoint", "--measured", RECORDED, "--read-bandwidth", 1e9, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    rows = [json.loads(line) for file in RECORDED.glob("*.checkpoint.jsonl") for line in file.open()]
+    rates, sizes, starts = [], [], []
+    for save in ("step-000024", "step-000048"):
+        own = [row for row in rows if row["checkpoint"] == save]
+        sizes.append(sum(row["bytes"] for row in own if row["stage"] == "write"))
+        moving = [sum(row["dur_ns"] for row in own if row["rank"] == r and row["stage"] in MOVED) for r in (0, 1)]
+        rates.append(sizes[-1] / max(moving) * 1e9)
+        starts.append(min(row["start_ns"] for row in own if row["stage"] == "total"))
+    measured = told["measured"]
+    assert measured["checkpoint_bytes"] == pytest.approx(sum(sizes) / 2)
+    assert measured["bytes_per_param"] == pytest.approx(sum(sizes) / 2 / 3_082_496)
+    assert told["checkpoint_bytes"] == pytest.approx(sum(sizes) / 2)
+    assert told["write_bytes_per_second"] == pytest.approx(sum(rates) / 2)
+    assert measured["interval_seconds"] == pytest.approx((starts[1] - starts[0]) / 1e9)
+    assert (told["writers"], measured["saves"], measured["is_durable"]) == (2, 2, True)
+
+
+def test_what_is_missing_is_asked_for_by_its_option() -> None:
+    done = tracekit("plan", "checkpoint", "--params", 1e9, "--interval", "1h")
+    assert (done.returncode, "--write-bandwidth is needed" in done.stderr) == (2, True)
+    done = tracekit("plan", "checkpoint", "--measured", ROOT / "sample_traces" / "faults" / "healthy-ddp")
+    assert (done.returncode, "no save is recorded there" in done.stderr) == (2, True)
 
 
 def test_waste_at_the_best_interval() -> None:

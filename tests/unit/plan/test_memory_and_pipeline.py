@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tests.commands import tracekit
-from tracekit.plan import memory, pipeline
+from tracekit.errors import ConfigError
+from tracekit.plan import memory, models, pipeline
+from tracekit.plan.checkpoint import Layout
 
 
 @pytest.mark.parametrize(("zero", "size_gb"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
@@ -18,6 +20,74 @@ def test_zero_memory_of_the_paper(zero: int, size_gb: float) -> None:
 def test_activations_of_llama_2_70b(factor: float, size_gb: float) -> None:
     size = memory.activation_bytes(factor, sequence=4096, batch=1, width=8192, layers=80)
     assert size == pytest.approx(size_gb * 1e9, rel=1e-3)
+
+
+def test_layers_of_llama_2_70b_keep_what_their_parts_add_up_to() -> None:
+    llama = models.find("llama2-70b")
+    assert memory.llama_factor(llama, work=memory.Work(4096)) == memory.GQA_SWIGLU_FACTOR
+    assert memory.llama_factor(llama, tp=8, work=memory.Work(4096, sequence_parallel=True)) == 40.5 / 8
+    assert memory.llama_factor(llama, tp=8, work=memory.Work(4096)) == 8 + 32.5 / 8
+    done = tracekit("plan", "memory", "--model", "llama2-70b", "--sequence", 4096, "--zero", 3, "--format", "json")
+    assert json.loads(done.stdout)["activation_bytes"] == pytest.approx(108.7e9, rel=1e-3)
+    done = tracekit(
+        *("plan", "memory", "--model", "llama2-70b", "--sequence", 4096, "--dp", 64, "--yafsdp"),
+        *("--recomputation", "full", "--format", "json"),
+    )
+    told = json.loads(done.stdout)
+    assert told["activation_bytes"] == pytest.approx(5.37e9, rel=1e-3)
+    state = told["weight_bytes"] + told["gradient_bytes"] + told["optimizer_bytes"]
+    assert state == pytest.approx(18 * llama.parameters / 64)
+    assert told["buffer_bytes"] == 12 * llama.layer_parameters
+    assert told["total_bytes"] == pytest.approx(state + told["buffer_bytes"] + told["activation_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("work", "tp", "factor"),
+    [
+        (memory.Work(2048), 1, 34 + 5 * 96 * 2048 / 12_288),
+        (memory.Work(2048), 8, 10 + 24 / 8 + 5 * 96 * 2048 / (12_288 * 8)),
+        (memory.Work(2048, sequence_parallel=True), 8, (34 + 5 * 96 * 2048 / 12_288) / 8),
+        (memory.Work(2048, sequence_parallel=True, recomputation="selective"), 8, 34 / 8),
+        (memory.Work(2048, recomputation="full"), 8, 2),
+    ],
+    ids=["plain", "TP", "TP and SP", "selective", "full"],
+)
+def test_activations_of_a_gpt_layer(work: memory.Work, tp: int, factor: float) -> None:
+    assert memory.gpt_factor(width=12_288, heads=96, tp=tp, work=work) == pytest.approx(factor)
+
+
+def test_the_first_stage_holds_the_micro_batches_in_flight() -> None:
+    llama, work = models.find("8b"), memory.Work(2048, micro_batches=8)
+    whole = memory.activations_of(llama, memory.Work(2048), Layout())
+    assert memory.activations_of(llama, work, Layout(pp=4)) == whole
+    assert memory.activations_of(llama, memory.Work(2048), Layout(pp=4)) == whole / 4
+
+
+@pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_traffic_of_data_parallelism(zero: int, times: int) -> None:
+    told = memory.plan(7.5e9, Layout(dp=64, zero=zero))
+    assert told.traffic_bytes_per_step == times * 7.5e9 * memory.WEIGHT_BYTES
+    assert memory.plan(7.5e9, Layout(zero=zero)).traffic_bytes_per_step == 0
+
+
+def test_traffic_of_pipelines_and_tensor_parallelism() -> None:
+    asked = ("plan", "pipeline", "--stages", 4, "--micro-batches", 8, "--width", 25_600, "--layers", 128)
+    asked += ("--sequence", 2048, "--tp", 8, "--format", "json")
+    told = json.loads(tracekit(*asked).stdout)
+    scattered = json.loads(tracekit(*asked, "--scatter-gather").stdout)
+    assert told["stage_bytes_per_micro_batch"] == pytest.approx(105e6, rel=2e-3)
+    assert scattered["stage_bytes_per_micro_batch"] == pytest.approx(13.1e6, rel=2e-3)
+    assert told["tensor_parallel_bytes_per_micro_batch"] == pytest.approx(734e6, rel=1e-3)
+    assert told["tensor_parallel_bytes_per_step"] == pytest.approx(734e6 * 32 * 8, rel=1e-3)
+
+
+def test_schedules_without_bubbles_hold_more() -> None:
+    told = {name: pipeline.plan(4, 8, schedule=name) for name in pipeline.SCHEDULES}
+    assert [told[name].bubble_to_ideal_ratio for name in ("1f1b", "zb-h1", "zb-h2")] == [0.375, 0.125, 0]
+    assert told["zb-h2"].activation_ratio == 2
+    assert pipeline.plan(4, 8, chunks=2, schedule="interleaved").activation_ratio == 1.375
+    with pytest.raises(ConfigError, match="one chunk"):
+        pipeline.plan(4, 8, chunks=2, schedule="zb-h1")
 
 
 def test_bubble_of_four_stages() -> None:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tracekit.simulate import faults, hardware, models, run
+from tracekit.plan import models
+from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
 from tracekit.simulate.run import Simulated
 

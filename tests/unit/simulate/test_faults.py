@@ -14,10 +14,6 @@ from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.simulate.recording import Recording
 from tracekit.simulate.truth import known_faults
 
-PROPOSED = {
-    *("STREAM002", "STREAM003", "STREAM004"),
-}
-
 
 def _job(name: str, **changes: int) -> Job:
     strategy = {"give-way": YAFSDP, "slow-link": HSDP}.get(name, FSDP2)
@@ -68,10 +64,9 @@ def test_a_fault_leaves_its_mark_and_costs_what_the_truth_says(name: str) -> Non
     assert set(known.steps) <= set(range(healthy.steps))
 
 
-def test_codes_are_those_of_rules_or_proposed_and_not_both() -> None:
-    existing = {rule.code for rule in RULES}
+def test_codes_are_those_of_rules() -> None:
     codes = {fault.code for fault in faults.FAULTS.values()}
-    assert codes <= existing | PROPOSED
+    assert codes <= {rule.code for rule in RULES}
     assert all(code in (faults.__doc__ or "") for code in codes)
 
 

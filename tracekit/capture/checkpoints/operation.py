@@ -78,6 +78,7 @@ class Operation:
         self.worker_stage = worker_stage or course.first
         self.written = Written()
         self.looks = Looks(step)
+        self.whole_bytes: int | None = None  # of the checkpoint that is loaded from, by its metadata
         self._course = course
         self._thread = threading.get_ident()
         self._clock = StageClock(course.first)
@@ -145,7 +146,7 @@ class Operation:
         with self.clock_here().inside(conventions.FSYNC), span:
             yield
         self.written.sync(descriptor)
-        self.count(conventions.FSYNC, None, 1)
+        self.count(conventions.FSYNC, None, 1, 1 if descriptor is None else None)
 
     def clock_here(self) -> StageClock:
         """Return the clock of the calling thread, which is at work for this operation from now on."""

@@ -49,6 +49,7 @@ class Recording:
             return
         *rows, total = self.operation.rows()
         total = with_counters(total, self.operation.written.durable(), self.before, after)
+        total["whole_bytes"] = self.operation.whole_bytes
         entry.write(entry.lines([*rows, total], blocking=blocking))
 
 

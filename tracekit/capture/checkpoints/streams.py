@@ -47,11 +47,20 @@ def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: An
                 replaced(planner, "resolve_tensor", copies.timed_resolve_tensor),
                 replaced(planner, "commit_tensor", copies.timed_commit_tensor),
             ):
+                operation.whole_bytes = _whole_bytes(reader)
                 return read_data(*args, **kwargs)
 
         return read
 
     window.enter_context(replaced(reader, "read_data", with_timed_planner))
+
+
+def _whole_bytes(reader: Any) -> int | None:
+    """Return the bytes of all shards by the metadata that a reader was given; None where it holds none of the kind."""
+    placed = getattr(reader, "storage_data", None)
+    lengths = [getattr(info, "length", None) for info in placed.values()] if isinstance(placed, dict) else []
+    known = [length for length in lengths if isinstance(length, int)]
+    return sum(known) if known and len(known) == len(lengths) else None
 
 
 def _planner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Sizes of the models that can be simulated: the trainers' presets, and Llama's own names for them."""
+"""Sizes of models by name, to plan for and to simulate: the trainers' presets, and Llama's own names for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -57,6 +57,7 @@ _SIZES = (
     Model("34b", 8192, 48, 64, 8, 22_016, 32_000),
     Model("70b", 8192, 80, 64, 8, 28_672, 32_000),
     Model("70b-llama3", 8192, 80, 64, 8, 28_672, 128_256),
+    Model("405b", 16_384, 126, 128, 8, 53_248, 128_256),
 )
 _ALIASES = {
     "llama3-1b": "1b",
@@ -67,6 +68,7 @@ _ALIASES = {
     "llama2-34b": "34b",
     "llama2-70b": "70b",
     "llama3-70b": "70b-llama3",
+    "llama3-405b": "405b",
 }
 MODELS: Mapping[str, Model] = {model.name: model for model in _SIZES}
 NAMES = (*MODELS, *_ALIASES)
@@ -80,3 +82,13 @@ def find(name: str, *, layers: int | None = None) -> Model:
     if layers is not None and not 1 <= layers <= model.layers:
         raise InputError(f"--layers is {layers}; {name} has {model.layers}")
     return model if layers is None else replace(model, layers=layers)
+
+
+def gpt_parameters(*, layers: int, width: int, sequence: int = 2048, vocabulary: int = 51_200) -> float:
+    """Return the parameters of a GPT: 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h)) (arXiv 2104.04473, section 5).
+
+    >>> [f"{gpt_parameters(layers=l, width=h):.4g}" for l, h in ((96, 12_288), (105, 20_480), (128, 25_600))]
+    ['1.746e+11', '5.296e+11', '1.008e+12']
+    """
+    outside = (vocabulary + sequence) / (12 * layers * width)
+    return 12 * layers * width**2 * (1 + 13 / (12 * width) + outside)

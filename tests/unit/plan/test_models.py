@@ -1,14 +1,14 @@
-"""The simulator's models are those that the trainers train."""
+"""The models by name are those that the trainers train."""
 
 import pytest
 
 from tracekit.errors import InputError
-from tracekit.simulate import models
+from tracekit.plan import models
 
 model = pytest.importorskip("instrumented_trainers.model")
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name != "405b"])  # no trainer has it
 def test_sizes_are_the_trainers(name: str) -> None:
     ours, theirs = models.find(name), model.PRESETS[name]
     assert (ours.width, ours.layers, ours.heads, ours.key_value_heads, ours.hidden_width, ours.vocabulary) == (

@@ -1,0 +1,95 @@
+"""The rules of streams on simulated runs with each fault: found with the slowdown that was put in, and only that."""
+
+from functools import cache
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.unit.simulate.jobs import job, written
+from tracekit.analysis import collective_contention, contention, waiting
+from tracekit.analysis.overlap import COMMUNICATION, COMPUTE, PREPARATION
+from tracekit.checking import check
+from tracekit.loading import load
+from tracekit.reports import tables
+from tracekit.rule import Severity
+from tracekit.rules.contended import ContendedCompute, StarvedCollectives
+from tracekit.rules.stream import GiveWay, NeedlessOrder
+from tracekit.trace import Run
+
+FAULTS = {
+    "STREAM001": ("give-way", {"strategy": "yafsdp", "machine": "h100-80", "gpus": 32}),
+    "STREAM002": ("serialized-communicators", {"strategy": "fsdp2"}),
+    "STREAM003": ("sm-contention", {"strategy": "ddp", "machine": "v100-32", "gpus": 64, "seq": 4096}),
+    "STREAM004": ("starved-collectives", {"strategy": "fsdp2", "machine": "v100-32", "gpus": 64}),
+    "": ("", {"strategy": "fsdp2", "machine": "v100-32"}),
+}
+RULES = (GiveWay, NeedlessOrder, ContendedCompute, StarvedCollectives)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """Return what gives the run with a fault and what it truly costs, as a share of the run."""
+
+    @cache
+    def of(code: str) -> tuple[Run, float]:
+        fault, changes = FAULTS[code]
+        out: Path = tmp_path_factory.mktemp("runs") / (fault or "healthy")
+        done = written(job(layers=4, steps=3, **changes), out, *([fault] if fault else []))
+        cost_ns = sum(known.cost_ns * len(known.steps) for known in done.known if known.code == code)
+        return load(out), cost_ns / done.recording.total_ns
+
+    return of
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_a_fault_is_found_by_its_rule_and_by_no_other(simulated, code):
+    run, share = simulated(code)
+    found = {f.code: f for f in check(run, [rule() for rule in RULES]).findings if f.severity >= Severity.WARNING}
+    assert set(found) == ({code} if code else set())
+    if code:
+        assert share >= 0.03
+        assert found[code].impact >= 0.8 * share
+
+
+def between(table, of, beside):
+    return table.filter(pl.col("of") == of, pl.col("beside") == beside).row(0, named=True)
+
+
+def test_the_slowdowns_are_those_that_were_simulated(simulated):
+    crawling = between(simulated("STREAM001")[0].across(contention.pairs), PREPARATION, COMPUTE)
+    assert crawling["slowdown"] == pytest.approx(1 + 1.74, rel=0.02)
+    contended = between(simulated("STREAM003")[0].across(contention.pairs), COMPUTE, COMMUNICATION)
+    assert contended["slowdown"] == pytest.approx(1.6, rel=0.02)
+    starved = contention.pooled(simulated("STREAM004")[0].across(collective_contention.by_step))
+    assert between(starved, COMMUNICATION, COMPUTE)["slowdown"] == pytest.approx(2.0, rel=0.02)
+    healthy = between(simulated("")[0].across(contention.pairs), COMPUTE, COMMUNICATION)
+    assert healthy["slowdown"] == pytest.approx(1.03, rel=0.02)
+    assert healthy["low"] <= healthy["slowdown"] <= healthy["high"]
+
+
+def test_all_pairs_are_shown_in_one_table(simulated):
+    rows = collective_contention.all_pairs(simulated("")[0])
+    assert {(COMPUTE, COMMUNICATION), (COMMUNICATION, COMPUTE)} <= set(rows.select("of", "beside").rows())
+    shown = tables.as_text(rows, width=120)
+    assert "slowdown" in shown
+    assert (
+        tables.as_text(rows.clear(), width=120) == "The traces hold no work of one kind beside another on a device.\n"
+    )
+
+
+def test_the_chain_goes_through_the_next_gather_and_is_told_by_unit(simulated):
+    run, share = simulated("STREAM001")
+    (found,) = check(run, [GiveWay()]).findings
+    assert found.impact == pytest.approx(share, rel=0.15)
+    units = run.table(waiting.chains_by_unit).filter(pl.col("rank") == 0, pl.col("step") == 1)
+    held_up = units.filter(pl.col("contention_ns") > 0)
+    assert set(held_up["unit"]) == {"layers.1", "layers.2", "layers.3"}
+    causes = ("host_ns", "preparation_ns", "contention_ns", "compute_ns", "copy_ns", "unknown_ns")
+    assert units.select(pl.sum_horizontal(causes)).to_series().to_list() == units["dur_ns"].to_list()
+    # Compute waits for the reduce-scatter too, but most of it for the all-gather behind it.
+    waits = run.trace(0).collectives.join(
+        waiting.compute_gap_causes(run.trace(0)).filter(cause="collective", step=1, phase="backward"),
+        left_on="activity_id", right_on="collective_id",
+    )  # fmt: skip
+    assert "all_gather" in waits["op"].to_list()

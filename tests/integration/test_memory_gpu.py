@@ -1,0 +1,83 @@
+"""On a GPU: trace and snapshot of one run agree, and a replay comes to the record, a prediction to what happens."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import tracekit
+from tracekit import replay
+from tracekit.allocator import Settings
+from tracekit.analysis import allocations, snapshots
+from tracekit.readers import memory_snapshot
+from tracekit.replay.history import ALLOC, REQUEST
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+SCRIPT = Path(__file__).parent / "scripts" / "gpu_memory.py"
+CONF = "PYTORCH_CUDA_ALLOC_CONF"
+TOLERANCE = 0.05
+
+
+def train(folder: Path, settings: str = "") -> dict[str, int]:
+    """Train under allocator settings; return what torch counted."""
+    folder.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in (CONF, "PYTORCH_ALLOC_CONF")}
+    environment |= {CONF: settings} if settings else {}
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    counted: dict[str, int] = json.loads(done.stdout)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu") / "default"
+    return folder, train(folder)
+
+
+@pytest.fixture(scope="module")
+def history(trained):
+    return replay.of(memory_snapshot.read(trained[0] / "rank00000.memory.pickle"), 0)
+
+
+def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(trained, history):
+    trace = tracekit.load(str(trained[0]), cache=False).trace(0)
+    told = trace.allocations.filter(pl.col("device") == 0)
+    played = replay.play(history)
+    mine = np.isin(history.action, (ALLOC, REQUEST))
+    blocks = list(zip(history.address[mine].tolist(), played.moved_bytes[mine].tolist(), strict=True))
+    traced = list(told.select("address", "delta_bytes").iter_rows())
+    begin = next(i for i in range(len(blocks)) if blocks[i : i + len(traced)] == traced)
+    held = snapshots.held(history, played)[1:][mine][begin : begin + len(traced)]
+    live = allocations.live(trace).filter(pl.col("device") == 0)
+    assert live["live_bytes"].to_list() == held.tolist()
+    apart_ns = told["at_ns"].to_numpy() - history.at_ns[mine][begin : begin + len(traced)]
+    assert abs(np.median(apart_ns)) < 50_000_000
+
+
+def test_a_replay_takes_the_recorded_segments_and_torchs_own_counts_agree(trained, history):
+    _, counted = trained
+    played = replay.play(history)
+    assert played.address_mismatches == 0
+    assert [event.bytes for event in played.taken] == [event.bytes for event in history.taken]
+    assert len(played.taken) == counted["num_device_alloc"]
+    assert len(played.given) == counted["num_device_free"]
+    assert played.peak_reserved_bytes == counted["reserved_bytes.all.peak"]
+    assert history.retries == counted["num_alloc_retries"] == 0
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"])
+def test_what_a_replay_predicts_for_other_settings_is_what_they_come_to(tmp_path, history, settings):
+    predicted = replay.predict(history, Settings.parse(settings))
+    counted = train(tmp_path / "run", settings)
+    assert predicted.peak_reserved_bytes == pytest.approx(counted["reserved_bytes.all.peak"], rel=TOLERANCE)
+    assert predicted.retries == counted["num_alloc_retries"]

@@ -1,0 +1,181 @@
+"""Judgements of how the allocator's memory is cut up: by pieces that fit nothing, and by streams."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit import units
+from tracekit.analysis import allocations, beside, memory
+from tracekit.rule import Finding, Rule, Severity
+from tracekit.trace import Fact, Run
+
+_DEVICE = ["window", "rank", "device"]
+_EVIDENCE_ROWS = 60
+
+
+@dataclass(frozen=True)
+class FragmentedMemory(Rule):
+    """Memory is asked of the device although as much lies free, cut into pieces.
+
+    What it does: reports devices of which the allocator takes more in steady state while at least as much as was
+    requested is reserved and idle; and, by a memory snapshot, pools whose free memory would hold the largest request
+    but has no piece as large.
+
+    Why it costs: what is free in pieces is lost to the program; the reserve grows until a retry (MEM007) or the end of
+    the run, and each growth is a cudaMalloc that stalls.
+
+    How it is measured: in traces, requests after the first `warmup_steps` profiled steps (where there are more) at
+    which the reserved total grew although reserved less held was at least the request, reported when they come to
+    `min_grown_ratio` of what is reserved and to `min_bytes`; the stall is that of the device call before each. In
+    snapshots, per pool of free blocks: free memory of at least `min_bytes` and `min_free_ratio` of the pool.
+
+    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins what is free; max_split_size_mb keeps large
+    blocks whole. Allocate what lasts (optimizer state, buffers) before what comes and goes. tracekit memory SNAPSHOT
+    --replay predicts what a setting would reserve.
+
+    Blind spots: a trace does not tell streams and pools apart: idle memory on another stream (MEM009) or in another
+    pool is counted as pieces. What was cut up before the window and grows no more is seen as idle reserve
+    (MEM005), or in a snapshot. Of snapshots the first 128 MiB are read.
+    """
+
+    code: ClassVar[str] = "MEM008"
+    facts: ClassVar[tuple[Fact, ...]] = (memory.regrowth, allocations.peaks, allocations.churn)
+    min_grown_ratio: float = 0.02
+    min_free_ratio: float = 0.1
+    min_bytes: int = 64 << 20
+    warmup_steps: int = 1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding on growth in traces and one on snapshots."""
+        yield from self._grown(run)
+        yield from self._cut_up(run)
+
+    def _grown(self, run: Run) -> Iterator[Finding]:
+        grown = run.table(memory.regrowth)
+        if grown.is_empty():
+            return
+        known = (
+            run.table(allocations.churn)
+            .group_by("window", "rank")
+            .agg(first_step=pl.col("step").min(), steps=pl.col("step").n_unique())
+        )
+        grown = grown.join(known, on=["window", "rank"], how="left")
+        warm = pl.col("step") >= pl.col("first_step") + self.warmup_steps
+        steady = grown.filter(pl.col("step").is_null() | (pl.col("steps") <= self.warmup_steps) | warm)
+        reserved = run.table(allocations.peaks).select(*_DEVICE, "peak_reserved_bytes")
+        sums = steady.group_by(_DEVICE).agg(
+            requests=pl.len(), grown_bytes=pl.col("grown_bytes").sum(), stalled_ns=pl.col("stalled_ns").sum(),
+            least_idle_bytes=pl.col("idle_bytes").min(), steps=pl.col("steps").first(),
+        )  # fmt: skip
+        sums = sums.join(reserved, on=_DEVICE, nulls_equal=True)
+        bad = sums.filter(
+            pl.col("grown_bytes") >= self.min_bytes,
+            pl.col("grown_bytes") >= self.min_grown_ratio * pl.col("peak_reserved_bytes"),
+        )
+        if bad.is_empty():
+            return
+        worst = bad.sort("grown_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
+        stalls = worst["stalled_ns"] > 0
+        mine = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _DEVICE))
+        shown = mine.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"On rank {worst['rank']} the allocator takes {units.size(worst['grown_bytes'])} of the device for "
+            f"{worst['requests']:,} request{'s' * (worst['requests'] > 1)} although as much is reserved and idle each "
+            f"time; {units.size(worst['peak_reserved_bytes'])} are reserved at most"
+            + (f", and the device stands idle for {units.duration(worst['stalled_ns'])}." if stalls else "."),
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb so that large blocks stay "
+            "whole; allocate what lasts before what comes and goes.",
+            cost_ns=worst["stalled_ns"] // max(worst["steps"] or 1, 1),
+            cost_bytes=worst["grown_bytes"],
+            confidence=0.7,
+            ranks=tuple(bad["rank"].unique().sort().to_list()),
+            steps=tuple(mine["step"].drop_nulls().unique().sort().to_list()),
+            evidence=shown.head(_EVIDENCE_ROWS),
+            subject="growth",
+        )
+
+    def _cut_up(self, run: Run) -> Iterator[Finding]:
+        pools = run.across(beside.pools)
+        cut = pools.filter(
+            pl.col("free_bytes") >= self.min_bytes,
+            pl.col("free_bytes") >= self.min_free_ratio * pl.col("total_bytes"),
+            pl.col("largest_request_bytes") <= pl.col("free_bytes"),
+            pl.col("largest_request_bytes") > pl.col("largest_free_bytes"),
+        )
+        if cut.is_empty():
+            return
+        worst = cut.sort("free_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"At the memory snapshot of rank {worst['rank']}, {units.size(worst['free_bytes'])} of the "
+            f"{units.size(worst['total_bytes'])} of one pool are free, the largest piece has "
+            f"{units.size(worst['largest_free_bytes'])}, and the largest request asks for "
+            f"{units.size(worst['largest_request_bytes'])}.",
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay "
+            "'expandable_segments:True' predicts what it saves.",
+            cost_bytes=worst["free_bytes"],
+            confidence=0.7,
+            ranks=tuple(cut["rank"].unique().sort().to_list()),
+            evidence=cut,
+            subject="snapshot",
+        )
+
+
+@dataclass(frozen=True)
+class CrossStreamSlack(Rule):
+    """Free memory that only another stream may use.
+
+    What it does: reports devices on which free memory in pools of other streams than the main one, and memory whose
+    free waits for another stream, come to `min_idle_ratio` of what is reserved and to `min_idle_bytes`.
+
+    Why it costs: each stream has its own cache: what was freed on a side stream serves no request of the main one. What
+    another stream was recorded to use is not free before that stream is done.
+
+    How it is measured: by the memory snapshots beside the traces, at the moment of the snapshot; the main stream is the
+    one with most memory.
+
+    How to fix: allocate on the stream that uses most of it, and synchronize by events instead of Tensor.record_stream;
+    keep buffers of side streams (gathers, copies) for good, as YaFSDP does, or bound how many are in flight
+    (limit_all_gathers, set_reduce_scatter_max_input_buffers).
+
+    Blind spots: traces do not tell streams of allocations, so without a snapshot nothing is seen. A snapshot taken
+    between steps shows what waits there, not within the step. Of snapshots the first 128 MiB are read.
+    """
+
+    code: ClassVar[str] = "MEM009"
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
+    min_idle_ratio: float = 0.05
+    min_idle_bytes: int = 256 << 20
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the device with most of it."""
+        pools = run.across(beside.pools)
+        of_stream = pools.group_by(*_DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
+        main = pl.col("total_bytes") == pl.col("total_bytes").max().over(_DEVICE)
+        told = of_stream.with_columns(aside_bytes=pl.when(main).then(0).otherwise("free_bytes"))
+        sums = told.group_by(_DEVICE).agg(pl.col("aside_bytes", "waiting_bytes", "total_bytes").sum(), streams=pl.len())
+        idle = sums.with_columns(idle_bytes=pl.col("aside_bytes") + pl.col("waiting_bytes")).filter(
+            pl.col("idle_bytes") >= self.min_idle_bytes,
+            pl.col("idle_bytes") >= self.min_idle_ratio * pl.col("total_bytes"),
+        )
+        if idle.is_empty():
+            return
+        worst = idle.sort("idle_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"At the memory snapshot of rank {worst['rank']}, {units.size(worst['aside_bytes'])} are free on other "
+            f"streams than the main one and {units.size(worst['waiting_bytes'])} wait for another stream, of "
+            f"{units.size(worst['total_bytes'])} reserved on {worst['streams']} streams.",
+            "Allocate on the stream that uses it and synchronize by events instead of Tensor.record_stream; keep side "
+            "streams' buffers for good.",
+            cost_bytes=worst["idle_bytes"],
+            confidence=0.8,
+            ranks=tuple(idle["rank"].unique().sort().to_list()),
+            evidence=of_stream.sort(*_DEVICE, "stream"),
+        )

@@ -1,0 +1,88 @@
+"""What verifying a checkpoint finds."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WHOLE, DAMAGED, UNREADABLE = "whole", "damaged", "unreadable"
+_RANK_OF_FILE = re.compile(r"^__(\d+)_\d+\.distcp$|(?:^|[_-])rank[-_]?(\d+)(?!\d)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: in which file, and by which rank it was written, where the name tells."""
+
+    file: str
+    what: str
+    rank: int | None = None
+    is_readable: bool = True
+    """False where the file could not be looked at, so that it may well be whole."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one kind of check found in a folder: `checked_bytes` are those that a checksum vouches for."""
+
+    kind: str
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: int = 0
+    total_bytes: int = 0
+    checked_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One checkpoint: where it lies, how it was saved, what is wrong, what could not be told, and what to do."""
+
+    path: str
+    kinds: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    files: int
+    total_bytes: int
+    checked_bytes: int
+    remedy: str = ""
+
+    @property
+    def status(self) -> str:
+        """Return WHOLE, DAMAGED, or UNREADABLE where nothing is wrong but something could not be read."""
+        if any(problem.is_readable for problem in self.problems):
+            return DAMAGED
+        return UNREADABLE if self.problems else WHOLE
+
+
+def problem(file: str, what: str) -> Problem:
+    """Return a problem of a file, with the rank that its name tells."""
+    return Problem(file, what, rank_of(file))
+
+
+def unreadable(file: str, error: OSError) -> Problem:
+    """Return the problem of a file that is not there, or cannot be read."""
+    if isinstance(error, FileNotFoundError):
+        return problem(file, "is missing")
+    return Problem(file, f"cannot be read: {error.strerror or error}", rank_of(file), is_readable=False)
+
+
+def rank_of(file: str) -> int | None:
+    """Return which rank wrote a file, by its name.
+
+    >>> rank_of("__12_0.distcp"), rank_of("model_rank3.pt"), rank_of(".metadata")
+    (12, 3, None)
+    """
+    told = _RANK_OF_FILE.search(file)
+    return int(told[1] or told[2]) if told else None
+
+
+def joined(path: str, parts: Iterable[Part]) -> Verified:
+    """Return what all kinds of checks found in one folder."""
+    parts = list(parts)
+    return Verified(
+        path,
+        kinds=tuple(part.kind for part in parts),
+        problems=tuple(problem for part in parts for problem in part.problems),
+        notes=tuple(note for part in parts for note in part.notes),
+        files=sum(part.files for part in parts),
+        total_bytes=sum(part.total_bytes for part in parts),
+        checked_bytes=sum(part.checked_bytes for part in parts),
+    )
