@@ -34,6 +34,7 @@ _AT_MOST = ("MEM002",)
 """Whose own cost bounds it: memory can spare only a part of what the replay takes away."""
 _MAX_ERROR = 0.02
 """How far the replay of the unchanged steps may be off the recorded ones, if it is to price anything."""
+
 _LAUNCHED = 0.9
 """Of a device's work the launch must be known of this share: else nothing says what it waited for."""
 _LEAST_WORK = 100
@@ -48,15 +49,19 @@ def can_price(code: str) -> bool:
 def priced(report: Report) -> Report:
     """Return the report with the cost of each finding taken from a replay without its cause, where one can tell.
 
-    That is on devices, in runs that the replay reproduces within 2%. Cost and impact become those of the finding's own
-    steps, per step, and the message says so; what saves less than 0.5% of the step is information, since something else
-    would hold it up next. Findings are sorted again. Those that cost no time stay as they are.
+    That is for warnings of time lost on devices, in runs that tell the launches of 90% of their work, do a hundred
+    pieces of it or more on a rank, and are reproduced by the replay within 2%. Cost and impact become those of the
+    finding's own steps, per step, and the message says so; what saves less than 0.5% of the step is information, since
+    something else would hold it up next. Findings are sorted again. All others stay as they are.
     """
-    wanted = any(can_price(found.code) and found.cost_ns for found in report.findings)
-    if not wanted or not _can_be_replayed(report.run):
+    if not any(_is_wanted(found) for found in report.findings) or not _can_be_replayed(report.run):
         return report
-    findings = [_priced(report.run, found) for found in report.findings]
+    findings = [_priced(report.run, found) if _is_wanted(found) else found for found in report.findings]
     return replace(report, findings=in_order(findings))
+
+
+def _is_wanted(found: Finding) -> bool:
+    return can_price(found.code) and found.severity >= Severity.WARNING and found.cost_ns > 0
 
 
 def _can_be_replayed(run: Run) -> bool:
@@ -64,8 +69,8 @@ def _can_be_replayed(run: Run) -> bool:
         return False
     for graph in saving.graphs_of(run):
         work = graph.column("what") == WORK
-        launched = (graph.launch[: graph.count][work] >= 0).sum()
-        if work.sum() < _LEAST_WORK * graph.frame["rank"].n_unique() or launched < _LAUNCHED * work.sum():
+        known = graph.launch[: graph.count][work] >= 0
+        if work.sum() < _LEAST_WORK * graph.frame["rank"].n_unique() or known.sum() < _LAUNCHED * work.sum():
             return False
     replayed = saving.replayed(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
@@ -74,7 +79,7 @@ def _can_be_replayed(run: Run) -> bool:
 
 def _priced(run: Run, found: Finding) -> Finding:
     cause = _CAUSES.get(f"{found.code} {found.subject}", _CAUSES.get(found.code))
-    if cause is None or not found.cost_ns:
+    if cause is None:
         return found
     told = _of_steps(saving.saving(run, cause).steps, found.steps)
     if told is None:
