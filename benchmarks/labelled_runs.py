@@ -24,8 +24,9 @@ import tracekit
 from benchmarks import labelled_pairs, labelled_report
 from tracekit.checking import check
 from tracekit.errors import InputError
+from tracekit.plan import models
 from tracekit.rule import Finding, Severity
-from tracekit.simulate import faults, hardware, memory, models, run
+from tracekit.simulate import faults, hardware, memory, run
 from tracekit.simulate.faults import Asked, Fault
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.simulate.truth import Known

@@ -20,7 +20,8 @@ from pathlib import Path
 import tracekit
 from tracekit import align, schema
 from tracekit.errors import InputError
-from tracekit.simulate import faults, hardware, memory, models, run
+from tracekit.plan import models
+from tracekit.simulate import faults, hardware, memory, run
 from tracekit.simulate.faults import Asked, Fault
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.trace import Run, Source, Trace

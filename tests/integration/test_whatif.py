@@ -10,7 +10,8 @@ import tracekit
 from tests import commands
 from tracekit import align, schema
 from tracekit.checking import check
-from tracekit.simulate import faults, hardware, models, run
+from tracekit.plan import models
+from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
 from tracekit.trace import Run, Trace
 from tracekit.whatif import saving, strategies
