@@ -64,9 +64,15 @@ def test_many_small_tensors_are_told_by_what_is_no_tensor():
 
 def test_the_lock_and_the_processors_are_told_apart_by_what_the_thread_waited_for():
     locked = proofs.beside(cpu_ns=1200, run_delay_ns=100)
-    crowded = proofs.beside(cpu_ns=900, run_delay_ns=1000)
+    crowded = proofs.beside(cpu_ns=900, run_delay_ns=1000)  # 0.1 s of 2 s are neither
     both = (beside.LockedOut, beside.CrowdedOut)
     assert [[f.code for f in judge(run, *both)] for run in (locked, crowded)] == [["CKPT009"], ["CKPT010"]]
+
+
+def test_where_both_hold_training_up_both_are_said():
+    run = proofs.beside(cpu_ns=600, run_delay_ns=1000)
+    found = {finding.code: finding for finding in judge(run, beside.LockedOut, beside.CrowdedOut)}
+    assert found["CKPT009"].confidence < found["CKPT010"].confidence
 
 
 def test_without_counters_the_lock_is_less_certain():

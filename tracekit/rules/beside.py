@@ -67,7 +67,8 @@ class LockedOut(Rule):
 
     How it is measured: steps that ran while the save did, against the median of the others; the save's stages plan,
     stage and serialize against its length; and, where the log has the counters of the training thread, its time that
-    was neither running nor waiting for a processor.
+    was neither running nor waiting for a processor. Where it lacked a processor for longer than that, this is said only
+    from `min_waited_ratio` of the save on, and with less confidence: CKPT010 speaks too.
 
     How to fix: save by a process.
 
@@ -79,13 +80,15 @@ class LockedOut(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (checkpoint.saves, checkpoint.step_times)
     max_slowdown_ratio: float = 0.1
     min_python_ms: int = 500
+    min_waited_ratio: float = 0.08
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
         python = pl.col("python_ns")
         in_process = pl.col("worker").fill_null(conventions.THREAD) != conventions.PROCESS
         found = _slowed(run).filter(
-            in_process & ~pl.col("delayed"),
+            in_process,
+            ~pl.col("delayed") | (pl.col("waited_ratio") >= self.min_waited_ratio),
             pl.col("slowdown_ratio") > self.max_slowdown_ratio,
             (python >= self.min_python_ms * 1_000_000) & (python > 0.5 * pl.col("dur_ns")),
         )
@@ -102,7 +105,7 @@ class LockedOut(Rule):
             "Save by a process: dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS); fewer, "
             "larger tensors hold the lock for less."
         )
-        yield _finding(self, found, (because, fix), confidence=0.5 if waited is None else 0.8)
+        yield _finding(self, found, (because, fix), confidence=0.5 if waited is None or row["delayed"] else 0.8)
 
 
 def python_share(row: dict[str, Any]) -> float:
