@@ -132,8 +132,9 @@ class BlockingCheckpoint(Rule):
 def _stages(run: Run) -> pl.DataFrame:
     """Return the stages of saves that blocked training, one row per save, rank and stage."""
     logged = run.across(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
+    moved = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
     return logged.group_by("window", "rank", "checkpoint", "stage", maintain_order=True).agg(
-        pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), pl.col("bytes").sum()
+        pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), moved
     )
 
 
