@@ -1,0 +1,133 @@
+"""What-if answers against recorded truth: trainings with a fault and without take turns, on this machine.
+
+    python -m benchmarks.recorded_savings --pairs 8 --out docs/whatif_recorded.md
+
+Each pair is a training without the fault and, right after it, the same with it. What the fault costs is how much longer
+a profiled step takes, by median over the pairs; what `tracekit whatif` predicts is read off the faulty recording alone.
+Anything else that runs on the machine spoils the comparison: the spread over the pairs shows how much.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tracekit
+from benchmarks.yafsdp_measures import median_with_interval
+from tracekit.whatif import saving, steps
+
+_ALL = (
+    "--device cpu --model micro --max-norm 0 --keep 1 --no-memory --profile-wait 4 --profile-warmup 2 "
+    "--profile-active 10 --steps 17"
+)
+_TWO_RANKS = f"{_ALL} --batch 8 --tokens 128 --strategy fsdp2 --world-size 2 --prefetch 1"
+_ONE_RANK = f"{_ALL} --batch 2 --tokens 32 --strategy ddp --world-size 1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of the trainers, the cause that a replay takes away, and how both trainings are run."""
+
+    fault: str
+    cause: str
+    options: str
+
+
+CASES = (
+    Case("slow-rank=1:20ms", "straggler", _TWO_RANKS),
+    Case("late-launch=10ms", "late-launch", _ONE_RANK),
+    Case("dataloader=50ms", "data-loading", _ONE_RANK),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Step times of one pair, and the saving that the faulty recording predicts, in ns."""
+
+    healthy_ns: int
+    faulty_ns: int
+    predicted_ns: int
+
+    @property
+    def cost_ns(self) -> int:
+        """Return what the fault costs in this pair."""
+        return self.faulty_ns - self.healthy_ns
+
+
+def measured(case: Case, pairs: int, folder: Path) -> list[Pair]:
+    """Record so many pairs in turns and return what they say. Raises CalledProcessError if a training fails."""
+    found = []
+    for number in range(pairs):
+        healthy, faulty = folder / f"{number}-healthy", folder / f"{number}-faulty"
+        _train(case.options, healthy)
+        _train(f"{case.options} --fault {case.fault}", faulty)
+        healthy_ns, _ = _told(healthy, case.cause)
+        faulty_ns, predicted_ns = _told(faulty, case.cause)
+        found.append(Pair(healthy_ns, faulty_ns, predicted_ns))
+    return found
+
+
+def row(case: Case, pairs: Sequence[Pair]) -> str:
+    """Return the line of the table that tells what the pairs of one case say."""
+    costs, predictions = [pair.cost_ns / 1e6 for pair in pairs], [pair.predicted_ns / 1e6 for pair in pairs]
+    step_ms = statistics.median(pair.faulty_ns for pair in pairs) / 1e6
+    off = statistics.median(predictions) / statistics.median(costs) - 1
+    return f"| {case.fault} | {case.cause} | {step_ms:.1f} ms | {_words(costs)} | {_words(predictions)} | {off:+.0%} |"
+
+
+def _words(values_ms: Sequence[float]) -> str:
+    middle, low, high = median_with_interval(values_ms)
+    return f"{middle:.1f} ms" + ("" if low is None else f" ({low:.1f} to {high:.1f})")
+
+
+def _train(options: str, out: Path) -> None:
+    command = [sys.executable, "-m", "instrumented_trainers", *options.split(), "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
+def _told(path: Path, cause: str) -> tuple[int, int]:
+    """Return how long a step takes and what it would save, ns."""
+    run = tracekit.load(str(path), cache=False)
+    replayed = saving.replayed(run)
+    count = replayed.select("window", "step").n_unique()
+    return steps.total_ns(replayed, "duration_ns") // count, saving.saving(run, cause).saved_ns
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record, compare and print the table; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recorded_savings", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of each fault")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    asked = parser.parse_args(arguments)
+    began = time.monotonic()
+    lines = [
+        "# What-if answers on recorded pairs",
+        "",
+        f"    python -m benchmarks.recorded_savings --pairs {asked.pairs}",
+        "",
+        f"{asked.pairs} pairs of trainings of each fault, without it and with it in turns, on CPU ranks over gloo.",
+        "Medians and 95% intervals. *Costs*: how much longer a profiled step takes with the fault. *Predicted*: what",
+        "replaying the faulty recording without the cause saves.",
+        "",
+        "| fault | cause taken away | step with it | costs | predicted | off by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            lines.append(row(case, measured(case, asked.pairs, Path(folder))))
+        print(lines[-1], file=sys.stderr, flush=True)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    print(f"took {time.monotonic() - began:.0f} s", file=sys.stderr)
+    if asked.out:
+        asked.out.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
