@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import hypothesis
 import pytest
 
 from tests import rotation
+
+hypothesis.settings.register_profile("busy", deadline=None)
+hypothesis.settings.load_profile("busy")  # how long an example takes tells of the machine, not of the code
 
 GOLDEN = Path(__file__).parent / "golden"
 TAKEN = 5

@@ -1,10 +1,11 @@
 """The dashboard as a person uses it, in a real browser, against a real server."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
@@ -24,6 +25,21 @@ def _visible(browser, selector, containing=""):
         return next((e for e in elements if e.is_displayed() and containing in e.text), None)
 
     return WebDriverWait(browser, WAIT_S, ignored_exceptions=_GONE).until(found, f"no {selector} with {containing!r}")
+
+
+def _click(browser, selector, containing):
+    """Click on what `_visible` finds, once it stays where it is: what unfolds moves at first."""
+
+    def clicked(b):
+        element = _visible(b, selector, containing)
+        before = element.rect
+        time.sleep(0.3)
+        if element.rect != before or not element.rect["height"]:
+            return False
+        element.click()
+        return True
+
+    WebDriverWait(browser, WAIT_S, ignored_exceptions=(*_GONE, ElementNotInteractableException)).until(clicked)
 
 
 def _open(browser, server, run):
@@ -54,7 +70,7 @@ def test_a_finding_leads_to_its_moment_in_the_timeline(browser, server):
     _open(browser, server, recorded.GOOD)
     code = re.findall(r"[A-Z]+\d{3}", _visible(browser, ".tk-finding h3").text)[0]
     _visible(browser, "[data-testid=stExpander] summary", "Evidence").click()
-    _visible(browser, "[data-testid=stExpander] button", "Show in the timeline").click()
+    _click(browser, "[data-testid=stExpander] button", "Show in the timeline")
     _visible(browser, ".js-plotly-plot .ytick", "findings")
     _visible(browser, ".js-plotly-plot .ytick", "communication")
     assert re.search(r"rank \d · step \d", _visible(browser, "[data-testid=stCaptionContainer]", "rank").text)

@@ -9,8 +9,6 @@ from tracekit.simulate import faults
 
 RUNS = 20
 ALLOWED = 1  # mistake in 20 runs: 95%
-# What CPUs cannot show, by the fault's name: reading values costs nothing there, and no device allocates.
-UNSEEN = {"churn", "gil-save"}
 
 
 def test_rules_are_right_about_fresh_simulated_runs() -> None:
@@ -33,11 +31,9 @@ def pairs() -> list[labelled_pairs.Pair]:
 
 def test_recorded_faults_are_told_by_a_rule_that_should_see_them(pairs: list[labelled_pairs.Pair]) -> None:
     for pair in pairs:
-        name = pair.fault.split("=")[0]
-        seen = any(each.startswith(tuple(pair.code.split(", "))) for each in pair.told)
-        assert seen == (name not in UNSEEN), pair
+        assert any(each.startswith(tuple(pair.code.split(", "))) for each in pair.told), pair
 
 
-def test_healthy_twins_get_no_warning_but_of_saves_that_block(pairs: list[labelled_pairs.Pair]) -> None:
+def test_healthy_twins_get_no_warning(pairs: list[labelled_pairs.Pair]) -> None:
     for pair in pairs:
-        assert set(pair.twin) <= {"CKPT001 (warning)", "COMM001 (info)"}, pair
+        assert set(pair.twin) <= {"CKPT001 (info)", "COMM001 (info)"}, pair

@@ -36,7 +36,7 @@ RECOMPUTED = {
     for reentrant in (False, True)
 }
 WAYS = one_in_of(
-    3,
+    4,
     {
         "fsdp2, gathered two layers ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=2)),
         "fsdp2, never ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=0)),

@@ -101,7 +101,7 @@ def is_well_formed(finding: Finding) -> None:
 cells = st.lists(st.sampled_from("ab.x"), min_size=12, max_size=12).map("".join)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=3))
 def test_findings_on_any_timeline_are_well_formed(ranks):
     traces = [
@@ -118,7 +118,7 @@ def test_findings_on_any_timeline_are_well_formed(ranks):
         assert set(finding.ranks) <= set(range(len(ranks)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=3), st.integers(0, 3))
 def test_a_run_that_only_computes_has_nothing_to_fix(lengths, hidden):
     # Steps of like lengths, busy all the time, with a collective that compute hides.

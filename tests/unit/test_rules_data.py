@@ -16,7 +16,9 @@ from tracekit.rules import data
 from tracekit.rules.data import DoubtfulTrace
 
 SOURCES = Path(tracekit.__file__).parent
-RAISED = re.compile(r'(?:Doubt\(|yield \(?|"kind": |append\(\(|None, |\[\(|row = \()\s*"([a-z]+_?[a-z_]*)",')
+RAISED = re.compile(
+    r'(?:Doubt\(|yield \(?|"kind": |append\(\(|None, |each\.path, |\[\(|row = \()\s*"([a-z]+_?[a-z_]*)",'
+)
 
 
 def kinds_in_the_code():
@@ -25,7 +27,7 @@ def kinds_in_the_code():
         *SOURCES.glob("readers/*.py"),
         *(SOURCES / f"{name}.py" for name in ("align", "listing", "loading", "trace")),
     ]
-    files += [SOURCES / "analysis" / "doubts.py", SOURCES / "rules" / "data.py"]
+    files += [SOURCES / "analysis" / "doubts.py", SOURCES / "analysis" / "beside.py", SOURCES / "rules" / "data.py"]
     return {kind for file in files for kind in RAISED.findall(file.read_text())}
 
 

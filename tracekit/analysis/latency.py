@@ -81,7 +81,7 @@ def fitted(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> Line | 
     hop_ns = min(max(float(hop_ns), 0.0), most)
     if per_byte <= 0:
         per_byte = float(np.median((took_ns - hop_ns * hop_count).clip(0) / sent_bytes))
-    return Line(round(hop_ns, 6), round(1 / per_byte, 6)) if per_byte > 0 else None
+    return Line(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None
 
 
 def _points(run: Run) -> pl.DataFrame:
