@@ -173,7 +173,8 @@ class NeedlessOrder(Rule):
         self, run: Run, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None
     ) -> Iterator[Finding]:
         worst = losses.candidate(steps, self.min_cost_ratio)
-        if worst is None:
+        # What is information at most is not worth a replay below the bar.
+        if worst is None or (order is None and worst["lost_ratio"] < self.min_cost_ratio):
             return
         own, queue = typical.here(held, worst), order is not None
         cause, sure = ("shared-queue", 0.8) if queue else ("shared-communicator", 0.5)
