@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import match
-from tracekit.analysis import breakdown, causes, checkpoint, instances, waiting
+from tracekit.analysis import breakdown, causes, instances, plain, waiting
 from tracekit.trace import Run
 
 _KEY = ("window", "step")
@@ -64,13 +64,13 @@ def accounts(run: Run) -> pl.DataFrame:
 
 def steps(run: Run) -> pl.DataFrame:
     """Return the steps that save on no rank: window, step, duration_ns (median), ranks (how many), order (number)."""
-    saving = run.table(checkpoint.save_spans).drop_nulls("step").select(_KEY).unique()
-    each = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-    judged = each.group_by(_KEY).agg(
-        pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks")
+    judged = (
+        plain.steps(run)
+        .drop_nulls("step")
+        .group_by(_KEY)
+        .agg(pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks"))
     )
-    plain = judged.join(saving, on=_KEY, how="anti").sort(_KEY)
-    return plain.with_columns(pl.int_range(pl.len()).alias("order"))
+    return judged.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
 
 
 def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:

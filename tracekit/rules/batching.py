@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import match, units
-from tracekit.analysis import breakdown, bursts, checkpoint, latency, passes, strategy
+from tracekit.analysis import bursts, latency, passes, plain, strategy
 from tracekit.analysis.strategy import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import typical
@@ -48,7 +48,7 @@ class SmallCollectives(Rule):
 
     code: ClassVar[str] = "COMM002"
     facts: ClassVar[tuple[Fact, ...]] = (
-        *latency.FACTS, match.calls, breakdown.by_step, checkpoint.save_spans, strategy.marks,
+        *latency.FACTS, match.calls, *plain.FACTS, strategy.marks,
     )  # fmt: skip
     min_lost_ratio: float = 0.02
     min_count: int = 4
@@ -57,7 +57,7 @@ class SmallCollectives(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         small = self._lost(run)
-        steps = _steps(run, small, "lost_ns")
+        steps = plain.losses(run, small, "lost_ns")
         worst = typical.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
@@ -174,7 +174,7 @@ class ReducedEveryMicroBatch(Rule):
     """
 
     code: ClassVar[str] = "COMM003"
-    facts: ClassVar[tuple[Fact, ...]] = (passes.reductions, breakdown.by_step, checkpoint.save_spans, strategy.marks)
+    facts: ClassVar[tuple[Fact, ...]] = (passes.reductions, *plain.FACTS, strategy.marks)
     min_lost_ratio: float = 0.01
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -182,7 +182,7 @@ class ReducedEveryMicroBatch(Rule):
         if strategy.of_run(run) == YAFSDP:
             return
         again = _repeated(run.table(passes.reductions))
-        steps = _steps(run, again, "exposed_ns")
+        steps = plain.losses(run, again, "exposed_ns")
         worst = typical.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
@@ -233,20 +233,6 @@ def _once(run: Run, held_bytes: int) -> str:
             "spares the all-reduce alone, for no unsharded memory."
         )
     return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){keeps}."
-
-
-def _steps(run: Run, table: pl.DataFrame, lost: str) -> pl.DataFrame:
-    """Return every judged step with lost_ns, the sum of column `lost` of `table` in it, and lost_ratio."""
-    saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-    plain = steps.join(saving, on=["window", "step"], how="anti", maintain_order="left")
-    sums = table.group_by(typical.PLACE).agg(pl.col(lost).sum().alias("lost_ns"))
-    return (
-        plain.select(*typical.PLACE, "start_ns", "duration_ns")
-        .join(sums, on=typical.PLACE, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns(pl.col("lost_ns").fill_null(0))
-        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
-    )
 
 
 def _first(own: pl.DataFrame, table: pl.DataFrame, by: str) -> pl.DataFrame:

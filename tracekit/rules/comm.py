@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import match, units
-from tracekit.analysis import breakdown, checkpoint, communication, contention, strategy, waiting
+from tracekit.analysis import breakdown, communication, contention, plain, strategy, waiting
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import remedies, typical
 from tracekit.trace import Fact, Run
@@ -41,8 +41,7 @@ class ExposedCommunication(Rule):
 
     code: ClassVar[str] = "COMM001"
     facts: ClassVar[tuple[Fact, ...]] = (
-        breakdown.by_step,
-        checkpoint.save_spans,
+        *plain.FACTS,
         communication.exposed,
         breakdown.spans,
         communication.saving,
@@ -55,7 +54,7 @@ class ExposedCommunication(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run all of whose steps save cannot be judged."""
-        if _plain(run).is_empty() and run.table(breakdown.by_step).height:
+        if plain.steps(run).is_empty() and run.table(breakdown.by_step).height:
             return (
                 "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
             )
@@ -117,15 +116,14 @@ class PreparationGap(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (
         waiting.chains,
         contention.device_count,
-        breakdown.by_step,
-        checkpoint.save_spans,
+        *plain.FACTS,
     )
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         chains = _prepared(run)
-        steps = _lost(run, chains)
+        steps = plain.losses(run, chains, "lost_ns")
         worst = typical.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
@@ -158,37 +156,17 @@ def _prepared(run: Run) -> pl.DataFrame:
     return run.table(waiting.chains).with_columns(lost_ns.alias("lost_ns")).filter(pl.col("lost_ns") > 0)
 
 
-def _lost(run: Run, chains: pl.DataFrame) -> pl.DataFrame:
-    lost = chains.group_by(typical.PLACE).agg(pl.col("lost_ns").sum())
-    return (
-        _plain(run)
-        .drop_nulls("step")
-        .select(*typical.PLACE, "start_ns", "duration_ns")
-        .join(lost, on=typical.PLACE, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns(pl.col("lost_ns").fill_null(0))
-        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
-    )
-
-
-def _plain(run: Run) -> pl.DataFrame:
-    """Return the breakdown of the steps that save no checkpoint on any rank."""
-    return _without_saves(run, run.table(breakdown.by_step))
-
-
 def _exposed(run: Run) -> pl.DataFrame:
     """Return what of those steps is exposed communication; exposed_ratio leaves out waiting for other ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
-    return _without_saves(run, run.across(communication.exposed_by_step)).with_columns(ratio)
-
-
-def _without_saves(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
-    saving = run.table(checkpoint.save_spans).select("window", "step")
-    return steps.filter(pl.col("duration_ns") > 0).join(saving, on=["window", "step"], how="anti", nulls_equal=True)
+    return plain.without_saves(
+        run, run.across(communication.exposed_by_step).filter(pl.col("duration_ns") > 0)
+    ).with_columns(ratio)
 
 
 def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first; waiting for ranks is not in exposed_ns."""
-    judged = _plain(run).select("window", "rank", "step", "device").unique()
+    judged = plain.steps(run).select("window", "rank", "step", "device").unique()
     return (
         run.across(communication.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import units
-from tracekit.analysis import breakdown, checkpoint, contention, hosts, lateness
+from tracekit.analysis import contention, hosts, lateness, plain
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
@@ -15,8 +15,7 @@ from tracekit.trace import Fact, Run
 _EVIDENCE_ROWS = 40
 _FACTS: tuple[Fact, ...] = (
     lateness.host_gaps,
-    breakdown.by_step,
-    checkpoint.save_spans,
+    *plain.FACTS,
     contention.device_count,
 )
 _LATE = (hosts.PYTHON, hosts.OP, hosts.LAUNCH, hosts.LOCK)
@@ -26,7 +25,6 @@ _WHILE = {
     hosts.LAUNCH: "inside launches",
     hosts.LOCK: "waiting for a lock",
 }
-_STEP = ["window", "rank", "step", "device"]
 _PLACE = ["window", "rank", "device", "phase", "name", "nth"]
 
 
@@ -64,7 +62,7 @@ class LateLaunch(Rule):
         on_device = _on_device(run)
         late = run.table(lateness.host_gaps).filter(pl.col("detail").is_in(_LATE))
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
-        steps = _lost(run, late)
+        steps = plain.losses(run, late, "dur_ns")
         worst = typical.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_late_ratio:
             return
@@ -85,9 +83,11 @@ class LateLaunch(Rule):
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long pauses of Python that every step has at the same place, each as long as the shortest."""
-        every = _judged(run).group_by("window", "rank", "device").agg(pl.len().alias("steps"))
+        every = plain.steps(run).drop_nulls("step").group_by("window", "rank", "device").agg(pl.len().alias("steps"))
         pauses = late.filter(pl.col("detail") == hosts.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
-        pauses = pauses.join(_judged(run).select(_STEP), on=_STEP, how="semi", nulls_equal=True)
+        pauses = pauses.join(
+            plain.steps(run).drop_nulls("step").select(plain.PLACE), on=plain.PLACE, how="semi", nulls_equal=True
+        )
         counted = pauses.join(every, on=["window", "rank", "device"], nulls_equal=True, maintain_order="left")
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
@@ -132,7 +132,7 @@ class BlockingSync(Rule):
         late = run.table(lateness.host_gaps).filter(
             pl.col("synced") & pl.col("detail").is_in([*_LATE, hosts.SYNCHRONIZE])
         )
-        steps = _lost(run, late)
+        steps = plain.losses(run, late, "dur_ns")
         worst = typical.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_idle_ratio:
             return
@@ -149,7 +149,7 @@ class BlockingSync(Rule):
 
     def _reads(self, run: Run) -> Iterator[Finding]:
         reads = run.table(lateness.reads)
-        steps = _judged(run)
+        steps = plain.steps(run).drop_nulls("step")
         counts = reads.group_by("window", "rank", "step").agg(pl.len().cast(pl.Int64).alias("reads"))
         counted = steps.join(counts, on=["window", "rank", "step"], how="left").with_columns(
             pl.col("reads").fill_null(0)
@@ -206,7 +206,7 @@ class DataStall(Rule):
         late = run.table(lateness.host_gaps).filter(pl.col("detail") == hosts.DATA)
         place = ["window", "rank", "device"]
         last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
-        steps = _lost(run, late).filter(~last)
+        steps = plain.losses(run, late, "dur_ns").filter(~last)
         worst = typical.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_stall_ratio:
             return
@@ -224,25 +224,6 @@ class DataStall(Rule):
 
 def _on_device(run: Run) -> bool:
     return bool(run.table(contention.device_count)["devices"].sum())
-
-
-def _judged(run: Run) -> pl.DataFrame:
-    """Return the breakdown of the marked steps that save no checkpoint."""
-    saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-    return steps.join(saving, on=["window", "step"], how="anti", maintain_order="left")
-
-
-def _lost(run: Run, late: pl.DataFrame) -> pl.DataFrame:
-    """Return every judged step with lost_ns, the sum of dur_ns of `late` in it, and lost_ratio."""
-    lost = late.group_by(_STEP).agg(pl.col("dur_ns").sum().alias("lost_ns"))
-    return (
-        _judged(run)
-        .select(*_STEP, "start_ns", "duration_ns")
-        .join(lost, on=_STEP, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns(pl.col("lost_ns").fill_null(0))
-        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
-    )
 
 
 def _share(worst: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import units
-from tracekit.analysis import breakdown, checkpoint, links
+from tracekit.analysis import links, plain
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.trace import Fact, Run
 
@@ -47,7 +47,7 @@ class SlowLink(Rule):
     """
 
     code: ClassVar[str] = "RANK002"
-    facts: ClassVar[tuple[Fact, ...]] = (*links.FACTS, breakdown.by_step, checkpoint.save_spans)
+    facts: ClassVar[tuple[Fact, ...]] = (*links.FACTS, *plain.FACTS)
     min_slowdown: float = 1.5
     min_steps_ratio: float = 0.75
     min_lost_ratio: float = 0.01
@@ -70,10 +70,12 @@ class SlowLink(Rule):
 
     def _durations(self, run: Run) -> pl.DataFrame:
         """Return the steps to be judged of each group that goes at a steady pace, with the step's duration."""
-        saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
-        steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-        plain = steps.join(saving, on=["window", "step"], how="anti")
-        each = plain.group_by("window", "step").agg(pl.col("duration_ns").median().cast(pl.Int64))
+        each = (
+            plain.steps(run)
+            .drop_nulls("step")
+            .group_by("window", "step")
+            .agg(pl.col("duration_ns").median().cast(pl.Int64))
+        )
         steady = run.across(links.spreads).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return each.join(steady, on="window")
 

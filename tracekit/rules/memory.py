@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from tracekit import units
-from tracekit.analysis import beside, breakdown, checkpoint, memory
+from tracekit.analysis import beside, memory, plain
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
@@ -49,8 +49,7 @@ class SteadyDeviceAllocation(Rule):
     facts: ClassVar[tuple[Fact, ...]] = (
         memory.device_calls,
         memory.stalls,
-        breakdown.by_step,
-        checkpoint.save_spans,
+        *plain.FACTS,
     )
     min_stall_ratio: float = 0.01
     min_host_ratio: float = 0.05
@@ -61,7 +60,7 @@ class SteadyDeviceAllocation(Rule):
         yield from self._device_calls(run)
 
     def _device_calls(self, run: Run) -> Iterator[Finding]:
-        steps = self._steady(_without_saves(run, run.table(memory.stalls).filter(pl.col("duration_ns") > 0)))
+        steps = self._steady(plain.without_saves(run, run.table(memory.stalls).filter(pl.col("duration_ns") > 0)))
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
         steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
         worst = typical.of_worst(steps, "stall_ratio")
@@ -168,11 +167,6 @@ class AllocatorRetry(Rule):
             ranks=tuple(retried["rank"].unique().sort().to_list()),
             evidence=retried,
         )
-
-
-def _without_saves(run: Run, steps: pl.DataFrame) -> pl.DataFrame:
-    saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
-    return steps.join(saving, on=["window", "step"], how="anti")
 
 
 def _where(worst: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit import units
-from tracekit.analysis import allocations, breakdown, checkpoint, recomputation
+from tracekit.analysis import allocations, plain, recomputation
 from tracekit.rule import Finding, Rule, Severity
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
@@ -41,7 +41,7 @@ class NeedlessRecomputation(Rule):
 
     code: ClassVar[str] = "MEM002"
     facts: ClassVar[tuple[Fact, ...]] = (
-        recomputation.regions, allocations.peaks, breakdown.by_step, checkpoint.save_spans,
+        recomputation.regions, allocations.peaks, *plain.FACTS,
     )  # fmt: skip
     keep_free_ratio: float = 0.05
     min_saved_ratio: float = 0.02
@@ -62,9 +62,9 @@ class NeedlessRecomputation(Rule):
         if room is None or parts.is_empty():
             return
         spared = _spared(parts, room)
-        steps = _steps(run, spared)
-        worst = typical.of_worst(steps, "saved_ratio")
-        if worst is None or worst["saved_ratio"] < self.min_saved_ratio:
+        steps = plain.losses(run, spared, "compute_ns")
+        worst = typical.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_saved_ratio:
             return
         own = typical.here(parts, worst)
         passes = int(own["backward"].n_unique())
@@ -74,17 +74,17 @@ class NeedlessRecomputation(Rule):
             Severity.WARNING,
             f"{layers} parts of the model are computed again in backward, and memory could hold {count} of them: "
             f"{units.size(int(own['held_bytes'].max()))} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
-            f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['saved_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['saved_ratio'])}) in "
+            f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['lost_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
             f"{typical.in_words(worst)}.",
             f"Checkpoint {layers - count} of the {layers} parts only (torch.utils.checkpoint on the first layers, a "
             "check_fn for apply_activation_checkpointing), or keep costly outputs by "
             "create_selective_checkpoint_contexts.",
-            impact=min(1.0, worst["saved_ratio"]),
-            cost_ns=worst["saved_ns"],
+            impact=min(1.0, worst["lost_ratio"]),
+            cost_ns=worst["lost_ns"],
             confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
             ranks=tuple(spared["rank"].unique().sort().to_list()),
-            steps=tuple(steps.filter(pl.col("saved_ns") > 0)["step"].unique().sort().to_list()),
+            steps=tuple(steps.filter(pl.col("lost_ns") > 0)["step"].unique().sort().to_list()),
             evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 
@@ -104,16 +104,3 @@ def _spared(parts: pl.DataFrame, room: int) -> pl.DataFrame:
     needed = pl.col("held_bytes").fill_null(0).clip(1)
     ordered = parts.drop_nulls("held_bytes").sort("compute_ns", "start_ns", descending=[True, False])
     return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(pl.col("needed_bytes") <= room)
-
-
-def _steps(run: Run, spared: pl.DataFrame) -> pl.DataFrame:
-    saving = run.table(checkpoint.save_spans).drop_nulls("step").select("window", "step").unique()
-    steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-    plain = steps.join(saving, on=["window", "step"], how="anti", maintain_order="left")
-    sums = spared.group_by(typical.PLACE).agg(pl.col("compute_ns").sum().alias("saved_ns"))
-    return (
-        plain.select(*typical.PLACE, "start_ns", "duration_ns")
-        .join(sums, on=typical.PLACE, how="left", nulls_equal=True, maintain_order="left")
-        .with_columns(pl.col("saved_ns").fill_null(0))
-        .with_columns((pl.col("saved_ns") / pl.col("duration_ns")).alias("saved_ratio"))
-    )
