@@ -83,11 +83,10 @@ class LateLaunch(Rule):
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long pauses of Python that every step has at the same place, each as long as the shortest."""
-        every = plain.steps(run).drop_nulls("step").group_by("window", "rank", "device").agg(pl.len().alias("steps"))
+        judged = plain.steps(run).drop_nulls("step")
+        every = judged.group_by("window", "rank", "device").agg(pl.len().alias("steps"))
         pauses = late.filter(pl.col("detail") == hosts.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
-        pauses = pauses.join(
-            plain.steps(run).drop_nulls("step").select(plain.PLACE), on=plain.PLACE, how="semi", nulls_equal=True
-        )
+        pauses = pauses.join(judged.select(plain.PLACE), on=plain.PLACE, how="semi", nulls_equal=True)
         counted = pauses.join(every, on=["window", "rank", "device"], nulls_equal=True, maintain_order="left")
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
