@@ -15,6 +15,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.config import Catalog, Config
+    from tracekit.gate import Gate
     from tracekit.rule import Report
     from tracekit.trace import Run
 
@@ -87,6 +88,7 @@ def check(
         output.refuse_to_flood_terminal(out, "an HTML report")
 
     from tracekit import config as settings_of
+    from tracekit import gate
     from tracekit.rules import all_rules
 
     catalog = all_rules()
@@ -98,7 +100,7 @@ def check(
         for report, run in opening.checked(paths, rules, cache=cache)
     ]
     output.emit(_render(told, report_format, out), out)
-    _fail(told, settled)
+    _fail([gate.of_findings(report, settled.fail_on) for report, _ in told])
 
 
 def _settle(
@@ -137,13 +139,13 @@ def _render(told: "list[tuple[Report, Run]]", report_format: ReportFormat, out: 
     return text.render_several(told, width=width, color=color)
 
 
-def _fail(told: "list[tuple[Report, Run]]", settled: "Config") -> None:
-    bar = settled.fail_on
-    if bar is None:
-        return
-    past = [(run.name, found.id) for report, run in told for found in report.findings if found.severity >= bar]
+def _fail(gates: "list[Gate]") -> None:
+    """Exit with FINDINGS where a gate fails, naming what fails it."""
+    past = [(gate.report.run.name, name) for gate in gates for name in gate.failures]
     if past:
-        names = ", ".join(f"{name} {id_}" if len(told) > 1 else id_ for name, id_ in past)
+        names = ", ".join(f"{run} {name}" if len(gates) > 1 else name for run, name in past)
         sys.stdout.flush()
-        output.say(f"{len(past)} finding{'s' * (len(past) > 1)} at or above {bar.label}: {names}")
+        bar = gates[0].bar
+        above = f" at or above {bar.label}" if bar is not None else ""
+        output.say(f"{len(past)} finding{'s' * (len(past) > 1)}{above}: {names}")
         raise typer.Exit(FINDINGS)
