@@ -29,11 +29,10 @@ import numpy as np
 
 from tracekit.analysis.samples import LOWER_IS_BETTER
 from tracekit.change import MAX_MORE_SAMPLES, MIN_SAMPLES, SAME_WITHIN, Change, Values, Verdict
+from tracekit.config import MIN_CHANGE_RATIO
 from tracekit.quantities import is_share
 
 CONFIDENCE = 0.99
-MIN_EFFECT = 0.03
-"""A change smaller than this is none: of the reference, or in points of a share."""
 MIN_STEP_SHARE = 0.01
 """A change of a time within the step is none either below this share of the reference's step."""
 MIN_CHECKPOINT_EFFECT = 0.1
@@ -78,11 +77,12 @@ def compare_recordings(
     candidate: Sequence[Values],
     *,
     step_ns: float | None = None,
-    min_effect: float = MIN_EFFECT,
+    min_effect: float = MIN_CHANGE_RATIO,
 ) -> Change:
     """Compare one metric by recordings, each an array of samples, shape (n,); at least one a side, none of them empty.
 
-    `step_ns` is the reference's step time, where it has one. The interval of the change returned is at CONFIDENCE.
+    `step_ns` is the reference's step time, where it has one. A change of less than `min_effect` is none: of the
+    reference, or in points of a share. The interval of the change returned is at CONFIDENCE.
     """
     a, b = _Side.of(reference), _Side.of(candidate)
     scale = _Scale.of(metric, a.center, step_ns, min_effect)

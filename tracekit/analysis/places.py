@@ -5,14 +5,15 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions, intervals
-from tracekit.analysis import breakdown
+from tracekit.analysis import allocations, breakdown
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
 
 UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
 """What is told of a unit, and whether lower is better."""
-WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "step_ns": pl.Float64}
+WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "amount": pl.Float64}
+SENT, ALLOCATED, SAVE = "sent", "allocated", "save"
 
 
 def unit_samples(trace: Trace) -> pl.DataFrame:
@@ -41,27 +42,61 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
 
 
 def work(trace: Trace) -> pl.DataFrame:
-    """Return what the rank does in a step, by name, saves left out.
+    """Return what the rank does in a typical step, by name, saves left out.
 
-    Columns kind, phase, name, step_ns; one row per kind, phase and name of activities: its time in a typical step, the
-    median over all steps, 0 in a step without it.
+    Columns kind, phase, name, amount; one row per kind, phase and name. Of activities (compute, communication, memcpy,
+    memset) the amount is their time in ns, by the name of the activity; of kind `sent` the bytes that collectives send,
+    by their op; of kind `allocated` the bytes taken of the memory that the trace's work lies in, by unit ('' where not
+    known). It is the median over all steps, 0 in a step without it.
     """
-    steps = trace.steps["step"].drop_nulls().n_unique()
-    rows = trace.activities.filter(
-        pl.col("step").is_not_null(), pl.col("phase").ne_missing(conventions.CHECKPOINT)
-    )  # fmt: skip
-    by_step = rows.group_by("kind", "phase", "name", "step").agg(pl.col("dur_ns").sum())
-    place = ["kind", "phase", "name"]
-    # A step in which it did not run counts as 0: then the median is that of a longer list.
-    found = by_step.group_by(place).agg(
-        pl.concat_list(pl.col("dur_ns").implode(), pl.lit(0, pl.Int64).repeat_by(max(steps, 1) - pl.len()).first())
-        .list.median()
-        .alias("step_ns")
-        if steps
-        else pl.lit(0.0).alias("step_ns")
+    told = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    done = trace.activities.filter(told)
+    sent = trace.collectives.select(pl.col("activity_id").alias("id"), "op", "sent_bytes").join(
+        done.select("id", "step", "phase"), on="id"
     )
-    return found.select(pl.col(name).cast(dtype) for name, dtype in WORK_COLUMNS.items()).sort(
-        "step_ns", *place, descending=[True, False, False, False]
+    taken = trace.allocations.filter(told, allocations.of_training(trace), pl.col("delta_bytes") > 0)
+    taken = taken.filter(~allocations.in_collectives(trace, taken["at_ns"]))
+    parts = [
+        done.select("kind", "phase", "name", "step", pl.col("dur_ns").alias("amount")),
+        sent.select(
+            pl.lit(SENT).alias("kind"), "phase", pl.col("op").alias("name"), "step",
+            pl.col("sent_bytes").alias("amount"),
+        ),
+        taken.select(
+            pl.lit(ALLOCATED).alias("kind"), "phase", pl.col("unit").alias("name"), "step",
+            pl.col("delta_bytes").alias("amount"),
+        ),
+    ]  # fmt: skip
+    return _typical(pl.concat(parts), max(1, trace.steps["step"].drop_nulls().n_unique()))
+
+
+def saving(trace: Trace) -> pl.DataFrame:
+    """Return what the rank does in a typical save that blocks training, stage by stage. Columns as `work`, kind `save`.
+
+    The amount is in ns, the median over the saves.
+    """
+    rows = trace.checkpoints.filter(
+        pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL
+    )
+    each = rows.select(
+        pl.lit(SAVE).alias("kind"), pl.lit(None, pl.String).alias("phase"), pl.col("stage").alias("name"),
+        pl.col("checkpoint").alias("step"), pl.col("dur_ns").alias("amount"),
+    )  # fmt: skip
+    return _typical(each, max(1, each["step"].n_unique()))
+
+
+def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
+    place = ["kind", "phase", "name"]
+    sums = rows.with_columns(pl.col("name").fill_null("")).group_by(*place, "step").agg(pl.col("amount").sum())
+    # In the steps without it the amount is 0: they come first among the ordered.
+    middle = [(pl.len() - steps + rank) for rank in ((steps - 1) // 2, steps // 2)]
+    amounts = pl.col("amount").sort()
+    at = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
+    found = sums.group_by(place).agg(((at[0] + at[1]) / 2).alias("amount"))
+    return (
+        found.select(pl.col(name).cast(dtype) for name, dtype in WORK_COLUMNS.items())
+        .filter(pl.col("amount") > 0)
+        .sort("kind", "amount", *place[1:], descending=[False, True, False, False])
     )
 
 
