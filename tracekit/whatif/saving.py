@@ -45,8 +45,7 @@ def saving(run: Run, cause: str) -> Saving:
     slowed-compute (STREAM003), slowed-collectives (STREAM004), shared-queue, shared-communicator (STREAM002), straggler
     (RANK001), slow-link (RANK002), communication, late-gathers (COMM001), small-collectives (COMM002),
     micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the
-    run; a replay takes some hundredths of a second. A rule that calls this lists `tracekit.whatif.graph.FACTS` among
-    its facts, so that it shares the one pass over the traces. Raises InputError for any other name.
+    run; a replay takes some hundredths of a second. Raises InputError for any other name.
     """
     causes.find(cause)
     known = _SAVINGS.setdefault(run, {})
