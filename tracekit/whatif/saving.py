@@ -57,7 +57,7 @@ def saving(run: Run, cause: str) -> Saving:
 def replayed(run: Run) -> pl.DataFrame:
     """Return the steps of a run beside their replay with nothing changed: columns of `steps.COLUMNS`."""
     if run not in _BASELINES:
-        tables = [steps.durations(each, graph.replay(each)) for each in graphs_of(run)]
+        tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
         _BASELINES[run] = pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
     return _BASELINES[run]
 
@@ -107,8 +107,8 @@ def _sure(run: Run, table: pl.DataFrame) -> float:
 def _without(whole: Graph, cause: str) -> pl.DataFrame:
     changed = CHANGES[cause](whole)
     if cause in AS_MEASURED:
-        return steps.durations(changed, graph.replay(changed))
-    return steps.durations(*settle.settled(whole, graph.replay(whole), changed))
+        return steps.durations(changed, changed.replayed)
+    return steps.durations(*settle.settled(whole, changed))
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

@@ -15,7 +15,7 @@ from tracekit import intervals
 from tracekit.analysis.sweep import Flags, Ints
 from tracekit.whatif import beside
 from tracekit.whatif.cannot import CannotTellError
-from tracekit.whatif.graph import Graph, Replayed, replay
+from tracekit.whatif.graph import Graph, Replayed
 
 Floats = npt.NDArray[np.float64]
 _MOST = 0.95
@@ -38,18 +38,18 @@ class _Contention:
     main_loss: float
 
 
-def settled(graph: Graph, played: Replayed, changed: Graph, *, crawling: bool = True) -> tuple[Graph, Replayed]:
+def settled(graph: Graph, changed: Graph, *, crawling: bool = True) -> tuple[Graph, Replayed]:
     """Return a changed graph with its durations as the contention left in it makes them, and its replay.
 
-    `played` is the replay of `graph`, unchanged. Without `crawling`, preparation and compute no longer slow each other.
+    Without `crawling`, preparation and compute no longer slow each other.
     """
-    first = replay(changed)
+    first = changed.replayed
     known = _contention(graph)
     if known is not None and not crawling:
         known = replace(known, preparation_loss=0.0, main_loss=0.0)
     if known is None:
         return changed, first
-    before, after = _kept(graph, known, played), _kept(graph, known, first)
+    before, after = _kept(graph, known, graph.replayed), _kept(graph, known, first)
     own = changed.own_ns.copy()
     factor = before / after
     ranks = slice(0, graph.count)
@@ -57,7 +57,7 @@ def settled(graph: Graph, played: Replayed, changed: Graph, *, crawling: bool = 
     if (own == changed.own_ns).all():
         return changed, first
     again = replace(changed, own_ns=own)
-    return again, replay(again)
+    return again, again.replayed
 
 
 _CONTENTION: WeakKeyDictionary[Graph, _Contention | None] = WeakKeyDictionary()

@@ -10,7 +10,7 @@ from tracekit.errors import InputError
 from tracekit.trace import Run
 from tracekit.whatif import changes, gathers, reductions, saving, settle, steps
 from tracekit.whatif.cannot import CannotTellError
-from tracekit.whatif.graph import Graph, replay
+from tracekit.whatif.graph import Graph
 
 _ASSUMED = (
     "the recorded kernels and transfers at their recorded times, in the recorded order",
@@ -84,7 +84,7 @@ def _predicted(run: Run, name: str, change: Callable[[Graph], Graph], assumed: t
 
 def _changed(graph: Graph, change: Callable[[Graph], Graph]) -> pl.DataFrame:
     changed = change(graph)
-    return steps.durations(*settle.settled(graph, replay(graph), changed, crawling=False))
+    return steps.durations(*settle.settled(graph, changed, crawling=False))
 
 
 def _fsdp2(graph: Graph) -> Graph:
