@@ -57,7 +57,8 @@ def _in_order(graph: Graph) -> pl.DataFrame:
 def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     """Return for each all-gather the event edge (row) by which it waits for compute, and the one it may have instead.
 
-    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts.
+    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts. The first gather of a
+    micro-batch has none: nothing is gathered ahead of the forward pass that needs it.
     """
     on = graph.edges.awaited
     real = (graph.edges.how == EVENT) & (on >= 0) & (on < graph.count)
@@ -67,8 +68,11 @@ def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     gathers = calls.filter(pl.col("op") == _GATHER)
     before = _leading(graph, gathers["at"].to_numpy())
     told = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
-    placed = told.join(gathers.select("at", "rank", "step", "turn"), on="at").sort("rank", "turn")
-    return placed.with_columns(pl.col("awaited").shift(1).over("rank", "step").alias("instead")).drop_nulls("instead")
+    begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
+    numbered = calls.with_columns(begins.fill_null(value=False).cum_sum().over("rank", "step").alias("micro_batch"))
+    placed = told.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
+    earlier = pl.col("awaited").shift(1).over("rank", "step", "micro_batch")
+    return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
 
 
 def _is_main(graph: Graph) -> Flags:

@@ -16,7 +16,7 @@ from tracekit import intervals
 from tracekit.analysis.sweep import Flags, Ints
 from tracekit.whatif import beside
 from tracekit.whatif.cannot import CannotTellError
-from tracekit.whatif.graph import Graph, Replayed
+from tracekit.whatif.graph import COLLECTIVE, Graph, Replayed
 
 Floats = npt.NDArray[np.float64]
 _MOST = 0.95
@@ -44,8 +44,11 @@ class _Contention:
 def settled(graph: Graph, changed: Graph, *, crawling: bool = True) -> tuple[Graph, Replayed]:
     """Return a changed graph with its durations as the contention left in it makes them, and its replay.
 
-    Without `crawling`, preparation and compute no longer slow each other.
+    Without `crawling`, preparation and compute no longer slow each other. Raises CannotTellError where the change makes
+    ranks wait for each other in a circle.
     """
+    if (changed.edges.how == COLLECTIVE).sum() < (graph.edges.how == COLLECTIVE).sum():
+        raise CannotTellError("with it, ranks would wait for each other in a circle: the waits known do not all hold")
     first = changed.replayed
     known = _contention(graph)
     if known is not None and not crawling:
