@@ -36,6 +36,29 @@ class Judged:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """A finding of the baseline that the run does not have any more."""
+
+    id: str
+    code: str
+    severity: Severity
+    impact: float
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What made the run worse than the baseline: where the time, or the memory, that is new goes to."""
+
+    name: str
+    """compute, communication, checkpointing, memory or host."""
+    message: str
+    """One sentence with the numbers and the place."""
+    metrics: tuple[str, ...]
+    """The changes that show it."""
+
+
+@dataclass(frozen=True)
 class Budgeted:
     """A budget beside what was measured, both in the metric's own unit (`metric` as `analysis.samples` names it)."""
 
@@ -63,6 +86,14 @@ class Gate:
     regressions: tuple[Change, ...] = ()
     """The changes of `comparison` that fail the check."""
     budgets: tuple[Budgeted, ...] = ()
+    fixed: tuple[Gone, ...] = ()
+    """What the baseline has and the run has not."""
+    causes: tuple[Cause, ...] = ()
+    """Why metrics regressed, the likeliest first; empty where none did."""
+    baseline: str = ""
+    """What the run was held against, by name; empty where nothing."""
+    is_strict: bool = False
+    """Whether a budget that cannot be told fails too."""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -70,8 +101,12 @@ class Gate:
         return (
             *(each.finding.id for each in self.findings if each.fails),
             *(change.metric for change in self.regressions),
-            *(each.budget for each in self.budgets if each.outcome is Outcome.BROKEN),
+            *(each.budget for each in self.budgets if self.is_over(each)),
         )
+
+    def is_over(self, budget: Budgeted) -> bool:
+        """Return whether a budget fails the check."""
+        return budget.outcome is Outcome.BROKEN or (self.is_strict and budget.outcome is Outcome.CANNOT_TELL)
 
 
 def of_findings(report: Report, bar: Severity | None) -> Gate:
