@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import opening, output
+from tracekit.cli import formats, opening, output
+from tracekit.cli.formats import Also, CommentKey, ReportFormat
 from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import InputError
@@ -16,18 +17,8 @@ from tracekit.errors import InputError
 if TYPE_CHECKING:
     from tracekit.config import Catalog, Config
     from tracekit.gate import Gate
-    from tracekit.rule import Report
-    from tracekit.trace import Run
 
 FINDINGS = 1
-
-
-class ReportFormat(StrEnum):
-    """What a report can be written as."""
-
-    TEXT = "text"
-    JSON = "json"
-    HTML = "html"
 
 
 class FailOn(StrEnum):
@@ -67,6 +58,8 @@ def check(
             "--config", metavar="FILE", help="Settings; by default the nearest tracekit.toml or pyproject.toml."
         ),
     ] = None,
+    also: Also = None,
+    comment_key: CommentKey = "check",
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,
@@ -84,6 +77,7 @@ def check(
     paths = [*(runs or []), *([str(opening.sample())] if sample else [])]
     if not paths:
         raise InputError("no run is named: tracekit check RUN…, or --sample to see one")
+    further = formats.wanted(also or [])
     if report_format is ReportFormat.HTML:
         output.refuse_to_flood_terminal(out, "an HTML report")
 
@@ -96,11 +90,12 @@ def check(
     rules = settings_of.configured(settled, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
     told = [
-        (settings_of.set_aside(report, settled.ignore, catalog, today=today), run)
-        for report, run in opening.checked(paths, rules, cache=cache)
+        settings_of.set_aside(report, settled.ignore, catalog, today=today)
+        for report, _ in opening.checked(paths, rules, cache=cache)
     ]
-    output.emit(_render(told, report_format, out), out)
-    _fail([gate.of_findings(report, settled.fail_on) for report, _ in told])
+    gates = [gate.of_findings(report, settled.fail_on) for report in told]
+    formats.write(gates, report_format, out, also=further, comment_key=comment_key)
+    _fail(gates)
 
 
 def _settle(
@@ -120,23 +115,6 @@ def _settle(
     if fail_on is not None:
         settled = dataclasses.replace(settled, fail_on=config.parse_fail_on(fail_on))
     return settled
-
-
-def _render(told: "list[tuple[Report, Run]]", report_format: ReportFormat, out: Path | None) -> str:
-    if report_format is ReportFormat.HTML:
-        from tracekit.reports import html
-
-        return html.render_several(told)
-    if report_format is ReportFormat.JSON:
-        from tracekit.reports import json
-
-        return json.render(*told[0]) if len(told) == 1 else json.render_several(told)
-    from tracekit.reports import text
-
-    width, color = output.width(out), output.color(out)
-    if len(told) == 1:
-        return text.render(*told[0], width=width, color=color)
-    return text.render_several(told, width=width, color=color)
 
 
 def _fail(gates: "list[Gate]") -> None:
