@@ -1,19 +1,14 @@
 """Bars that a candidate must not cross against its reference: ``step_time>3%``, ``idle>5ms``, ``allocations>100``."""
 
-import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tracekit import quantities
 from tracekit.analysis.samples import LOWER_IS_BETTER
-from tracekit.change import Change, is_share
+from tracekit.change import Change
 from tracekit.errors import ConfigError
 
-_PERCENT = "%"
-_NS: Mapping[str, float] = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
-_BYTES: Mapping[str, float] = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_PLAIN: Mapping[str, float] = {"": 1}
-_SHAPE = re.compile(r"\s*(?P<metric>\w+)\s*>\s*(?P<number>\d+\.?\d*|\.\d+)\s*(?P<unit>[%\w]*)\s*\Z")
+_SHAPE = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{quantities.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -55,30 +50,17 @@ def parse(text: str) -> Bar:
     if not match:
         raise ConfigError(f"--fail-if {text!r}: expected METRIC>NUMBER with % or a unit, such as 'step_time>3%'")
     metric, number, unit = _metric(match["metric"], text), float(match["number"]), match["unit"]
-    if unit == _PERCENT:
+    if unit == quantities.PERCENT:
         return Bar(text, metric, number / 100, is_relative=True)
-    units = _units(metric)
+    units = quantities.units_of(metric)
     if unit not in units:
-        known = ", ".join(name or "no unit" for name in (_PERCENT, *units))
+        known = ", ".join(name or "no unit" for name in (quantities.PERCENT, *units))
         raise ConfigError(f"--fail-if {text!r}: {metric} cannot be told in {unit or 'a bare number'}: use {known}")
     return Bar(text, metric, number * units[unit], is_relative=False)
 
 
 def _metric(name: str, text: str) -> str:
-    """Return the metric of a name that may leave its unit out: step_time is step_time_ns."""
-    short = {metric.removesuffix("_ns").removesuffix("_bytes"): metric for metric in LOWER_IS_BETTER}
-    names = short | {metric: metric for metric in LOWER_IS_BETTER}
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(short)}"
-        raise ConfigError(f"--fail-if {text!r}: {name} is no metric: {hint}")
-    return names[name]
-
-
-def _units(metric: str) -> Mapping[str, float]:
-    if metric.endswith("_ns"):
-        return _NS
-    if metric.endswith("_bytes"):
-        return _BYTES
-    # A share's points are told by %; a bare number of them would be read both ways.
-    return {} if is_share(metric) else _PLAIN
+    try:
+        return quantities.metric_named(name, LOWER_IS_BETTER)
+    except ConfigError as error:
+        raise ConfigError(f"--fail-if {text!r}: {error}") from None

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracekit.analysis.samples import LOWER_IS_BETTER
+from tracekit.quantities import is_share
 
 Values: TypeAlias = npt.NDArray[np.float64]
 
@@ -32,7 +33,14 @@ _RESAMPLES = 4000
 _INTERVAL_PERCENTILES = (2.5, 97.5)
 _SEED = 20260801
 _CHUNK_SAMPLES = 2_000_000  # bounds the memory of long runs' resamples
-_TIMES_WITHIN_STEP = ("compute_ns", "communication_ns", "exposed_communication_ns", "idle_ns")
+_TIMES_WITHIN_STEP = (
+    "compute_ns",
+    "communication_ns",
+    "exposed_communication_ns",
+    "transfer_ns",
+    "idle_ns",
+    "data_wait_ns",
+)
 
 
 class Verdict(StrEnum):
@@ -66,6 +74,8 @@ class Change:
     verdict: Verdict
     more_samples: int = 0
     """About how many more samples a side would tell, where the verdict is that these cannot."""
+    more_recordings: int = 0
+    """The same of recordings, where it is not the steps within each that differ too much but recordings."""
 
     @property
     def difference(self) -> float:
@@ -104,11 +114,6 @@ def compare_samples(metric: str, reference: Values, candidate: Values, *, step_n
         verdict=verdict,
         more_samples=_more_samples(count, change, low, high, scale=scale) if verdict is Verdict.CANNOT_TELL else 0,
     )
-
-
-def is_share(metric: str) -> bool:
-    """Return whether a metric is a share from 0 to 1, whose change is told in points."""
-    return metric.endswith("_ratio")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,12 @@ They stand in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml:
 
     [tool.tracekit.rules.COMM001]
     max_exposed_ratio = 0.3
+
+    [tool.tracekit.baseline]
+    metrics = ["step_time", "allocated"]
+
+    [tool.tracekit.budget]
+    step_time = "412ms"
 """
 
 import dataclasses
@@ -21,6 +27,9 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import TypeAlias
 
+from tracekit import budget, quantities
+from tracekit.analysis.samples import LOWER_IS_BETTER
+from tracekit.budget import Budgets
 from tracekit.errors import ConfigError
 from tracekit.rule import Finding, Ignored, Report, Rule, Severity
 
@@ -42,6 +51,35 @@ class Ignore:
     until: date | None = None
 
 
+FAILING_METRICS = (
+    "step_time_ns",
+    "tokens_per_second",
+    "cpu_time_ns",
+    "exposed_communication_ns",
+    "transfer_ns",
+    "sent_bytes",
+    "allocated_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "checkpoint_blocked_ns",
+    "checkpoint_cpu_ns",
+)
+"""The metrics that fail a check where they are worse than the baseline's, unless settings say otherwise.
+
+What somebody pays for (time, memory, traffic, saves), and not what such time is made of: compute and idle time shift
+from one to the other without anybody losing.
+"""
+MIN_CHANGE_RATIO = 0.03
+
+
+@dataclass(frozen=True)
+class Against:
+    """How a run is held against a baseline: which metrics fail it where worse, and from which change on."""
+
+    metrics: tuple[str, ...] = FAILING_METRICS
+    min_change_ratio: float = MIN_CHANGE_RATIO
+
+
 @dataclass(frozen=True)
 class Config:
     """What a check is set to. `fail_on` None fails on nothing; an empty `select` selects every rule."""
@@ -52,6 +90,8 @@ class Config:
     thresholds: Mapping[str, Mapping[str, Threshold]] = field(default_factory=dict)
     """By rule code, then by field."""
     ignore: tuple[Ignore, ...] = ()
+    baseline: Against = field(default_factory=Against)
+    budget: Budgets = field(default_factory=Budgets)
 
 
 def nearest(folder: Path) -> Path | None:
@@ -168,6 +208,8 @@ class _Reader:
             "select": self._select,
             "ignore": self._ignores,
             "rules": self._thresholds,
+            "baseline": self._against,
+            "budget": self._budgets,
         }
         for key in table:
             if key not in known:
@@ -207,6 +249,36 @@ class _Reader:
                 raise ConfigError(f"{self.path}: {key}: {name} is required, as text that is not empty")
         self._known(value["code"].partition("-")[0] if "-" in value["code"] else value["code"], key, value["code"])
         return Ignore(value["code"], value["reason"].strip(), self._date(value.get("until"), f"{key}.until"))
+
+    def _against(self, value: object) -> Against:
+        names = [item.name for item in dataclasses.fields(Against)]
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.path}: baseline: expected a table of {', '.join(names)}, not {value!r}")
+        for key in value:
+            if key not in names:
+                raise ConfigError(f"{self.path}: baseline: {key} is no setting: {_one_of(names, key)}")
+        given = dict(value)
+        if "metrics" in given:
+            given["metrics"] = self._metrics(given["metrics"])
+        if "min_change_ratio" in given:
+            given["min_change_ratio"] = _checked(
+                given["min_change_ratio"], float, "min_change_ratio", f"{self.path}: baseline"
+            )
+        return Against(**given)
+
+    def _metrics(self, value: object) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{self.path}: baseline.metrics: expected a list of metrics, not {value!r}")
+        try:
+            return tuple(quantities.metric_named(item, LOWER_IS_BETTER) for item in value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: baseline.metrics: {error}") from None
+
+    def _budgets(self, value: object) -> Budgets:
+        try:
+            return budget.parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: budget: {error}") from None
 
     def _date(self, value: object, key: str) -> date | None:
         if isinstance(value, str):

@@ -115,6 +115,7 @@ CHECKPOINT_STAGES = tuple(dict.fromkeys((*SAVE_STAGES[:-1], *LOAD_STAGES[:-1], L
 
 # The metrics log: one JSON object per line, one line per training step; "step" and numbers by name --------------------
 STEP_TIME_METRIC = "step_time_ns"
+CPU_TIME_METRIC = "cpu_time_ns"  # time that the process, all its threads, ran in the step
 LOSS_METRIC = "loss"
 TOKENS_METRIC = "tokens_per_second"
 DATA_WAIT_METRIC = "data_wait_ns"  # time of the step in which the training waited for a batch

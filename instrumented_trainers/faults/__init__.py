@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from instrumented_trainers.faults.fault import Fault
+from instrumented_trainers.faults.regressions import MoreCommunication, MoreCompute, MoreMemory
 from instrumented_trainers.faults.save import GilSave, SlowDisk, SlowFsync, SmallTensors
 from instrumented_trainers.faults.step import Churn, HostSync, LateLaunch, NoPrefetch, SlowData, SlowRank
 
-__all__ = ["FAULTS", "Fault", "explained", "parse", "truth"]
+__all__ = ["FAULTS", "REGRESSIONS", "Fault", "explained", "parse", "truth"]
 
 FAULTS: Mapping[str, type[Fault]] = MappingProxyType(
     {
@@ -34,23 +35,30 @@ FAULTS: Mapping[str, type[Fault]] = MappingProxyType(
     }
 )
 
+REGRESSIONS: Mapping[str, type[Fault]] = MappingProxyType(
+    {fault.name: fault for fault in (MoreCompute, MoreCommunication, MoreMemory)}
+)
+"""What only a comparison with an earlier recording shows."""
+
+_ALL = {**FAULTS, **REGRESSIONS}
+
 
 def parse(text: str) -> Fault:
     """Return the fault that ``NAME[=ARGS]`` asks for. Raises ValueError, naming what there is, if it makes no sense."""
     name, _, arguments = text.partition("=")
-    if name not in FAULTS:
-        near = difflib.get_close_matches(name, FAULTS, n=1)
+    if name not in _ALL:
+        near = difflib.get_close_matches(name, _ALL, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"{name!r} is no fault; {guess}There are: {', '.join(FAULTS)}")
+        raise ValueError(f"{name!r} is no fault; {guess}There are: {', '.join(_ALL)}")
     try:
-        return FAULTS[name].parse(arguments)
+        return _ALL[name].parse(arguments)
     except ValueError as error:
-        raise ValueError(f"{text}: {error}; it is asked for as {FAULTS[name].usage}") from error
+        raise ValueError(f"{text}: {error}; it is asked for as {_ALL[name].usage}") from error
 
 
 def explained() -> str:
     """Return a line for each fault: how it is asked for, and what it does."""
-    return "\n".join(f"{fault.usage}. {_first_sentence(fault)}" for fault in FAULTS.values())
+    return "\n".join(f"{fault.usage}. {_first_sentence(fault)}" for fault in _ALL.values())
 
 
 def truth(fault: Fault) -> dict[str, Any]:

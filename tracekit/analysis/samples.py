@@ -2,37 +2,79 @@
 
 import polars as pl
 
-from tracekit.analysis import breakdown
-from tracekit.trace import Trace
+from tracekit import conventions
+from tracekit.analysis import allocations, breakdown, instances
+from tracekit.trace import Run, Trace
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 
 LOWER_IS_BETTER = {
     "step_time_ns": True,
+    "cpu_time_ns": True,
     "compute_ns": True,
     "communication_ns": True,
     "exposed_communication_ns": True,
     "exposed_communication_ratio": True,
     "overlap_ratio": False,
+    "transfer_ns": True,
+    "sent_bytes": True,
     "idle_ns": True,
+    "data_wait_ns": True,
     "allocations": True,
     "allocated_bytes": True,
+    "peak_allocated_bytes": True,
+    "peak_reserved_bytes": True,
     "checkpoint_blocked_ns": True,
+    "checkpoint_cpu_ns": True,
     "tokens_per_second": False,
 }
 """The metrics a comparison shows, in order, and which way is better."""
 
+_LOGGED = ("tokens_per_second", conventions.CPU_TIME_METRIC, conventions.DATA_WAIT_METRIC)
+_PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
+
 
 def samples(trace: Trace) -> pl.DataFrame:
-    """Return per-step samples of the metrics in `LOWER_IS_BETTER`.
+    """Return per-step samples of the metrics in `LOWER_IS_BETTER`, but for those of `samples_across`.
 
     Columns step, metric, value; one row per step and metric that the trace can tell. `step_time_ns` is the device
-    window of the step. `allocations` and `allocated_bytes` count allocator events of the step that take memory, on the
-    device, or on the host in a CPU run. `checkpoint_blocked_ns` has one row per checkpoint saved: the time that the
-    training thread waited, by the checkpoint log.
+    window of the step. `cpu_time_ns` is the time that the rank's process ran, all its threads, by the metrics log.
+    `sent_bytes` are those of the step's collectives, saves left out. `allocations` and `allocated_bytes` count
+    allocator events of the step that take memory, on the device, or on the host in a CPU run; `peak_allocated_bytes`
+    and `peak_reserved_bytes` are the most held and reserved in the step by the same events, or, in a run without them,
+    up to the step by the metrics log. `checkpoint_blocked_ns` has one row per checkpoint saved: the time that the
+    training thread waited, by the checkpoint log; `checkpoint_cpu_ns` the part of it in which that thread ran.
     """
-    parts = (_of_breakdown(trace), _of_allocations(trace), _of_checkpoints(trace), _of_metrics(trace))
-    return pl.concat([part.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()) for part in parts])
+    parts = (
+        _of_breakdown(trace),
+        _of_collectives(trace),
+        _of_allocations(trace),
+        _of_checkpoints(trace),
+        _of_metrics(trace),
+    )
+    return pl.concat([_conformed(part) for part in parts])
+
+
+def samples_across(run: Run) -> pl.DataFrame:
+    """Return per-step samples of what only several ranks together tell; ask by ``run.across(samples_across)``.
+
+    Columns window, rank, step, metric, value. `transfer_ns` is the time of the step's collectives from the last
+    arrival to the end, saves left out: what communication takes when nobody is waited for. It is told of the lowest
+    rank, for it is the same on all.
+    """
+    in_step = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    told = run.across(instances.instances).filter(in_step, pl.col("transfer_ns").is_not_null())
+    sums = told.group_by("window", "step").agg(pl.col("transfer_ns").sum().alias("value")).sort("window", "step")
+    lowest = pl.lit(min(run.ranks, default=0), pl.Int64).alias("rank")
+    return sums.select("window", lowest, *_cast(sums.with_columns(pl.lit("transfer_ns").alias("metric"))))
+
+
+def _conformed(part: pl.DataFrame) -> pl.DataFrame:
+    return part.select(_cast(part))
+
+
+def _cast(part: pl.DataFrame) -> list[pl.Series]:
+    return [part[name].cast(dtype) for name, dtype in COLUMNS.items()]
 
 
 def _of_breakdown(trace: Trace) -> pl.DataFrame:
@@ -52,25 +94,42 @@ def _of_breakdown(trace: Trace) -> pl.DataFrame:
     return wide.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")
 
 
+def _of_collectives(trace: Trace) -> pl.DataFrame:
+    sent = trace.collectives.filter(pl.col("sent_bytes").is_not_null()).select("activity_id", "sent_bytes")
+    work = trace.activities.filter(
+        pl.col("step").is_not_null(), pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    ).select(pl.col("id").alias("activity_id"), "step")
+    sums = sent.join(work, on="activity_id").group_by("step").agg(pl.col("sent_bytes").sum().alias("value"))
+    return sums.sort("step").with_columns(pl.lit("sent_bytes").alias("metric"))
+
+
 def _of_allocations(trace: Trace) -> pl.DataFrame:
-    device = pl.col("device")
-    taken = trace.allocations.filter(
-        pl.col("delta_bytes") > 0,
-        device.is_not_null() if trace.on_device else device.is_null(),
-        pl.col("step").is_not_null(),
-    )
+    mine = allocations.of_training(trace) & pl.col("step").is_not_null()
+    taken = trace.allocations.filter(mine, pl.col("delta_bytes") > 0)
     wide = taken.group_by("step").agg(
         pl.len().cast(pl.Float64).alias("allocations"),
         pl.col("delta_bytes").sum().cast(pl.Float64).alias("allocated_bytes"),
     )
-    return wide.sort("step").unpivot(index="step", variable_name="metric", value_name="value")
+    peaks = allocations.live(trace).filter(mine).group_by("step").agg(
+        pl.col("live_bytes").max().cast(pl.Float64).alias("peak_allocated_bytes"),
+        pl.col("reserved_bytes").max().cast(pl.Float64).alias("peak_reserved_bytes"),
+    )  # fmt: skip
+    both = wide.join(peaks, on="step", how="left").sort("step")
+    return both.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")
 
 
 def _of_checkpoints(trace: Trace) -> pl.DataFrame:
     blocked = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
-    return blocked.select("step", pl.lit("checkpoint_blocked_ns").alias("metric"), pl.col("dur_ns").alias("value"))
+    wide = blocked.select(
+        "step", pl.col("dur_ns").alias("checkpoint_blocked_ns"), pl.col("cpu_ns").alias("checkpoint_cpu_ns")
+    )
+    return wide.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")
 
 
 def _of_metrics(trace: Trace) -> pl.DataFrame:
-    known = trace.metrics.filter(pl.col("name") == "tokens_per_second")
-    return known.select("step", pl.col("name").alias("metric"), "value")
+    name = pl.col("name")
+    known = trace.metrics.filter(name.is_in(_LOGGED))
+    # The allocator's counters are of the process so far; what the trace says of each step is worth more.
+    peaks = trace.metrics.clear() if trace.allocations.height else trace.metrics.filter(name.is_in(list(_PEAKS)))
+    both = pl.concat([known, peaks.with_columns(name.replace(_PEAKS))])
+    return both.select("step", name.alias("metric"), "value")

@@ -96,6 +96,7 @@ class Recorder:
         self._data_wait_ns: int | None = None
         self._mid_step = mid_step
         self._began_ns: int | None = None
+        self._began_cpu_ns = 0
 
     @property
     def steps_done(self) -> int:
@@ -119,6 +120,7 @@ class Recorder:
             )
         self._profiling.begin(self._step)
         self._began_ns = None if self._mid_step else time.perf_counter_ns()
+        self._began_cpu_ns = time.process_time_ns()
         return self
 
     def __exit__(
@@ -177,7 +179,7 @@ class Recorder:
         if not last:
             self._look_for_requests()
             self._profiling.begin(self._step)
-        self._began_ns = time.perf_counter_ns()
+        self._began_ns, self._began_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
 
     def end_window(self, why: str) -> None:
         """End the window that is being recorded, if there is one, before its time, and say why."""
@@ -188,6 +190,7 @@ class Recorder:
         if self._began_ns is not None:
             self.step_time_ns = max(1, time.perf_counter_ns() - self._began_ns)
             row[conventions.STEP_TIME_METRIC] = self.step_time_ns
+            row[conventions.CPU_TIME_METRIC] = time.process_time_ns() - self._began_cpu_ns
             if tokens is not None:
                 row[conventions.TOKENS_METRIC] = tokens * 1e9 / self.step_time_ns
         if self._data_wait_ns is not None:

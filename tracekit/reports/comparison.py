@@ -8,8 +8,9 @@ from rich.console import RenderableType
 
 from tracekit import markup
 from tracekit.bar import Bar
-from tracekit.change import MAX_MORE_SAMPLES, Change, Verdict, is_share
+from tracekit.change import MAX_MORE_SAMPLES, Change, Verdict
 from tracekit.compare import Comparison
+from tracekit.quantities import is_share
 from tracekit.reports import paper
 from tracekit.reports.json import plain
 
@@ -98,6 +99,13 @@ def _table(found: Comparison) -> tuple[list[str], list[list[str]]]:
 _LABELS = {
     "exposed_communication_ratio": "exposed share of step",
     "overlap_ratio": "hidden communication",
+    "cpu_time_ns": "processor time",
+    "transfer_ns": "transfer",
+    "sent_bytes": "sent a step",
+    "data_wait_ns": "waiting for data",
+    "peak_allocated_bytes": "peak allocated",
+    "peak_reserved_bytes": "peak reserved",
+    "checkpoint_cpu_ns": "checkpoint processor",
     "checkpoint_blocked_ns": "checkpoint blocked",
     "allocations": "allocations a step",
     "allocated_bytes": "allocated a step",

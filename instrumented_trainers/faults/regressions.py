@@ -1,0 +1,90 @@
+"""What makes a training slower than it was and is wrong only beside what it was before: real work that nobody needs.
+
+No rule can see these in one recording; a comparison with an earlier one does. The size of each is a count of work, not
+a time, so that a busy machine makes it no smaller.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from instrumented_trainers.faults.fault import Fault, count
+
+
+@dataclass(frozen=True)
+class MoreCompute(Fault):
+    """Each layer's output is multiplied again, so many times, as a statistic that was left in does."""
+
+    name: ClassVar[str] = "more-compute"
+    usage: ClassVar[str] = "more-compute[=COUNT], products in each layer, 4"
+    seen_by: ClassVar[tuple[str, ...]] = ()
+    count: int = 4
+
+    @classmethod
+    def parse(cls, text: str) -> "MoreCompute":
+        return cls(count(text)) if text else cls()
+
+    def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
+        product = torch.empty(0, device=device)  # one for all: what takes time here is to compute, not to allocate
+
+        def multiply(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+            rows = output.detach().flatten(0, 1).float()
+            for _ in range(self.count):
+                torch.mm(rows.T, rows, out=product)
+
+        for layer in layers:
+            layer.register_forward_hook(multiply)
+
+
+@dataclass(frozen=True)
+class MoreCommunication(Fault):
+    """After each layer's forward the ranks add up a buffer of so many KiB that nobody reads."""
+
+    name: ClassVar[str] = "more-communication"
+    usage: ClassVar[str] = "more-communication[=KIB], in each layer, 256"
+    seen_by: ClassVar[tuple[str, ...]] = ()
+    buffer_kib: int = 256
+
+    @classmethod
+    def parse(cls, text: str) -> "MoreCommunication":
+        return cls(count(text)) if text else cls()
+
+    def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
+        statistics = torch.zeros(self.buffer_kib << 8, device=device)
+
+        def add_up(*_: Any) -> None:
+            dist.all_reduce(statistics)
+
+        for layer in layers:
+            layer.register_forward_hook(add_up)
+
+
+@dataclass(frozen=True)
+class MoreMemory(Fault):
+    """Each layer's output is copied so many times, and the copies are kept until the step ends."""
+
+    name: ClassVar[str] = "more-memory"
+    usage: ClassVar[str] = "more-memory[=COUNT], copies in each layer, 8"
+    seen_by: ClassVar[tuple[str, ...]] = ()
+    count: int = 8
+
+    @classmethod
+    def parse(cls, text: str) -> "MoreMemory":
+        return cls(count(text)) if text else cls()
+
+    def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
+        kept: list[Tensor] = []
+
+        def let_go(*_: Any) -> None:
+            kept.clear()
+
+        def keep(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+            kept.extend(output.detach().clone() for _ in range(self.count))
+
+        layers[0].register_forward_pre_hook(let_go)
+        for layer in layers:
+            layer.register_forward_hook(keep)
