@@ -15,10 +15,11 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
     """Return the Python functions that ran while what `evidence` shows was done or launched, the longest first.
 
     `evidence` has columns start_ns and dur_ns, on the clock of the trace. Columns file, line, function, inside_ns; one
-    row per function. A function's time holds that of those it calls. No rows where the trace has no stacks.
+    row per function. A function's time holds that of those it calls, and it comes before them. No rows where the trace
+    has no stacks.
     """
     empty = pl.DataFrame(schema=COLUMNS)
-    python = trace.ops.lazy().filter(pl.col("kind") == "python").select("name", "start_ns", "dur_ns")
+    python = trace.ops.lazy().filter(pl.col("kind") == "python").select("id", "name", "start_ns", "dur_ns")
     named = pl.col("name").str.extract_groups(_NAME).struct.unnest()
     calls = python.with_columns(named).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
     spans = _on_host(trace, evidence)
@@ -29,8 +30,8 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
         calls.with_columns(pl.Series("inside_ns", inside_ns))
         .filter(pl.col("inside_ns") > 0)
         .group_by("file", "line", "function")
-        .agg(pl.col("inside_ns").sum())
-        .sort("inside_ns", "file", "line", descending=[True, False, False])
+        .agg(pl.col("inside_ns").sum(), pl.col("id").min())
+        .sort("inside_ns", "id", descending=[True, False])
         .select(list(COLUMNS))
     )
 

@@ -12,6 +12,7 @@ from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
     from tracekit.gate import Gate
+    from tracekit.reports.locations import Checkout
 
 
 class ReportFormat(StrEnum):
@@ -58,18 +59,21 @@ def write(
     comment_key: str,
 ) -> None:
     """Write the reports on runs: one to `out`, or stdout, and those that are wanted besides."""
-    for each, file in also:
-        output.emit(render(gates, each, file, comment_key=comment_key), file)
-    output.emit(render(gates, report_format, out, comment_key=comment_key), out)
-
-
-def render(gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | None, *, comment_key: str) -> str:
-    """Return the report on one run, or on several."""
-    if report_format in (ReportFormat.TEXT, ReportFormat.JSON, ReportFormat.HTML):
-        return _report(gates, report_format, out)
-    from tracekit.reports import codequality, github, junit, locations, markdown, sarif
+    from tracekit.reports import locations
 
     checkout = locations.Checkout(locations.root_of(Path.cwd()))
+    for each, file in also:
+        output.emit(_render(gates, each, file, checkout, comment_key), file)
+    output.emit(_render(gates, report_format, out, checkout, comment_key), out)
+
+
+def _render(
+    gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | None, checkout: "Checkout", comment_key: str
+) -> str:
+    if report_format in (ReportFormat.TEXT, ReportFormat.JSON, ReportFormat.HTML):
+        return _report(gates, report_format, out)
+    from tracekit.reports import codequality, github, junit, markdown, sarif
+
     if report_format is ReportFormat.MARKDOWN:
         return markdown.render(gates, checkout, key=comment_key)
     written = {

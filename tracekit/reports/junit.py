@@ -57,7 +57,9 @@ def _codes(gate: Gate) -> list[str]:
 
 
 def _rule(run: str, code: str, gate: Gate, checkout: Checkout) -> ET.Element:
-    case = ET.Element("testcase", classname=f"{run}.rules", name=f"{code} {words.rule_name(code)}")
+    case = ET.Element(
+        "testcase", classname=f"{run}.rules", name=markup.inert(f"{code} {words.rule_name(code)}", _MAX_NAME)
+    )
     found = [each for each in gate.findings if each.finding.code == code]
     failing = [each for each in found if each.fails]
     aside = [each for each in gate.report.ignored if each.finding.code == code]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import polars as pl
 
@@ -20,6 +21,14 @@ from tracekit.trace import Run
 
 MOST = 0.5
 """A function is where something happens if it holds this share of the evidence's time in the repository."""
+_MODULE = "<module>"
+_UNNAMED: Mapping[type[ast.expr], str] = {
+    ast.Lambda: "<lambda>",
+    ast.GeneratorExp: "<genexpr>",
+    ast.ListComp: "<listcomp>",
+    ast.DictComp: "<dictcomp>",
+    ast.SetComp: "<setcomp>",
+}
 _MAX_FILES = 20_000
 _MAX_SOURCE_BYTES = 4 << 20
 _MAX_EVIDENCE_ROWS = 1000
@@ -57,14 +66,15 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         """Take the repository at `root`; files are looked for when they are asked for."""
         self._root = root.resolve()
+        self._placed: dict[tuple[Run, Finding | None], Place] = {}
 
     def place(self, run: Run, finding: Finding | None = None) -> Place:
-        """Return where a finding points; without one, where the run as a whole does."""
-        if finding is not None:
-            found = self._function(run, finding)
-            if found is not None:
-                return found
-        return self._script(run.manifest) or self._trace(run, finding)
+        """Return where a finding points; without one, where the run as a whole does. Found once, then kept."""
+        key = run, finding
+        if key not in self._placed:
+            function = self._function(run, finding) if finding is not None else None
+            self._placed[key] = function or self._script(run.manifest) or self._trace(run, finding)
+        return self._placed[key]
 
     def _function(self, run: Run, finding: Finding) -> Place | None:
         evidence = _most_of(finding.evidence)
@@ -80,10 +90,10 @@ class Checkout:
             for each in ran.iter_rows(named=True)
             if (place := self._line(each["file"], each["line"], each["function"])) is not None
         ]
-        # What calls another holds its time too: of those that hold most of it, the one with least is innermost.
+        # What calls another holds its time too and comes before it: the last that holds most of it is innermost.
         most = max((inside_ns for inside_ns, _ in own), default=0)
-        held = [each for each in own if each[0] >= MOST * most]
-        return min(held, key=lambda each: each[0])[1] if held else None
+        held = [place for inside_ns, place in own if inside_ns >= MOST * most]
+        return held[-1] if held else None
 
     def _script(self, manifest: Mapping[str, object]) -> Place | None:
         for name in _scripts(manifest.get("command")):
@@ -103,9 +113,9 @@ class Checkout:
     def _line(self, name: str, line: int, function: str) -> Place | None:
         """Return a function's place; None if no file of the repository has it there: then it is someone else's."""
         path = self._file(name)
-        if path is None or function not in _functions_at(path, line):
-            return None
-        return self._source(Kind.FUNCTION, path, line, function)
+        # A call that began before the trace is known by the line that it was at, others by their first.
+        first = path and _first_line(path, line, function)
+        return self._source(Kind.FUNCTION, path, first, function) if path and first else None
 
     def _source(self, kind: Kind, path: Path, line: int, function: str = "") -> Place:
         text = (_lines(path)[line - 1 : line] or [""])[0]
@@ -185,23 +195,34 @@ def _lines(path: Path) -> tuple[str, ...]:
         return ()
 
 
+class _Function(NamedTuple):
+    """A function of a file: its lines, the first being that of its decorator, and the line of its def."""
+
+    name: str
+    first: int
+    last: int
+    begins: int
+
+
 @functools.lru_cache(maxsize=256)
-def _functions(path: Path) -> tuple[tuple[int, int, str], ...]:
-    """Return first line (that of its decorator), last line and name of each function and lambda of a file."""
+def _functions(path: Path) -> tuple[_Function, ...]:
     try:
         tree = ast.parse("\n".join(_lines(path)))
     except (SyntaxError, ValueError):
         return ()
-    found = [(1, len(_lines(path)), "<module>")]
+    found = [_Function(_MODULE, 1, len(_lines(path)), 1)]
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            found.append((first, node.end_lineno or first, node.name))
-        elif isinstance(node, (ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.DictComp, ast.SetComp)):
-            name = {"Lambda": "lambda", "GeneratorExp": "genexpr"}.get(type(node).__name__, type(node).__name__.lower())
-            found.append((node.lineno, node.end_lineno or node.lineno, f"<{name}>"))
+            found.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
+        elif isinstance(node, ast.expr) and type(node) in _UNNAMED:
+            found.append(_Function(_UNNAMED[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno))
     return tuple(found)
 
 
-def _functions_at(path: Path, line: int) -> set[str]:
-    return {name for first, last, name in _functions(path) if first <= line <= last}
+def _first_line(path: Path, line: int, function: str) -> int | None:
+    """Return where the innermost function of a name that holds a line begins; a module has no such place of its own."""
+    around = [each for each in _functions(path) if each.name == function and each.first <= line <= each.last]
+    if not around:
+        return None
+    return line if function == _MODULE else max(each.begins for each in around)

@@ -6,7 +6,7 @@ then runs that pass. Names from traces are text: nothing in them is markup, a me
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tracekit import markup
 from tracekit.change import Change, Verdict
@@ -23,6 +23,8 @@ _MAX_ROWS = 10
 _MAX_TEXT = 1000
 _MAX_NAME = 80
 _RESERVE_BYTES = 1000
+_LEAST_BYTES = 200  # with less room than that there is nothing to look for
+_METRICS = ("metric", "before", "now", "change (95% interval)", "verdict")
 _PICKED = (Verdict.WORSE, Verdict.BETTER)
 
 
@@ -32,21 +34,22 @@ def render(gates: Sequence[Gate], checkout: Checkout, *, key: str = DEFAULT_KEY)
     named = sorted(zip(verdicts.names(gates), gates, strict=True), key=lambda each: not each[1].failures)
     footer = _footer(gates)
     room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
-    shown = 0
-    heads = [_head(name, gate, several=len(gates) > 1) for name, gate in named]
-    details = [_details(gate, checkout) for _, gate in named]
-    # All heads come before any details: what failed is worth more than why.
-    for head in heads:
-        if _size(head) > room:
+    # All heads come before any details, but runs that pass leave room for why others fail.
+    heads: list[str] = []
+    least = room // 3
+    for name, gate in named:
+        head = _head(name, gate, several=len(gates) > 1)
+        if room - _size(head) < least:
             break
         room -= _size(head)
-        shown += 1
-    for head, parts in zip(heads[:shown], details, strict=False):
-        folded, room = _folded(parts, room)
+        heads.append(head)
+    for head, (_, gate) in zip(heads, named, strict=False):
+        folded, room = _folded(_details(gate, checkout), room)
         text += head + folded
-    if shown < len(named):
-        failing = sum(bool(gate.failures) for _, gate in named[shown:])
-        text += f"\nand {len(named) - shown:,} more runs, {failing:,} of which fail: see the job's log\n"
+    left = named[len(heads) :]
+    if left:
+        failing = sum(bool(gate.failures) for _, gate in left)
+        text += f"\nand {len(left):,} more runs, {failing:,} of which fail: see the job's log\n"
     return text + footer
 
 
@@ -114,7 +117,7 @@ def _metrics(gate: Gate) -> str:
     if not told:
         return "No metric changed that the samples can tell." if rest else ""
     rows = [_metric(change, fails=change.metric in failing) for change in told]
-    return _table(("metric", "before", "now", "change (95% interval)", "verdict"), rows, right=(1, 2, 3))
+    return _table(_METRICS, rows, right=(1, 2, 3))
 
 
 def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
@@ -144,10 +147,12 @@ def _findings(gate: Gate) -> str:
     # What fails is worth a row before what doesn't; among equals the report's own order stays.
     ordered = sorted(gate.findings, key=lambda each: not each.fails)
     rows = [_row(each, held=held) for each in ordered[:_MAX_ROWS]]
-    rows += [(code(gone.id), words.rule_name(gone.code), "", "fixed ✔") for gone in gate.fixed[: _MAX_ROWS - len(rows)]]
+    rows += [
+        (code(gone.id), escaped(words.rule_name(gone.code)), "", "fixed ✔")
+        for gone in gate.fixed[: _MAX_ROWS - len(rows)]
+    ]
     more = len(gate.findings) + len(gate.fixed) - len(rows)
-    header = ("finding", "rule", "cost", "verdict")
-    return _table(header, rows) + (f"\n\nand {more:,} more" if more > 0 else "")
+    return _table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
 
 
 def _row(judged: Judged, *, held: bool) -> tuple[str, ...]:
@@ -156,7 +161,7 @@ def _row(judged: Judged, *, held: bool) -> tuple[str, ...]:
     if judged.standing is Standing.WORSE and judged.impact_before is not None:
         cost += f", {100 * judged.impact_before:.1f}% before"
     told = f"{found.severity.label}, {judged.standing}" if held else found.severity.label
-    return code(found.id), words.rule_name(found.code), cost, f"❌ {told}" if judged.fails else told
+    return code(found.id), escaped(words.rule_name(found.code)), cost, f"❌ {told}" if judged.fails else told
 
 
 def _picture(gate: Gate) -> str:
@@ -165,16 +170,18 @@ def _picture(gate: Gate) -> str:
     return f"```text\n{drawn}\n```" if drawn else ""
 
 
-def _details(gate: Gate, checkout: Checkout) -> list[str]:
-    """Return what is folded away, the most important part first."""
-    ordered = sorted(gate.findings, key=lambda each: not each.fails)
-    parts = [_finding(each.finding, gate, checkout) for each in ordered]
-    parts += [f"**budget {code(each.budget)}** {escaped(each.message)}" for each in gate.budgets]
+def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
+    """Yield what is folded away, the most important part first."""
+    for each in sorted(gate.findings, key=lambda each: not each.fails):
+        yield _finding(each.finding, gate, checkout)
+    yield from (f"**budget {code(each.budget)}** {escaped(each.message)}" for each in gate.budgets)
+    notes = list(gate.report.notes)
     if gate.comparison is not None:
         rows = [_metric(change, fails=False) for change in gate.comparison.changes]
-        parts.append(_table(("metric", "before", "now", "change (95% interval)", "verdict"), rows, right=(1, 2, 3)))
-        parts += [f"- {escaped(note)}" for note in gate.comparison.notes]
-    return parts + [f"- {escaped(note)}" for note in gate.report.notes]
+        yield _table(_METRICS, rows, right=(1, 2, 3))
+        notes = [*gate.comparison.notes, *notes]
+    if notes:
+        yield "\n".join(f"- {escaped(note)}" for note in notes)
 
 
 def _finding(found: Finding, gate: Gate, checkout: Checkout) -> str:
@@ -182,26 +189,24 @@ def _finding(found: Finding, gate: Gate, checkout: Checkout) -> str:
     where = f"{code(f'{place.path}:{place.line}')} · " if place.kind is not Kind.TRACE else ""
     fix = f"<br>**Fix** {escaped(found.fix)}" if found.fix else ""
     return (
-        f"**{words.rule_name(found.code)}** {code(found.id)} {escaped(found.message)}{fix}"
+        f"**{escaped(words.rule_name(found.code))}** {code(found.id)} {escaped(found.message)}{fix}"
         f"<br>{where}{escaped(words.place(found), 300)}"
     )
 
 
-def _folded(parts: Sequence[str], room: int) -> tuple[str, int]:
+def _folded(parts: Iterable[str], room: int) -> tuple[str, int]:
     """Return as many parts as there is room for, folded, and the room that is left."""
-    before, after = "\n<details><summary>Details</summary>\n\n", "\n</details>\n"
-    more = "and {:,} more: see the job's log\n"
-    left = room - _size(before) - _size(after) - _size(more) - 10
+    before, after, more = "\n<details><summary>Details</summary>\n\n", "\n</details>\n", "and more: see the job's log"
+    left = room - _size(before) - _size(after) - _size(more) - 2
     kept: list[str] = []
-    for part in parts:
+    for part in parts if left > _LEAST_BYTES else ():
         if _size(part) + 2 > left:
+            kept += [more] if kept else []
             break
         left -= _size(part) + 2
         kept.append(part)
     if not kept:
         return "", room
-    if len(kept) < len(parts):
-        kept.append(more.format(len(parts) - len(kept)))
     folded = before + "\n\n".join(kept) + "\n" + after
     return folded, room - _size(folded)
 
