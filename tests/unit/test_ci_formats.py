@@ -256,7 +256,7 @@ def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
     assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
 
 
-@pytest.mark.parametrize("runs", [1, 40, 400])
+@pytest.mark.parametrize("runs", [1, 10, 400])
 def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout) -> None:
     long = [
         Finding("MEM001", Severity.WARNING, "ü" * 3000, "…" * 3000, subject=f"layers.{number}") for number in range(60)

@@ -88,7 +88,7 @@ def checkout(tmp_path: Path) -> Checkout:
     [
         ([(6, 6)], "src/data.py:6 decode"),
         ([(4, 1), (13, 2)], "src/data.py:1 load"),  # decode holds none of it
-        ([(6, 4), (16, 6)], "train.py:9 train"),  # no one callee holds half of it; a def, not its decorator
+        ([(6, 5), (17, 5)], "train.py:9 train"),  # no one callee holds half of it; a def, not its decorator
         ([(20, 0)], "train.py:15 step_of"),  # a moment
         ([(1, 2)], "train.py:9 train"),
     ],

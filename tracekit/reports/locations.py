@@ -20,7 +20,7 @@ from tracekit.rule import Finding
 from tracekit.trace import Run
 
 MOST = 0.5
-"""A function is where something happens if it holds this share of the evidence's time in the repository."""
+"""A function is where something happens if it holds more than this share of the evidence's time in the repository."""
 _MODULE = "<module>"
 _UNNAMED: Mapping[type[ast.expr], str] = {
     ast.Lambda: "<lambda>",
@@ -92,7 +92,7 @@ class Checkout:
         ]
         # What calls another holds its time too and comes before it: the last that holds most of it is innermost.
         most = max((inside_ns for inside_ns, _ in own), default=0)
-        held = [place for inside_ns, place in own if inside_ns >= MOST * most]
+        held = [place for inside_ns, place in own if inside_ns > MOST * most]
         return held[-1] if held else None
 
     def _script(self, manifest: Mapping[str, object]) -> Place | None:
