@@ -168,7 +168,7 @@ def _unescaped(text: str, more: dict[str, str]) -> str:
 
 def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(checkout: Checkout) -> None:
     first, *lines = github.render([gated.held()], checkout).splitlines()
-    assert first == "tracekit: today failed: 2 findings, 1 metric, 1 budget"
+    assert first == "tracekit: today: Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
     told = [(level, properties["title"]) for level, properties, _ in map(_read, lines)]
     assert told == [
         ("error", "tracekit: exposed-communication (COMM001)"),
@@ -265,7 +265,7 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
     failing = gated.plain("runs/fails", found=long, bar=Severity.WARNING)
     told = markdown.render([*[passing] * (runs - 1), failing], checkout)
     assert len(told.encode()) <= markdown.MAX_BYTES
-    assert told.startswith("<!-- tracekit:check -->\n### ❌ tracekit: 60 findings failed")
+    assert told.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
     assert runs == 1 or told.index("`fails`") < told.index("`passes (1)`")  # what fails comes first
     assert told.count("<details>") == told.count("</details>") >= 1
     assert told.rstrip().endswith("</sub>")

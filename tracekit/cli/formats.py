@@ -94,10 +94,13 @@ def _report(gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | No
     if report_format is ReportFormat.JSON:
         from tracekit.reports import json
 
-        return json.render(*told[0]) if len(told) == 1 else json.render_several(told)
+        return json.render(*told[0], gates[0]) if len(told) == 1 else json.render_several(told, gates)
+    from tracekit.reports import gates as verdicts
     from tracekit.reports import text
 
     width, color = output.width(out), output.color(out)
+    if any(gate.comparison or gate.budgets for gate in gates):
+        return "\n".join(verdicts.render(gate, width=width, color=color) for gate in gates)
     if len(told) == 1:
         return text.render(*told[0], width=width, color=color)
     return text.render_several(told, width=width, color=color)

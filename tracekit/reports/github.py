@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from tracekit import markup
 from tracekit.gate import Gate
 from tracekit.reports import verdicts
+from tracekit.reports.gates import headline
 from tracekit.reports.locations import Checkout, Kind
 from tracekit.reports.verdicts import Item, Level
 
@@ -21,7 +22,7 @@ _MAX_MESSAGE = 3000
 def render(gates: Sequence[Gate], checkout: Checkout) -> str:
     """Return a line of plain words on each run, and the annotations: what fails as errors, what is known as notices."""
     named = list(zip(verdicts.names(gates), gates, strict=True))
-    lines = [f"tracekit: {markup.inert(name)} {verdicts.headline(gate)}" for name, gate in named]
+    lines = [f"tracekit: {markup.inert(f'{name}: {headline(gate)}')}" for name, gate in named]
     several = len(gates) > 1
     found = [(f"{name}: " if several else "", gate, item) for name, gate in named for item in verdicts.items(gate)]
     for level in Level:

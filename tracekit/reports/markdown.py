@@ -13,6 +13,7 @@ from tracekit.change import Change, Verdict
 from tracekit.errors import ConfigError
 from tracekit.gate import Gate, Judged, Outcome, Standing
 from tracekit.reports import comparison, pictures, verdicts, words
+from tracekit.reports.gates import headline
 from tracekit.reports.locations import Checkout, Kind
 from tracekit.rule import Finding
 
@@ -92,10 +93,11 @@ _NOTHING = "&#8203;"
 
 def _title(gates: Sequence[Gate]) -> str:
     failing = [gate for gate in gates if gate.failures]
-    runs = f" in {len(failing)} of {len(gates)} runs" if len(gates) > 1 else ""
-    if failing:
-        return f"❌ tracekit: {verdicts.failed(gates)} failed{runs}"
-    return f"✅ tracekit: {f'{len(gates)} runs passed' if len(gates) > 1 else 'passed'}"
+    mark = "❌" if failing else "✅"
+    if len(gates) == 1:
+        return f"{mark} {escaped(headline(gates[0]))}"
+    told = f"{verdicts.failed(gates)} in {len(failing)} of {len(gates)} runs" if failing else f"{len(gates)} runs"
+    return f"{mark} {'Failed' if failing else 'Passed'}: {told}"
 
 
 def _head(name: str, gate: Gate, *, several: bool) -> str:
@@ -179,7 +181,7 @@ def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
     if gate.comparison is not None:
         rows = [_metric(change, fails=False) for change in gate.comparison.changes]
         yield _table(_METRICS, rows, right=(1, 2, 3))
-        notes = [*gate.comparison.notes, *notes]
+        notes = [*comparison.remarks_on(gate.comparison), *notes]
     if notes:
         yield "\n".join(f"- {escaped(note)}" for note in notes)
 

@@ -49,13 +49,6 @@ def items(gate: Gate) -> tuple[Item, ...]:
     return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
 
 
-def headline(gate: Gate) -> str:
-    """Return the verdict: "failed: 2 findings, 1 metric" or "passed: 3 info"."""
-    if not gate.failures:
-        return f"passed: {passed(gate)}"
-    return f"failed: {failed([gate])}"
-
-
 def failed(gates: Sequence[Gate]) -> str:
     """Return how much of what fails: "2 findings, 1 metric, 1 budget"."""
     counts = {
@@ -64,14 +57,6 @@ def failed(gates: Sequence[Gate]) -> str:
         "budget": sum(gate.is_over(each) for gate in gates for each in gate.budgets),
     }
     return ", ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number)
-
-
-def passed(gate: Gate) -> str:
-    """Return what there is in a run that passes: "3 info, 2 of them known"; "no rule fired"."""
-    counted = words.counted([each.finding for each in gate.findings])
-    known = sum(each.standing is Standing.KNOWN for each in gate.findings)
-    told = counted if gate.findings else "no rule fired"
-    return f"{told}, {known} of them known" if known else told
 
 
 def names(gates: Iterable[Gate]) -> list[str]:
