@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import tracekit
@@ -28,16 +29,18 @@ def check(
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
     run.measure([*(fact for rule in chosen for fact in rule.facts), *facts], on_progress)
     findings: list[Finding] = []
-    notes: list[str] = []
+    blind_spots: dict[str, str] = {}
     for rule in chosen:
         try:
             blind = rule.blind_spot(run)
             findings += rule.check(run)
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
-        notes += [f"{rule.code}: {blind}"] if blind else []
+        blind_spots |= {rule.code: blind} if blind else {}
     inputs = tuple(_input(source.path) for source in run.sources)
-    return pricing.priced(Report(run, in_order(findings), tuple(notes), inputs, tracekit.__version__))
+    notes = tuple(f"{code}: {blind}" for code, blind in blind_spots.items())
+    report = Report(run, in_order(findings), notes, inputs, tracekit.__version__)
+    return pricing.priced(replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots))
 
 
 def _input(path: str) -> Input:

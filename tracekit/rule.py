@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from enum import IntEnum
@@ -153,3 +153,7 @@ class Report:
     inputs: tuple[Input, ...]
     tool_version: str
     ignored: tuple[Ignored, ...] = ()
+    rules: tuple[str, ...] = ()
+    """The codes of the rules that were asked, in their order."""
+    blind_spots: Mapping[str, str] = field(default_factory=dict)
+    """Why rules could not judge, by code; each is a note too."""
