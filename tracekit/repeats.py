@@ -114,6 +114,18 @@ def student_t(probability: float, degrees: float) -> float:
     )
 
 
+def variance_of_median(values: Values) -> float:
+    """Return the variance of the median of a series of neighbouring samples, by a circular block bootstrap."""
+    count = len(values)
+    if count < MIN_SAMPLES or not np.ptp(values):
+        return 0.0
+    block = max(1, round(count ** (1 / 3)))
+    starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
+    drawn = (starts[:, :, None] + np.arange(block)) % count
+    medians = np.median(values[drawn.reshape(_BOOTSTRAPS, -1)[:, :count]], axis=1)
+    return float(medians.var())
+
+
 @dataclass(frozen=True)
 class _Side:
     """One side's recordings, each by the median of its samples."""
@@ -126,7 +138,7 @@ class _Side:
     @classmethod
     def of(cls, recordings: Sequence[Values]) -> "_Side":
         places = np.array([float(np.median(values)) for values in recordings])
-        within = float(np.mean([_variance_of_median(values) for values in recordings]))
+        within = float(np.mean([variance_of_median(values) for values in recordings]))
         return cls(places, within, sum(map(len, recordings)))
 
     @property
@@ -189,18 +201,6 @@ class _Spread:
 def _is_enough(a: _Side, b: _Side) -> bool:
     # Several recordings tell of the spread even where each has a save or two.
     return min(a.samples, b.samples) >= MIN_SAMPLES or len(a.places) >= _ENOUGH_RECORDINGS
-
-
-def _variance_of_median(values: Values) -> float:
-    """Return the variance of the median of a series of neighbouring samples, by a circular block bootstrap."""
-    count = len(values)
-    if count < MIN_SAMPLES or not np.ptp(values):
-        return 0.0
-    block = max(1, round(count ** (1 / 3)))
-    starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
-    drawn = (starts[:, :, None] + np.arange(block)) % count
-    medians = np.median(values[drawn.reshape(_BOOTSTRAPS, -1)[:, :count]], axis=1)
-    return float(medians.var())
 
 
 def _verdict(metric: str, change: float, interval: tuple[float, float], scale: _Scale) -> Verdict:

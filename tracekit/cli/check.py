@@ -92,7 +92,7 @@ def check(
     from tracekit.rules import all_rules
 
     catalog = all_rules()
-    settled = settle(config, fail_on, select or [], settings or [], catalog)
+    settled = _settle(config, fail_on, select or [], settings or [], catalog)
     rules = settings_of.configured(settled, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
     told = [
@@ -103,7 +103,7 @@ def check(
     _fail([gate.of_findings(report, settled.fail_on) for report, _ in told])
 
 
-def settle(
+def _settle(
     path: Path | None, fail_on: FailOn | None, select: list[str], settings: list[str], catalog: "Catalog"
 ) -> "Config":
     """Return the settings of the file, with those of the command line laid over them."""

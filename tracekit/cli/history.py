@@ -120,16 +120,16 @@ def tell(db: Path, added: "Added") -> None:
 def _checked(path: str, commit: "Commit", *, cache: bool) -> "Entry":
     import datetime
 
-    from tracekit import config, gate
-    from tracekit.cli.check import settle
+    from tracekit import config, judging
+    from tracekit.cli.check import _settle
     from tracekit.rules import all_rules
 
     catalog = all_rules()
-    settled = settle(None, None, [], [], catalog)
+    settled = _settle(None, None, [], [], catalog)
     today = datetime.datetime.now(datetime.UTC).date()
     ((report, run),) = opening.checked([path], config.configured(settled, catalog), cache=cache)
-    judged = gate.of_findings(config.set_aside(report, settled.ignore, catalog, today=today), settled.fail_on)
-    return entries_of([judged], [run], commit)[0]
+    report = config.set_aside(report, settled.ignore, catalog, today=today)
+    return entries_of([judging.judge(report, settled.fail_on, budgets=settled.budget)], [run], commit)[0]
 
 
 def _saved(path: Path, commit: "Commit") -> "list[Entry]":

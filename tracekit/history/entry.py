@@ -98,10 +98,12 @@ def entry(
 ) -> Entry:
     """Return what to keep of a report, as JSON has it, and its samples.
 
-    `failures` is what failed the check of it, empty where it passed, None where nobody judged. Raises KeyError or
-    TypeError where the document is no whole report.
+    `failures` is what failed the check of it, empty where it passed; by default what the report says of its own, which
+    may be nothing. Raises KeyError or TypeError where the document is no whole report.
     """
     run = document["run"]
+    if failures is None and "gate" in document:
+        failures = [str(name) for name in document["gate"]["failures"]]
     return Entry(
         run=_content(document, side),
         name=str(run["name"]),

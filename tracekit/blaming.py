@@ -1,0 +1,234 @@
+"""Why metrics regressed: which work grew, told apart from a machine on which everything takes longer.
+
+Work by name (`analysis.places.work`) of the run is held against that of the baseline. A busy machine draws out all of
+it alike, so what counts is how much more a name grew than the rest: its excess over the factor that half of the work,
+by time, stays below. Counters (bytes sent, bytes allocated) do not notice the machine and go before times.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit import units
+from tracekit.analysis import places
+from tracekit.baseline import Recording
+from tracekit.change import Change, Values
+from tracekit.gate import Cause
+
+COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
+    "compute",
+    "communication",
+    "checkpointing",
+    "memory",
+    "host",
+)
+_OF_CHECKPOINTS = ("checkpoint_blocked_ns", "checkpoint_cpu_ns")
+_OF_COMMUNICATION = ("sent_bytes", "transfer_ns", "exposed_communication_ns", "communication_ns")
+_OF_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "allocated_bytes")
+_OF_COMPUTE = ("cpu_time_ns", "compute_ns", "step_time_ns", "tokens_per_second")
+_OF_HOST = ("data_wait_ns", "idle_ns")
+# Ops and kernels that make, fill or copy memory and compute nothing.
+_MOVES = re.compile(
+    r"(?i)(^aten::(empty|zeros|ones|full|new_|clone|copy_?$|zero_?$|fill_?|contiguous|cat$|stack$|to$|_to_copy|resize|"
+    r"repeat|pad|detach|constant_pad)|memset|memcpy|fillfunctor|copy_kernel|direct_copy|catarray)"
+)
+_PLACE = ["kind", "phase", "name"]
+_COMPUTES = ("compute", "memset", "memcpy")
+_LEAST_SHARE = 0.2
+"""A cause beside the first is told where it has at least this share of what grew."""
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A piece of work that grew, by how much more than the rest of its kind."""
+
+    phase: str | None
+    name: str
+    before: float
+    after: float
+    excess: float
+
+    @property
+    def place(self) -> str:
+        """Return what it is in a few words: "aten::mm in forward"."""
+        name = self.name or "what belongs to no unit"
+        return f"{name} in {self.phase}" if self.phase else name
+
+
+def causes(
+    regressions: Sequence[Change],
+    changes: Mapping[str, Change],
+    reference: Sequence[Recording],
+    candidate: Sequence[Recording],
+) -> tuple[Cause, ...]:
+    """Return why the metrics in `regressions` got worse, the likeliest cause first; none where none did.
+
+    `changes` are those of all metrics, by name.
+    """
+    if not regressions:
+        return ()
+    failed = {change.metric for change in regressions}
+    before, after = _mean(reference), _mean(candidate)
+    found = []
+    if failed & set(_OF_CHECKPOINTS):
+        found.append(_checkpointing(changes, before, after))
+    if failed - set(_OF_CHECKPOINTS):
+        found += _of_steps(failed, changes, before, after)
+    return tuple(found)
+
+
+def _of_steps(
+    failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
+) -> list[Cause]:
+    computed = _grown(before, after, _COMPUTES)
+    moving = [grown for grown in computed if _MOVES.search(grown.name)]
+    other = [grown for grown in computed if not _MOVES.search(grown.name)]
+    allocated, sent = _grown(before, after, (places.ALLOCATED,)), _grown(before, after, (places.SENT,))
+    moving_ns, other_ns = (sum(grown.excess for grown in each) for each in (moving, other))
+    slower = bool(failed & set(_OF_COMPUTE))
+    is_memory = bool(allocated) and bool(failed & set(_OF_MEMORY))
+    scored: list[tuple[bool, float, Cause]] = []
+    if failed & set(_OF_COMMUNICATION):
+        spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_communication_ns"))
+        cause = _communication(failed, changes, sent, _grown(before, after, ("communication",)))
+        scored.append((bool(sent), spent_ns, cause))
+    if is_memory:
+        cause = _memory(failed, changes, allocated, moving)
+        scored.append((not slower or moving_ns >= other_ns, moving_ns, cause))
+    if slower:
+        work = other if is_memory else computed
+        scored.append((False, other_ns if is_memory else moving_ns + other_ns, _compute(failed, changes, work)))
+    idle_ns = max(0.0, _difference(changes, *_OF_HOST))
+    if failed & set(_OF_HOST) or (slower and idle_ns > moving_ns + other_ns):
+        scored.append((False, idle_ns, _host(changes)))
+    scored.sort(key=lambda each: each[:2], reverse=True)
+    whole_ns = sum(score for _, score, _ in scored)
+    return [
+        cause
+        for number, (certain, score, cause) in enumerate(scored)
+        if number == 0 or certain or score >= _LEAST_SHARE * whole_ns
+    ]
+
+
+def _checkpointing(changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame) -> Cause:
+    told = [changes[metric] for metric in _OF_CHECKPOINTS if metric in changes]
+    first = told[0]
+    what = "A save blocks training for" if first.metric == _OF_CHECKPOINTS[0] else "A save keeps a processor for"
+    stages = [grown for grown in _grown(before, after, (places.SAVE,)) if grown.name != "wait"]
+    most = f", most of it in {stages[0].place} (+{units.duration(stages[0].excess)})" if stages else ""
+    message = f"{what} {_moved(first, units.duration)}{most}."
+    return Cause(CHECKPOINTING, message, tuple(change.metric for change in told))
+
+
+def _communication(
+    failed: AbstractSet[str], changes: Mapping[str, Change], sent: Sequence[_Grown], spent: Sequence[_Grown]
+) -> Cause:
+    parts = []
+    if sent and "sent_bytes" in changes:
+        parts.append(f"a step sends {_moved(changes['sent_bytes'], units.size)}, most of it by {sent[0].place}")
+    for metric, words in (("transfer_ns", "transfers take"), ("exposed_communication_ns", "exposed are")):
+        if metric in failed and metric in changes:
+            parts.append(f"{words} {_moved(changes[metric], units.duration)} a step")
+    if not sent and spent:
+        parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
+    return Cause(COMMUNICATION, _sentence(parts), _of(failed, _OF_COMMUNICATION))
+
+
+def _memory(
+    failed: AbstractSet[str], changes: Mapping[str, Change], allocated: Sequence[_Grown], moving: Sequence[_Grown]
+) -> Cause:
+    words = {
+        "peak_reserved_bytes": "the most reserved is",
+        "peak_allocated_bytes": "the most held is",
+        "allocated_bytes": "a step takes",
+    }
+    parts = [f"{words[metric]} {_moved(changes[metric], units.size)}" for metric in _of(failed, _OF_MEMORY)]
+    parts.append(f"most of it for {allocated[0].place} (+{units.size(allocated[0].excess)} a step)")
+    if moving:
+        parts.append(f"{moving[0].place} takes {units.duration(moving[0].excess)} more a step")
+    return Cause(MEMORY, _sentence(parts), _of(failed, _OF_MEMORY))
+
+
+def _compute(failed: AbstractSet[str], changes: Mapping[str, Change], work: Sequence[_Grown]) -> Cause:
+    metric = _of(failed, _OF_COMPUTE)[0]
+    words = {"cpu_time_ns": "a step keeps processors for", "tokens_per_second": "tokens a second are"}
+    told = units.duration if metric.endswith("_ns") else "{:,.0f}".format
+    parts = [f"{words.get(metric, 'a step takes')} {_moved(changes[metric], told)}"]
+    if work:
+        first = work[0]
+        parts.append(
+            f"{first.place} takes {units.duration(first.after)}, {units.duration(first.excess)} more than the rest "
+            "of the work lets expect"
+        )
+    else:
+        parts.append("all work alike, so look at the machine, its clocks and what else runs there")
+    return Cause(COMPUTE, _sentence(parts), _of(failed, _OF_COMPUTE))
+
+
+def _host(changes: Mapping[str, Change]) -> Cause:
+    told = [metric for metric in _OF_HOST if metric in changes and changes[metric].difference > 0]
+    words = {"data_wait_ns": "waiting for data takes", "idle_ns": "nothing runs for"}
+    parts = [f"{words[metric]} {_moved(changes[metric], units.duration)} a step" for metric in told]
+    return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(told))
+
+
+def _mean(recordings: Sequence[Recording]) -> pl.DataFrame:
+    """Return the typical work of several recordings: of each name the median over them, 0 where one has none."""
+    both = pl.concat([recording.work for recording in recordings])
+    lists = both.group_by(_PLACE, maintain_order=True).agg("amount")
+    count = len(recordings)
+    medians = [float(np.median([*amounts, *[0.0] * (count - len(amounts))])) for amounts in lists["amount"].to_list()]
+    return lists.with_columns(pl.Series("amount", medians, pl.Float64))
+
+
+def _grown(before: pl.DataFrame, after: pl.DataFrame, kinds: Sequence[str]) -> list[_Grown]:
+    """Return the work of some kinds that grew more than the rest of it, most first."""
+    mine = pl.col("kind").is_in(kinds)
+    both = before.filter(mine).join(after.filter(mine), on=_PLACE, how="full", coalesce=True, nulls_equal=True)
+    table = both.with_columns(pl.col("amount", "amount_right").fill_null(0.0))
+    factor = _common_factor(table["amount"].to_numpy(), table["amount_right"].to_numpy(), kinds)
+    found = [
+        _Grown(phase, name, was, now, now - factor * was)
+        for phase, name, was, now in table.select("phase", "name", "amount", "amount_right").iter_rows()
+    ]
+    least = _LEAST_GROWTH * sum(grown.before for grown in found)
+    return sorted((grown for grown in found if grown.excess > least), key=lambda grown: -grown.excess)
+
+
+_LEAST_GROWTH = 0.005
+
+
+def _common_factor(before: Values, after: Values, kinds: Sequence[str]) -> float:
+    """Return by what the work that is on both sides grew: the median of its growth, weighed by its time."""
+    if not set(kinds) & {*_COMPUTES}:
+        return 1.0  # bytes do not grow with a machine's load, and of saves and collectives there are too few to tell
+    both = (before > 0) & (after > 0)
+    if not both.any():
+        return 1.0
+    growth, weight = after[both] / before[both], before[both]
+    order = np.argsort(growth)
+    reached = np.cumsum(weight[order])
+    return float(max(1.0, growth[order][np.searchsorted(reached, reached[-1] / 2)]))
+
+
+def _difference(changes: Mapping[str, Change], *metrics: str) -> float:
+    return next((changes[metric].difference for metric in metrics if metric in changes), 0.0)
+
+
+def _of(failed: AbstractSet[str], metrics: Sequence[str]) -> tuple[str, ...]:
+    return tuple(metric for metric in metrics if metric in failed)
+
+
+def _moved(change: Change, words: Callable[[float], str]) -> str:
+    """Return a change in words: "412 ms, 36 ms more"."""
+    more = "more" if change.difference > 0 else "less"
+    return f"{words(change.candidate)}, {words(abs(change.difference))} {more}"
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."

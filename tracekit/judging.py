@@ -1,0 +1,165 @@
+"""What a check comes to: findings and metrics held against a baseline, and budgets."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tracekit import baseline as baselines
+from tracekit import blaming, budgeting, repeats, units
+from tracekit.analysis.samples import LOWER_IS_BETTER
+from tracekit.baseline import Baseline, Known, Recording
+from tracekit.budget import Budgets
+from tracekit.change import Change, Values, Verdict
+from tracekit.compare import Comparison, job_samples
+from tracekit.config import Against
+from tracekit.errors import NotComparableError
+from tracekit.gate import Gate, Gone, Judged, Standing
+from tracekit.rule import Finding, Report, Severity
+from tracekit.trace import Run
+
+MIN_WORSE_RATIO = 0.03
+"""A finding is worse only where it takes at least so much more of the step: what nobody would act on is none."""
+MIN_WORSE_GROWTH = 0.25
+"""And only where that is at least this share of what it took: impacts wobble with what they are shares of."""
+MIN_WORSE_BYTES = 1 << 20
+_MIN_BYTES_GROWTH = 0.1
+_STEP = "step_time_ns"
+_OF_PROCESSORS = ("cpu_time_ns", "checkpoint_cpu_ns")
+
+
+def judge(
+    report: Report,
+    bar: Severity | None,
+    *,
+    baseline: Baseline | None = None,
+    against: Against | None = None,
+    again: Sequence[Run] = (),
+    budgets: Budgets | None = None,
+    allow_different: bool = False,
+) -> Gate:
+    """Return the verdict on a report: which findings, metrics and budgets fail it.
+
+    `again` are further recordings of the same training, which make its comparison with the baseline surer. Raises
+    NotComparableError, naming the fields, where what ran is not what ran in the baseline, unless that is allowed.
+    """
+    budgets = budgets or Budgets()
+    told = budgeting.judge(report.run, budgets.each)
+    if baseline is None:
+        found = tuple(_judged(each, bar, Standing.NEW) for each in report.findings)
+        return Gate(report, bar, found, budgets=told, is_strict=budgets.is_strict)
+    against = against or Against()
+    candidate = [Recording.of(report.run, report), *(Recording.of(run) for run in again)]
+    notes = [
+        note
+        for run in (report.run, *again)
+        for note in baselines.differences(baseline, run, allow_different=allow_different)
+    ]
+    comparison = compare(baseline, candidate, notes=notes, min_effect=against.min_change_ratio)
+    regressions = tuple(change for change in comparison.changes if _fails(change, against, baseline))
+    changes = {change.metric: change for change in comparison.changes}
+    return Gate(
+        report,
+        bar,
+        _held_against(report.findings, bar, baseline.known),
+        comparison,
+        regressions,
+        told,
+        fixed=_fixed(report, baseline.known),
+        causes=blaming.causes(regressions, changes, baseline.recordings, candidate),
+        baseline=_called(baseline),
+        is_strict=budgets.is_strict,
+    )
+
+
+def compare(
+    baseline: Baseline, candidate: Sequence[Recording], *, notes: Sequence[str] = (), min_effect: float
+) -> Comparison:
+    """Return how each metric that both have differs, by recordings. Raises NotComparableError where they share none."""
+    ranks, of_ranks = _common_ranks(baseline, candidate)
+    before, after = (_by_metric(each, ranks) for each in (baseline.recordings, candidate))
+    step_ns = float(np.mean([np.median(values) for values in before[_STEP]])) if _STEP in before else None
+    changes = [
+        repeats.compare_recordings(metric, before[metric], after[metric], step_ns=step_ns, min_effect=min_effect)
+        for metric in LOWER_IS_BETTER
+        if metric in before and metric in after
+    ]
+    if not changes:
+        raise NotComparableError(
+            f"{candidate[0].name} and the baseline {baseline.name} have no metric in common: one of them marks no "
+            "steps; call profiler.step() after each optimizer step when recording"
+        )
+    return Comparison(baseline.name, candidate[0].name, tuple(changes), (*notes, *of_ranks))
+
+
+def _by_metric(recordings: Sequence[Recording], ranks: Sequence[int] | None) -> dict[str, list[Values]]:
+    found: dict[str, list[Values]] = {}
+    for recording in recordings:
+        for metric, values in job_samples(recording.samples, ranks).items():
+            found.setdefault(metric, []).append(values)
+    return found
+
+
+def _common_ranks(baseline: Baseline, candidate: Sequence[Recording]) -> tuple[list[int] | None, list[str]]:
+    sides = [
+        [set(recording.samples["rank"].unique().to_list()) for recording in side]
+        for side in (baseline.recordings, candidate)
+    ]
+    common = set.intersection(*sides[0], *sides[1])
+    if all(ranks == common for side in sides for ranks in side):
+        return None, []
+    a, b = (set.union(*side) for side in sides)
+    told = f"the baseline has ranks {units.ranges(a)}, the run {units.ranges(b)}"
+    if not common:
+        return None, [f"{told}: all of each are compared"]
+    return sorted(common), [f"{told}: only ranks {units.ranges(common)} are compared"]
+
+
+def _fails(change: Change, against: Against, baseline: Baseline) -> bool:
+    # On a device the host's processors spin where they wait, and their time says nothing.
+    on_host = baseline.fingerprint.get("device", "cpu") == "cpu"
+    asked = change.metric in against.metrics and (on_host or change.metric not in _OF_PROCESSORS)
+    return asked and change.verdict is Verdict.WORSE
+
+
+def _held_against(
+    findings: Sequence[Finding], bar: Severity | None, known: Mapping[str, tuple[Known, ...]]
+) -> tuple[Judged, ...]:
+    found = []
+    for each in findings:
+        before = known.get(each.id)
+        if before is None:
+            found.append(_judged(each, bar, Standing.NEW))
+        else:
+            standing = Standing.WORSE if _is_worse(each, before) else Standing.KNOWN
+            found.append(_judged(each, bar, standing, max(one.impact for one in before)))
+    return tuple(found)
+
+
+def _judged(finding: Finding, bar: Severity | None, standing: Standing, before: float | None = None) -> Judged:
+    counts = standing is not Standing.KNOWN and bar is not None and finding.severity >= bar
+    return Judged(finding, standing, counts, before)
+
+
+def _is_worse(finding: Finding, before: Sequence[Known]) -> bool:
+    """Return whether a finding takes more than in any recording of the baseline, and more than those differ by."""
+    impacts = [one.impact for one in before]
+    most = max(impacts)
+    spread = most - min(impacts)
+    sizes = [one.cost_bytes for one in before]
+    least_bytes = max(MIN_WORSE_BYTES, _MIN_BYTES_GROWTH * max(sizes), max(sizes) - min(sizes))
+    return (
+        finding.impact - most >= max(MIN_WORSE_RATIO, MIN_WORSE_GROWTH * most, spread)
+        or finding.cost_bytes - max(sizes) > least_bytes
+    )
+
+
+def _fixed(report: Report, known: Mapping[str, tuple[Known, ...]]) -> tuple[Gone, ...]:
+    still = {found.id for found in report.findings} | {aside.finding.id for aside in report.ignored}
+    gone = [max(each, key=lambda one: (one.severity, one.impact)) for name, each in known.items() if name not in still]
+    gone.sort(key=lambda one: (-one.severity, -one.impact, one.id))
+    return tuple(Gone(one.id, one.code, one.severity, one.impact, one.subject) for one in gone)
+
+
+def _called(baseline: Baseline) -> str:
+    count = len(baseline.recordings)
+    return f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name
