@@ -29,7 +29,8 @@ COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
 _OF_CHECKPOINTS = ("checkpoint_blocked_ns", "checkpoint_cpu_ns")
 _OF_COMMUNICATION = ("sent_bytes", "transfer_ns", "exposed_communication_ns", "communication_ns")
 _OF_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "allocated_bytes")
-_OF_COMPUTE = ("cpu_time_ns", "compute_ns", "step_time_ns", "tokens_per_second")
+_OF_COMPUTE = ("flops", "cpu_time_ns", "compute_ns", "step_time_ns", "tokens_per_second")
+_FLOPS = "flops"
 _OF_HOST = ("data_wait_ns", "idle_ns")
 # Ops and kernels that make, fill or copy memory and compute nothing.
 _MOVES = re.compile(
@@ -90,6 +91,7 @@ def _of_steps(
     allocated, sent = _grown(before, after, (places.ALLOCATED,)), _grown(before, after, (places.SENT,))
     moving_ns, other_ns = (sum(grown.excess for grown in each) for each in (moving, other))
     slower = bool(failed & set(_OF_COMPUTE))
+    counted = _grown(before, after, (places.FLOPS,)) if _FLOPS in failed else []
     is_memory = bool(allocated) and bool(failed & set(_OF_MEMORY))
     scored: list[tuple[bool, float, Cause]] = []
     if failed & set(_OF_COMMUNICATION):
@@ -101,7 +103,8 @@ def _of_steps(
         scored.append((not slower or moving_ns >= other_ns, moving_ns, cause))
     if slower:
         work = other if is_memory else computed
-        scored.append((False, other_ns if is_memory else moving_ns + other_ns, _compute(failed, changes, work)))
+        spent_ns = other_ns if is_memory else moving_ns + other_ns
+        scored.append((bool(counted), spent_ns, _compute(failed, changes, counted, work)))
     idle_ns = max(0.0, _difference(changes, *_OF_HOST))
     if failed & set(_OF_HOST) or (slower and idle_ns > moving_ns + other_ns):
         scored.append((False, idle_ns, _host(changes)))
@@ -153,20 +156,34 @@ def _memory(
     return Cause(MEMORY, _sentence(parts), _of(failed, _OF_MEMORY))
 
 
-def _compute(failed: AbstractSet[str], changes: Mapping[str, Change], work: Sequence[_Grown]) -> Cause:
-    metric = _of(failed, _OF_COMPUTE)[0]
+def _compute(
+    failed: AbstractSet[str], changes: Mapping[str, Change], counted: Sequence[_Grown], work: Sequence[_Grown]
+) -> Cause:
+    parts = []
+    if counted:
+        first = counted[0]
+        share = units.share(first.excess / (first.before or first.after))
+        parts.append(f"a step computes {_moved(changes[_FLOPS], _operations)}, most of it in {first.place} (+{share})")
+    metric = next((metric for metric in _OF_COMPUTE if metric in failed and metric != _FLOPS), None)
     words = {"cpu_time_ns": "a step keeps processors for", "tokens_per_second": "tokens a second are"}
-    told = units.duration if metric.endswith("_ns") else "{:,.0f}".format
-    parts = [f"{words.get(metric, 'a step takes')} {_moved(changes[metric], told)}"]
-    if work:
+    if metric is not None:
+        told = units.duration if metric.endswith("_ns") else "{:,.0f}".format
+        parts.append(f"{words.get(metric, 'a step takes')} {_moved(changes[metric], told)}")
+    if work and not counted:
         first = work[0]
         parts.append(
             f"{first.place} takes {units.duration(first.after)}, {units.duration(first.excess)} more than the rest "
             "of the work lets expect"
         )
-    else:
+    elif not counted:
         parts.append("all work alike, so look at the machine, its clocks and what else runs there")
     return Cause(COMPUTE, _sentence(parts), _of(failed, _OF_COMPUTE))
+
+
+def _operations(count: float) -> str:
+    """Return a number of floating-point operations in words."""
+    scale, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if abs(count) >= s), (1.0, ""))
+    return f"{count / scale:.3g} {unit}FLOP"
 
 
 def _host(changes: Mapping[str, Change]) -> Cause:

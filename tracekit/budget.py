@@ -48,7 +48,7 @@ class Budget:
     @property
     def name(self) -> str:
         """Return what reports call it: ``step_time``, ``compute of layers.*``."""
-        short = self.metric.removesuffix("_ns").removesuffix("_bytes")
+        short = quantities.short(self.metric)
         place = [f"rank {self.ranks}"] if self.ranks else []
         place += [self.units] if self.units else []
         return f"{short} of {', '.join(place)}" if place else short

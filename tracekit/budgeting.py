@@ -15,7 +15,10 @@ from tracekit.compare import job_samples
 from tracekit.gate import Budgeted, Outcome
 from tracekit.quantities import is_share
 from tracekit.repeats import student_t, variance_of_median
-from tracekit.trace import Run
+from tracekit.trace import Fact, Run
+
+FACTS: tuple[Fact, ...] = (samples, places.unit_samples)
+"""What budgets are held against, beside the facts of saves."""
 
 _SURE = 0.975
 _FEW_SAMPLES = 3

@@ -9,22 +9,26 @@ from tracekit import pricing
 from tracekit.errors import RuleError
 from tracekit.rule import Finding, Input, Report, Rule, in_order
 from tracekit.rules import all_rules
-from tracekit.trace import Run, Source
+from tracekit.trace import Fact, Run, Source
 from tracekit.whatif import graph
 
 
 def check(
-    run: Run, rules: Iterable[Rule] | None = None, *, on_progress: Callable[[Source], None] | None = None
+    run: Run,
+    rules: Iterable[Rule] | None = None,
+    *,
+    facts: Iterable[Fact] = (),
+    on_progress: Callable[[Source], None] | None = None,
 ) -> Report:
     """Judge a run by `rules`, all of them with their default thresholds unless told.
 
-    All rules share one pass over the traces; `on_progress` is called after each trace of it. What findings cost comes
-    from a replay of the steps without their cause, where it can tell. Raises RuleError, naming the rule, if a rule
-    crashes.
+    All rules, and further `facts` that are to be asked for later, share one pass over the traces; `on_progress` is
+    called after each trace of it. What findings cost comes from a replay of the steps without their cause, where it can
+    tell. Raises RuleError, naming the rule, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
     replayed = graph.FACTS if any(pricing.can_price(rule.code) for rule in chosen) else ()
-    run.measure([*(fact for rule in chosen for fact in rule.facts), *replayed], on_progress)
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *replayed, *facts], on_progress)
     findings: list[Finding] = []
     notes: list[str] = []
     for rule in chosen:

@@ -40,6 +40,8 @@ class Comparison:
     candidate: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    confidence: float = 0.95
+    """Of the intervals."""
 
 
 def compare(reference: Side, candidate: Side, *, allow_different: bool = False) -> Comparison:

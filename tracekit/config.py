@@ -55,6 +55,7 @@ FAILING_METRICS = (
     "step_time_ns",
     "tokens_per_second",
     "cpu_time_ns",
+    "flops",
     "exposed_communication_ns",
     "transfer_ns",
     "sent_bytes",
@@ -66,7 +67,7 @@ FAILING_METRICS = (
 )
 """The metrics that fail a check where they are worse than the baseline's, unless settings say otherwise.
 
-What somebody pays for (time, memory, traffic, saves), and not what such time is made of: compute and idle time shift
+What somebody pays for (time, arithmetic, memory, traffic, saves), and not what such time is made of: compute and idle time shift
 from one to the other without anybody losing.
 """
 MIN_CHANGE_RATIO = 0.03
@@ -138,6 +139,11 @@ def with_settings(config: Config, settings: Iterable[str], catalog: Catalog) -> 
         value = _from_text(text.strip(), kind)
         thresholds.setdefault(rule.code, {})[key] = _checked(value, kind, key, f"--set {setting}")
     return replace(config, thresholds=thresholds)
+
+
+def with_strict_budgets(config: Config) -> Config:
+    """Return `config` with budgets that fail where they cannot be told."""
+    return replace(config, budget=replace(config.budget, is_strict=True))
 
 
 def configured(config: Config, catalog: Catalog) -> tuple[Rule, ...]:

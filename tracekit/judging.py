@@ -1,21 +1,22 @@
 """What a check comes to: findings and metrics held against a baseline, and budgets."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from tracekit import baseline as baselines
-from tracekit import blaming, budgeting, repeats, units
+from tracekit import blaming, budgeting, quantities, repeats, units
 from tracekit.analysis.samples import LOWER_IS_BETTER
 from tracekit.baseline import Baseline, Known, Recording
 from tracekit.budget import Budgets
 from tracekit.change import Change, Values, Verdict
 from tracekit.compare import Comparison, job_samples
 from tracekit.config import Against
-from tracekit.errors import NotComparableError
+from tracekit.errors import ConfigError, NotComparableError
 from tracekit.gate import Gate, Gone, Judged, Standing
 from tracekit.rule import Finding, Report, Severity
-from tracekit.trace import Run
+from tracekit.trace import Fact, Run
 
 MIN_WORSE_RATIO = 0.03
 """A finding is worse only where it takes at least so much more of the step: what nobody would act on is none."""
@@ -23,8 +24,15 @@ MIN_WORSE_GROWTH = 0.25
 """And only where that is at least this share of what it took: impacts wobble with what they are shares of."""
 MIN_WORSE_BYTES = 1 << 20
 _MIN_BYTES_GROWTH = 0.1
+RECORDINGS = 5
+"""As many recordings as a baseline gathers by itself."""
 _STEP = "step_time_ns"
 _OF_PROCESSORS = ("cpu_time_ns", "checkpoint_cpu_ns")
+
+
+def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
+    """Return what `judge` asks runs for, to be measured in one pass with the facts of the rules."""
+    return baselines.FACTS if with_baseline else budgeting.FACTS if budgets.each else ()
 
 
 def judge(
@@ -71,6 +79,45 @@ def judge(
     )
 
 
+def least_bar(bar: Severity | None) -> Severity:
+    """Return the severity from which a finding keeps a run from becoming the baseline: the bar's, or warning."""
+    return Severity.WARNING if bar is None else min(bar, Severity.WARNING)
+
+
+def not_accepted(gate: Gate, accepted: Sequence[str]) -> tuple[str, ...]:
+    """Return what fails a check and is not accepted, by rule code, finding id or metric.
+
+    Raises ConfigError where something is accepted that does not fail.
+    """
+    names = {each.finding.id: {each.finding.id, each.finding.code} for each in gate.findings if each.fails}
+    names |= {change.metric: {change.metric, quantities.short(change.metric)} for change in gate.regressions}
+    for name in accepted:
+        if not any(name in each for each in names.values()):
+            known = ", ".join(names) or "nothing"
+            raise ConfigError(f"--accept {name}: that is neither new nor worse; what is: {known}")
+    return tuple(name for name, each in names.items() if not each & set(accepted))
+
+
+def renewed(held: Baseline, fresh: Baseline, gate: Gate, *, against: Against) -> tuple[Baseline, str]:
+    """Return the baseline after a run whose failures were all accepted, and why it is as it is.
+
+    Where nothing changed the new recordings join the old ones, up to RECORDINGS; after that the old ones stay, for a
+    baseline that moves along with each run never sees a slow creep.
+    """
+    changed = [*gate.failures]
+    changes = gate.comparison.changes if gate.comparison else ()
+    changed += [c.metric for c in changes if c.verdict is Verdict.BETTER and c.metric in against.metrics]
+    changed += [gone.id for gone in gate.fixed if gone.severity >= Severity.WARNING]
+    if gate.comparison and fresh.fingerprint != held.fingerprint:
+        changed.append("what ran")
+    if changed:
+        return fresh, f"begun anew, for {', '.join(changed)} changed"
+    room = RECORDINGS - len(held.recordings)
+    if room <= 0:
+        return held, "nothing changed, and it stays as it is"
+    return replace(held, recordings=(*held.recordings, *fresh.recordings[:room])), "nothing changed, recordings added"
+
+
 def compare(
     baseline: Baseline, candidate: Sequence[Recording], *, notes: Sequence[str] = (), min_effect: float
 ) -> Comparison:
@@ -88,7 +135,9 @@ def compare(
             f"{candidate[0].name} and the baseline {baseline.name} have no metric in common: one of them marks no "
             "steps; call profiler.step() after each optimizer step when recording"
         )
-    return Comparison(baseline.name, candidate[0].name, tuple(changes), (*notes, *of_ranks))
+    return Comparison(
+        baseline.name, candidate[0].name, tuple(changes), (*notes, *of_ranks), confidence=repeats.CONFIDENCE
+    )
 
 
 def _by_metric(recordings: Sequence[Recording], ranks: Sequence[int] | None) -> dict[str, list[Values]]:

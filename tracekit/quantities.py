@@ -23,17 +23,22 @@ def is_share(metric: str) -> bool:
     return metric.endswith("_ratio")
 
 
+def short(metric: str) -> str:
+    """Return a metric's name without its unit: step_time_ns is step_time."""
+    return metric.removesuffix("_ns").removesuffix("_bytes")
+
+
 def metric_named(name: str, metrics: Iterable[str]) -> str:
     """Return the metric of a name that may leave its unit out: step_time is step_time_ns.
 
     Raises ConfigError, with the nearest there is, where none is called so.
     """
     known = list(metrics)
-    short = {metric.removesuffix("_ns").removesuffix("_bytes"): metric for metric in known}
-    names = short | {metric: metric for metric in known}
+    shortened = {short(metric): metric for metric in known}
+    names = shortened | {metric: metric for metric in known}
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(short)}"
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(shortened)}"
         raise ConfigError(f"{name} is no metric: {hint}")
     return names[name]
 

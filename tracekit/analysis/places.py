@@ -5,7 +5,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import conventions, intervals
-from tracekit.analysis import allocations, breakdown
+from tracekit.analysis import allocations, arithmetic, breakdown
 from tracekit.intervals import Spans
 from tracekit.trace import Trace
 
@@ -13,7 +13,7 @@ UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value
 UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
 """What is told of a unit, and whether lower is better."""
 WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "amount": pl.Float64}
-SENT, ALLOCATED, SAVE = "sent", "allocated", "save"
+FLOPS, SENT, ALLOCATED, SAVE = "flops", "sent", "allocated", "save"
 
 
 def unit_samples(trace: Trace) -> pl.DataFrame:
@@ -45,7 +45,7 @@ def work(trace: Trace) -> pl.DataFrame:
     """Return what the rank does in a typical step, by name, saves left out.
 
     Columns kind, phase, name, amount; one row per kind, phase and name. Of activities (compute, communication, memcpy,
-    memset) the amount is their time in ns, by the name of the activity; of kind `sent` the bytes that collectives send,
+    memset) the amount is their time in ns, by the name of the activity; of kind `flops` the operations of `arithmetic.flops`, by op; of kind `sent` the bytes that collectives send,
     by their op; of kind `allocated` the bytes taken of the memory that the trace's work lies in, by unit ('' where not
     known). It is the median over all steps, 0 in a step without it.
     """
@@ -56,7 +56,11 @@ def work(trace: Trace) -> pl.DataFrame:
     )
     taken = trace.allocations.filter(told, allocations.of_training(trace), pl.col("delta_bytes") > 0)
     taken = taken.filter(~allocations.in_collectives(trace, taken["at_ns"]))
+    computed = arithmetic.flops(trace)
     parts = [
+        computed.select(
+            pl.lit(FLOPS).alias("kind"), "phase", "name", "step", pl.col("flops").cast(pl.Int64).alias("amount")
+        ),
         done.select("kind", "phase", "name", "step", pl.col("dur_ns").alias("amount")),
         sent.select(
             pl.lit(SENT).alias("kind"), "phase", pl.col("op").alias("name"), "step",

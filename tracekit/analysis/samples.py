@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis import allocations, breakdown, instances
+from tracekit.analysis import allocations, arithmetic, breakdown, instances
 from tracekit.trace import Run, Trace
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
@@ -11,6 +11,7 @@ COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 LOWER_IS_BETTER = {
     "step_time_ns": True,
     "cpu_time_ns": True,
+    "flops": True,
     "compute_ns": True,
     "communication_ns": True,
     "exposed_communication_ns": True,
@@ -39,7 +40,7 @@ def samples(trace: Trace) -> pl.DataFrame:
 
     Columns step, metric, value; one row per step and metric that the trace can tell. `step_time_ns` is the device
     window of the step. `cpu_time_ns` is the time that the rank's process ran, all its threads, by the metrics log.
-    `sent_bytes` are those of the step's collectives, saves left out. `allocations` and `allocated_bytes` count
+    `flops` are those of `arithmetic.flops`. `sent_bytes` are those of the step's collectives, saves left out. `allocations` and `allocated_bytes` count
     allocator events of the step that take memory, on the device, or on the host in a CPU run; `peak_allocated_bytes`
     and `peak_reserved_bytes` are the most held and reserved in the step by the same events, or, in a run without them,
     up to the step by the metrics log. `checkpoint_blocked_ns` has one row per checkpoint saved: the time that the
@@ -47,6 +48,7 @@ def samples(trace: Trace) -> pl.DataFrame:
     """
     parts = (
         _of_breakdown(trace),
+        _of_arithmetic(trace),
         _of_collectives(trace),
         _of_allocations(trace),
         _of_checkpoints(trace),
@@ -92,6 +94,11 @@ def _of_breakdown(trace: Trace) -> pl.DataFrame:
         "idle_ns",
     )
     return wide.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")
+
+
+def _of_arithmetic(trace: Trace) -> pl.DataFrame:
+    sums = arithmetic.flops(trace).group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
+    return sums.with_columns(pl.lit("flops").alias("metric"))
 
 
 def _of_collectives(trace: Trace) -> pl.DataFrame:

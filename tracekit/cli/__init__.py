@@ -13,6 +13,7 @@ import typer
 
 from tracekit import __version__
 from tracekit.cli import output
+from tracekit.cli.baseline import baseline
 from tracekit.cli.cache import cache
 from tracekit.cli.check import check
 from tracekit.cli.checkpoint import checkpoint
@@ -68,6 +69,7 @@ for command, in_short in (
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
     app.command(short_help=in_short, context_settings=PASS_ON if command in (record, gather) else None)(command)
+app.add_typer(baseline, name="baseline")
 app.add_typer(plan, name="plan")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(history, name="history", short_help="Keep checked runs; show trends and changes.")

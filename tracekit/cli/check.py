@@ -67,6 +67,22 @@ def check(
             "--config", metavar="FILE", help="Settings; by default the nearest tracekit.toml or pyproject.toml."
         ),
     ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", metavar="FILE|RUN", help="Fail only on what is new or worse than in this baseline or run."
+        ),
+    ] = None,
+    again: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--again", metavar="RUN", help="A further recording of the same as RUN: surer of metrics. Repeatable."
+        ),
+    ] = None,
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Go on where the baseline is of something else.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on budgets that cannot be told, too.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,
@@ -74,7 +90,9 @@ def check(
 ) -> None:
     """Say why runs are slow, what it costs and what to change.
 
-    Exits with 0 where all is well, 1 on findings at or above the bar, 2 where a run or an option cannot be used.
+    Exits with 0 where all is well, 1 on findings at or above the bar, 2 where a run or an option cannot be used. With a
+    baseline, findings that it has do not count, and metrics that are worse for certain do; 4 where it is of something
+    else. Budgets stand in the settings.
     """
     if print_schema:
         from tracekit.reports import json
@@ -87,20 +105,40 @@ def check(
     if report_format is ReportFormat.HTML:
         output.refuse_to_flood_terminal(out, "an HTML report")
 
+    if again and len(paths) > 1:
+        raise InputError("--again: is for a single RUN; check one after the other")
+
     from tracekit import config as settings_of
-    from tracekit import gate
+    from tracekit import judging
     from tracekit.rules import all_rules
 
     catalog = all_rules()
     settled = _settle(config, fail_on, select or [], settings or [], catalog)
+    if strict:
+        settled = settings_of.with_strict_budgets(settled)
     rules = settings_of.configured(settled, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
+    facts = judging.facts(settled.budget, with_baseline=baseline is not None)
+    held = opening.baseline(baseline, rules, cache=cache) if baseline is not None else None
     told = [
         (settings_of.set_aside(report, settled.ignore, catalog, today=today), run)
-        for report, run in opening.checked(paths, rules, cache=cache)
+        for report, run in opening.checked(paths, rules, facts=facts, cache=cache)
     ]
-    output.emit(_render(told, report_format, out), out)
-    _fail([gate.of_findings(report, settled.fail_on) for report, _ in told])
+    further = [opening.measured(path, facts, cache=cache) for path in again or []]
+    gates = [
+        judging.judge(
+            report,
+            settled.fail_on,
+            baseline=held,
+            against=settled.baseline,
+            again=further,
+            budgets=settled.budget,
+            allow_different=allow_different,
+        )
+        for report, _ in told
+    ]
+    output.emit(_render(told, gates, report_format, out), out)
+    _fail(gates)
 
 
 def _settle(
@@ -122,7 +160,9 @@ def _settle(
     return settled
 
 
-def _render(told: "list[tuple[Report, Run]]", report_format: ReportFormat, out: Path | None) -> str:
+def _render(
+    told: "list[tuple[Report, Run]]", gates: "list[Gate]", report_format: ReportFormat, out: Path | None
+) -> str:
     if report_format is ReportFormat.HTML:
         from tracekit.reports import html
 
@@ -130,10 +170,13 @@ def _render(told: "list[tuple[Report, Run]]", report_format: ReportFormat, out: 
     if report_format is ReportFormat.JSON:
         from tracekit.reports import json
 
-        return json.render(*told[0]) if len(told) == 1 else json.render_several(told)
+        return json.render(*told[0], gates[0]) if len(told) == 1 else json.render_several(told, gates)
+    from tracekit.reports import gates as verdicts
     from tracekit.reports import text
 
     width, color = output.width(out), output.color(out)
+    if any(gate.comparison or gate.budgets for gate in gates):
+        return "\n".join(verdicts.render(gate, width=width, color=color) for gate in gates)
     if len(told) == 1:
         return text.render(*told[0], width=width, color=color)
     return text.render_several(told, width=width, color=color)
@@ -145,7 +188,13 @@ def _fail(gates: "list[Gate]") -> None:
     if past:
         names = ", ".join(f"{run} {name}" if len(gates) > 1 else name for run, name in past)
         sys.stdout.flush()
-        bar = gates[0].bar
-        above = f" at or above {bar.label}" if bar is not None else ""
-        output.say(f"{len(past)} finding{'s' * (len(past) > 1)}{above}: {names}")
+        output.say(f"{_what(gates, len(past))}: {names}")
         raise typer.Exit(FINDINGS)
+
+
+def _what(gates: "list[Gate]", count: int) -> str:
+    if any(gate.comparison or gate.budgets for gate in gates):
+        return "this fails"
+    bar = gates[0].bar
+    above = f" at or above {bar.label}" if bar is not None else ""
+    return f"{count} finding{'s' * (count > 1)}{above}"

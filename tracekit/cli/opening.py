@@ -11,9 +11,10 @@ from tracekit.cli import output
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
+    from tracekit.baseline import Baseline
     from tracekit.compare import Side
     from tracekit.rule import Report, Rule
-    from tracekit.trace import Run
+    from tracekit.trace import Fact, Run
 
 RunArgument = Annotated[
     str,
@@ -39,16 +40,40 @@ def sample() -> Path:
     return min(runs, key=lambda run: sum(file.stat().st_size for file in run.rglob("*") if file.is_file()))
 
 
-def checked(paths: Sequence[str], rules: "Sequence[Rule]", *, cache: bool = True) -> "list[tuple[Report, Run]]":
-    """Return each run with its report, costs by replay, in the order named. Raises InputError if one is unusable."""
+def checked(
+    paths: Sequence[str], rules: "Sequence[Rule]", *, facts: "Sequence[Fact]" = (), cache: bool = True
+) -> "list[tuple[Report, Run]]":
+    """Return each run with its report, costs by replay, in the order named. Raises InputError if one is unusable.
+
+    `facts` are measured in the same pass, to be asked for later.
+    """
     from tracekit import checking, loading
 
     found = []
     with output.progress() as bar:
         for path in paths:
             run = loading.load(path, on_progress=bar.listed, cache=cache)
-            found.append((checking.check(run, rules, on_progress=bar.measured(len(run.sources))), run))
+            measured = bar.measured(len(run.sources))
+            found.append((checking.check(run, rules, facts=facts, on_progress=measured), run))
     return found
+
+
+def measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
+    """Return a run with facts measured, and not judged. Raises InputError where it cannot be used."""
+    run = opened(path, cache=cache)
+    with output.progress() as bar:
+        run.measure(facts, bar.measured(len(run.sources)))
+    return run
+
+
+def baseline(path: str, rules: "Sequence[Rule]", *, cache: bool = True) -> "Baseline":
+    """Return what to hold a run against: a saved baseline, or a run. Raises InputError where it is neither."""
+    from tracekit import baseline as baselines
+    from tracekit.reports import baselines as saved
+
+    if saved.is_baseline(Path(path)):
+        return saved.read(Path(path))
+    return baselines.of_reports(checked([path], rules, facts=baselines.FACTS, cache=cache))
 
 
 def opened(path: str, *, cache: bool = True) -> "Run":

@@ -15,7 +15,7 @@ from tracekit.reports import paper
 from tracekit.reports.json import plain
 
 SCHEMA = "tracekit.comparison/1"
-_STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
+STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
 _MAX_NAME = 14
 _NARROW = 100
 
@@ -36,8 +36,8 @@ def as_json(found: Comparison) -> str:
 def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
     """Return the comparison as a table, one row per metric, and what to know when reading it."""
     gap = 1 if width < _NARROW else 2
-    styles = [_STYLES[change.verdict] for change in found.changes]
-    made = paper.table(*_table(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
+    styles = [STYLES[change.verdict] for change in found.changes]
+    made = paper.table(*cells(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
     made.columns[0].no_wrap = True
     parts: list[RenderableType] = [
         paper.line(
@@ -46,16 +46,16 @@ def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
         "",
         made,
     ]
-    remarks = _remarks(found)
+    remarks = remarks_on(found)
     parts += ["", *(paper.hanging("·", paper.line(remark)) for remark in remarks)] if remarks else []
     return paper.print_to_string(parts, width=width, color=color)
 
 
 def as_markdown(found: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
-    header, rows = _table(found)
+    header, rows = cells(found)
     lines = [_row(header), "| --- | ---: | ---: | ---: | ---: | --- |", *map(_row, rows), ""]
-    return "\n".join([*lines, *(f"- {_escaped(remark)}" for remark in _remarks(found))]).rstrip() + "\n"
+    return "\n".join([*lines, *(f"- {_escaped(remark)}" for remark in remarks_on(found))]).rstrip() + "\n"
 
 
 def outcome(bar: Bar, change: Change) -> str:
@@ -80,7 +80,8 @@ def label(metric: str) -> str:
     return _LABELS.get(metric, markup.heading(metric))
 
 
-def _table(found: Comparison) -> tuple[list[str], list[list[str]]]:
+def cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a comparison's table, one row per metric."""
     names = [markup.inert(name, _MAX_NAME) for name in (found.reference, found.candidate)]
     rows = [
         [
@@ -93,13 +94,14 @@ def _table(found: Comparison) -> tuple[list[str], list[list[str]]]:
         ]
         for change in found.changes
     ]
-    return ["", *names, "change", "95% interval", "verdict"], rows
+    return ["", *names, "change", f"{found.confidence:.0%} interval", "verdict"], rows
 
 
 _LABELS = {
     "exposed_communication_ratio": "exposed share of step",
     "overlap_ratio": "hidden communication",
     "cpu_time_ns": "processor time",
+    "flops": "operations a step",
     "transfer_ns": "transfer",
     "sent_bytes": "sent a step",
     "data_wait_ns": "waiting for data",
@@ -133,11 +135,18 @@ def _unit(change: Change) -> str:
     return " pt" if is_share(change.metric) else "%"
 
 
-def _remarks(found: Comparison) -> Sequence[str]:
+def remarks_on(found: Comparison) -> Sequence[str]:
     """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
     unsure = [change for change in found.changes if change.verdict is Verdict.CANNOT_TELL]
-    more = ", ".join(f"{label(change.metric)} {_more(change)}" for change in unsure)
-    return [*([f"about how many more samples a side would tell: {more}"] if more else []), *found.notes]
+    samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in unsure if change.more_samples)
+    recordings = ", ".join(
+        f"{label(change.metric)} {change.more_recordings}" for change in unsure if change.more_recordings
+    )
+    return [
+        *([f"about how many more samples a side would tell: {samples}"] if samples else []),
+        *([f"about how many more recordings a side would tell: {recordings}"] if recordings else []),
+        *found.notes,
+    ]
 
 
 def _more(change: Change) -> str:

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from tracekit.analysis.samples import COLUMNS as SAMPLE_COLUMNS
 from tracekit.analysis.samples import samples
 from tracekit.compare import Side
 from tracekit.errors import InputError
+from tracekit.gate import Gate
 from tracekit.reports import words
 from tracekit.rule import Finding, Report
 from tracekit.trace import Run
@@ -31,18 +33,21 @@ SEVERAL_SCHEMA = "tracekit.reports/1"
 _TOLD = ("strategy", "world_size", "mesh", "model", "arguments", "versions", "device", "device_name", "created_ns")
 
 
-def render(report: Report, run: Run) -> str:
-    """Return the report as strict JSON."""
-    return _dumps(document(report, run))
+def render(report: Report, run: Run, gate: Gate | None = None) -> str:
+    """Return the report, and the verdict on it, as strict JSON."""
+    return _dumps(document(report, run, gate))
 
 
-def render_several(reports: Sequence[tuple[Report, Run]]) -> str:
-    """Return several reports in one JSON object."""
-    return _dumps({"schema": SEVERAL_SCHEMA, "reports": [document(report, run) for report, run in reports]})
+def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] = ()) -> str:
+    """Return several reports, and the verdict on each, in one JSON object."""
+    beside: Sequence[Gate | None] = gates or [None] * len(reports)
+    told = [document(report, run, gate) for (report, run), gate in zip(reports, beside, strict=True)]
+    return _dumps({"schema": SEVERAL_SCHEMA, "reports": told})
 
 
-def document(report: Report, run: Run) -> dict[str, Any]:
-    """Return the report as what JSON can hold."""
+def document(report: Report, run: Run, gate: Gate | None = None) -> dict[str, Any]:
+    """Return the report, and the verdict on it, as what JSON can hold."""
+    verdict = {} if gate is None else {"gate": gated(gate)}
     return {
         "schema": conventions.REPORT_SCHEMA,
         "tool_version": report.tool_version,
@@ -56,7 +61,55 @@ def document(report: Report, run: Run) -> dict[str, Any]:
         "notes": list(report.notes),
         "samples": _samples(run.table(samples)),
         "inputs": [{"path": each.path, "size_bytes": each.size_bytes, "sha256": each.sha256} for each in report.inputs],
+        **verdict,
     }
+
+
+def gated(gate: Gate) -> dict[str, Any]:
+    """Return the verdict on a report as what JSON can hold; findings by id, metrics in their own units."""
+    changes = gate.comparison.changes if gate.comparison else ()
+    failing = {change.metric for change in gate.regressions}
+    return {
+        "passed": not gate.failures,
+        "failures": list(gate.failures),
+        "bar": gate.bar.label if gate.bar is not None else None,
+        "baseline": gate.baseline or None,
+        "findings": [
+            {
+                "id": each.finding.id,
+                "standing": each.standing.value,
+                "fails": each.fails,
+                "impact_before": plain(each.impact_before),
+            }
+            for each in gate.findings
+        ],
+        "fixed": [
+            {"id": gone.id, "code": gone.code, "severity": gone.severity.label, "impact": plain(gone.impact),
+             "subject": gone.subject}
+            for gone in gate.fixed
+        ],
+        "metrics": [
+            plain(dataclasses.asdict(change)) | {"verdict": change.verdict.value, "fails": change.metric in failing}
+            for change in changes
+        ],
+        "confidence": gate.comparison.confidence if gate.comparison else None,
+        "causes": [
+            {"name": cause.name, "message": cause.message, "metrics": list(cause.metrics)} for cause in gate.causes
+        ],
+        "budgets": [
+            {
+                "budget": each.budget,
+                "metric": each.metric,
+                "limit": plain(each.limit),
+                "measured": plain(each.measured),
+                "outcome": each.outcome.value,
+                "fails": gate.is_over(each),
+                "message": each.message,
+            }
+            for each in gate.budgets
+        ],
+        "notes": list(gate.comparison.notes) if gate.comparison else [],
+    }  # fmt: skip
 
 
 def summary_rows(run: Run) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ WIDTH = 100
 MAX_RANKS = 16
 MAX_EVIDENCE_ROWS = 3
 _MIN_SIDE_WIDTH = 76
-_MAX_WIDTH = 120  # longer lines are hard to read
+MAX_WIDTH = 120  # longer lines are hard to read
 _GAP = 4
 _EVIDENCE_INDENT = 4
 # What evidence can spare where there is no room for all of it, the first to go first.
@@ -25,8 +25,20 @@ _SPARED = ("lane", "device", "blocking", "name", "phase")
 
 def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
     """Return the report as text at most `width` columns wide."""
-    width = min(width, _MAX_WIDTH)
+    width = min(width, MAX_WIDTH)
     return paper.print_to_string(_report(report, run, width), width=width, color=color)
+
+
+def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list[RenderableType]:
+    """Return a report without its verdict: where the time goes, the findings that are to be `shown`, the notes."""
+    parts: list[RenderableType] = ["", *_breakdown(run)]
+    origins_ns = words.origins(run)
+    for found in shown:
+        parts += ["", *_finding(found, origins_ns, width)]
+    if report.notes:
+        parts += ["", paper.line(("Notes", paper.BOLD))]
+        parts += [paper.hanging("·", paper.line(note)) for note in report.notes]
+    return parts
 
 
 def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
@@ -50,18 +62,11 @@ def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH,
 
 
 def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
-    parts: list[RenderableType] = [
+    return [
         *_verdict(report.findings),
         paper.line((f"{run.name}  {words.subtitle(run)}", paper.DIM)),
+        *body(report, run, report.findings, width),
     ]
-    parts += ["", *_breakdown(run)]
-    origins_ns = words.origins(run)
-    for found in report.findings:
-        parts += ["", *_finding(found, origins_ns, width)]
-    if report.notes:
-        parts += ["", paper.line(("Notes", paper.BOLD))]
-        parts += [paper.hanging("·", paper.line(note)) for note in report.notes]
-    return parts
 
 
 def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
