@@ -13,7 +13,7 @@ from tracekit import checking, config, judging, units
 from tracekit.analysis.samples import samples
 from tracekit.compare import job_samples
 from tracekit.errors import TracekitError
-from tracekit.gate import Gate, Outcome
+from tracekit.gate import Budgeted, Gate, Outcome
 from tracekit.reports import words
 from tracekit.rule import Finding
 from tracekit.rules import all_rules
@@ -56,7 +56,8 @@ def judge(recording: TraceRun, asked: Asked, test: str) -> Judged:
     costliest = _costliest(gate.report.findings)
     top = f"{costliest[0].code} {words.rule_name(costliest[0].code)}" if costliest else ""
     outcome = _outcome(gate)
-    return Judged(_failure(gate, run, recording.folder) if gate.failures else "", _row(test, measured, top, outcome))
+    failed = gate.failures or _unmeasured(gate)
+    return Judged(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
 
 
 def _gate(run: Run, asked: Asked) -> Gate:
@@ -74,7 +75,8 @@ def _failure(gate: Gate, run: Run, folder: Path) -> str:
     timed = run.table(samples).filter(pl.col("metric") == "step_time_ns")
     steps = timed["step"].drop_nulls().unique().to_list()
     lines = [f"trace budget broken, by steps {units.ranges(steps)}"]
-    lines += [f"  {each.budget}: {each.message}" for each in gate.budgets if gate.is_over(each)]
+    unmeasured = _unmeasured(gate)
+    lines += [f"  {each.budget}: {each.message}" for each in gate.budgets if gate.is_over(each) or each in unmeasured]
     lines += [f"  {each.finding.id}: fails the test" for each in gate.findings if each.fails]
     told = _costliest(gate.report.findings)
     if told:
@@ -90,9 +92,16 @@ def _costliest(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(costly, key=lambda each: (-each.impact, -each.severity, -each.cost_ns, -each.cost_bytes))
 
 
+def _unmeasured(gate: Gate) -> list[Budgeted]:
+    """Return the budgets of what nothing measured: a test that can never fail is to fail now."""
+    return [each for each in gate.budgets if each.measured is None]
+
+
 def _outcome(gate: Gate) -> str:
     if gate.failures:
         return "broken: " + ", ".join(gate.failures)
+    if _unmeasured(gate):
+        return "not measured: " + ", ".join(each.budget for each in _unmeasured(gate))
     unsure = [each.budget for each in gate.budgets if each.outcome is Outcome.CANNOT_TELL]
     return f"cannot tell: {', '.join(unsure)}" if unsure else "kept" if gate.budgets else ""
 
