@@ -67,8 +67,8 @@ FAILING_METRICS = (
 )
 """The metrics that fail a check where they are worse than the baseline's, unless settings say otherwise.
 
-What somebody pays for (time, arithmetic, memory, traffic, saves), and not what such time is made of: compute and idle time shift
-from one to the other without anybody losing.
+What somebody pays for (time, arithmetic, memory, traffic, saves), and not what such time is made of: compute and idle
+time shift from one to the other without anybody losing.
 """
 MIN_CHANGE_RATIO = 0.03
 

@@ -45,9 +45,10 @@ def work(trace: Trace) -> pl.DataFrame:
     """Return what the rank does in a typical step, by name, saves left out.
 
     Columns kind, phase, name, amount; one row per kind, phase and name. Of activities (compute, communication, memcpy,
-    memset) the amount is their time in ns, by the name of the activity; of kind `flops` the operations of `arithmetic.flops`, by op; of kind `sent` the bytes that collectives send,
-    by their op; of kind `allocated` the bytes taken of the memory that the trace's work lies in, by unit ('' where not
-    known). It is the median over all steps, 0 in a step without it.
+    memset) the amount is their time in ns, by the name of the activity; of kind `flops` the operations of
+    `arithmetic.flops`, by op; of kind `sent` the bytes that collectives send, by their op; of kind `allocated` the
+    bytes taken of the memory that the trace's work lies in, by unit ('' where not known). It is the median over all
+    steps, 0 in a step without it.
     """
     told = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
     done = trace.activities.filter(told)

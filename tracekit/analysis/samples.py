@@ -40,11 +40,12 @@ def samples(trace: Trace) -> pl.DataFrame:
 
     Columns step, metric, value; one row per step and metric that the trace can tell. `step_time_ns` is the device
     window of the step. `cpu_time_ns` is the time that the rank's process ran, all its threads, by the metrics log.
-    `flops` are those of `arithmetic.flops`. `sent_bytes` are those of the step's collectives, saves left out. `allocations` and `allocated_bytes` count
-    allocator events of the step that take memory, on the device, or on the host in a CPU run; `peak_allocated_bytes`
-    and `peak_reserved_bytes` are the most held and reserved in the step by the same events, or, in a run without them,
-    up to the step by the metrics log. `checkpoint_blocked_ns` has one row per checkpoint saved: the time that the
-    training thread waited, by the checkpoint log; `checkpoint_cpu_ns` the part of it in which that thread ran.
+    `flops` are those of `arithmetic.flops`, `sent_bytes` those of the step's collectives, saves left out. `allocations`
+    and `allocated_bytes` count allocator events of the step that take memory, on the device, or on the host in a CPU
+    run; `peak_allocated_bytes` and `peak_reserved_bytes` are the most held and reserved in the step by the same events,
+    or, in a run without them, up to the step by the metrics log. `checkpoint_blocked_ns` has one row per checkpoint
+    saved: the time that the training thread waited, by the checkpoint log; `checkpoint_cpu_ns` the part of it in which
+    that thread ran.
     """
     parts = (
         _of_breakdown(trace),

@@ -1,0 +1,243 @@
+"""The gate against recorded truth: how often it cries wolf, and how often it finds a regression and names its cause.
+
+    python -m benchmarks.gate --runs /tmp/gate-runs --out docs/gate.md
+
+Trainings are recorded one after the other on this machine, without a fault and with one of five that make a step (of
+checkpointing: training as a whole) take about 10% longer by real work. Each recording is checked against a baseline of
+the five recordings without a fault right before it, as a build is checked against those of the main branch: one without
+a fault must pass (A/A), one with a fault must fail, and its first cause must be the fault's (A/B). Recordings that are
+in the folder already are kept, so that it can be gone on with.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import tracekit
+from tracekit import baseline as baselines
+from tracekit import checking, judging
+from tracekit.baseline import Baseline, Recording
+from tracekit.compare import job_samples
+from tracekit.gate import Gate
+from tracekit.reports import baselines as saved
+from tracekit.rule import Report, Severity
+
+_OPTIONS = (
+    "--device cpu --model micro --max-norm 0 --keep 1 --batch 8 --tokens 128 --strategy fsdp2 --world-size 2 "
+    "--prefetch 1 --profile-wait 30 --profile-warmup 2 --profile-active 12 --steps 60 --checkpoint-every 10"
+)
+HEALTHY = "healthy"
+BASELINE_RECORDINGS = 5
+_TIMES = (
+    "step_time_ns", "tokens_per_second", "cpu_time_ns", "exposed_communication_ns", "transfer_ns",
+    "checkpoint_blocked_ns", "checkpoint_cpu_ns",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A regression: how the trainers are asked for it, and what each step, or save, then does besides."""
+
+    name: str
+    asked: str
+    what: str
+
+
+FAULTS = (
+    Fault("compute", "more-compute=24", "each layer multiplies its output 24 times more"),
+    Fault("communication", "more-communication=1024", "each layer adds up 1 MiB more over the ranks"),
+    Fault("checkpointing", "small-tensors=100", "each save holds 100 small tensors more"),
+    Fault("memory", "more-memory=120", "each layer keeps 120 copies of its output to the end of the step"),
+    Fault("host", "late-launch=3ms", "Python is busy 3 ms before each layer; no counter tells, only time"),
+)
+_ROUND = (HEALTHY, "compute", "communication", HEALTHY, "checkpointing", "memory", HEALTHY, "host")
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """One recording, checked."""
+
+    kind: str
+    report: Report
+    recording: Recording
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A recording held against the baseline before it."""
+
+    kind: str
+    gate: Gate
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.gate.failures)
+
+    @property
+    def failed_by_time(self) -> bool:
+        return any(change.metric in _TIMES for change in self.gate.regressions)
+
+    @property
+    def cause(self) -> str:
+        return self.gate.causes[0].name if self.gate.causes else ""
+
+    def change(self, metric: str) -> float | None:
+        assert self.gate.comparison is not None
+        found = [each.change for each in self.gate.comparison.changes if each.metric == metric]
+        return found[0] if found else None
+
+
+def schedule(rounds: int) -> list[str]:
+    """Return what is recorded, in order: as many without a fault as a baseline needs, then rounds."""
+    return [HEALTHY] * BASELINE_RECORDINGS + list(_ROUND) * rounds
+
+
+def record(folder: Path, kinds: Sequence[str]) -> None:
+    """Record what is not there yet. Raises CalledProcessError if a training fails."""
+    asked = {fault.name: ["--fault", fault.asked] for fault in FAULTS}
+    for number, kind in enumerate(kinds):
+        out = folder / f"{number:04d}-{kind}"
+        if out.is_dir():
+            continue
+        partial = out.with_suffix(".partial")
+        command = [sys.executable, "-m", "instrumented_trainers", *_OPTIONS.split(), *asked.get(kind, [])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [*command, "--out", str(partial), "--overwrite"],
+            check=True, capture_output=True, timeout=600, env=environment,
+        )  # fmt: skip
+        shutil.rmtree(partial / "checkpoints")  # the log tells of them
+        partial.rename(out)
+        print(f"{out.name} of {len(kinds)}", file=sys.stderr, flush=True)
+
+
+def checked(folder: Path) -> list[Recorded]:
+    """Return all recordings of a folder in the order they were made."""
+    found = []
+    for path in sorted(folder.glob("[0-9]*-*")):
+        if path.suffix:
+            continue
+        run = tracekit.load(str(path), cache=False)
+        report = checking.check(run, facts=baselines.FACTS)
+        found.append(Recorded(path.name.partition("-")[2], report, Recording.of(run, report)))
+    return found
+
+
+def held(recorded: Sequence[Recorded], count: int = BASELINE_RECORDINGS) -> Iterator[Held]:
+    """Yield each recording held against the `count` without a fault before it."""
+    healthy: list[Recorded] = []
+    for each in recorded:
+        if len(healthy) >= count:
+            before = [one.recording for one in healthy[-count:]]
+            base = Baseline("before", baselines.fingerprint(each.report.run), tuple(before))
+            yield Held(each.kind, judging.judge(each.report, Severity.ERROR, baseline=base))
+        if each.kind == HEALTHY:
+            healthy.append(each)
+
+
+def lines(recorded: Sequence[Recorded]) -> list[str]:
+    """Return the tables, as lines of Markdown."""
+    found = list(held(recorded))
+    told = [
+        "| what was done | recordings | failed | right cause first | failed by time alone | step, wall | processors |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        _row("nothing (A/A)", [each for each in found if each.kind == HEALTHY], None),
+    ]
+    told += [_row(f"{f.name}: {f.what}", [e for e in found if e.kind == f.name], f.name) for f in FAULTS]
+    return [*told, "", *_spreads([each.recording for each in recorded if each.kind == HEALTHY])]
+
+
+def _row(label: str, mine: Sequence[Held], cause: str | None) -> str:
+    failed = [each for each in mine if each.failed]
+    right = "" if cause is None else str(sum(each.cause == cause for each in failed))
+    by_time = sum(each.failed_by_time for each in mine)
+    wall, processors = (_median_change(mine, metric) for metric in ("step_time_ns", "cpu_time_ns"))
+    return f"| {label} | {len(mine)} | {len(failed)} | {right} | {by_time} | {wall} | {processors} |"
+
+
+def _median_change(mine: Sequence[Held], metric: str) -> str:
+    changes = [change for each in mine if (change := each.change(metric)) is not None]
+    return f"{statistics.median(changes):+.1%}" if changes else ""
+
+
+def _spreads(recordings: Sequence[Recording]) -> list[str]:
+    """Return by how much recordings of the same differ: within five in a row, and over all of them."""
+    told = ["| metric | five in a row | all |", "|---|---:|---:|"]
+    medians: dict[str, list[float]] = {}
+    for recording in recordings:
+        for metric, values in job_samples(recording.samples).items():
+            medians.setdefault(metric, []).append(float(np.median(values)))
+    for metric, values in medians.items():
+        if len(values) < 2 * BASELINE_RECORDINGS or not np.mean(values):
+            continue
+        unit = 1.0 if metric.endswith("_ratio") else float(np.mean(values))
+        windows = [np.var(values[n : n + 5], ddof=1) for n in range(len(values) - 4)]
+        told.append(f"| {metric} | {np.sqrt(np.mean(windows)) / unit:.1%} | {np.std(values, ddof=1) / unit:.1%} |")
+    return told
+
+
+def cost(run: Path, others: Sequence[Recorded], rounds: int = 7) -> tuple[float, int]:
+    """Return what a check with a baseline takes over one without, by CPU time in turns, and the baseline's bytes."""
+    base = Baseline("before", {}, tuple(each.recording for each in others[:BASELINE_RECORDINGS]))
+    path = run.parent / "baseline.json"
+    path.write_text(saved.render(base), encoding="utf-8")
+    taken: dict[bool, list[int]] = {False: [], True: []}
+    for number in range(2 * rounds):
+        with_baseline = bool(number % 2)
+        began_ns = time.process_time_ns()
+        loaded = tracekit.load(str(run), cache=False)
+        facts = baselines.FACTS if with_baseline else ()
+        report = checking.check(loaded, facts=facts)
+        if with_baseline:
+            judging.judge(report, Severity.ERROR, baseline=saved.read(path), allow_different=True)
+        taken[with_baseline].append(time.process_time_ns() - began_ns)
+    return statistics.median(taken[True]) / statistics.median(taken[False]), path.stat().st_size
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record, check and print the tables; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of 3 recordings without and 5 with a fault")
+    parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where recordings lie, and are made")
+    parser.add_argument("--no-record", action="store_true", help="take the recordings that are there, and make none")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="put the tables between the marks in this file")
+    asked = parser.parse_args(arguments)
+    asked.runs.mkdir(parents=True, exist_ok=True)
+    if not asked.no_record:
+        record(asked.runs, schedule(asked.rounds))
+    recorded = checked(asked.runs)
+    told = lines(recorded)
+    healthy = [each for each in recorded if each.kind == HEALTHY]
+    ratio, size_bytes = cost(Path(recorded[-1].report.run.path), healthy)
+    told += [
+        "",
+        f"A check with a baseline of {BASELINE_RECORDINGS} recordings ({size_bytes / 1000:.0f} kB) takes {ratio:.2f} "
+        "times the processor time of one without.",
+    ]
+    text = "\n".join(told)
+    print(text)
+    if asked.out:
+        _put(asked.out, text)
+    return 0
+
+
+_BEGIN, _END = "<!-- measured by benchmarks.gate -->", "<!-- end -->"
+
+
+def _put(path: Path, text: str) -> None:
+    before, _, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
