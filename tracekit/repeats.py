@@ -8,9 +8,10 @@ recording a side (`tracekit.change`) knows nothing of that and cries wolf. So he
   uncertain of that is found by a circular block bootstrap (Politis and Romano 1992), for neighbouring steps are alike,
   and is the least by which recordings must differ;
 - the spread between recordings is learnt from those of the baseline, which holds several, and moderated by what is
-  usual for such a metric (`usual_spread`), which weighs as much as `_PRIOR_DEGREES` recordings more: an empirical Bayes
-  estimate as limma has it for few replicates (Smyth 2004). With a baseline of one recording what is usual is all that
-  is known, and the interval is wide;
+  usual for such a metric: an empirical Bayes estimate as limma has it for few replicates (Smyth 2004), with the weight
+  of `_PRIOR_DEGREES` recordings more. What is usual is a least spread, that of a quiet machine, and half of what the
+  steps of one recording scatter by: where they scatter much, recordings differ much too (docs/gate.md has both). With a
+  baseline of one recording that is all that is known, and the interval is wide;
 - the interval is that of Student's t for a new recording (the prediction interval: both the new one and the mean of the
   baseline vary), at 99% and not 95%, because several metrics are judged at once and each may cry wolf;
 - a change counts only from a least effect on, whatever the interval: what nobody would act on fails no build.
@@ -42,33 +43,35 @@ MAX_MORE_RECORDINGS = 100
 _WITHIN_STEP = (
     "compute_ns", "communication_ns", "exposed_communication_ns", "transfer_ns", "idle_ns", "data_wait_ns",
 )  # fmt: skip
-_USUAL_SPREADS = {
-    "cpu_time_ns": 0.02,
-    "checkpoint_cpu_ns": 0.04,
-    "checkpoint_blocked_ns": 0.2,
-    "idle_ns": 0.15,
-    "data_wait_ns": 0.15,
-    "transfer_ns": 0.1,
-    "communication_ns": 0.1,
-    "exposed_communication_ns": 0.1,
-    "exposed_communication_ratio": 0.03,
-    "overlap_ratio": 0.03,
+_LEAST_SPREADS = {
+    "cpu_time_ns": 0.015,
+    "checkpoint_cpu_ns": 0.03,
+    "checkpoint_blocked_ns": 0.1,
+    "idle_ns": 0.05,
+    "data_wait_ns": 0.05,
+    "transfer_ns": 0.03,
+    "communication_ns": 0.03,
+    "exposed_communication_ns": 0.03,
+    "exposed_communication_ratio": 0.01,
+    "overlap_ratio": 0.01,
 }
+_LEAST_OF_TIMES = 0.015
+_SCATTER_SHARE = 0.5
+_MAD_OF_NORMAL = 1.4826
 _PRIOR_DEGREES = 3.0
 _ENOUGH_RECORDINGS = 3
 _BOOTSTRAPS = 400
 _SEED = 20261121
 
 
-def usual_spread(metric: str) -> float:
-    """Return by how much recordings of the same usually differ: a standard deviation, relative, or points of a share.
+def least_spread(metric: str) -> float:
+    """Return by how much recordings of the same differ at least: a standard deviation, relative, or points of a share.
 
-    Measured on recordings of one training on a shared two-core machine, over hours (docs/gate.md). Counts and sizes do
-    not differ at all.
+    Counts and sizes need not differ at all.
     """
-    if metric in _USUAL_SPREADS:
-        return _USUAL_SPREADS[metric]
-    return 0.05 if metric.endswith("_ns") or metric == "tokens_per_second" else 0.0
+    if metric in _LEAST_SPREADS:
+        return _LEAST_SPREADS[metric]
+    return _LEAST_OF_TIMES if metric.endswith("_ns") or metric == "tokens_per_second" else 0.0
 
 
 def compare_recordings(
@@ -90,7 +93,7 @@ def compare_recordings(
     if not _is_enough(a, b):
         lacking = MIN_SAMPLES - min(a.samples, b.samples)
         return _told(metric, a, b, change, None, scale, verdict=Verdict.CANNOT_TELL, more=(max(1, lacking), 0))
-    spread = _Spread.of(a, b, usual_spread(metric), scale.unit)
+    spread = _Spread.of(a, b, least_spread(metric), scale.unit)
     reach = spread.reach(len(a.places), len(b.places))
     interval = change - reach, change + reach
     verdict = _verdict(metric, change, interval, scale)
@@ -133,13 +136,16 @@ class _Side:
     places: Values
     within: float
     """Variance of such a median that the samples of the recording itself leave, the mean over recordings."""
+    scatter: float
+    """By how much the samples of a recording scatter: a standard deviation, robust, the mean over recordings."""
     samples: int
 
     @classmethod
     def of(cls, recordings: Sequence[Values]) -> "_Side":
         places = np.array([float(np.median(values)) for values in recordings])
         within = float(np.mean([variance_of_median(values) for values in recordings]))
-        return cls(places, within, sum(map(len, recordings)))
+        apart = [float(np.median(np.abs(values - np.median(values)))) for values in recordings]
+        return cls(places, within, _MAD_OF_NORMAL * float(np.mean(apart)), sum(map(len, recordings)))
 
     @property
     def center(self) -> float:
@@ -180,12 +186,13 @@ class _Spread:
     """The share of the variance that more steps within each recording would take away."""
 
     @classmethod
-    def of(cls, a: _Side, b: _Side, usual: float, unit: float) -> "_Spread":
+    def of(cls, a: _Side, b: _Side, least: float, unit: float) -> "_Spread":
         within_a, within_b = a.within / unit**2, b.within / unit**2
         seen = sum(float(((side.places - side.center) ** 2).sum()) for side in (a, b)) / unit**2
         seen_degrees = len(a.places) + len(b.places) - 2
         degrees = _PRIOR_DEGREES + seen_degrees
-        between = (_PRIOR_DEGREES * (usual**2 + within_a) + seen) / degrees
+        usual = least**2 + (_SCATTER_SHARE * a.scatter / unit) ** 2
+        between = (_PRIOR_DEGREES * (usual + within_a) + seen) / degrees
         reference = max(between, within_a)
         # A moment more restless than those of the baseline widens the interval of what was recorded in it.
         candidate = reference + max(0.0, within_b - within_a)

@@ -49,9 +49,9 @@ class _Finding(Struct):
 
 class _Series(Struct, omit_defaults=True):
     metric: Annotated[str, Meta(min_length=1, max_length=100)]
-    rank: _Count
+    ranks: list[_Count]
     steps: _Count
-    values: list[float]
+    values: list[list[float]]
     unit: _Text | None = None
     scale: Annotated[float, Meta(gt=0)] = 1
 
@@ -146,8 +146,8 @@ def _check_schema(path: Path, text: bytes) -> None:
 
 def _recording(recording: Recording) -> str:
     steps: dict[tuple[int | None, ...], int] = {}
-    series = [_json(each) for each in _series(recording.samples, ["metric", "rank"], steps)]
-    units = [_json(each) for each in _series(recording.units, ["metric", "rank", "unit"], steps)]
+    series = [_json(each) for each in _series(recording.samples, ["metric"], steps)]
+    units = [_json(each) for each in _series(recording.units, ["metric", "unit"], steps)]
     work = [
         _json(_Work(kind, phase, name, _rounded(amount, _DIGITS)))
         for kind, phase, name, amount in recording.work.select(*places.WORK_COLUMNS).iter_rows()
@@ -165,13 +165,17 @@ def _recording(recording: Recording) -> str:
 
 def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None, ...], int]) -> Iterator[_Series]:
     """Yield a table's series; lists of steps are numbered in `steps`, which grows."""
-    finite = table.filter(pl.col("value").is_finite()).sort(*by, "step", nulls_last=False)
-    for row in finite.group_by(by, maintain_order=True).agg("step", "value").iter_rows(named=True):
+    finite = table.filter(pl.col("value").is_finite()).sort(*by, "rank", "step", nulls_last=False)
+    by_rank = finite.group_by(*by, "rank", maintain_order=True).agg("step", "value")
+    for row in by_rank.group_by(*by, "step", maintain_order=True).agg("rank", "value").iter_rows(named=True):
         number = steps.setdefault(tuple(row["step"]), len(steps))
         unit = row.get("unit")
-        scale = 1 if unit is None else _scale(row["value"])
-        values = [_rounded(value, _DIGITS) if unit is None else round(value / scale) for value in row["value"]]
-        yield _Series(row["metric"], row["rank"], number, values, unit, scale)
+        scale = 1 if unit is None else _scale([value for values in row["value"] for value in values])
+        told = [
+            [_rounded(value, _DIGITS) if unit is None else round(value / scale) for value in values]
+            for values in row["value"]
+        ]
+        yield _Series(row["metric"], row["rank"], number, told, unit, scale)
 
 
 def _scale(values: Sequence[float]) -> int:
@@ -218,17 +222,20 @@ def _read_series(
     for number, each in enumerate(series):
         if each.steps >= len(steps):
             raise ValueError(f"{where}[{number}] names steps that there are none of")
-        if len(steps[each.steps]) != len(each.values):
-            raise ValueError(f"{where}[{number}] has {len(each.values)} values of {len(steps[each.steps])} steps")
-        if not all(map(math.isfinite, each.values)):
-            raise ValueError(f"{where}[{number}] has a value that is no number")
+        if len(each.ranks) != len(each.values):
+            raise ValueError(f"{where}[{number}] has {len(each.values)} lists of values of {len(each.ranks)} ranks")
         if (each.unit is not None) is not is_unit:
             raise ValueError(f"{where}[{number}] has {'no' if is_unit else 'a'} unit")
         unit = {"unit": pl.lit(each.unit)} if is_unit else {}
-        values = pl.Series("value", each.values, pl.Float64) * each.scale
-        part = pl.DataFrame({"step": pl.Series(steps[each.steps], dtype=pl.Int64), "value": values})
-        told = part.with_columns(rank=pl.lit(each.rank, pl.Int64), metric=pl.lit(each.metric), **unit)
-        parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in columns.items()))
+        own = pl.Series("step", steps[each.steps], pl.Int64)
+        for rank, values in zip(each.ranks, each.values, strict=True):
+            if len(own) != len(values):
+                raise ValueError(f"{where}[{number}] has {len(values)} values of {len(own)} steps")
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"{where}[{number}] has a value that is no number")
+            part = pl.DataFrame([own, pl.Series("value", values, pl.Float64) * each.scale])
+            told = part.with_columns(rank=pl.lit(rank, pl.Int64), metric=pl.lit(each.metric), **unit)
+            parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in columns.items()))
     return pl.concat(parts)
 
 
