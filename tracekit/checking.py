@@ -11,7 +11,6 @@ from tracekit.errors import RuleError
 from tracekit.rule import Finding, Input, Report, Rule, in_order
 from tracekit.rules import all_rules
 from tracekit.trace import Fact, Run, Source
-from tracekit.whatif import graph
 
 
 def check(
@@ -25,11 +24,10 @@ def check(
 
     All rules, and further `facts` that are to be asked for later, share one pass over the traces; `on_progress` is
     called after each trace of it. What findings cost comes from a replay of the steps without their cause, where it can
-    tell. Raises RuleError, naming the rule, if a rule crashes.
+    tell: a second pass, made only if there is such a finding. Raises RuleError, naming the rule, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    replayed = graph.FACTS if any(pricing.can_price(rule.code) for rule in chosen) else ()
-    run.measure([*(fact for rule in chosen for fact in rule.facts), *replayed, *facts], on_progress)
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *facts], on_progress)
     findings: list[Finding] = []
     blind_spots: dict[str, str] = {}
     for rule in chosen:

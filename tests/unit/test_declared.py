@@ -38,7 +38,7 @@ def declared(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tracekit", ("train", "hta", "pandas", "huggingface")),
+        ("tracekit", ("train", "hta", "pandas", "huggingface", "pytest")),
         ("dashboard", ("dashboard",)),
         ("instrumented_trainers", ("train",)),
     ],

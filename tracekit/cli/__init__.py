@@ -20,6 +20,7 @@ from tracekit.cli.checkpoint import checkpoint
 from tracekit.cli.compare import compare
 from tracekit.cli.dashboard import dashboard
 from tracekit.cli.export import export
+from tracekit.cli.history import history
 from tracekit.cli.kernels import kernels
 from tracekit.cli.memory import memory
 from tracekit.cli.ops import ops
@@ -71,6 +72,7 @@ for command, in_short in (
 app.add_typer(baseline, name="baseline")
 app.add_typer(plan, name="plan")
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(history, name="history", short_help="Keep checked runs; show trends and changes.")
 
 
 def main() -> None:

@@ -3,10 +3,11 @@
 /1 only grows: what a later version adds, a reader of this one may pass over.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -134,26 +135,42 @@ def is_report(path: Path) -> bool:
 
 def read(path: Path) -> Side:
     """Return a saved report as a side of a comparison. Raises InputError where it is none, or holds several."""
+    reports = saved(path)
+    if len(reports) != 1:
+        raise InputError(f"{path}: holds several reports; save each run's by itself")
+    with whole(path):
+        return side(reports[0])
+
+
+def saved(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return the reports that a file holds, one or several. Raises InputError where it holds none."""
     try:
-        saved = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not valid JSON: {error}") from None
-    if isinstance(saved, dict) and saved.get("schema") == SEVERAL_SCHEMA:
-        reports = saved.get("reports")
-        if not isinstance(reports, list) or len(reports) != 1:
-            raise InputError(f"{path}: holds several reports; save each run's by itself")
-        saved = reports[0]
-    if not isinstance(saved, dict) or saved.get("schema") != conventions.REPORT_SCHEMA:
-        raise InputError(f"{path}: is no report of schema {conventions.REPORT_SCHEMA}")
+    several = isinstance(found, dict) and found.get("schema") == SEVERAL_SCHEMA
+    reports = found.get("reports") if several else [found]
+    if not isinstance(reports, list):
+        raise InputError(f"{path}: is not a whole report; save it again")
+    for each in reports:
+        if not isinstance(each, dict) or each.get("schema") != conventions.REPORT_SCHEMA:
+            raise InputError(f"{path}: is no report of schema {conventions.REPORT_SCHEMA}")
+    return tuple(reports)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Raise InputError where what is done with a saved report shows that it lacks something."""
     try:
-        return _side(saved)
+        yield
     except (KeyError, TypeError, AttributeError, ValueError, pl.exceptions.PolarsError) as error:
         raise InputError(f"{path}: is not a whole report ({type(error).__name__}: {error}); save it again") from None
 
 
-def _side(saved: Mapping[str, Any]) -> Side:
+def side(saved: Mapping[str, Any]) -> Side:
+    """Return a report, as JSON has it, as a side of a comparison."""
     run = saved["run"]
     rows = [
         (series["rank"], step, series["metric"], value)

@@ -45,7 +45,7 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
     """
     with _folders(settings) as placed:
         try:
-            code = _run(_words(command), _environment(placed), lambda: ending.ask_for_window(placed), on_signal)
+            code = _run(_words(command), environment(placed), lambda: ending.ask_for_window(placed), on_signal)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             sys.stderr.write(f"tracekit: {command[0]}: {'command not found' if missing else error.strerror}\n")
@@ -89,7 +89,8 @@ def _folders(settings: Settings) -> Iterator[Settings]:
             folder.rmdir()  # what could not be brought to its place stays
 
 
-def _environment(settings: Settings) -> dict[str, str]:
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the environment in which each Python records itself as `settings` say."""
     path = os.environ.get("PYTHONPATH")
     return {
         **os.environ,

@@ -1,0 +1,47 @@
+"""What a test's mark asks for: which steps are recorded, what they may take at most, which findings fail it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tracekit import budget, config, quantities
+from tracekit.budget import Budgets
+from tracekit.capture.windows import parse_steps
+from tracekit.errors import ConfigError
+from tracekit.rule import Severity
+
+DEFAULT_STEPS = (3, 8)
+
+_STEPS, _FAIL_ON = "steps", "fail_on"
+_OTHERS = (_STEPS, _FAIL_ON, "strict", "where")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The mark of one test. `steps` is half-open, counted from 0; findings from `fail_on` on fail it, None: none."""
+
+    steps: tuple[int, int]
+    budgets: Budgets
+    fail_on: Severity | None
+
+
+def asked(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Asked:
+    """Return what marks ask for together, the nearest to the test last. Raises ConfigError or ValueError."""
+    given: dict[str, Any] = {}
+    for positional, named in marks:
+        if positional:
+            raise ConfigError(f'{positional[0]!r} has no name: write budgets as step_time="50ms"')
+        given |= named
+    steps = given.pop(_STEPS, DEFAULT_STEPS)
+    if isinstance(steps, str):
+        steps = parse_steps(steps)
+    elif steps != DEFAULT_STEPS:
+        raise ConfigError(f'{_STEPS}: expected text such as "3:8", not {steps!r}')
+    fail_on = config.parse_fail_on(str(given.pop(_FAIL_ON, config.NEVER)))
+    try:
+        return Asked(steps, budget.parse(given), fail_on)
+    except ConfigError as error:
+        if " is no metric" not in str(error):
+            raise
+        names = ", ".join([*map(quantities.short, budget.METRICS), *_OTHERS])
+        raise ConfigError(f"{str(error).partition(': expected')[0]}; there are {names}") from None

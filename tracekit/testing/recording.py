@@ -1,0 +1,182 @@
+"""TraceRun: the recording of one test, and the run that it leaves."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tracekit import conventions, loading
+from tracekit.capture.launcher import launch
+from tracekit.capture.optimizers import OptimizerSteps
+from tracekit.capture.recorder import WARMUP_STEPS, Recorder
+from tracekit.capture.settings import Settings
+from tracekit.errors import InputError
+from tracekit.trace import Run
+
+
+class TraceRun:
+    """Records a test's training loop. Steps end where an optimizer steps, or where the test calls `step`.
+
+    With the mark ``trace_budget`` or this fixture, the recording begins before the test's body; `record` begins it anew
+    for a block. `run` ends it and gives what was recorded, for the test's own assertions.
+    """
+
+    def __init__(self, folder: Path, *, steps: tuple[int, int]) -> None:
+        self.folder = folder
+        self.steps = steps
+        self._recorder: Recorder | None = None
+        self._watched: OptimizerSteps | None = None
+        self._run: Run | None = None
+        self._told_by_test = False  # the test says itself where steps end
+        self._seen_since = False  # a step that an optimizer ended since the test last said so
+        self._steps_done = 0
+        self._of_ranks = False
+
+    @property
+    def steps_done(self) -> int:
+        """Return how many steps were seen since the recording began."""
+        return self._recorder.steps_done if self._recorder is not None else self._steps_done
+
+    @property
+    def run(self) -> Run:
+        """Return what was recorded, loaded; this ends the recording.
+
+        Raises InputError where the steps that were to be recorded were not all seen.
+        """
+        self.stop()
+        if self._run is None:
+            self._refuse_what_lacks_steps()
+            self._run = loading.load(str(self.folder), cache=False)
+        return self._run
+
+    def step(self, metrics: Mapping[str, float] | None = None, *, tokens: int | None = None) -> None:
+        """End a training step. From the first call on, steps of optimizers are not counted any more."""
+        first, self._told_by_test = not self._told_by_test, True
+        if first and self._seen_since:
+            return  # the optimizer's step, which was counted, was a part of this one
+        if self._recorder is not None:
+            self._recorder.step(metrics, tokens=tokens)
+
+    def span(self, phase: str) -> contextlib.AbstractContextManager[Any]:
+        """Mark a block as a phase of the step: data, forward, backward, clip, optimizer or checkpoint."""
+        return self._recorder.span(phase) if self._recorder is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def record(self, steps: str | None = None) -> Iterator["TraceRun"]:
+        """Record the block in place of the test's body; `steps` such as "3:8" count from where it begins."""
+        self.close()
+        self._forget(steps)
+        self.begin()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    @contextlib.contextmanager
+    def ranks(self, steps: str | None = None) -> Iterator["TraceRun"]:
+        """Record the trainings of Python processes started in the block, in place of this process.
+
+        They are recorded as by ``tracekit record``: what is started by subprocess, torchrun or multiprocessing's spawn.
+        """
+        self.close()
+        self._forget(steps)
+        self._of_ranks = True
+        first, end = self.steps
+        with tempfile.TemporaryDirectory(prefix="tracekit-") as place:
+            (Path(place) / "notes").mkdir()
+            told = Settings(
+                out=str(self.folder.absolute()),
+                launch=launch.new_name(),
+                notes=str(Path(place) / "notes"),
+                scratch=place,
+                steps=f"{first}:{end}",
+                warmup=min(WARMUP_STEPS, first),
+            )
+            with _environment(launch.environment(told)):
+                yield self
+
+    def begin(self) -> None:
+        """Begin to record."""
+        first, _ = self.steps
+        self._recorder = Recorder(
+            self.folder, steps=self.steps, warmup=min(WARMUP_STEPS, first), manifest={"recorded_by": "pytest"}
+        )
+        self._recorder.__enter__()
+        self._watched = OptimizerSteps(self._step_of_optimizer)
+        self._watched.watch()
+
+    def stop(self) -> None:
+        """End the recording, and wait until it is written."""
+        if self._watched is not None:
+            self._watched.leave()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            self._steps_done = recorder.steps_done
+            recorder.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """End the recording and let go of what was read of it."""
+        self.stop()
+        self._run = None
+
+    def _step_of_optimizer(self) -> None:
+        if not self._told_by_test and self._recorder is not None:
+            self._seen_since = True
+            self._recorder.step()
+
+    def _forget(self, steps: str | None) -> None:
+        """Begin anew, in a folder that is free."""
+        from tracekit.testing import marks
+
+        if steps is not None:
+            self.steps = marks.asked([((), {"steps": steps})]).steps
+        number, name = 2, self.folder.name
+        while self.folder.exists() and any(_traces(self.folder)):
+            self.folder, number = self.folder.with_name(f"{name}-{number}"), number + 1
+        if self.folder.exists():
+            for path in self.folder.iterdir():
+                path.unlink()
+        self._told_by_test = self._seen_since = self._of_ranks = False
+        self._steps_done = 0
+
+    def _refuse_what_lacks_steps(self) -> None:
+        first, end = self.steps
+        wanted = f"steps {first}:{end} were to be recorded"
+        if self._of_ranks:
+            if not any(_traces(self.folder)):
+                raise InputError(
+                    f"{wanted} in processes that the test starts, and none was: their optimizers made "
+                    "fewer steps, or they were not started by subprocess or spawn"
+                )
+            return
+        if conventions.RECORD_VARIABLE in os.environ and not any(_traces(self.folder)):
+            raise InputError("pytest itself is recorded by tracekit record, and torch has one profiler only")
+        if self._steps_done >= end and any(_traces(self.folder)):
+            return
+        unseen = self._watched.unseen if self._watched is not None else 0
+        if self._steps_done >= end:
+            raise InputError(f"{wanted}, and were not: stderr says why")
+        seen = f"the test made {self._steps_done or 'none'}" + (" of them" if not self._steps_done else "")
+        hint = "trace_run.step() ends a step where no torch optimizer does"
+        if unseen:
+            hint = (
+                f"{unseen} optimizer steps were inside of backward or on other threads: call trace_run.step() instead"
+            )
+        raise InputError(f"{wanted}, but {seen}: {hint}")
+
+
+def _traces(folder: Path) -> Iterator[Path]:
+    return folder.glob("*" + conventions.TRACE_SUFFIX)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    kept = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)

@@ -1,0 +1,119 @@
+"""A recorded test judged: what failed it in a few lines, and its row of the summary."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import polars as pl
+
+from tracekit import checking, config, judging, units
+from tracekit.analysis.samples import samples
+from tracekit.compare import job_samples
+from tracekit.errors import TracekitError
+from tracekit.gate import Budgeted, Gate, Outcome
+from tracekit.reports import words
+from tracekit.rule import Finding
+from tracekit.rules import all_rules
+from tracekit.testing.marks import Asked
+from tracekit.testing.recording import TraceRun
+from tracekit.trace import Run
+
+MOST_FINDINGS = 3
+
+
+class Row(TypedDict):
+    """A test in the summary: medians over its steps, the highest peak; None where not measured."""
+
+    test: str
+    step_time_ns: float | None
+    exposed_communication_ratio: float | None
+    peak_allocated_bytes: float | None
+    allocations: float | None
+    finding: str
+    outcome: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What failed a test, '' where nothing did, and its row."""
+
+    failure: str
+    row: Row
+
+
+def judge(recording: TraceRun, asked: Asked, test: str) -> Judged:
+    """Judge what a test recorded by its mark. What cannot be judged is a failure too, which says why."""
+    try:
+        run = recording.run
+        gate = _gate(run, asked)
+    except TracekitError as error:
+        return Judged(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
+    measured = {metric: float(np.median(each)) for metric, each in job_samples(run.table(samples)).items()}
+    costliest = _costliest(gate.report.findings)
+    top = f"{costliest[0].code} {words.rule_name(costliest[0].code)}" if costliest else ""
+    outcome = _outcome(gate)
+    failed = gate.failures or _unmeasured(gate)
+    return Judged(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
+
+
+def _gate(run: Run, asked: Asked) -> Gate:
+    catalog = all_rules()
+    file = config.nearest(Path.cwd())
+    settled = config.read(file, catalog) if file else config.Config()
+    facts = (samples, *judging.facts(asked.budgets, with_baseline=False))
+    report = checking.check(run, config.configured(settled, catalog), facts=facts)
+    today = datetime.datetime.now(datetime.UTC).date()
+    report = config.set_aside(report, settled.ignore, catalog, today=today)
+    return judging.judge(report, asked.fail_on, budgets=asked.budgets)
+
+
+def _failure(gate: Gate, run: Run, folder: Path) -> str:
+    timed = run.table(samples).filter(pl.col("metric") == "step_time_ns")
+    steps = timed["step"].drop_nulls().unique().to_list()
+    lines = [f"trace budget broken, by steps {units.ranges(steps)}"]
+    unmeasured = _unmeasured(gate)
+    lines += [f"  {each.budget}: {each.message}" for each in gate.budgets if gate.is_over(each) or each in unmeasured]
+    lines += [f"  {each.finding.id}: fails the test" for each in gate.findings if each.fails]
+    told = _costliest(gate.report.findings)
+    if told:
+        lines.append("what costs most:")
+    for each in told[:MOST_FINDINGS]:
+        lines.append(f"  {each.id} {words.rule_name(each.code)}: {each.message}")
+        lines += [f"    fix: {each.fix}"] if each.fix else []
+    return "\n".join([*lines, f"the run: tracekit check {folder}"])
+
+
+def _costliest(findings: Sequence[Finding]) -> list[Finding]:
+    costly = [each for each in findings if each.cost_ns or each.cost_bytes]
+    return sorted(costly, key=lambda each: (-each.impact, -each.severity, -each.cost_ns, -each.cost_bytes))
+
+
+def _unmeasured(gate: Gate) -> list[Budgeted]:
+    """Return the budgets of what nothing measured: a test that can never fail is to fail now."""
+    return [each for each in gate.budgets if each.measured is None]
+
+
+def _outcome(gate: Gate) -> str:
+    if gate.failures:
+        return "broken: " + ", ".join(gate.failures)
+    if _unmeasured(gate):
+        return "not measured: " + ", ".join(each.budget for each in _unmeasured(gate))
+    unsure = [each.budget for each in gate.budgets if each.outcome is Outcome.CANNOT_TELL]
+    return f"cannot tell: {', '.join(unsure)}" if unsure else "kept" if gate.budgets else ""
+
+
+def _row(test: str, measured: Mapping[str, float], finding: str, outcome: str) -> Row:
+    return Row(
+        test=test,
+        step_time_ns=measured.get("step_time_ns"),
+        exposed_communication_ratio=measured.get("exposed_communication_ratio"),
+        peak_allocated_bytes=measured.get("peak_allocated_bytes"),
+        allocations=measured.get("allocations"),
+        finding=finding,
+        outcome=outcome,
+        failed=False,
+    )
