@@ -16,7 +16,7 @@ from tests import gated
 from tests.gated import HOSTILE
 from tracekit.errors import ConfigError
 from tracekit.gate import Gate
-from tracekit.reports import codequality, github, junit, markdown, pictures, sarif
+from tracekit.reports import codequality, github, junit, markdown, pictures, sarif, verbatim
 from tracekit.reports.locations import Checkout
 from tracekit.rule import Finding, Severity
 
@@ -251,9 +251,25 @@ def test_names_are_text_in_markdown(gates: Callable[[], list[Gate]], checkout: C
 
 def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown.escaped(HOSTILE)))
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(verbatim.escaped(HOSTILE)))
     shown = page.prose.replace("\u200b", "").strip()
     assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
+
+
+@pytest.mark.parametrize("name", ["a|b", "a\\|b", "a\\", "|", "`|`", "a\n|b"])
+@pytest.mark.parametrize("written", [verbatim.escaped, verbatim.code], ids=["text", "code"])
+def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
+    told = verbatim.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(told))
+    assert cells[1::2] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("text", ["- a", "1. a", "# a", "+ a", "---", "=== "])
+def test_no_name_begins_a_list_or_a_heading(text: str) -> None:
+    page = _Elements()
+    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{verbatim.escaped(text)}"))
+    assert page.tags == ["p"]
+    assert verbatim.escaped("+8.1%") == "+8.1%"
 
 
 @pytest.mark.parametrize("runs", [1, 10, 400])

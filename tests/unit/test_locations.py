@@ -101,6 +101,13 @@ def test_a_finding_points_at_the_innermost_function_that_holds_most_of_it(
     assert place.kind is Kind.FUNCTION
 
 
+def test_a_function_that_calls_itself_does_not_outweigh_its_callees(checkout: Checkout) -> None:
+    # train, three times inside itself, calls step_of for most of the time.
+    calls = [("train.py(9): train", 0, 25)] * 3 + [("train.py(15): step_of", 5, 15)]
+    place = checkout.place(run(calls), finding((0, 25)))
+    assert (place.path, place.line) == ("train.py", 15)
+
+
 def test_work_of_a_device_points_at_what_launched_it(checkout: Checkout) -> None:
     # time     0         1         2
     # host     step_of launches at 18
