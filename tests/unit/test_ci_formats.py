@@ -16,7 +16,7 @@ from tests import gated
 from tests.gated import HOSTILE
 from tracekit.errors import ConfigError
 from tracekit.gate import Gate
-from tracekit.reports import codequality, github, junit, markdown, pictures, sarif, verbatim
+from tracekit.reports import codequality, gate_fragments, github, html, junit, markdown, pictures, sarif, verbatim
 from tracekit.reports.locations import Checkout
 from tracekit.rule import Finding, Severity
 
@@ -201,6 +201,44 @@ def test_github_is_given_no_more_than_it_shows(checkout: Checkout) -> None:
     level, properties, message = _read(lines[-1])
     assert (level, properties["title"]) == ("warning", "tracekit: 16 more")
     assert message.count("steady-device-allocation") == 16
+
+
+# HTML ----------------------------------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """The text of a page by the elements it is in, and the names of all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
+    page = _Page()
+    page.feed(gate_fragments.verdict(gated.held()))
+    assert page.text[0] == "Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
+    assert "3 ms more a step are exposed communication." in page.text[2]
+    assert page.text.count("worse, fails") == 2  # a metric and a finding
+    assert "broken, fails" in page.text
+    assert "fixed" in page.text
+    gate = gated.held()
+    whole = html.render_several([(gate.report, gate.report.run)], [gate])
+    assert whole.index("tk-gate failed") < whole.index('<div class="tk-verdict')
+    assert gate_fragments.verdict(gated.plain()) == ""
+
+
+def test_names_are_text_in_the_verdict_on_the_page() -> None:
+    page = _Page()
+    page.feed(gate_fragments.verdict(gated.hostile()))
+    assert set(page.tags) <= {"div", "b", "p", "h2", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
 
 
 # Markdown ------------------------------------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ def test_without_stacks_a_finding_points_at_the_script(checkout: Checkout) -> No
         (("-c",), None),
         (("data.py",), "src/data.py"),
         (("/elsewhere/train.py",), None),
+        (("/home/me/project/src/data.py",), "src/data.py"),
         (("other.py", "train.py"), "train.py"),
     ],
 )
@@ -159,6 +160,8 @@ def test_what_is_not_in_the_repository_points_at_the_trace(checkout: Checkout, t
     here = str(tmp_path / "runs" / "today" / "rank00000.pt.trace.json.gz")
     moved = Run(inside.path, [type(source)(0, 0, here, 0, source.read)])
     assert checkout.place(moved).path == "runs/today/rank00000.pt.trace.json.gz"
+    far = Run("s3://bucket/today", [type(source)(0, 0, "s3://bucket/today/rank0.json", 0, source.read)])
+    assert checkout.place(far).path == "today/rank0.json"
 
 
 def test_a_file_of_the_same_name_elsewhere_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tracekit import markup
 from tracekit.change import Change, Verdict
+from tracekit.compare import Comparison
 from tracekit.errors import ConfigError
 from tracekit.gate import Gate, Judged, Outcome, Standing
 from tracekit.reports import comparison, pictures, verdicts, words
@@ -24,7 +25,6 @@ _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_ROWS = 10
 _RESERVE_BYTES = 1000
 _LEAST_BYTES = 200  # with less room than that there is nothing to look for
-_METRICS = ("metric", "before", "now", "change (95% interval)", "verdict")
 _PICKED = (Verdict.WORSE, Verdict.BETTER)
 
 
@@ -88,7 +88,12 @@ def _metrics(gate: Gate) -> str:
     if not told:
         return "No metric changed that the samples can tell." if rest else ""
     rows = [_metric(change, fails=change.metric in failing) for change in told]
-    return table(_METRICS, rows, right=(1, 2, 3))
+    return _changes(gate.comparison, rows)
+
+
+def _changes(found: Comparison, rows: Sequence[Sequence[str]]) -> str:
+    header = ("metric", "before", "now", f"change ({found.confidence:.0%} interval)", "verdict")
+    return table(header, rows, right=(1, 2, 3))
 
 
 def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
@@ -149,7 +154,7 @@ def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
     notes = list(gate.report.notes)
     if gate.comparison is not None:
         rows = [_metric(change, fails=False) for change in gate.comparison.changes]
-        yield table(_METRICS, rows, right=(1, 2, 3))
+        yield _changes(gate.comparison, rows)
         notes = [*comparison.remarks_on(gate.comparison), *notes]
     if notes:
         yield "\n".join(f"- {escaped(note)}" for note in notes)
