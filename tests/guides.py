@@ -84,6 +84,15 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """Return what a check prints without the numbers of its statistics, which may change while the verdict does not."""
-    text = re.sub(r" \([+-][^)]*%25\)| \([+-][^)]*(%|pt)\)", " (interval)", text)
-    return "\n".join(line.rstrip() for line in text.splitlines() if not line.startswith("- about how many more"))
+    """Return what a check prints without what hangs on its statistics, which may be made better: no verdict does here.
+
+    Of metrics only those that fail are left, without their numbers; findings stay as they are.
+    """
+    told = []
+    for line in text.splitlines():
+        drawn = re.search("[█▏▎▍▌▋▊▉]", line)
+        counted = line.startswith("- about how many more") or (line.startswith("| ") and not re.search("❌|---", line))
+        if not drawn and not counted:
+            statistics = re.search(r"❌ worse|regressed|^\*\*host", line)
+            told.append(re.sub(r"[-+]?\d[\d.,]*( [mµn]?s)?(?=\D)", "N", line) if statistics else line)
+    return "\n".join(told)

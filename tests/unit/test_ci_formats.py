@@ -223,7 +223,7 @@ class _Page(HTMLParser):
 
 def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
     page = _Page()
-    page.feed(gate_fragments.verdict(gated.held()))
+    page.feed(gate_fragments.verdict(gated.held()) + gate_fragments.tables(gated.held()))
     assert page.text[0] == "Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
     assert "3 ms more a step are exposed communication." in page.text[2]
     assert page.text.count("worse, fails") == 2  # a metric and a finding
@@ -232,12 +232,12 @@ def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
     gate = gated.held()
     whole = html.render_several([(gate.report, gate.report.run)], [gate])
     assert whole.index("tk-gate failed") < whole.index('<div class="tk-verdict')
-    assert gate_fragments.verdict(gated.plain()) == ""
+    assert gate_fragments.verdict(gated.plain()) + gate_fragments.tables(gated.plain()) == ""
 
 
 def test_names_are_text_in_the_verdict_on_the_page() -> None:
     page = _Page()
-    page.feed(gate_fragments.verdict(gated.hostile()))
+    page.feed(gate_fragments.verdict(gated.hostile()) + gate_fragments.tables(gated.hostile()))
     assert set(page.tags) <= {"div", "b", "p", "h2", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
 
 

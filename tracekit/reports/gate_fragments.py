@@ -1,6 +1,7 @@
 """Gate -> HTML: what the report page says above a run's report where it was held against a baseline or budgets."""
 
 from tracekit import markup, units
+from tracekit.compare import Comparison
 from tracekit.gate import Gate, Judged
 from tracekit.reports import comparison, gates, words
 
@@ -13,15 +14,19 @@ background:rgba(128,138,150,.1)}.tk-gate.failed{border-color:#D55E00}
 
 
 def verdict(gate: Gate) -> str:
-    """Return the verdict with its causes in a coloured box, then budgets, metrics and findings as tables."""
+    """Return the verdict with its causes in a coloured box; '' where there is neither baseline nor budget."""
     if gate.comparison is None and not gate.budgets:
         return ""
     causes = "".join(
         f"<p><b>{markup.escape(cause.name)}</b> {markup.escape(cause.message, 1000)}</p>" for cause in gate.causes
     )
     headline = f'<b class="headline">{markup.escape(gates.headline(gate), 500)}</b>'
-    box = f'<div class="tk-gate{" failed" if gate.failures else ""}">{headline}{causes}</div>'
-    return box + _budgets(gate) + _held_against(gate)
+    return f'<div class="tk-gate{" failed" if gate.failures else ""}">{headline}{causes}</div>'
+
+
+def tables(gate: Gate) -> str:
+    """Return budgets, and findings and metrics beside the baseline's, as tables; '' where there are none."""
+    return _budgets(gate) + (_findings(gate) + _metrics(gate, gate.comparison) if gate.comparison else "")
 
 
 def _budgets(gate: Gate) -> str:
@@ -38,25 +43,27 @@ def _budgets(gate: Gate) -> str:
     return "<h2>Budgets</h2>" + markup.html_table(("", "limit", "measured", ""), rows, right=right) if rows else ""
 
 
-def _held_against(gate: Gate) -> str:
-    if gate.comparison is None:
-        return ""
-    failing = {change.metric for change in gate.regressions}
-    header, rows = comparison.cells(gate.comparison)
-    for row, change in zip(rows, gate.comparison.changes, strict=True):
-        row[-1] += ", fails" if change.metric in failing else ""
-    table = markup.html_table(header, rows, right=(False, True, True, True, True, False))
-    remarks = "".join(f"<li>{markup.escape(remark, 1000)}</li>" for remark in comparison.remarks_on(gate.comparison))
-    metrics = f"<h2>Metrics beside {markup.escape(gate.baseline)}</h2>{table}" + (f"<ul>{remarks}</ul>" * bool(remarks))
-    found = [_finding(each) for each in gate.findings]
-    found += [
+def _findings(gate: Gate) -> str:
+    rows = [_finding(each) for each in gate.findings]
+    rows += [
         (gone.severity.label, words.rule_name(gone.code), gone.id, f"was {units.share(gone.impact)}", "fixed")
         for gone in gate.fixed
     ]
-    if not found:
-        return metrics
-    findings = markup.html_table(("", "", "", "of step", ""), found)
-    return f"{metrics}<h2>Findings beside {markup.escape(gate.baseline)}</h2>{findings}"
+    if not rows:
+        return ""
+    table = markup.html_table(("", "", "", "of step", ""), rows)
+    return f"<h2>Findings beside {markup.escape(gate.baseline)}</h2>{table}"
+
+
+def _metrics(gate: Gate, found: Comparison) -> str:
+    failing = {change.metric for change in gate.regressions}
+    header, rows = comparison.cells(found)
+    for row, change in zip(rows, found.changes, strict=True):
+        row[-1] += ", fails" if change.metric in failing else ""
+    table = markup.html_table(header, rows, right=(False, True, True, True, True, False))
+    remarks = "".join(f"<li>{markup.escape(remark, 1000)}</li>" for remark in comparison.remarks_on(found))
+    heading = f"<h2>Metrics beside {markup.escape(gate.baseline)}</h2>"
+    return heading + table + (f"<ul>{remarks}</ul>" if remarks else "")
 
 
 def _finding(judged: Judged) -> tuple[str, ...]:

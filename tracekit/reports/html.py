@@ -43,9 +43,9 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] 
     """
     figures: dict[str, go.Figure] = {}
     body = _contents(reports, figures) if len(reports) > 1 else []
-    verdicts = [gate_fragments.verdict(gate) for gate in gates] or [""] * len(reports)
-    for number, ((report, run), verdict) in enumerate(zip(reports, verdicts, strict=True)):
-        body += _body(report, run, figures, f"run{number}-" if len(reports) > 1 else "", verdict)
+    for number, (report, run) in enumerate(reports):
+        held = gates[number] if gates else None
+        body += _body(report, run, figures, f"run{number}-" if len(reports) > 1 else "", held)
     scripts = (get_plotlyjs(), _BOOT)
     return _PAGE.format(
         title=markup.escape(", ".join(run.name for _, run in reports)),
@@ -81,15 +81,16 @@ def _timeline(run: Run, report: Report, typical: Mapping[str, int | None]) -> go
     return charts.timeline(run.trace(rank, window), span, evidence=marks)
 
 
-def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, verdict: str) -> list[str]:
+def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, gate: Gate | None) -> list[str]:
     """Return one run's part of the page; its figures go into `figures`, their names beginning with `place`."""
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     parts = [
         f'<header id="{place}top"><p>tracekit report</p><h1>{markup.escape(run.name)}</h1>'
         f'<p class="subtitle">{markup.escape(words.subtitle(run))}</p></header>',
-        verdict,
+        gate_fragments.verdict(gate) if gate else "",
         fragments.verdict(report.findings),
         fragments.numbers(fragments.headline_numbers(run)),
+        gate_fragments.tables(gate) if gate else "",
     ]
     parts += ["<h2>Findings</h2>", *_findings(report, run, place)]
     if by_rank.height:
