@@ -83,6 +83,9 @@ def check(
         bool, typer.Option("--allow-different", help="Go on where the baseline is of something else.")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail on budgets that cannot be told, too.")] = False,
+    history: Annotated[
+        Path | None, typer.Option("--history", metavar="FILE", help="Add what this comes to to a history.")
+    ] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,
@@ -110,8 +113,11 @@ def check(
 
     from tracekit import config as settings_of
     from tracekit import judging
+    from tracekit.cli.history import refuse_what_is_none, remember
     from tracekit.rules import all_rules
 
+    if history is not None:
+        refuse_what_is_none(history)
     catalog = all_rules()
     settled = _settle(config, fail_on, select or [], settings or [], catalog)
     if strict:
@@ -138,6 +144,8 @@ def check(
         for report, _ in told
     ]
     output.emit(_render(told, gates, report_format, out), out)
+    if history is not None:
+        remember(history, gates, [run for _, run in told])
     _fail(gates)
 
 

@@ -1,6 +1,7 @@
 """``tracekit history``: what checked runs came to over time."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +108,21 @@ def entries_of(gates: "Sequence[Gate]", runs: "Sequence[Run]", commit: "Commit")
         entry(json.document(gate.report, run), Side.of(run), commit=commit, failures=gate.failures)
         for gate, run in zip(gates, runs, strict=True)
     ]
+
+
+def refuse_what_is_none(db: Path) -> None:
+    """Raise InputError where a file is there and is no history: better now than after the check."""
+    from tracekit.history import store
+
+    store.check(db)
+
+
+def remember(db: Path, gates: "Sequence[Gate]", runs: "Sequence[Run]") -> None:
+    """Add what a check came to, and say so."""
+    from tracekit.history import store
+
+    sys.stdout.flush()
+    tell(db, store.add(db, entries_of(gates, runs, commit_trained())))
 
 
 def tell(db: Path, added: "Added") -> None:

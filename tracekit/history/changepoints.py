@@ -35,6 +35,8 @@ Values: TypeAlias = npt.NDArray[np.float64]
 
 MIN_RUNS = 3
 """Runs that a level needs: fewer may be a bad day."""
+LEAST_RUNS = 2 * MIN_RUNS
+"""Runs from which on a change can be told."""
 MIN_DRIFT_RUNS = 16
 """Runs that a slope needs: in fewer, a change looks like one."""
 MOST_RUNS = 400
@@ -89,7 +91,7 @@ def trend(values: Values, *, least: float) -> Trend:
     >>> [(step.index, step.before, step.after) for step in found.steps]
     [(6, 10.0, 12.0)]
     """
-    if len(values) < 2 * MIN_RUNS:
+    if len(values) < LEAST_RUNS:
         return Trend()
     skipped = max(0, len(values) - MOST_RUNS)
     series = _Series.of(values[skipped:])
