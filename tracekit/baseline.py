@@ -10,7 +10,7 @@ import polars as pl
 
 from tracekit.analysis import places
 from tracekit.analysis.samples import COLUMNS, samples, samples_across
-from tracekit.errors import NotComparableError
+from tracekit.errors import InputError, NotComparableError
 from tracekit.rule import Finding, Report, Severity
 from tracekit.trace import Fact, Run
 
@@ -83,6 +83,10 @@ class Recording:
             findings,
         )
 
+    def is_same(self, other: "Recording") -> bool:
+        """Return whether both are of one training at one time."""
+        return self.created_ns is not None and self.created_ns == other.created_ns
+
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
@@ -104,12 +108,19 @@ class Baseline:
 
 
 def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool = False) -> Baseline:
-    """Return the baseline of recordings of one training. Raises NotComparableError where they differ in what ran."""
+    """Return the baseline of recordings of one training.
+
+    Raises NotComparableError where they differ in what ran, and InputError where one is named twice: the same recording
+    again tells nothing of how much recordings differ.
+    """
     first_report, first = reports[0]
     made = Baseline(first.name, fingerprint(first), (Recording.of(first, first_report),), first_report.tool_version)
     for report, run in reports[1:]:
         differences(made, run, allow_different=allow_different)
-        made = replace(made, recordings=(*made.recordings, Recording.of(run, report)))
+        recording = Recording.of(run, report)
+        if any(recording.is_same(each) for each in made.recordings):
+            raise InputError(f"{run.path}: is the same recording as another; record the training again")
+        made = replace(made, recordings=(*made.recordings, recording))
     return made
 
 

@@ -112,10 +112,11 @@ def renewed(held: Baseline, fresh: Baseline, gate: Gate, *, against: Against) ->
         changed.append("what ran")
     if changed:
         return fresh, f"begun anew, for {', '.join(changed)} changed"
+    more = [one for one in fresh.recordings if not any(one.is_same(each) for each in held.recordings)]
     room = RECORDINGS - len(held.recordings)
-    if room <= 0:
+    if room <= 0 or not more:
         return held, "nothing changed, and it stays as it is"
-    return replace(held, recordings=(*held.recordings, *fresh.recordings[:room])), "nothing changed, recordings added"
+    return replace(held, recordings=(*held.recordings, *more[:room])), "nothing changed, recordings added"
 
 
 def compare(

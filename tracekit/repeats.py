@@ -60,7 +60,8 @@ _SCATTER_SHARE = 0.5
 _MAD_OF_NORMAL = 1.4826
 _PRIOR_DEGREES = 3.0
 _ENOUGH_RECORDINGS = 3
-_BOOTSTRAPS = 400
+_ENOUGH_COUNTS = 2
+_BOOTSTRAPS = 200
 _SEED = 20261121
 
 
@@ -90,7 +91,7 @@ def compare_recordings(
     a, b = _Side.of(reference), _Side.of(candidate)
     scale = _Scale.of(metric, a.center, step_ns, min_effect)
     change = (b.center - a.center) / scale.unit
-    if not _is_enough(a, b):
+    if not _is_enough(a, b, least_spread(metric)):
         lacking = MIN_SAMPLES - min(a.samples, b.samples)
         return _told(metric, a, b, change, None, scale, verdict=Verdict.CANNOT_TELL, more=(max(1, lacking), 0))
     spread = _Spread.of(a, b, least_spread(metric), scale.unit)
@@ -205,9 +206,10 @@ class _Spread:
         return student_t(0.5 + CONFIDENCE / 2, self.degrees) * deviation
 
 
-def _is_enough(a: _Side, b: _Side) -> bool:
-    # Several recordings tell of the spread even where each has a save or two.
-    return min(a.samples, b.samples) >= MIN_SAMPLES or len(a.places) >= _ENOUGH_RECORDINGS
+def _is_enough(a: _Side, b: _Side, least: float) -> bool:
+    # Several recordings tell of the spread even where each has a save or two; counts hardly have any.
+    fewest = _ENOUGH_COUNTS if least == 0 else MIN_SAMPLES
+    return min(a.samples, b.samples) >= fewest or len(a.places) >= _ENOUGH_RECORDINGS
 
 
 def _verdict(metric: str, change: float, interval: tuple[float, float], scale: _Scale) -> Verdict:

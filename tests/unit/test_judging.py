@@ -1,5 +1,7 @@
 """What fails a check that has a baseline: the new and the worse, never what was there before, never noise."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -11,21 +13,25 @@ from tracekit.config import Against
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.gate import Gate, Standing
 from tracekit.rule import Finding, Severity
+from tracekit.trace import Run
 
 WARNING, ERROR = Severity.WARNING, Severity.ERROR
 
 
+@functools.cache
+def the_run() -> Run:
+    return reported.run()
+
+
 def judged(*found: Finding, before: Baseline | None = None, bar: Severity | None = WARNING) -> Gate:
     """Return the gate of a drawn run with these findings, beside a baseline of the same run."""
-    run = reported.run()
     base = before or of_run()
-    return judging.judge(held.report(run, *found), bar, baseline=base)
+    return judging.judge(held.report(the_run(), *found), bar, baseline=base)
 
 
 def of_run(*findings: baselines.Known, recordings: int = 1) -> Baseline:
     """Return the baseline of the drawn run, with findings put into each of its recordings."""
-    run = reported.run()
-    made = baselines.of_reports([(reported.report(run, found=()), run)])
+    made = baselines.of_reports([(reported.report(the_run(), found=()), the_run())])
     (own,) = made.recordings
     each = Recording(own.name, None, own.samples, own.units, own.work, findings)
     return Baseline("main", made.fingerprint, (each,) * recordings)

@@ -32,23 +32,23 @@ def verdicts(metric: str, pairs: int, *, seed: int, before: int, after: int, bet
 
 @pytest.mark.parametrize(("before", "after", "between"), [(1, 1, 0.04), (5, 1, 0.02), (5, 1, 0.08), (5, 3, 0.04)])
 def test_recordings_that_differ_from_moment_to_moment_cry_no_wolf(before: int, after: int, between: float) -> None:
-    found = verdicts("step_time_ns", 120, seed=1, before=before, after=after, between=between, grown=0.0)
-    assert found.count("worse") <= 0.025 * 120
-    assert found.count("better") <= 0.025 * 120
+    found = verdicts("step_time_ns", 80, seed=1, before=before, after=after, between=between, grown=0.0)
+    assert found.count("worse") <= 0.03 * 80
+    assert found.count("better") <= 0.03 * 80
 
 
 def test_a_shift_of_a_tenth_is_found_where_recordings_differ_by_little() -> None:
-    found = verdicts("cpu_time_ns", 80, seed=2, before=5, after=1, between=0.01, grown=0.1)
-    assert found.count("worse") >= 0.95 * 80
+    found = verdicts("cpu_time_ns", 40, seed=2, before=5, after=1, between=0.01, grown=0.1)
+    assert found.count("worse") >= 0.95 * 40
     assert "better" not in found
 
 
 def test_more_recordings_find_what_one_cannot() -> None:
     one, three = (
-        verdicts("cpu_time_ns", 70, seed=3, before=5, after=after, between=0.025, grown=0.1).count("worse")
+        verdicts("cpu_time_ns", 50, seed=3, before=5, after=after, between=0.025, grown=0.1).count("worse")
         for after in (1, 3)
     )
-    assert three > one + 14
+    assert three > one + 10
 
 
 def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_machine() -> None:
@@ -61,7 +61,7 @@ def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_m
 def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> None:
     random = np.random.default_rng(7)
     wild = 0
-    for _ in range(60):
+    for _ in range(40):
         # Recordings differ by 20%, and so do the steps within one.
         a, b = (recordings(random, 1, between=0.2, within=0.3) for _ in range(2))
         wild += compare_recordings("step_time_ns", a, b).verdict in (Verdict.WORSE, Verdict.BETTER)

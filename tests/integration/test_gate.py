@@ -1,0 +1,199 @@
+"""Checks against baselines on recorded runs, as a build makes them: exit codes, what is told, what is kept on disk."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.commands import ROOT, only_line, tracekit
+from tracekit.reports import baselines as saved
+from tracekit.reports import json as report_json
+
+SAMPLES = ROOT / "sample_traces"
+FAULTS = SAMPLES / "faults"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a baseline of each healthy sample that the tests hold others against."""
+    made = tmp_path_factory.mktemp("gate")
+    for name in ("healthy-ddp", "healthy-save"):
+        done = tracekit("baseline", "save", FAULTS / name, "--output", made / f"{name}.json")
+        assert (done.returncode, done.stdout) == (0, "")
+        assert f"1 recording of {name}" in only_line(done)
+    return made
+
+
+def gate(*arguments: object, cwd: Path | None = None) -> tuple[int, dict]:
+    """Return exit code and gate of a check, its report held against the published schema."""
+    done = tracekit("check", *arguments, "--format", "json", cwd=cwd)
+    document = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(json.loads(report_json.schema())).validate(document)
+    return done.returncode, document["gate"]
+
+
+def test_a_recorded_baseline_is_small_and_obeys_its_schema(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        assert path.stat().st_size < 20_000
+        jsonschema.Draft202012Validator(json.loads(saved.schema())).validate(json.loads(path.read_text()))
+
+
+def test_a_run_beside_its_own_baseline_passes(folder: Path) -> None:
+    for against in (folder / "healthy-ddp.json", FAULTS / "healthy-ddp"):
+        code, told = gate(FAULTS / "healthy-ddp", "--baseline", against, "--fail-on", "info")
+        assert (code, told["passed"], told["failures"], told["fixed"]) == (0, True, [], [])
+        assert {each["standing"] for each in told["findings"]} <= {"known"}
+        assert told["baseline"] == "healthy-ddp"
+
+
+def test_recorded_churn_fails_and_its_cause_is_memory(folder: Path) -> None:
+    code, told = gate(FAULTS / "churn", "--baseline", folder / "healthy-ddp.json")
+    assert code == 1
+    assert told["failures"] == ["allocated_bytes", "peak_allocated_bytes"]
+    assert told["causes"][0]["name"] == "memory"
+    assert "in forward" in told["causes"][0]["message"]
+    by_name = {each["metric"]: each for each in told["metrics"]}
+    assert by_name["allocated_bytes"]["fails"]
+    assert by_name["sent_bytes"]["verdict"] == "same"
+
+
+def test_the_text_says_first_that_it_failed_and_why(folder: Path) -> None:
+    done = tracekit("check", FAULTS / "churn", "--baseline", folder / "healthy-ddp.json")
+    first, _, third = done.stdout.splitlines()[:3]
+    assert first == "Failed: 2 metrics worse than healthy-ddp"
+    assert third.startswith("  Why memory: The most held is")
+    assert done.stderr == "tracekit: this fails: allocated_bytes, peak_allocated_bytes\n"
+    assert "new" in done.stdout
+    assert "worse, fails" in done.stdout
+
+
+def test_new_findings_fail_from_the_bar_on(folder: Path) -> None:
+    against = ("--baseline", folder / "healthy-save.json")
+    code, told = gate(FAULTS / "small-tensors", *against)
+    assert (code, told["failures"]) == (0, [])
+    code, told = gate(FAULTS / "small-tensors", *against, "--fail-on", "warning")
+    assert code == 1
+    assert {"CKPT001", "CKPT002"} <= set(told["failures"])
+    standings = {each["id"]: each["standing"] for each in told["findings"]}
+    assert (standings["CKPT001"], standings["CKPT002"]) == ("worse", "new")
+
+
+def test_a_run_of_something_else_is_refused_by_the_fields_that_differ(folder: Path) -> None:
+    done = tracekit("check", FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "strategy differs: ddp in the baseline healthy-ddp, fsdp2 in no-prefetch" in only_line(done)
+    code, told = gate(FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json", "--allow-different")
+    assert code == 1
+    assert any("strategy differs" in note for note in told["notes"])
+
+
+def test_a_file_that_is_no_baseline_is_named_in_one_line(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "healthy-ddp.json").read_text()
+    spoiled = {
+        "cut.json": text[: len(text) // 2],
+        "report.json": '{"schema":"tracekit.report/1"}',
+        "nan.json": text.replace('"values":[[', '"values":[[NaN,', 1),
+        "empty.json": "",
+    }
+    for name, words in spoiled.items():
+        (tmp_path / name).write_text(words)
+        done = tracekit("check", FAULTS / "healthy-ddp", "--baseline", tmp_path / name)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert name in only_line(done)
+    assert tracekit("check", FAULTS / "healthy-ddp", "--baseline", tmp_path / "absent.json").returncode == 2
+
+
+def test_a_regressed_run_becomes_the_baseline_only_by_name(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "main.json"
+    shutil.copy(folder / "healthy-ddp.json", path)
+    before = path.read_bytes()
+    refused = tracekit("baseline", "update", path, FAULTS / "churn")
+    assert refused.returncode == 1
+    assert "allocated_bytes, peak_allocated_bytes got worse" in only_line(refused)
+    half = tracekit("baseline", "update", path, FAULTS / "churn", "--accept", "allocated")
+    assert half.returncode == 1
+    assert path.read_bytes() == before
+    done = tracekit("baseline", "update", path, FAULTS / "churn", "--accept", "allocated,peak_allocated_bytes")
+    assert done.returncode == 0
+    assert "begun anew, for allocated_bytes, peak_allocated_bytes changed" in only_line(done)
+    assert gate(FAULTS / "churn", "--baseline", path)[0] == 0
+
+
+def test_the_same_recording_is_not_added_twice(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "main.json"
+    shutil.copy(folder / "healthy-ddp.json", path)
+    done = tracekit("baseline", "update", path, FAULTS / "healthy-ddp")
+    assert done.returncode == 0
+    assert "it stays as it is; 1 recording" in only_line(done)
+
+
+def test_a_baseline_is_shown(folder: Path) -> None:
+    done = tracekit("baseline", "show", folder / "healthy-ddp.json")
+    assert done.returncode == 0
+    assert "model.layers" in done.stdout
+    assert json.loads(tracekit("baseline", "schema").stdout)["$id"] == "tracekit.baseline/1"
+
+
+def test_again_counts_further_recordings(folder: Path) -> None:
+    _, told = gate(FAULTS / "churn", "--again", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json")
+    (allocated,) = (each for each in told["metrics"] if each["metric"] == "allocated_bytes")
+    assert allocated["candidate_samples"] == 4
+    both = tracekit("check", FAULTS / "churn", FAULTS / "healthy-ddp", "--again", FAULTS / "churn")
+    assert both.returncode == 2
+
+
+# Budgets -------------------------------------------------------------------------------------------------------------
+
+
+def settings(folder: Path, text: str) -> Path:
+    (folder / "tracekit.toml").write_text(text)
+    return folder
+
+
+def test_budgets_in_the_settings_fail_a_check_without_a_baseline(tmp_path: Path) -> None:
+    run = SAMPLES / "demo-yafsdp"
+    here = settings(
+        tmp_path,
+        """
+        [budget]
+        step_time = "200ms"
+        exposed_communication_ratio = 0.5
+        peak_reserved = "70GiB"
+        checkpoint_overhead_ratio = 0.01
+
+        [[budget.where]]
+        unit = "layers.*"
+        exposed_communication = "1ms"
+        """,
+    )
+    code, told = gate(run, "--select", "COMM001", cwd=here)
+    outcomes = {each["budget"]: (each["outcome"], each["fails"]) for each in told["budgets"]}
+    assert code == 1
+    assert outcomes == {
+        "step_time": ("broken", True),
+        "exposed_communication_ratio": ("kept", False),
+        "peak_reserved": ("cannot tell", False),
+        "checkpoint_overhead_ratio": ("broken", True),
+        "exposed_communication of layers.*": ("broken", True),
+    }
+    strict = tracekit("check", run, "--strict", "--select", "COMM001", cwd=here)
+    assert strict.stdout.startswith("Failed: 4 budgets broken\n")
+    assert "at most 200 ms are allowed" in strict.stdout
+    assert "cannot tell, which fails: strict" in strict.stdout
+
+
+def test_a_budget_that_makes_no_sense_names_file_and_key(tmp_path: Path) -> None:
+    here = settings(tmp_path, '[budget]\nstep_time = "412 MiB"\n')
+    done = tracekit("check", SAMPLES / "demo-fsdp2", cwd=here)
+    assert done.returncode == 2
+    assert "tracekit.toml: budget: step_time: expected text of a number and a unit" in only_line(done)
+
+
+def test_which_metrics_fail_is_a_setting(folder: Path, tmp_path: Path) -> None:
+    here = settings(tmp_path, '[baseline]\nmetrics = ["step_time", "sent"]\n')
+    assert gate(FAULTS / "churn", "--baseline", folder / "healthy-ddp.json", cwd=here)[0] == 0
+    wrong = settings(tmp_path, '[baseline]\nmetrics = ["step_tim"]\n')
+    done = tracekit("check", FAULTS / "churn", cwd=wrong)
+    assert "baseline.metrics: step_tim is no metric: did you mean step_time?" in only_line(done)
