@@ -70,6 +70,8 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
             "symbol": ["x" if point.failed else "circle" for _, point in known],
         },
         error_y=_bars(known, divisor),
+        unselected={"marker": {"opacity": 0.8}},  # a click picks one, and hides none
+        selected={"marker": {"size": 13}},
         customdata=[[number, _told(metric, number, point)] for number, point in known],
         hovertemplate="%{customdata[1]}<extra></extra>",
         showlegend=False,

@@ -189,9 +189,13 @@ def _asked(item: pytest.Item, collector: pytest.Collector) -> "Asked":
 
 def _recording(item: pytest.Item) -> "TraceRun":
     if _RECORDING not in item.stash:
-        from tracekit.testing.marks import DEFAULT_STEPS
-        from tracekit.testing.recording import TraceRun
-
+        try:
+            from tracekit.testing.marks import DEFAULT_STEPS
+            from tracekit.testing.recording import TraceRun
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            pytest.fail("a recorded test needs PyTorch: pip install 'torch-tracekit[train]'", pytrace=False)
         asked = item.stash.get(_ASKED, None)
         folder = item.config.stash[_STATE].folder(item.nodeid)
         item.stash[_RECORDING] = TraceRun(folder, steps=asked.steps if asked else DEFAULT_STEPS)
