@@ -23,6 +23,7 @@ INSTALLED = any(point.value == plugin.__name__ for point in importlib.metadata.e
 NAMED = () if INSTALLED else ("-p", plugin.__name__)
 LOOP = """
     import time
+    import unittest
 
     import pytest
     import torch
@@ -114,6 +115,12 @@ TESTS = """
         def test_parametrized(self, steps):
             train(steps)
 
+    class TestOfUnittest(unittest.TestCase):
+        @pytest.mark.trace_budget(step_time="1ns", steps="1:4")
+        def test_method(self):
+            train(5)
+
+
     def test_plain():
         from torch.optim import optimizer
 
@@ -154,10 +161,10 @@ def test_a_broken_budget_fails_its_test_and_nothing_else_does(done):
     said, outcomes, _ = done
     assert said.returncode == 1, said.stdout
     assert {name for name, outcome in outcomes.items() if outcome == "failure"} == {
-        "test_broken", "test_short", "test_raises", "test_unmeasured", "test_parametrized[2]",
+        "test_broken", "test_short", "test_raises", "test_unmeasured", "test_parametrized[2]", "test_method",
     }  # fmt: skip
     assert outcomes["test_skipped"] == "skipped"
-    assert len(outcomes) == 13
+    assert len(outcomes) == 14
 
 
 def test_the_message_says_what_was_measured_against_what_and_what_costs_most(done):
@@ -187,6 +194,7 @@ def test_the_summary_has_a_line_per_judged_test(done):
         "test", "test_train.py::test_kept", "test_train.py::test_broken", "test_train.py::test_short",
         "test_train.py::test_unmeasured",
         "test_train.py::TestClass::test_parametrized[5]", "test_train.py::TestClass::test_parametrized[2]",
+        "test_train.py::TestOfUnittest::test_method",
     }  # fmt: skip
     assert re.search(r"\d ms|\d µs|\d s", lines["test_train.py::test_kept"])
     assert "KiB" in lines["test_train.py::test_kept"]
@@ -200,7 +208,7 @@ def test_runs_of_failed_tests_stay_and_the_profiler_says_nothing(done):
     assert kept == {
         "test_train.py-test_broken", "test_train.py-test_short", "test_train.py-test_raises",
         "test_train.py-test_unmeasured",
-        "test_train.py-TestClass-test_parametrized-2",
+        "test_train.py-TestClass-test_parametrized-2", "test_train.py-TestOfUnittest-test_method",
     }  # fmt: skip
     assert "USDT" not in said.stdout + said.stderr
     manifest = next((folder / "traces").glob("*test_broken*/run.json"))

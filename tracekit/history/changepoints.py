@@ -44,7 +44,7 @@ MOST_RUNS = 400
 
 _FAR = 3.0
 _LEAST_NOISE = 0.002  # of the median: what counts exactly is not infinitely sure of itself
-_PRICE = 11.5
+_PRICE = 12.0
 _SLOPE_DISCOUNT = 1.5
 _FAR_DIFFERENCE = 2.5
 _OF_CLIPPED = 1.02  # what clipping normal noise at that takes from its standard deviation
