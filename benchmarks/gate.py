@@ -38,7 +38,7 @@ _OPTIONS = (
 HEALTHY = "healthy"
 BASELINE_RECORDINGS = 5
 _TIMES = (
-    "step_time_ns", "tokens_per_second", "cpu_time_ns", "exposed_communication_ns", "transfer_ns",
+    "step_time_ns", "tokens_per_second", "cpu_time_ns", "exposed_transfer_ns", "transfer_ns",
     "checkpoint_blocked_ns", "checkpoint_cpu_ns",
 )  # fmt: skip
 

@@ -104,7 +104,9 @@ def answers(count: int, seed: int, names: Sequence[str]) -> Iterator[Answer]:
 
 
 def document(found: Sequence[Answer], runs: int, seed: int) -> str:
-    """Return the scores as Markdown: by fault, then over all."""
+    """Return the scores as Markdown: by fault, then over all. What got no answer is counted, and scored no further."""
+    answered = [each for each in found if not each.why_not]
+    silent = sorted({f"{each.fault} ({each.why_not})" for each in found if each.why_not})
     lines = [
         "# What-if answers on runs whose truth is known\n",
         f"    python -m benchmarks.labelled_savings --runs {runs} --out docs/whatif_savings.md\n",
@@ -112,15 +114,16 @@ def document(found: Sequence[Answer], runs: int, seed: int) -> str:
         "against the truth, which simulates again without the fault; only faults that cost 3% of the run or more.",
         "*Inferred*: the same runs with CUDA's waits of streams taken out of their traces. Replayed with nothing",
         "changed, the recorded step is off by "
-        f"{max((each.replay_error for each in found), default=0.0):.2%} at most.\n",
+        f"{max((each.replay_error for each in found), default=0.0):.2%} at most. "
+        f"{len(found) - len(answered)} of {len(found)} questions got no answer. {' '.join(silent)}\n",
         "| fault | without | answers | off by, median | off by, most | within 10% | inferred: median | within 10% |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(CAUSE_OF):
-        mine = [each for each in found if each.fault == name]
+        mine = [each for each in answered if each.fault == name]
         if mine:
             lines.append(f"| {name} | {CAUSE_OF[name]} | {_scores(mine)} |")
-    lines.append(f"| all | | {_scores(found)} |" if found else "")
+    lines.append(f"| all | | {_scores(answered)} |" if answered else "")
     return "\n".join(lines) + "\n"
 
 

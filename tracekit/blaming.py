@@ -26,8 +26,15 @@ COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
     "memory",
     "host",
 )
-_OF_CHECKPOINTS = ("checkpoint_blocked_ns", "checkpoint_cpu_ns")
-_OF_COMMUNICATION = ("sent_bytes", "transfer_ns", "exposed_communication_ns", "communication_ns")
+_OF_CHECKPOINTS = {
+    "checkpoint_blocked_ns": "a save blocks training for",
+    "checkpoint_cpu_ns": "it keeps a processor for",
+    "checkpoint_written_bytes": "a rank writes",
+    "checkpoint_calls": "calls that write are",
+}
+_OF_COMMUNICATION = (
+    "sent_bytes", "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns", "communication_ns",
+)  # fmt: skip
 _OF_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "allocated_bytes")
 _OF_COMPUTE = ("flops", "cpu_time_ns", "compute_ns", "step_time_ns", "tokens_per_second")
 _FLOPS = "flops"
@@ -76,7 +83,7 @@ def causes(
     before, after = _mean(reference), _mean(candidate)
     found = []
     if failed & set(_OF_CHECKPOINTS):
-        found.append(_checkpointing(changes, before, after))
+        found.append(_checkpointing(failed, changes, before, after))
     if failed - set(_OF_CHECKPOINTS):
         found += _of_steps(failed, changes, before, after)
     return tuple(found)
@@ -95,7 +102,7 @@ def _of_steps(
     is_memory = bool(allocated) and bool(failed & set(_OF_MEMORY))
     scored: list[tuple[bool, float, Cause]] = []
     if failed & set(_OF_COMMUNICATION):
-        spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_communication_ns"))
+        spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns"))
         cause = _communication(failed, changes, sent, _grown(before, after, ("communication",)))
         scored.append((bool(sent), spent_ns, cause))
     if is_memory:
@@ -117,14 +124,15 @@ def _of_steps(
     ]
 
 
-def _checkpointing(changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame) -> Cause:
-    told = [changes[metric] for metric in _OF_CHECKPOINTS if metric in changes]
-    first = told[0]
-    what = "A save blocks training for" if first.metric == _OF_CHECKPOINTS[0] else "A save keeps a processor for"
+def _checkpointing(
+    failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
+) -> Cause:
+    told = _of(failed, tuple(_OF_CHECKPOINTS))
+    parts = [f"{_OF_CHECKPOINTS[metric]} {_moved(changes[metric], _words(metric))}" for metric in told]
     stages = [grown for grown in _grown(before, after, (places.SAVE,)) if grown.name != "wait"]
-    most = f", most of it in {stages[0].place} (+{units.duration(stages[0].excess)})" if stages else ""
-    message = f"{what} {_moved(first, units.duration)}{most}."
-    return Cause(CHECKPOINTING, message, tuple(change.metric for change in told))
+    if stages:
+        parts.append(f"most time more is in {stages[0].place} (+{units.duration(stages[0].excess)})")
+    return Cause(CHECKPOINTING, _sentence(parts), told)
 
 
 def _communication(
@@ -133,7 +141,11 @@ def _communication(
     parts = []
     if sent and "sent_bytes" in changes:
         parts.append(f"a step sends {_moved(changes['sent_bytes'], units.size)}, most of it by {sent[0].place}")
-    for metric, words in (("transfer_ns", "transfers take"), ("exposed_communication_ns", "exposed are")):
+    for metric, words in (
+        ("transfer_ns", "transfers take"),
+        ("exposed_transfer_ns", "no compute hides"),
+        ("exposed_communication_ns", "exposed are"),
+    ):
         if metric in failed and metric in changes:
             parts.append(f"{words} {_moved(changes[metric], units.duration)} a step")
     if not sent and spent:
@@ -167,8 +179,7 @@ def _compute(
     metric = next((metric for metric in _OF_COMPUTE if metric in failed and metric != _FLOPS), None)
     words = {"cpu_time_ns": "a step keeps processors for", "tokens_per_second": "tokens a second are"}
     if metric is not None:
-        told = units.duration if metric.endswith("_ns") else "{:,.0f}".format
-        parts.append(f"{words.get(metric, 'a step takes')} {_moved(changes[metric], told)}")
+        parts.append(f"{words.get(metric, 'a step takes')} {_moved(changes[metric], _words(metric))}")
     if work and not counted:
         first = work[0]
         parts.append(
@@ -244,6 +255,12 @@ def _moved(change: Change, words: Callable[[float], str]) -> str:
     """Return a change in words: "412 ms, 36 ms more"."""
     more = "more" if change.difference > 0 else "less"
     return f"{words(change.candidate)}, {words(abs(change.difference))} {more}"
+
+
+def _words(metric: str) -> Callable[[float], str]:
+    if metric.endswith("_ns"):
+        return units.duration
+    return units.size if metric.endswith("_bytes") else "{:,.0f}".format
 
 
 def _sentence(parts: Sequence[str]) -> str:

@@ -31,6 +31,8 @@ METRICS: Mapping[str, bool] = {**LOWER_IS_BETTER, CHECKPOINT_OVERHEAD: True}
 """What there are budgets of, and whether lower is better."""
 
 _STRICT, _WHERE, _RANK, _UNIT = "strict", "where", "rank", "unit"
+OF_RANKS_TOGETHER = ("transfer_ns", "exposed_transfer_ns")
+"""Metrics that only several ranks together tell."""
 _OF_RUN_ONLY = (CHECKPOINT_OVERHEAD, "transfer_ns")
 
 

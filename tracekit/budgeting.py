@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import markup, units
 from tracekit.analysis import places, saves
 from tracekit.analysis.samples import samples, samples_across
-from tracekit.budget import CHECKPOINT_OVERHEAD, Budget
+from tracekit.budget import CHECKPOINT_OVERHEAD, OF_RANKS_TOGETHER, Budget
 from tracekit.change import MIN_SAMPLES, Values
 from tracekit.compare import job_samples
 from tracekit.gate import Budgeted, Outcome
@@ -95,7 +95,7 @@ def _measured(run: Run, budget: Budget) -> Iterator[_Measured]:
     if budget.units:
         yield from _of_units(run, budget)
         return
-    table = run.across(samples_across) if budget.metric == "transfer_ns" else run.table(samples)
+    table = run.across(samples_across) if budget.metric in OF_RANKS_TOGETHER else run.table(samples)
     mine = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
     if budget.ranks:
         for (rank,), rows in mine.group_by("rank", maintain_order=True):

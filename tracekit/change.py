@@ -37,6 +37,7 @@ _TIMES_WITHIN_STEP = (
     "compute_ns",
     "communication_ns",
     "exposed_communication_ns",
+    "exposed_transfer_ns",
     "transfer_ns",
     "idle_ns",
     "data_wait_ns",

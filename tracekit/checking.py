@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import tracekit
@@ -10,7 +11,6 @@ from tracekit.errors import RuleError
 from tracekit.rule import Finding, Input, Report, Rule, in_order
 from tracekit.rules import all_rules
 from tracekit.trace import Fact, Run, Source
-from tracekit.whatif import graph
 
 
 def check(
@@ -24,22 +24,23 @@ def check(
 
     All rules, and further `facts` that are to be asked for later, share one pass over the traces; `on_progress` is
     called after each trace of it. What findings cost comes from a replay of the steps without their cause, where it can
-    tell. Raises RuleError, naming the rule, if a rule crashes.
+    tell: a second pass, made only if there is such a finding. Raises RuleError, naming the rule, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
-    replayed = graph.FACTS if any(pricing.can_price(rule.code) for rule in chosen) else ()
-    run.measure([*(fact for rule in chosen for fact in rule.facts), *replayed, *facts], on_progress)
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *facts], on_progress)
     findings: list[Finding] = []
-    notes: list[str] = []
+    blind_spots: dict[str, str] = {}
     for rule in chosen:
         try:
             blind = rule.blind_spot(run)
             findings += rule.check(run)
         except Exception as error:
             raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
-        notes += [f"{rule.code}: {blind}"] if blind else []
+        blind_spots |= {rule.code: blind} if blind else {}
     inputs = tuple(_input(source.path) for source in run.sources)
-    return pricing.priced(Report(run, in_order(findings), tuple(notes), inputs, tracekit.__version__))
+    notes = tuple(f"{code}: {blind}" for code, blind in blind_spots.items())
+    report = Report(run, in_order(findings), notes, inputs, tracekit.__version__)
+    return pricing.priced(replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots))
 
 
 def _input(path: str) -> Input:

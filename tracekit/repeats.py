@@ -4,7 +4,8 @@ Two recordings of the same training, minutes apart on a shared machine, differ b
 a neighbour works for minutes, a clock settles, memory falls out differently. An interval from the steps of one
 recording a side (`tracekit.change`) knows nothing of that and cries wolf. So here
 
-- a recording counts as one observation: the median of its steps, or of its saves. What the steps of a recording leave
+- a recording counts as one observation: the median of its steps, or of its saves, and, where all are positive, of their
+  logarithms, for a machine that is busy doubles a time as easily as it halves it. What the steps of a recording leave
   uncertain of that is found by a circular block bootstrap (Politis and Romano 1992), for neighbouring steps are alike,
   and is the least by which recordings must differ;
 - the spread between recordings is learnt from those of the baseline, which holds several, and moderated by what is
@@ -39,10 +40,13 @@ MIN_STEP_SHARE = 0.01
 MIN_CHECKPOINT_EFFECT = 0.1
 """The same of what a save takes: saves are rare, and storage has its moods."""
 MAX_MORE_RECORDINGS = 100
+_MOST_LOGARITHM = 50.0  # a change beyond is told as this: intervals stay finite
 
 _WITHIN_STEP = (
-    "compute_ns", "communication_ns", "exposed_communication_ns", "transfer_ns", "idle_ns", "data_wait_ns",
+    "compute_ns", "communication_ns", "exposed_communication_ns", "exposed_transfer_ns", "transfer_ns",
+    "idle_ns", "data_wait_ns",
 )  # fmt: skip
+_OF_SAVES = ("checkpoint_blocked_ns", "checkpoint_cpu_ns")
 _LEAST_SPREADS = {
     "cpu_time_ns": 0.015,
     "checkpoint_cpu_ns": 0.03,
@@ -50,6 +54,7 @@ _LEAST_SPREADS = {
     "idle_ns": 0.05,
     "data_wait_ns": 0.05,
     "transfer_ns": 0.03,
+    "exposed_transfer_ns": 0.03,
     "communication_ns": 0.03,
     "exposed_communication_ns": 0.03,
     "exposed_communication_ratio": 0.01,
@@ -88,18 +93,18 @@ def compare_recordings(
     `step_ns` is the reference's step time, where it has one. A change of less than `min_effect` is none: of the
     reference, or in points of a share. The interval of the change returned is at CONFIDENCE.
     """
-    a, b = _Side.of(reference), _Side.of(candidate)
-    scale = _Scale.of(metric, a.center, step_ns, min_effect)
-    change = (b.center - a.center) / scale.unit
+    logarithmic = not is_share(metric) and all(float(values.min()) > 0 for values in (*reference, *candidate))
+    a, b = _Side.of(reference, logarithmic=logarithmic), _Side.of(candidate, logarithmic=logarithmic)
+    scale = _Scale.of(metric, a, step_ns, min_effect)
+    difference = (b.place - a.place) / scale.unit
     if not _is_enough(a, b, least_spread(metric)):
         lacking = MIN_SAMPLES - min(a.samples, b.samples)
-        return _told(metric, a, b, change, None, scale, verdict=Verdict.CANNOT_TELL, more=(max(1, lacking), 0))
+        return _told(metric, a, b, difference, None, scale, verdict=Verdict.CANNOT_TELL, more=(max(1, lacking), 0))
     spread = _Spread.of(a, b, least_spread(metric), scale.unit)
     reach = spread.reach(len(a.places), len(b.places))
-    interval = change - reach, change + reach
-    verdict = _verdict(metric, change, interval, scale)
-    more = _more(change, spread, a, b, scale) if verdict is Verdict.CANNOT_TELL else (0, 0)
-    return _told(metric, a, b, change, interval, scale, verdict=verdict, more=more)
+    verdict = _verdict(metric, scale.change(difference), scale.interval(difference, reach), scale)
+    more = _more(difference, spread, a, b, scale) if verdict is Verdict.CANNOT_TELL else (0, 0)
+    return _told(metric, a, b, difference, reach, scale, verdict=verdict, more=more)
 
 
 def student_t(probability: float, degrees: float) -> float:
@@ -132,9 +137,10 @@ def variance_of_median(values: Values) -> float:
 
 @dataclass(frozen=True)
 class _Side:
-    """One side's recordings, each by the median of its samples."""
+    """One side's recordings, each by the median of its samples, or by that of their logarithms."""
 
     places: Values
+    logarithmic: bool
     within: float
     """Variance of such a median that the samples of the recording itself leave, the mean over recordings."""
     scatter: float
@@ -142,15 +148,21 @@ class _Side:
     samples: int
 
     @classmethod
-    def of(cls, recordings: Sequence[Values]) -> "_Side":
-        places = np.array([float(np.median(values)) for values in recordings])
-        within = float(np.mean([variance_of_median(values) for values in recordings]))
-        apart = [float(np.median(np.abs(values - np.median(values)))) for values in recordings]
-        return cls(places, within, _MAD_OF_NORMAL * float(np.mean(apart)), sum(map(len, recordings)))
+    def of(cls, recordings: Sequence[Values], *, logarithmic: bool) -> "_Side":
+        taken = [np.log(values) if logarithmic else values for values in recordings]
+        places = np.array([float(np.median(values)) for values in taken])
+        within = float(np.mean([variance_of_median(values) for values in taken]))
+        apart = [float(np.median(np.abs(values - np.median(values)))) for values in taken]
+        return cls(places, logarithmic, within, _MAD_OF_NORMAL * float(np.mean(apart)), sum(map(len, taken)))
+
+    @property
+    def place(self) -> float:
+        return float(self.places.mean())
 
     @property
     def center(self) -> float:
-        return float(self.places.mean())
+        """Return the middle of the recordings, in the metric's own unit."""
+        return math.exp(self.place) if self.logarithmic else self.place
 
 
 @dataclass(frozen=True)
@@ -158,22 +170,33 @@ class _Scale:
     """What a change is measured in: relative to the reference, in points, or in steps where the reference is 0."""
 
     unit: float
+    logarithmic: bool
     effect: float
     within: float
     is_told: bool
     """Whether a reader can make something of numbers on this scale."""
 
     @classmethod
-    def of(cls, metric: str, reference: float, step_ns: float | None, min_effect: float) -> "_Scale":
+    def of(cls, metric: str, side: _Side, step_ns: float | None, min_effect: float) -> "_Scale":
+        reference = side.center
         if is_share(metric):
-            return cls(1.0, min_effect, SAME_WITHIN, is_told=True)
+            return cls(1.0, False, min_effect, SAME_WITHIN, is_told=True)
         least_ns = MIN_STEP_SHARE * (step_ns or 0.0) if metric in _WITHIN_STEP else 0.0
         if reference <= 0:
             unit = step_ns if step_ns and least_ns else 1.0
-            return cls(unit, MIN_STEP_SHARE, MIN_STEP_SHARE, is_told=False)
-        least = max(min_effect, MIN_CHECKPOINT_EFFECT) if metric.startswith("checkpoint_") else min_effect
+            return cls(unit, False, MIN_STEP_SHARE, MIN_STEP_SHARE, is_told=False)
+        least = max(min_effect, MIN_CHECKPOINT_EFFECT) if metric in _OF_SAVES else min_effect
         effect = max(least, least_ns / reference)
-        return cls(reference, effect, max(SAME_WITHIN, effect), is_told=True)
+        unit = 1.0 if side.logarithmic else reference
+        return cls(unit, side.logarithmic, effect, max(SAME_WITHIN, effect), is_told=True)
+
+    def change(self, difference: float) -> float:
+        """Return a difference of places as a change: of logarithms as a ratio, less 1."""
+        return math.expm1(min(difference, _MOST_LOGARITHM)) if self.logarithmic else difference
+
+    def interval(self, difference: float, reach: float) -> tuple[float, float]:
+        """Return the changes so far from a difference on either side."""
+        return self.change(difference - reach), self.change(difference + reach)
 
 
 @dataclass(frozen=True)
@@ -189,7 +212,7 @@ class _Spread:
     @classmethod
     def of(cls, a: _Side, b: _Side, least: float, unit: float) -> "_Spread":
         within_a, within_b = a.within / unit**2, b.within / unit**2
-        seen = sum(float(((side.places - side.center) ** 2).sum()) for side in (a, b)) / unit**2
+        seen = sum(float(((side.places - side.place) ** 2).sum()) for side in (a, b)) / unit**2
         seen_degrees = len(a.places) + len(b.places) - 2
         degrees = _PRIOR_DEGREES + seen_degrees
         usual = least**2 + (_SCATTER_SHARE * a.scatter / unit) ** 2
@@ -219,13 +242,13 @@ def _verdict(metric: str, change: float, interval: tuple[float, float], scale: _
     return Verdict.SAME if max(abs(low), abs(high)) <= scale.within else Verdict.CANNOT_TELL
 
 
-def _more(change: float, spread: _Spread, a: _Side, b: _Side, scale: _Scale) -> tuple[int, int]:
+def _more(difference: float, spread: _Spread, a: _Side, b: _Side, scale: _Scale) -> tuple[int, int]:
     """Return about how many more samples, or recordings, a side would leave no doubt; one of them is 0.
 
     Enough for the interval to leave out zero if the change is as it seems, or to lie within what counts as the same.
     """
-    apart = abs(change) if abs(change) >= scale.effect else 0.0
-    wanted = max(apart, scale.within - abs(change))
+    apart = abs(difference) if abs(scale.change(difference)) >= scale.effect else 0.0
+    wanted = max(apart, scale.within - abs(difference))
     if spread.own > 0.5:
         count = min(a.samples, b.samples)
         ratio = spread.reach(len(a.places), len(b.places)) / wanted if wanted > 0 else math.inf
@@ -242,24 +265,24 @@ def _told(
     metric: str,
     a: _Side,
     b: _Side,
-    change: float,
-    interval: tuple[float, float] | None,
+    difference: float,
+    reach: float | None,
     scale: _Scale,
     *,
     verdict: Verdict,
     more: tuple[int, int],
 ) -> Change:
-    low, high = interval or (None, None)
+    low, high = (None, None) if reach is None else scale.interval(difference, reach)
     return Change(
         metric,
         reference=a.center,
         candidate=b.center,
         reference_samples=a.samples,
         candidate_samples=b.samples,
-        change=change if scale.is_told else None,
+        change=scale.change(difference) if scale.is_told else None,
         low=low if scale.is_told else None,
         high=high if scale.is_told else None,
-        is_certain=interval is not None and (interval[0] > 0 or interval[1] < 0),
+        is_certain=low is not None and high is not None and (low > 0 or high < 0),
         verdict=verdict,
         more_samples=more[0],
         more_recordings=more[1],

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from enum import IntEnum
@@ -27,6 +27,20 @@ class Severity(IntEnum):
         return self.name.lower()
 
 
+@dataclass(frozen=True)
+class Without:
+    """What a replay of the run takes away to tell what a finding costs (`tracekit.pricing`).
+
+    `cause` is a name of `tracekit.whatif.causes`. A finding whose replay saves less than `least_ratio` of the step is
+    information: something else would hold it up next.
+    """
+
+    cause: str
+    least_ratio: float = 0.005
+    is_in_part: bool = False
+    """Whether only a part of the cause can be taken away: then the finding's own cost bounds what is saved."""
+
+
 @dataclass(frozen=True, eq=False)
 class Finding:
     """A claim about where a run loses time or memory, with its numbers, its evidence and what to change.
@@ -48,6 +62,8 @@ class Finding:
     ranks: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
+    without: Without | None = None
+    """What is taken away to price it; None where its cost is as the rule measures it."""
     subject: str = ""
     """What it is about where a rule can speak of several things (a unit, a checkpoint, a file); never a number."""
 
@@ -137,3 +153,7 @@ class Report:
     inputs: tuple[Input, ...]
     tool_version: str
     ignored: tuple[Ignored, ...] = ()
+    rules: tuple[str, ...] = ()
+    """The codes of the rules that were asked, in their order."""
+    blind_spots: Mapping[str, str] = field(default_factory=dict)
+    """Why rules could not judge, by code; each is a note too."""

@@ -10,11 +10,13 @@ import tracekit
 from tests import commands
 from tracekit import align, schema
 from tracekit.checking import check
+from tracekit.errors import InputError
 from tracekit.plan import models
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
 from tracekit.trace import Run, Trace
 from tracekit.whatif import saving, strategies
+from tracekit.whatif.replicas import Node
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
@@ -117,6 +119,20 @@ def test_another_strategy_is_predicted_and_says_what_that_rests_on(simulated):
     assert any("two buffers" in each for each in told.assumed)
 
 
+def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulated):
+    fsdp2, hsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp2", "hsdp"))
+    machine = hardware.find("a100-80")
+    told = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s))
+    assert told.predicted_ns == pytest.approx(saving.saving(hsdp, "data-loading").step_ns, rel=0.03)
+    slower = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s / 8))
+    assert slower.predicted_ns > 1.1 * told.predicted_ns
+    assert any("sharded over 8 ranks only" in each for each in told.assumed)
+    with pytest.raises(InputError, match="sharded over 16 ranks, no multiple of 5"):
+        strategies.predicted(fsdp2, "hsdp", Node(5, 1e9))
+    with pytest.raises(InputError, match="sharded over 16 ranks, no multiple of 16 beyond one node"):
+        strategies.predicted(fsdp2, "hsdp", Node(16, 1e9))
+
+
 def test_the_command_tells_people_and_programs(simulated):
     folder = str(simulated("fsdp2", "host-sync"))
     text = commands.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
@@ -134,4 +150,7 @@ def test_the_command_tells_people_and_programs(simulated):
     assert "did you mean blocking-sync?" in wrong.stderr
     other = commands.tracekit("whatif", folder, "--strategy", "hsdp", cwd=ROOT)
     assert other.returncode == 2
-    assert "tracekit simulate --strategy hsdp" in other.stderr
+    assert "say it by --node-bandwidth" in other.stderr
+    known = commands.tracekit("whatif", folder, "--strategy", "hsdp", "--node-bandwidth", "230e9", cwd=ROOT)
+    assert known.returncode == 0, known.stderr
+    assert "8 GPUs a node, whose rings carry 230 GB/s" in known.stdout

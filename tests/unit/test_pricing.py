@@ -1,15 +1,21 @@
 """What findings cost is what a replay without their cause would take less."""
 
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import tracekit
 from tests import drawn, proofs
 from tests.unit.simulate.jobs import job, written
-from tracekit import pricing
-from tracekit.rule import Finding, Report, Rule, Severity
-from tracekit.rules import RULES
+from tracekit import pricing, rules
+from tracekit.rule import Finding, Report, Rule, Severity, Without
 from tracekit.rules.rank import Straggler
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.simulate.truth import Known
@@ -53,7 +59,9 @@ def test_only_what_memory_could_hold_is_saved(tmp_path: Path) -> None:
 def test_a_cause_whose_end_would_save_nothing_is_information(tmp_path: Path) -> None:
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    told_of = Finding("RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3))
+    told_of = Finding(
+        "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), without=Without("straggler")
+    )
     dear = Finding("RANK003", Severity.WARNING, "b.", "", impact=0.99, cost_ns=5)
     first, second = pricing.priced(Report(run, (told_of, dear), (), (), "")).findings
     assert (first.code, second.code, second.severity) == ("RANK003", "RANK001", Severity.INFO)
@@ -79,8 +87,40 @@ def test_what_no_replay_can_tell_stays_as_it_is() -> None:
     ]
 
 
-def test_every_cause_is_one_that_can_be_replayed() -> None:
-    codes = {rule.code for rule in RULES}
-    for named, cause in pricing._CAUSES.items():
-        assert named.split()[0] in codes
-        assert CAUSES[cause].code == named.split()[0]
+def test_information_that_would_save_nothing_is_left_out(tmp_path: Path) -> None:
+    written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    dear = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, without=Without("straggler"))
+    cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, without=Without("straggler", 0.02))
+    grave = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, without=Without("communication", 0.02))
+    (found,) = pricing.priced(Report(run, (dear, cheap, grave), (), (), "")).findings
+    assert (found.code, found.severity) == ("C", Severity.WARNING)
+    assert found.impact > 0.02
+
+
+def test_what_was_measured_counts_where_no_replay_can_tell() -> None:
+    run = drawn.run(drawn.trace(proofs.HIDDEN))
+    enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, without=Without("straggler", 0.02))
+    little = replace(enough, code="B", impact=0.019)
+    assert pricing.priced(Report(run, (enough, little), (), (), "")).findings == (enough,)
+
+
+def test_every_cause_is_one_that_can_be_replayed_and_names_its_rule() -> None:
+    found = {
+        (code, cause)
+        for module in pkgutil.iter_modules(rules.__path__)
+        for code, cause in _causes_in(importlib.import_module(f"tracekit.rules.{module.name}"))
+    }
+    assert {(cause.code, cause.name) for cause in CAUSES.values()} >= found
+    assert len(found) >= 12
+
+
+def _causes_in(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Yield the code of each rule that names a cause, and the cause."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        code = getattr(getattr(module, node.name), "code", None) if isinstance(node, ast.ClassDef) else None
+        for each in ast.walk(node) if code else ():
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "Without":
+                for name in ast.walk(each.args[0]):
+                    if isinstance(name, ast.Constant):
+                        yield code, name.value

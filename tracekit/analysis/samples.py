@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis import allocations, arithmetic, breakdown, instances
+from tracekit.analysis import allocations, arithmetic, breakdown, communication, instances
 from tracekit.trace import Run, Trace
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
@@ -17,6 +17,7 @@ LOWER_IS_BETTER = {
     "exposed_communication_ns": True,
     "exposed_communication_ratio": True,
     "overlap_ratio": False,
+    "exposed_transfer_ns": True,
     "transfer_ns": True,
     "sent_bytes": True,
     "idle_ns": True,
@@ -27,6 +28,8 @@ LOWER_IS_BETTER = {
     "peak_reserved_bytes": True,
     "checkpoint_blocked_ns": True,
     "checkpoint_cpu_ns": True,
+    "checkpoint_written_bytes": True,
+    "checkpoint_calls": True,
     "tokens_per_second": False,
 }
 """The metrics a comparison shows, in order, and which way is better."""
@@ -45,7 +48,8 @@ def samples(trace: Trace) -> pl.DataFrame:
     run; `peak_allocated_bytes` and `peak_reserved_bytes` are the most held and reserved in the step by the same events,
     or, in a run without them, up to the step by the metrics log. `checkpoint_blocked_ns` has one row per checkpoint
     saved: the time that the training thread waited, by the checkpoint log; `checkpoint_cpu_ns` the part of it in which
-    that thread ran.
+    that thread ran, and `checkpoint_written_bytes` and `checkpoint_calls` what was written meanwhile and by how many
+    calls.
     """
     parts = (
         _of_breakdown(trace),
@@ -63,21 +67,26 @@ def samples_across(run: Run) -> pl.DataFrame:
 
     Columns window, rank, step, metric, value. `transfer_ns` is the time of the step's collectives from the last
     arrival to the end, saves left out: what communication takes when nobody is waited for. It is told of the lowest
-    rank, for it is the same on all.
+    rank, for it is the same on all. `exposed_transfer_ns` is the part of each rank's exposed communication in which no
+    rank is waited for.
     """
     in_step = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
     told = run.across(instances.instances).filter(in_step, pl.col("transfer_ns").is_not_null())
     sums = told.group_by("window", "step").agg(pl.col("transfer_ns").sum().alias("value")).sort("window", "step")
     lowest = pl.lit(min(run.ranks, default=0), pl.Int64).alias("rank")
-    return sums.select("window", lowest, *_cast(sums.with_columns(pl.lit("transfer_ns").alias("metric"))))
+    transfers = sums.select("window", lowest, "step", pl.lit("transfer_ns").alias("metric"), "value")
+    exposed = run.across(communication.exposed_by_step).filter(pl.col("step").is_not_null())
+    by_rank = exposed.group_by("window", "rank", "step", maintain_order=True).agg(pl.col("exposed_ns").max())
+    exposures = by_rank.select(
+        "window", "rank", "step", pl.lit("exposed_transfer_ns").alias("metric"), pl.col("exposed_ns").alias("value")
+    )
+    place = {"window": pl.Int64, "rank": pl.Int64}
+    casts = [pl.col(name).cast(dtype) for name, dtype in {**place, **COLUMNS}.items()]
+    return pl.concat([transfers.select(casts), exposures.select(casts)])
 
 
 def _conformed(part: pl.DataFrame) -> pl.DataFrame:
-    return part.select(_cast(part))
-
-
-def _cast(part: pl.DataFrame) -> list[pl.Series]:
-    return [part[name].cast(dtype) for name, dtype in COLUMNS.items()]
+    return part.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
 
 
 def _of_breakdown(trace: Trace) -> pl.DataFrame:
@@ -129,7 +138,11 @@ def _of_allocations(trace: Trace) -> pl.DataFrame:
 def _of_checkpoints(trace: Trace) -> pl.DataFrame:
     blocked = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
     wide = blocked.select(
-        "step", pl.col("dur_ns").alias("checkpoint_blocked_ns"), pl.col("cpu_ns").alias("checkpoint_cpu_ns")
+        "step",
+        checkpoint_blocked_ns="dur_ns",
+        checkpoint_cpu_ns="cpu_ns",
+        checkpoint_written_bytes="bytes",
+        checkpoint_calls="calls",
     )
     return wide.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")
 

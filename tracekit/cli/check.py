@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import opening, output
+from tracekit.cli import formats, opening, output
+from tracekit.cli.formats import Also, CommentKey, ReportFormat
 from tracekit.cli.opening import UseCache
 from tracekit.cli.output import Output
 from tracekit.errors import InputError
@@ -16,18 +17,8 @@ from tracekit.errors import InputError
 if TYPE_CHECKING:
     from tracekit.config import Catalog, Config
     from tracekit.gate import Gate
-    from tracekit.rule import Report
-    from tracekit.trace import Run
 
 FINDINGS = 1
-
-
-class ReportFormat(StrEnum):
-    """What a report can be written as."""
-
-    TEXT = "text"
-    JSON = "json"
-    HTML = "html"
 
 
 class FailOn(StrEnum):
@@ -86,6 +77,8 @@ def check(
     history: Annotated[
         Path | None, typer.Option("--history", metavar="FILE", help="Add what this comes to to a history.")
     ] = None,
+    also: Also = None,
+    comment_key: CommentKey = "check",
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
     print_schema: Annotated[bool, typer.Option("--print-schema", help="Print the JSON Schema of reports.")] = False,
     cache: UseCache = True,
@@ -105,9 +98,9 @@ def check(
     paths = [*(runs or []), *([str(opening.sample())] if sample else [])]
     if not paths:
         raise InputError("no run is named: tracekit check RUN…, or --sample to see one")
+    besides = formats.wanted(also or [])
     if report_format is ReportFormat.HTML:
         output.refuse_to_flood_terminal(out, "an HTML report")
-
     if again and len(paths) > 1:
         raise InputError("--again: is for a single RUN; check one after the other")
 
@@ -127,8 +120,8 @@ def check(
     facts = judging.facts(settled.budget, with_baseline=baseline is not None)
     held = opening.baseline(baseline, rules, cache=cache) if baseline is not None else None
     told = [
-        (settings_of.set_aside(report, settled.ignore, catalog, today=today), run)
-        for report, run in opening.checked(paths, rules, facts=facts, cache=cache)
+        settings_of.set_aside(report, settled.ignore, catalog, today=today)
+        for report, _ in opening.checked(paths, rules, facts=facts, cache=cache)
     ]
     further = [opening.measured(path, facts, cache=cache) for path in again or []]
     gates = [
@@ -141,11 +134,11 @@ def check(
             budgets=settled.budget,
             allow_different=allow_different,
         )
-        for report, _ in told
+        for report in told
     ]
-    output.emit(_render(told, gates, report_format, out), out)
+    formats.write(gates, report_format, out, also=besides, comment_key=comment_key)
     if history is not None:
-        remember(history, gates, [run for _, run in told])
+        remember(history, gates)
     _fail(gates)
 
 
@@ -166,28 +159,6 @@ def _settle(
     if fail_on is not None:
         settled = dataclasses.replace(settled, fail_on=config.parse_fail_on(fail_on))
     return settled
-
-
-def _render(
-    told: "list[tuple[Report, Run]]", gates: "list[Gate]", report_format: ReportFormat, out: Path | None
-) -> str:
-    if report_format is ReportFormat.HTML:
-        from tracekit.reports import html
-
-        return html.render_several(told)
-    if report_format is ReportFormat.JSON:
-        from tracekit.reports import json
-
-        return json.render(*told[0], gates[0]) if len(told) == 1 else json.render_several(told, gates)
-    from tracekit.reports import gates as verdicts
-    from tracekit.reports import text
-
-    width, color = output.width(out), output.color(out)
-    if any(gate.comparison or gate.budgets for gate in gates):
-        return "\n".join(verdicts.render(gate, width=width, color=color) for gate in gates)
-    if len(told) == 1:
-        return text.render(*told[0], width=width, color=color)
-    return text.render_several(told, width=width, color=color)
 
 
 def _fail(gates: "list[Gate]") -> None:

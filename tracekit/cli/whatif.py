@@ -1,12 +1,16 @@
 """``tracekit whatif``: what a step would take without one cause of lost time."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracekit.cli import opening, output
 from tracekit.cli.opening import RunArgument, UseCache
 from tracekit.cli.output import Format, Output, TextOrJson
+from tracekit.errors import InputError
+
+if TYPE_CHECKING:
+    from tracekit.whatif.replicas import Node
 
 
 def whatif(
@@ -17,7 +21,12 @@ def whatif(
         typer.Option("--without", metavar="CAUSE", help="Take this cause away; repeatable. All that save, if none."),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp or fsdp2.")
+        str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="For hsdp: GPUs of a node.")] = 8,
+    node_bandwidth: Annotated[
+        float | None,
+        typer.Option("--node-bandwidth", metavar="B", help="For hsdp: bus bandwidth inside a node, bytes a second."),
     ] = None,
     recompute_fewer: Annotated[
         int | None, typer.Option("--recompute-fewer", metavar="N", help="Predict N recomputed layers fewer.")
@@ -43,7 +52,7 @@ def whatif(
         opened.measure(graph.FACTS, bar.measured(len(opened.sources)))
     predictions = []
     if strategy is not None:
-        predictions.append(strategies.predicted(opened, strategy))
+        predictions.append(strategies.predicted(opened, strategy, _node(gpus_per_node, node_bandwidth)))
     if recompute_fewer is not None:
         predictions.append(strategies.recomputing_less(opened, recompute_fewer))
     asks = bool(names) or not predictions
@@ -52,3 +61,15 @@ def whatif(
         output.emit(told.as_json(found, predictions, run=opened.name), out)
     else:
         output.emit(told.as_text(found, predictions, run=opened.name, price=gpu_hour_price), out)
+
+
+def _node(gpus: int, bytes_per_s: float | None) -> "Node | None":
+    from tracekit.whatif.replicas import Node
+
+    if gpus < 1:
+        raise InputError(f"--gpus-per-node is {gpus}; it must be 1 or more")
+    if bytes_per_s is None:
+        return None
+    if not 0 < bytes_per_s < float("inf"):
+        raise InputError(f"--node-bandwidth is {bytes_per_s}; it must be above 0")
+    return Node(gpus, bytes_per_s)

@@ -1,5 +1,6 @@
 """What reports say in words, whatever their format: the verdict, what a finding costs, where it applies."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import polars as pl
@@ -36,7 +37,7 @@ def subtitle(run: Run) -> str:
 
 def rule_name(code: str) -> str:
     """Return the name of a rule by its code: "exposed-communication"; the code where no rule has it."""
-    return next((rule.name() for rule in all_rules() if rule.code == code), code)
+    return _rule_names().get(code, code)
 
 
 def cost(found: Finding) -> str:
@@ -74,6 +75,12 @@ def readable(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], int]) -> 
         origins, on=["_window", "_rank"], how="left", maintain_order="left"
     )
     return placed.with_columns(pl.col("start_ns") - pl.col("_origin_ns")).select(table.columns)
+
+
+@functools.cache
+def _rule_names() -> Mapping[str, str]:
+    # To ask for the rules is to look through all installed distributions.
+    return {rule.code: rule.name() for rule in reversed(all_rules())}
 
 
 def _plural(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import match, units
 from tracekit.analysis import bursts, latency, passes, plain, strategy
 from tracekit.analysis.strategy import DDP, FSDP1, FSDP2, YAFSDP
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
 
@@ -76,6 +76,7 @@ class SmallCollectives(Rule):
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.7 if most["is_fitted"] else 0.5,
+            without=Without("small-collectives"),
             ranks=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["rank"].unique().sort().to_list()),
             steps=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["step"].unique().sort().to_list()),
             evidence=_first(own, small, "lost_ns").select(
@@ -200,6 +201,7 @@ class ReducedEveryMicroBatch(Rule):
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.8,
+            without=Without("micro-batch-reductions"),
             ranks=tuple(lost["rank"].unique().sort().to_list()),
             steps=tuple(lost["step"].unique().sort().to_list()),
             evidence=_first(own, again, "exposed_ns").select(

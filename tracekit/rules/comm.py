@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import match, units
 from tracekit.analysis import breakdown, communication, contention, plain, strategy, waiting
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.rules import remedies, typical
 from tracekit.trace import Fact, Run
 
@@ -69,14 +69,16 @@ class ExposedCommunication(Rule):
             return
         worst = over.row(0, named=True)
         collectives = _collectives(run).join(over.select("rank"), on="rank", how="semi")
+        severity = self._severity(worst["exposed_ratio"])
         yield Finding(
             self.code,
-            self._severity(worst["exposed_ratio"]),
+            severity,
             _message(worst),
             _fix(run, worst, typical.here(collectives, worst)),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"] if worst["step"] is not None else 0,
             confidence=0.9,
+            without=Without("communication") if severity >= Severity.WARNING else None,
             ranks=tuple(over["rank"].unique().sort().to_list()),
             steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
             evidence=_evidence(worst, collectives),

@@ -9,10 +9,9 @@ import polars as pl
 from tracekit import units
 from tracekit.analysis import breakdown, collective_contention, contention, overlap
 from tracekit.match import calls
-from tracekit.rule import Finding, Rule, Severity
-from tracekit.rules import losses, price, typical
+from tracekit.rule import Finding, Rule, Severity, Without
+from tracekit.rules import losses, typical
 from tracekit.trace import Fact, Run
-from tracekit.whatif import graph
 
 _MUCH_TOGETHER = 0.2  # share of a step from which on it is worth saying that nothing can be told
 
@@ -51,7 +50,6 @@ class ContendedCompute(Rule):
         contention.by_step,
         contention.by_kernel,
         breakdown.by_step,
-        *graph.FACTS,
     )
     min_slowdown: float = 1.15
     min_cost_ratio: float = 0.02
@@ -71,25 +69,23 @@ class ContendedCompute(Rule):
         if worst is None:
             return
         pair = _pair(slow, worst)
-        priced = price.of(run, "slowed-compute", worst, _confidence(pair))
-        if max(priced.ratio, worst["lost_ratio"]) < self.min_cost_ratio:
-            return
         ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         kernels = run.table(contention.by_kernel).filter(
             pl.col("of") == overlap.COMPUTE, pl.col("beside") == overlap.COMMUNICATION, pl.col("rank").is_in(ranks)
         )
         yield Finding(
             self.code,
-            Severity.WARNING if priced.ratio >= self.min_cost_ratio else Severity.INFO,
-            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_lost(worst)}{priced.in_words}.",
+            Severity.WARNING,
+            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_lost(worst)}.",
             "Let collectives hold fewer multiprocessors (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or products leave them "
             "room (CUBLASLT_SM_COUNT_TARGET); or send less (fully_shard on a mesh of two axes).",
-            impact=priced.ratio,
-            cost_ns=priced.cost_ns,
-            confidence=priced.confidence,
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=_confidence(pair),
             ranks=ranks,
             steps=of_steps,
             evidence=kernels.sort((pl.col("rank") == worst["rank"]), "lost_ns", descending=True).head(40),
+            without=Without("slowed-compute", self.min_cost_ratio),
         )
 
 
@@ -127,7 +123,6 @@ class StarvedCollectives(Rule):
         collective_contention.calls,
         calls,
         breakdown.by_step,
-        *graph.FACTS,
     )
     min_slowdown: float = 1.2
     min_cost_ratio: float = 0.02
@@ -149,25 +144,22 @@ class StarvedCollectives(Rule):
         if worst is None:
             return
         pair = _pair(slow, worst)
-        priced = price.of(run, "slowed-collectives", worst, _confidence(pair))
-        if max(priced.ratio, worst["lost_ratio"]) < self.min_cost_ratio:
-            return
         ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         each = run.across(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
         whole = bool(each.filter("judged")["whole"].all())
         yield Finding(
             self.code,
-            Severity.WARNING if priced.ratio >= self.min_cost_ratio else Severity.INFO,
-            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: "
-            f"{_lost(worst)}{priced.in_words}.",
+            Severity.WARNING,
+            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: {_lost(worst)}.",
             "Give collectives more of the device (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), or "
             "start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
-            impact=priced.ratio,
-            cost_ns=priced.cost_ns,
-            confidence=priced.confidence * (1.0 if whole else 0.8),
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=_confidence(pair) * (1.0 if whole else 0.8),
             ranks=ranks,
             steps=of_steps,
             evidence=losses.evidence(worst, each.filter("judged").select(*_SHOWN)),
+            without=Without("slowed-collectives", self.min_cost_ratio),
         )
 
 

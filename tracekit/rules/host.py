@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import units
 from tracekit.analysis import contention, hosts, lateness, plain
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
 
@@ -79,6 +79,7 @@ class LateLaunch(Rule):
             "Shorten what Python does between launches (hooks, logging, gc), or launch less: torch.compile, "
             'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
             0.8 if on_device else 0.6,
+            Without("late-launch"),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
@@ -144,6 +145,7 @@ class BlockingSync(Rule):
             f"{typical.here(late, worst)['gap'].n_unique()} such waits.",
             _READ_LATER,
             0.8,
+            Without("blocking-sync"),
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
@@ -218,6 +220,7 @@ class DataStall(Rule):
             "Load ahead: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True); make "
             "decoding and augmentation cheaper, or keep the data on faster storage.",
             0.9,
+            Without("data-loading"),
         )
 
 
@@ -249,6 +252,7 @@ def _finding(
     message: str,
     fix: str,
     confidence: float,
+    without: Without,
 ) -> Finding:
     return Finding(
         rule.code,
@@ -261,4 +265,5 @@ def _finding(
         ranks=tuple(lost["rank"].unique().sort().to_list()),
         steps=tuple(lost["step"].unique().sort().to_list()),
         evidence=evidence,
+        without=without,
     )

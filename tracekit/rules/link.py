@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import units
 from tracekit.analysis import links, plain
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.trace import Fact, Run
 
 _EVIDENCE_ROWS = 40
@@ -123,9 +123,10 @@ class SlowLink(Rule):
         )
         ring = " A ring shows its slowest link to all of its members: whose it is cannot be told from one group."
         unseen = " Ranks without a trace may come late instead."
+        enough = lost_ratio >= self.min_lost_ratio
         return Finding(
             self.code,
-            Severity.WARNING if lost_ratio >= self.min_lost_ratio else Severity.INFO,
+            Severity.WARNING if enough else Severity.INFO,
             told + ("" if beside else ring) + ("" if whole else unseen),
             f"Run nccl-tests (all_reduce_perf) between pairs of {named}, and look at NCCL_DEBUG=INFO for the "
             "transport, at link errors (ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA.",
@@ -134,6 +135,7 @@ class SlowLink(Rule):
             confidence=(0.8 if whole else 0.6) - (0.0 if beside else 0.1),
             ranks=tuple(sorted(worst["ranks"])),
             steps=tuple(slow["step"].unique().sort().to_list()),
+            without=Without("slow-link") if enough else None,
             evidence=_evidence(run, worst),
             subject=f"{worst['axis']} {named}",
         )

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import units
 from tracekit.analysis import beside, memory, plain
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
 
@@ -81,6 +81,7 @@ class SteadyDeviceAllocation(Rule):
             ranks=tuple(judged["rank"].unique().sort().to_list()),
             steps=tuple(judged["step"].drop_nulls().unique().sort().to_list()),
             evidence=_calls_of(run, worst),
+            without=Without("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
             subject="device calls",
         )
 

@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import match, units
 from tracekit.analysis import breakdown, checkpoint, stragglers, waiting
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.trace import Fact, Run
 
 _EVIDENCE_ROWS = 40
@@ -95,6 +95,7 @@ class Straggler(Rule):
             confidence=0.8 if worst["is_whole"] else 0.7,
             ranks=(rank,),
             steps=tuple(late["step"].unique().sort().to_list()),
+            without=Without("straggler"),
             evidence=pl.concat([shown[0].head(_EVIDENCE_ROWS), shown[1].head(_EVIDENCE_ROWS)]).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),

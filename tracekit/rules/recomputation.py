@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import units
 from tracekit.analysis import allocations, plain, recomputation
-from tracekit.rule import Finding, Rule, Severity
+from tracekit.rule import Finding, Rule, Severity, Without
 from tracekit.rules import typical
 from tracekit.trace import Fact, Run
 
@@ -85,6 +85,7 @@ class NeedlessRecomputation(Rule):
             confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
             ranks=tuple(spared["rank"].unique().sort().to_list()),
             steps=tuple(steps.filter(pl.col("lost_ns") > 0)["step"].unique().sort().to_list()),
+            without=Without("recomputation", is_in_part=True),
             evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 

@@ -8,10 +8,9 @@ import polars as pl
 
 from tracekit import units
 from tracekit.analysis import breakdown, contention, queueing
-from tracekit.rule import Finding, Rule, Severity
-from tracekit.rules import losses, price, typical
+from tracekit.rule import Finding, Rule, Severity, Without
+from tracekit.rules import losses, typical
 from tracekit.trace import Fact, Run
-from tracekit.whatif import graph
 
 _GAP = ("window", "rank", "communication_gap")
 
@@ -50,7 +49,6 @@ class GiveWay(Rule):
         contention.preparation,
         contention.device_count,
         breakdown.by_step,
-        *graph.FACTS,
     )
     min_inflation: float = 1.5
     min_cost_ratio: float = 0.02
@@ -79,22 +77,20 @@ class GiveWay(Rule):
         if worst is None:
             return
         own = typical.here(chains, worst)
-        priced = price.of(run, "give-way", worst, 0.8 if (own["sample"] == "alone").any() else 0.6)
-        if max(priced.ratio, worst["lost_ratio"]) < self.min_cost_ratio:
-            return
         ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         yield Finding(
             self.code,
-            Severity.WARNING if priced.ratio >= self.min_cost_ratio else Severity.INFO,
-            _gives_way(worst, own) + priced.in_words + ".",
+            Severity.WARNING,
+            _gives_way(worst, own),
             "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or drop "
             "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
-            impact=priced.ratio,
-            cost_ns=priced.cost_ns,
-            confidence=priced.confidence,
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
             ranks=ranks,
             steps=of_steps,
             evidence=losses.evidence(worst, chains),
+            without=Without("give-way", self.min_cost_ratio),
         )
 
     def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
@@ -143,7 +139,7 @@ class NeedlessOrder(Rule):
     """
 
     code: ClassVar[str] = "STREAM002"
-    facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step, *graph.FACTS)
+    facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step)
     max_overtaking_ratio: float = 0.01
     min_held: int = 8
     min_cost_ratio: float = 0.02
@@ -155,10 +151,10 @@ class NeedlessOrder(Rule):
         longer = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
         steps = losses.by_step(run, order.rename({"held_ns": "lost_ns"}), most=longer)
         queued = held.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
-        yield from self._found(run, steps, queued.filter(pl.col("by") == queueing.ORDER), order)
+        yield from self._found(steps, queued.filter(pl.col("by") == queueing.ORDER), order)
         waits = held.filter(pl.col("by") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
         shared = losses.by_step(run, waits.select(*typical.PLACE, "lost_ns"), most=pl.col("exposed_communication_ns"))
-        yield from self._found(run, shared, waits, None)
+        yield from self._found(shared, waits, None)
 
     def _in_one_queue(self, order: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of the devices that start everything in the order of its launches."""
@@ -169,31 +165,26 @@ class NeedlessOrder(Rule):
         )
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
 
-    def _found(
-        self, run: Run, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None
-    ) -> Iterator[Finding]:
+    def _found(self, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
         worst = losses.candidate(steps, self.min_cost_ratio)
         # What is information at most is not worth a replay below the bar.
         if worst is None or (order is None and worst["lost_ratio"] < self.min_cost_ratio):
             return
         own, queue = typical.here(held, worst), order is not None
-        cause, sure = ("shared-queue", 0.8) if queue else ("shared-communicator", 0.5)
-        priced = price.of(run, cause, worst, sure)
-        if priced.ratio < self.min_cost_ratio:
-            return
         ranks, of_steps = losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         told = _queued(worst, typical.here(order, worst)) if order is not None else _takes_turns(worst, own)
         yield Finding(
             self.code,
             Severity.WARNING if queue else Severity.INFO,
-            told + priced.in_words + ".",
+            told,
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX,
-            impact=priced.ratio,
-            cost_ns=priced.cost_ns,
-            confidence=priced.confidence,
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=0.8 if queue else 0.5,
             ranks=ranks,
             steps=of_steps,
             evidence=losses.evidence(worst, held),
+            without=Without("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
         )
 
@@ -217,7 +208,7 @@ def _gives_way(worst: dict[str, Any], own: pl.DataFrame) -> str:
     return (
         f"Preparatory kernels of collectives take {inflation:.1f} times as long beside compute as alone: they are held "
         f"up {units.duration(worst['held_up_ns'])} in {typical.in_words(worst)}, and compute waits "
-        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}"
+        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}."
     )
 
 
@@ -227,7 +218,7 @@ def _queued(worst: dict[str, Any], order: pl.DataFrame) -> str:
         f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
         f"earlier on another stream {overtaken} did in {typical.in_words(worst)}, and {held} began right with it; that "
         f"holds up {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])}) at most"
+        f"({units.share(worst['lost_ratio'])}) at most."
     )
 
 
@@ -236,5 +227,5 @@ def _takes_turns(worst: dict[str, Any], own: pl.DataFrame) -> str:
         f"{own.height} collectives wait for another of the same process group on another stream in "
         f"{typical.in_words(worst)}, {units.duration(int(own['held_ns'].sum()))} in all; up to "
         f"{units.duration(worst['lost_ns'])} of that is exposed in {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])})"
+        f"({units.share(worst['lost_ratio'])})."
     )

@@ -34,7 +34,8 @@ class Fault:
     """One trouble: its name, the code of the rule that should find it, and how a job gets it.
 
     `usage` shows its arguments, `ready` makes of a job one that can have the fault but has it not, `cause` then gives
-    it the fault, `cure` takes it away again (by default what `ready` made).
+    it the fault. Where a machine has some of it by itself `cure` takes away all; else what `ready` made is the job
+    without.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Fault:
     ready: Callable[[Job], Job] = lambda job: job
     steps: Callable[[Job], tuple[int, ...]] = lambda job: tuple(range(job.steps))
     ranks: Callable[[Job], tuple[int, ...]] = lambda job: job.simulated_ranks
+    cure: Callable[[Job], Job] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def cure(job: Job, asked: Sequence[Asked], which: Asked) -> Job:
     """Return the job that had `asked` without one of them: `job` is as it was before any."""
     for each in asked:
         job = each.fault.ready(job)
-    if which.fault.name == _GIVE_WAY:
-        return without_give_way(cause(job, asked))
+    if which.fault.cure is not None:
+        return which.fault.cure(cause(job, asked))
     return cause(job, [each for each in asked if each is not which])
 
 
@@ -96,13 +98,17 @@ def without_give_way(job: Job) -> Job:
     return replace(job, hardware=replace(job.hardware, give_way=0.0, give_way_high_priority=0.0))
 
 
+def without_contention(job: Job) -> Job:
+    """Return the job on a machine whose resident collectives don't slow compute."""
+    return replace(job, hardware=replace(job.hardware, collective_slows_compute=0.0))
+
+
 def listing() -> str:
     """Return a line for each fault: its name first, then how it is asked for, its rule, and what it is."""
     width = max(map(len, FAULTS))
     return "\n".join(f"{f.name:<{width}}  {f.code:<9}  {f.usage}: {f.summary}" for f in FAULTS.values())
 
 
-_GIVE_WAY = "give-way"
 _LISTED = (
     Fault(
         "slow-rank",
@@ -172,12 +178,13 @@ _LISTED = (
         steps=lambda job: job.troubles.retry_steps,
     ),
     Fault(
-        _GIVE_WAY,
+        "give-way",
         "STREAM001",
         "give-way",
         "gradients are cast and divided on the communication stream beside the main compute (under fsdp1 always)",
         causes.switch(prepares_on_communication=True),
         strategies=(FSDP2, HSDP, YAFSDP),
+        cure=without_give_way,
     ),
     Fault(
         "serialized-communicators",
@@ -193,6 +200,7 @@ _LISTED = (
         "sm-contention[:FACTOR]",
         "compute takes FACTOR times as long (1.6) while a collective is resident",
         causes.sm_contention,
+        cure=without_contention,
     ),
     Fault(
         "starved-collectives",

@@ -105,6 +105,6 @@ def _answer(run: Run, cause: Cause, gpus: int, price: float | None) -> Answer:
         hours,
         None if price is None else hours * price,
         found.confidence,
-        cause.basis,
+        f"{cause.basis}; {found.note}" if found.note else cause.basis,
         found.why_not,
     )

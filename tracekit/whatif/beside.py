@@ -52,11 +52,11 @@ def longer_beside_collectives(graph: Graph) -> tuple[Ints, npt.NDArray[np.float6
     return found["at"].to_numpy(), np.where(told < _LEAST, 0, told)
 
 
-def crawl(graph: Graph) -> float:
-    """Return by which share preparation takes longer beside the main compute than alone; 0 where not known."""
+def crawl(graph: Graph) -> float | None:
+    """Return by which share preparation takes longer beside the main compute than alone; None where not known."""
     told = _alone_too(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _BESIDE * pl.col("took_ns"))
     if told.is_empty():
-        return 0.0
+        return None
     return max(0.0, float(told["took_ns"].to_numpy().sum() / max(1, told["alone"].to_numpy().sum()) - 1))
 
 

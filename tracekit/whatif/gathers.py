@@ -22,22 +22,26 @@ def apart(graph: Graph) -> Graph:
 def sooner(graph: Graph) -> Graph:
     """Let each all-gather of a step wait for the compute that the one before it waited for, and precede its reduction.
 
-    In backward an all-gather that comes after a reduce-scatter takes its turn on communicator and stream before it.
-    Raises CannotTellError where no all-gather waits for compute.
+    In backward an all-gather that comes after a reduce-scatter takes its turn on communicator and stream before it, if
+    the reduce-scatter waits for later compute than the all-gather then does. Raises CannotTellError where no all-gather
+    waits for compute.
     """
     calls = _in_order(graph)
     held = _held(graph, calls)
     if held.is_empty():
         raise CannotTellError("no all-gather is known to wait for compute")
     moved = replace(graph, edges=_earlier(graph.edges, held))
-    swapped = _swapped(calls.join(held.select("at", held=pl.lit(True)), on="at", how="left", maintain_order="left"))
-    return _in_turn(moved, swapped)
+    after = pl.concat([
+        held.select("at", pl.Series("after", _computed(graph, held["instead"].to_numpy()), pl.Int64)),
+        _reductions_after(graph, calls),
+    ]).with_columns(held=pl.lit(True))  # fmt: skip
+    return _in_turn(moved, _swapped(calls.join(after, on="at", how="left", maintain_order="left")))
 
 
 def first(graph: Graph) -> Graph:
     """Let each all-gather that comes right after a reduce-scatter take its turn before it, where they share turns."""
     calls = _in_order(graph)
-    return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True))))
+    return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True), after=pl.lit(None, pl.Int64))))
 
 
 def _in_order(graph: Graph) -> pl.DataFrame:
@@ -53,7 +57,8 @@ def _in_order(graph: Graph) -> pl.DataFrame:
 def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     """Return for each all-gather the event edge (row) by which it waits for compute, and the one it may have instead.
 
-    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts.
+    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts. The first gather of a
+    micro-batch has none: nothing is gathered ahead of the forward pass that needs it.
     """
     on = graph.edges.awaited
     real = (graph.edges.how == EVENT) & (on >= 0) & (on < graph.count)
@@ -63,8 +68,11 @@ def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     gathers = calls.filter(pl.col("op") == _GATHER)
     before = _leading(graph, gathers["at"].to_numpy())
     told = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
-    placed = told.join(gathers.select("at", "rank", "step", "turn"), on="at").sort("rank", "turn")
-    return placed.with_columns(pl.col("awaited").shift(1).over("rank", "step").alias("instead")).drop_nulls("instead")
+    begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
+    numbered = calls.with_columns(begins.fill_null(value=False).cum_sum().over("rank", "step").alias("micro_batch"))
+    placed = told.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
+    earlier = pl.col("awaited").shift(1).over("rank", "step", "micro_batch")
+    return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
 
 
 def _is_main(graph: Graph) -> Flags:
@@ -92,6 +100,32 @@ def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
         current = graph.chain[current]
 
 
+def _computed(graph: Graph, nodes: Ints) -> Ints:
+    """Return for items of a main lane the last work up to each: equal where they wait for the same compute."""
+    found = nodes.copy()
+    is_wait = graph.column("what") == WAIT
+    while (waits := is_wait[found] & (graph.chain[found] >= 0)).any():
+        found[waits] = graph.chain[found[waits]]
+    return found
+
+
+def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the reduce-scatters (at) of which is known what compute they, or their preparation, wait for (after)."""
+    every, done = graph.edges, graph.done
+    rows = np.flatnonzero((every.how == EVENT) & (every.awaited >= 0) & (every.awaited < graph.count))
+    rows = rows[_is_main(graph)[every.awaited[rows]]]
+    awaited = dict(zip(every.waiting[rows].tolist(), _computed(graph, every.awaited[rows]).tolist(), strict=True))
+    ends = set(done[calls["at"].to_numpy()].tolist())
+    found = {}
+    for at in calls.filter(pl.col("op") == _REDUCE)["at"].to_list():
+        item = at
+        while item not in awaited and 0 <= (before := int(graph.chain[item])) < graph.count and before not in ends:
+            item = before
+        if item in awaited:
+            found[at] = awaited[item]
+    return pl.DataFrame({"at": list(found), "after": list(found.values())}, schema={"at": pl.Int64, "after": pl.Int64})
+
+
 def _earlier(every: Edges, held: pl.DataFrame) -> Edges:
     awaited = every.awaited.copy()
     awaited[held["edge"].to_numpy()] = held["instead"].to_numpy()
@@ -99,10 +133,14 @@ def _earlier(every: Edges, held: pl.DataFrame) -> Edges:
 
 
 def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls with new turns: a held gather that directly follows a reduce-scatter goes before it."""
+    """Return the calls with new turns: a held gather that directly follows a reduce-scatter goes before it.
+
+    Not so where it is known that the reduce-scatter waits for nothing that comes `after` what the gather waits for.
+    """
     key = ["rank", "group"]
     before = pl.col("op").shift(1).over(key) == _REDUCE
-    jumps = (pl.col("op") == _GATHER) & before & pl.col("held").fill_null(value=False)
+    later = (pl.col("after").shift(1).over(key) > pl.col("after")).fill_null(value=True)
+    jumps = (pl.col("op") == _GATHER) & before & later & pl.col("held").fill_null(value=False)
     numbered = calls.with_columns(pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps"))
     jumped = numbered.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
     place = pl.col("place") - pl.col("jumps").cast(pl.Int64) + pl.col("yields").cast(pl.Int64)

@@ -58,6 +58,11 @@ class Graph:
         """Return for each of the ranks' nodes the node whose end is its end."""
         return np.where(self.joint_of >= 0, self.joint_of, np.arange(self.count))
 
+    @cached_property
+    def replayed(self) -> "Replayed":
+        """Return its replay, unmodified; replayed once."""
+        return replay(self)
+
     def column(self, name: str) -> Any:
         """Return a column of the ranks' nodes as an array."""
         return self.frame[name].to_numpy()

@@ -9,7 +9,7 @@ from tracekit.trace import Run
 from tracekit.whatif import causes, graph, settle, steps
 from tracekit.whatif.cannot import CannotTellError
 from tracekit.whatif.changes import AS_MEASURED, CHANGES
-from tracekit.whatif.graph import Graph
+from tracekit.whatif.graph import Graph, Replayed
 
 STEP_COLUMNS = {
     "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
@@ -25,7 +25,7 @@ class Saving:
     step, `step_ns` that step. `confidence` runs from 0 to 1. `steps` has columns window, rank, step, device,
     duration_ns (recorded), replayed_ns (the replay unmodified), without_ns (the replay without the cause) and saved_ns
     (their difference); one row per window, rank, step and device. Where the run cannot tell all is 0, `steps` empty,
-    and `why_not` says why.
+    and `why_not` says why. `note` says what makes the answer doubtful.
     """
 
     cause: str
@@ -35,6 +35,7 @@ class Saving:
     confidence: float
     steps: pl.DataFrame
     why_not: str = ""
+    note: str = ""
 
 
 def saving(run: Run, cause: str) -> Saving:
@@ -45,8 +46,7 @@ def saving(run: Run, cause: str) -> Saving:
     slowed-compute (STREAM003), slowed-collectives (STREAM004), shared-queue, shared-communicator (STREAM002), straggler
     (RANK001), slow-link (RANK002), communication, late-gathers (COMM001), small-collectives (COMM002),
     micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the
-    run; a replay takes some hundredths of a second. A rule that calls this lists `tracekit.whatif.graph.FACTS` among
-    its facts, so that it shares the one pass over the traces. Raises InputError for any other name.
+    run; a replay takes some hundredths of a second. Raises InputError for any other name.
     """
     causes.find(cause)
     known = _SAVINGS.setdefault(run, {})
@@ -58,7 +58,7 @@ def saving(run: Run, cause: str) -> Saving:
 def replayed(run: Run) -> pl.DataFrame:
     """Return the steps of a run beside their replay with nothing changed: columns of `steps.COLUMNS`."""
     if run not in _BASELINES:
-        tables = [steps.durations(each, graph.replay(each)) for each in graphs_of(run)]
+        tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
         _BASELINES[run] = pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
     return _BASELINES[run]
 
@@ -75,6 +75,8 @@ _BASELINES: WeakKeyDictionary[Run, pl.DataFrame] = WeakKeyDictionary()
 _SAVINGS: WeakKeyDictionary[Run, dict[str, Saving]] = WeakKeyDictionary()
 _EVENT = "event"
 _INFERRED = 0.8
+_GUESSED = 0.5
+_UNSEEN = "preparation would run beside compute, which this recording never shows: less is saved if it crawls there"
 _KEY = ["window", "rank", "step", "device"]
 
 
@@ -83,19 +85,22 @@ def _saving(run: Run, cause: str) -> Saving:
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that a replay can be made of")
     try:
-        tables = [_without(each, cause) for each in graphs_of(run)]
+        played = [(each, *_without(each, cause)) for each in graphs_of(run)]
     except CannotTellError as error:
         return _unknown(cause, str(error))
-    without = pl.concat(tables).select(*_KEY, pl.col("replayed_ns").alias("without_ns"))
+    without = pl.concat(steps.durations(changed, then) for _, changed, then in played).select(
+        *_KEY, pl.col("replayed_ns").alias("without_ns")
+    )
     table = before.join(without, on=_KEY, how="left", nulls_equal=True, maintain_order="left").with_columns(
         (pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns")
     )
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
-    sure = causes.find(cause).confidence * _sure(run, table)
+    note = _UNSEEN if any(settle.guesses(each, then) for each, _, then in played) else ""
+    sure = causes.find(cause).confidence * _sure(run, table) * (_GUESSED if note else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
-    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS))
+    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS), note=note)
 
 
 def _sure(run: Run, table: pl.DataFrame) -> float:
@@ -105,11 +110,9 @@ def _sure(run: Run, table: pl.DataFrame) -> float:
     return max(0.1, 1 - 2 * off) * (_INFERRED if inferred else 1.0)
 
 
-def _without(whole: Graph, cause: str) -> pl.DataFrame:
+def _without(whole: Graph, cause: str) -> tuple[Graph, Replayed]:
     changed = CHANGES[cause](whole)
-    if cause in AS_MEASURED:
-        return steps.durations(changed, graph.replay(changed))
-    return steps.durations(*settle.settled(whole, graph.replay(whole), changed))
+    return (changed, changed.replayed) if cause in AS_MEASURED else settle.settled(whole, changed)
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
+from tracekit import units
+from tracekit.analysis import latency
 from tracekit.errors import InputError
 from tracekit.trace import Run
-from tracekit.whatif import changes, gathers, reductions, saving, settle, steps
+from tracekit.whatif import changes, gathers, reductions, replicas, saving, settle, steps
 from tracekit.whatif.cannot import CannotTellError
-from tracekit.whatif.graph import Graph, replay
+from tracekit.whatif.graph import Graph
+from tracekit.whatif.replicas import Node
 
+HSDP = "hsdp"
 _ASSUMED = (
     "the recorded kernels and transfers at their recorded times, in the recorded order",
     "preparation of gradients as long as alone, nothing lost to contention with it",
@@ -40,18 +44,38 @@ class Prediction:
         return 1 - self.predicted_ns / self.step_ns if self.step_ns else 0.0
 
 
-def predicted(run: Run, strategy: str) -> Prediction:
-    """Return what a step would take under a strategy: yafsdp or fsdp2.
+def predicted(run: Run, strategy: str, node: Node | None = None) -> Prediction:
+    """Return what a step would take under a strategy: yafsdp, fsdp2, or hsdp on nodes of this kind.
 
     Raises InputError for others: what they would do is not in a trace of another strategy.
     """
+    if strategy == HSDP:
+        return _hsdp(run, node)
     if strategy not in _CHANGES:
         raise InputError(
-            f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} can; "
+            f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} and {HSDP} can; "
             f"tracekit simulate --strategy {strategy} says what it would take on a machine that it knows"
         )
     told, assumed = _CHANGES[strategy]
     return _predicted(run, strategy, told, assumed)
+
+
+def _hsdp(run: Run, node: Node | None) -> Prediction:
+    if node is None:
+        raise InputError(
+            "--strategy hsdp: what a ring inside a node carries is not in this recording; say it by --node-bandwidth, "
+            "such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
+        )
+    lines = run.across(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
+    known = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
+    assumed = (
+        f"{node.gpus} GPUs a node, whose rings carry {units.rate(node.bytes_per_s)}",
+        "collectives as rings; the network at what the recorded ones reach, shared by the all-reduces of a node's GPUs",
+        "all-reduces of gradient shards on a stream of their own; their copies, and what they slow, left out",
+        "the optimizer as much longer as its shards grow",
+        f"memory for {HSDP}: weights, gradients and optimizer sharded over {node.gpus} ranks only",
+    )
+    return _predicted(run, HSDP, lambda graph: replicas.replicated(graph, node, known), assumed, crawling=True)
 
 
 def recomputing_less(run: Run, layers: int) -> Prediction:
@@ -68,12 +92,14 @@ def recomputing_less(run: Run, layers: int) -> Prediction:
     return _predicted(run, f"{layers} recomputed layers fewer", fewer, ("the memory for what is then kept",))
 
 
-def _predicted(run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...]) -> Prediction:
+def _predicted(
+    run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, crawling: bool = False
+) -> Prediction:
     before = saving.replayed(run)
     if before.is_empty():
         raise InputError(f"{run.path}: no step to replay")
     try:
-        tables = [_changed(each, change) for each in saving.graphs_of(run)]
+        tables = [_changed(each, change, crawling=crawling) for each in saving.graphs_of(run)]
     except CannotTellError as error:
         raise InputError(f"{run.path}: {name} cannot be predicted: {error}") from error
     per = before.select("window", "step").n_unique()
@@ -82,9 +108,9 @@ def _predicted(run: Run, name: str, change: Callable[[Graph], Graph], assumed: t
     return Prediction(name, step_ns, step_ns - saved_ns // per, assumed)
 
 
-def _changed(graph: Graph, change: Callable[[Graph], Graph]) -> pl.DataFrame:
+def _changed(graph: Graph, change: Callable[[Graph], Graph], *, crawling: bool) -> pl.DataFrame:
     changed = change(graph)
-    return steps.durations(*settle.settled(graph, replay(graph), changed, crawling=False))
+    return steps.durations(*settle.settled(graph, changed, crawling=crawling))
 
 
 def _fsdp2(graph: Graph) -> Graph:

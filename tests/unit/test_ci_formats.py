@@ -1,0 +1,295 @@
+"""What CI is shown: valid by the schemas, one verdict in all formats, inert whatever the names in a trace."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jsonschema
+import pytest
+import xmlschema
+from markdown_it import MarkdownIt
+
+from tests import gated
+from tests.gated import HOSTILE
+from tracekit.errors import ConfigError
+from tracekit.gate import Gate
+from tracekit.reports import codequality, github, junit, markdown, pictures, sarif
+from tracekit.reports.locations import Checkout
+from tracekit.rule import Finding, Severity
+
+SCHEMAS = Path(__file__).parents[1] / "schemas"
+GATES: dict[str, Callable[[], list[Gate]]] = {
+    "one": lambda: [gated.plain(bar=Severity.ERROR)],
+    "clean": lambda: [gated.plain(found=[])],
+    "held": lambda: [gated.held()],
+    "several": lambda: [gated.held(), gated.plain("runs/other"), gated.plain("runs/today")],
+    "hostile": lambda: [gated.hostile(), gated.hostile()],
+}
+Golden = Callable[[str, str], None]
+every = pytest.mark.parametrize("gates", GATES.values(), ids=list(GATES))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(gated.repository(tmp_path, train="print(1)\n"))
+
+
+# JUnit ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def junit_schema() -> xmlschema.XMLSchema:
+    return xmlschema.XMLSchema(SCHEMAS / "junit-10.xsd")
+
+
+@every
+def test_junit_is_valid(gates: Callable[[], list[Gate]], checkout: Checkout, junit_schema: xmlschema.XMLSchema) -> None:
+    junit_schema.validate(junit.render(gates(), checkout))
+
+
+def test_junit_has_a_case_for_all_that_was_judged(checkout: Checkout) -> None:
+    (suite,) = ET.fromstring(junit.render([gated.held()], checkout))
+    came = {f"{case.get('classname')}: {case.get('name')}": _came(case) for case in suite.iter("testcase")}
+    assert came == {
+        "today.rules: COMM001 exposed-communication": "failure",
+        "today.rules: STREAM001 give-way": "skipped",
+        "today.rules: HOST003 data-stall": "passed",
+        "today.rules: MEM001 steady-device-allocation": "failure",
+        "today.rules: DATA001 doubtful-trace": "passed",
+        "today.rules: CKPT001 blocking-checkpoint": "skipped",
+        "today.metrics: step_time_ns": "failure",
+        "today.metrics: compute_ns": "passed",
+        "today.metrics: exposed_communication_ns": "skipped",
+        "today.metrics: idle_ns": "passed",
+        "today.budgets: step_time": "failure",
+        "today.budgets: idle": "passed",
+        "today.budgets: tokens": "skipped",
+    }
+    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["13", "4", "0", "4"]
+    reasons = [each.get("message") for each in suite.iter("skipped")]
+    assert reasons[:2] == ["it needs device lanes", "ignored: moves in May"]
+    (regressed,) = (case.find("failure") for case in suite.iter("testcase") if case.get("name") == "step_time_ns")
+    assert regressed is not None
+    assert "3 ms more a step are exposed communication" in (regressed.text or "")
+
+
+def _came(case: ET.Element) -> str:
+    return next((tag for tag in ("failure", "skipped") if case.find(tag) is not None), "passed")
+
+
+# SARIF ---------------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_sarif_is_valid(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
+    schema = json.loads((SCHEMAS / "sarif-2.1.0.json").read_text())
+    log = json.loads(sarif.render(gates(), checkout))
+    jsonschema.Draft7Validator(schema, format_checker=jsonschema.Draft7Validator.FORMAT_CHECKER).validate(log)
+    (run,) = log["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+    assert len({rule["id"] for rule in rules}) == len(rules)
+    fingerprints = [result["partialFingerprints"]["primaryLocationLineHash"] for result in run["results"]]
+    assert len(set(fingerprints)) == len(fingerprints)
+
+
+def test_sarif_tells_levels_and_standing_and_leaves_out_what_github_would_open_again(checkout: Checkout) -> None:
+    (run,) = json.loads(sarif.render([gated.held()], checkout))["runs"]
+    told = {result["ruleId"]: (result["level"], result["baselineState"]) for result in run["results"]}
+    assert told == {
+        "COMM001": ("error", "updated"),
+        "MEM001": ("warning", "new"),
+        "REGRESSION": ("error", "new"),
+        "BUDGET": ("note", "new"),  # the one that cannot be told comes last
+        "DATA001": ("note", "unchanged"),
+    }
+    assert [result["ruleId"] for result in run["results"]].count("BUDGET") == 2
+    notes = " ".join(note["message"]["text"] for note in run["invocations"][0]["toolExecutionNotifications"])
+    assert "CKPT001 is ignored: moves in May" in notes
+    assert "HOST003 is in main and not in this run any more" in notes
+    assert "STREAM001 could not judge" in notes
+
+
+def test_a_finding_keeps_its_fingerprint_when_its_numbers_and_its_run_change(checkout: Checkout) -> None:
+    def only(path: str, message: str) -> str:
+        found = Finding("MEM001", Severity.WARNING, message, "", subject="layers.0")
+        (run,) = json.loads(sarif.render([gated.plain(path, found=[found])], checkout))["runs"]
+        return str(run["results"][0]["partialFingerprints"]["primaryLocationLineHash"])
+
+    assert only("runs/monday", "12 ms") == only("runs/tuesday", "13 ms")
+
+
+def test_sarif_rules_carry_their_documentation(checkout: Checkout) -> None:
+    (run,) = json.loads(sarif.render([gated.plain()], checkout))["runs"]
+    rule = next(each for each in run["tool"]["driver"]["rules"] if each["id"] == "HOST003")
+    assert rule["name"] == "DataStall"
+    assert rule["shortDescription"]["text"] == "A device that waits for the next batch."
+    assert rule["fullDescription"]["text"].startswith("reports steps in which nothing computes")
+    assert "**How to fix**" in rule["help"]["markdown"]
+
+
+# Code Quality --------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_code_quality_is_what_gitlab_asks_for(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
+    entries = json.loads(codequality.render(gates(), checkout))
+    for entry in entries:
+        assert set(entry) == {"description", "check_name", "fingerprint", "severity", "location"}
+        assert entry["severity"] in ("info", "minor", "major", "critical", "blocker")
+        assert not entry["location"]["path"].startswith(("/", "./"))
+        assert entry["location"]["lines"]["begin"] >= 1
+    assert len({entry["fingerprint"] for entry in entries}) == len(entries)
+
+
+# GitHub's annotations ------------------------------------------------------------------------------------------------
+
+
+def _read(line: str) -> tuple[str, dict[str, str], str]:
+    """Return a command as GitHub's runner reads it (ActionCommand.TryParseV2 in its source)."""
+    assert line.startswith("::")
+    command, _, message = line[2:].partition("::")
+    level, _, told = command.partition(" ")
+    properties = dict(each.split("=", 1) for each in told.split(","))
+    unescaped = {key: _unescaped(value, {"%3A": ":", "%2C": ","}) for key, value in properties.items()}
+    return level, unescaped, _unescaped(message, {})
+
+
+def _unescaped(text: str, more: dict[str, str]) -> str:
+    for code, letter in {"%0D": "\r", "%0A": "\n", **more, "%25": "%"}.items():
+        text = text.replace(code, letter)
+    return text
+
+
+def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(checkout: Checkout) -> None:
+    first, *lines = github.render([gated.held()], checkout).splitlines()
+    assert first == "tracekit: today: Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
+    told = [(level, properties["title"]) for level, properties, _ in map(_read, lines)]
+    assert told == [
+        ("error", "tracekit: exposed-communication (COMM001)"),
+        ("error", "tracekit: steady-device-allocation (MEM001)"),
+        ("error", "tracekit: step time regressed"),
+        ("error", "tracekit: budget step_time"),
+        ("notice", "tracekit: doubtful-trace (DATA001)"),
+        ("notice", "tracekit: budget tokens"),
+    ]
+    message = _read(lines[0])[2]
+    assert message.startswith("20.0% of step time is communication that no compute hides: 2 ms of 10 ms a step")
+    assert "It took 10.0% of the step before." in message
+    assert {properties["file"] for _, properties, _ in map(_read, lines)} == {"train.py"}
+
+
+def test_no_name_can_make_a_command_or_a_property_of_its_own(checkout: Checkout) -> None:
+    lines = github.render([gated.hostile()], checkout).splitlines()
+    assert lines[0].startswith("tracekit: ")
+    for level, properties, message in map(_read, lines[1:]):
+        assert level == "error"
+        assert set(properties) <= {"file", "line", "title"}
+        assert properties["file"] == "train.py"
+        assert "\n" not in message
+
+
+def test_github_is_given_no_more_than_it_shows(checkout: Checkout) -> None:
+    many = [Finding("MEM001", Severity.WARNING, "churn", "", subject=f"layers.{number}") for number in range(25)]
+    lines = github.render([gated.plain(found=many)], checkout).splitlines()[1:]
+    assert len(lines) == github.MAX_OF_LEVEL
+    level, properties, message = _read(lines[-1])
+    assert (level, properties["title"]) == ("warning", "tracekit: 16 more")
+    assert message.count("steady-device-allocation") == 16
+
+
+# Markdown ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_comment_reads_as_its_golden_file(golden: Golden, checkout: Checkout) -> None:
+    golden("comment.md", markdown.render([gated.held(), gated.plain("runs/other")], checkout, key="nightly"))
+
+
+class _Elements(HTMLParser):
+    """What a browser would see: elements with their attributes, and text outside and inside of code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.prose = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("br", "hr", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "code" not in self.open:
+            self.prose += data
+
+
+@every
+def test_names_are_text_in_markdown(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
+    told = markdown.render(gates(), checkout)
+    page = _Elements()
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(told))
+    page.close()
+    assert page.open == []
+    ours = {"h3", "p", "strong", "code", "pre", "table", "thead", "tbody", "tr", "th", "td", "br", "ul", "li", "sub"}
+    assert set(page.tags) <= ours | {"details", "summary"}
+    assert {name for name, _ in page.attributes} <= {"style", "class"}  # sides of columns, the language of a picture
+    # What GitHub and GitLab look for in text outside of code: mentions, references, links, emoji.
+    found = re.findall(r"(?:^|\W)[@#!~$]\w|\bGH-\d|://\w|\bwww\.\w|:\w+:", page.prose)
+    assert found == []
+
+
+def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
+    page = _Elements()
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown.escaped(HOSTILE)))
+    shown = page.prose.replace("\u200b", "").strip()
+    assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
+
+
+@pytest.mark.parametrize("runs", [1, 10, 400])
+def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout) -> None:
+    long = [
+        Finding("MEM001", Severity.WARNING, "ü" * 3000, "…" * 3000, subject=f"layers.{number}") for number in range(60)
+    ]
+    passing = gated.plain("runs/passes", found=long)
+    failing = gated.plain("runs/fails", found=long, bar=Severity.WARNING)
+    told = markdown.render([*[passing] * (runs - 1), failing], checkout)
+    assert len(told.encode()) <= markdown.MAX_BYTES
+    assert told.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
+    assert runs == 1 or told.index("`fails`") < told.index("`passes (1)`")  # what fails comes first
+    assert told.count("<details>") == told.count("</details>") >= 1
+    assert told.rstrip().endswith("</sub>")
+    assert ("more runs, 0 of which fail" in told) == (runs == 400)
+
+
+@pytest.mark.parametrize("key", ["", "a b", "-->", "a--b", "<", "k" * 101, "ä"])
+def test_a_comment_has_a_name_that_hides(key: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a comment"):
+        markdown.marker(key)
+
+
+# The picture ---------------------------------------------------------------------------------------------------------
+
+
+def test_bars_are_as_long_as_the_times_they_show() -> None:
+    comparison = gated.held().comparison
+    assert comparison is not None
+    rows = [re.split(r" {2,}", line) for line in pictures.before_and_now(comparison).splitlines()]
+    step = [len(re.findall("█", " ".join(row))) for row in rows[:2]]
+    assert step == [27, pictures.WIDTH]  # 10 ms and 13 ms, give or take
+
+
+def test_the_parts_of_a_bar_are_the_shares_of_the_step() -> None:
+    first, *_, legend = pictures.by_rank(gated.plain().report.run).splitlines()
+    assert [first.count(letter) for letter in "█▓░"] == [22, 7, 3]  # of 49 ms, less the last step's end: 30, 10 and 4
+    assert legend == "█ compute 61.2%  ▓ exposed communication 20.4%  ▒ copy 10.2%  ░ idle 8.2%"
