@@ -266,6 +266,19 @@ def test_ranks_that_the_test_starts_are_recorded_where_it_says_so(tmp_path):
     assert not list(folder.glob("pytest-traces-*"))  # what passed leaves nothing
 
 
+@in_turns(3, "examples")
+def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
+    guide = (ROOT / "docs" / "pytest.md").read_text(encoding="utf-8")
+    example = guide.partition("```python\n")[2].partition("```")[0]
+    said = run_pytest(written(tmp_path, "test_training.py", example))
+    assert "1 failed, 2 passed" in said.stdout
+    told, promised = (re.sub(r"[\d.]+ (ms|s)|\d+ \S?s|/\S+", "…", text) for text in (said.stdout, guide))
+    message = "trace budget broken, by steps 3–7\n      step_time: …, at most … are allowed.\n      allocations: "
+    assert message in promised
+    assert message.replace("\n    ", "\n") in told
+    assert re.search(r"::test_a_step_is_fast_and_small .* kept\n", told)
+
+
 def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_there_is(tmp_path):
     tests = """
         @pytest.mark.trace_budget(step_tme="50ms")
