@@ -63,8 +63,8 @@ class _Grown:
     @property
     def place(self) -> str:
         """Return what it is in a few words: "aten::mm in forward"."""
-        name = self.name or "what belongs to no unit"
-        return f"{name} in {self.phase}" if self.phase else name
+        where = f"in {self.phase}" if self.phase else "between phases"
+        return f"{self.name} {where}" if self.name and self.phase else self.name or where
 
 
 def causes(
@@ -162,7 +162,8 @@ def _memory(
         "allocated_bytes": "a step takes",
     }
     parts = [f"{words[metric]} {_moved(changes[metric], units.size)}" for metric in _of(failed, _OF_MEMORY)]
-    parts.append(f"most of it for {allocated[0].place} (+{units.size(allocated[0].excess)} a step)")
+    first = allocated[0]
+    parts.append(f"most of it {'for ' * bool(first.name)}{first.place} (+{units.size(first.excess)} a step)")
     if moving:
         parts.append(f"{moving[0].place} takes {units.duration(moving[0].excess)} more a step")
     return Cause(MEMORY, _sentence(parts), _of(failed, _OF_MEMORY))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit import units
+from tracekit import conventions, units
 from tracekit.analysis.samples import LOWER_IS_BETTER, samples
 from tracekit.change import Change, Values, compare_samples
 from tracekit.errors import NotComparableError
@@ -69,12 +69,12 @@ def compare(reference: Side, candidate: Side, *, allow_different: bool = False) 
 def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, Values]:
     """Return the samples of a job as a whole, by metric, one per step (per checkpoint for its time blocked).
 
-    Of times, a step's sample is that of its worst rank, for all ranks wait for it; of shares, counts and sizes it is
-    the mean over ranks.
+    Of times, a step's sample is that of its worst rank, for all ranks wait for it; of shares, counts, sizes and the
+    time of processors, which is paid for on each, it is the mean over ranks.
     """
     if ranks is not None:
         table = table.filter(pl.col("rank").is_in(ranks))
-    worst = pl.col("metric").str.ends_with("_ns")
+    worst = pl.col("metric").str.ends_with("_ns") & (pl.col("metric") != conventions.CPU_TIME_METRIC)
     per_step = (
         table.group_by("metric", "step")
         .agg(pl.when(worst.first()).then(pl.col("value").max()).otherwise(pl.col("value").mean()).alias("value"))

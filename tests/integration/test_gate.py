@@ -144,6 +144,16 @@ def test_again_counts_further_recordings(folder: Path) -> None:
     assert both.returncode == 2
 
 
+def test_the_guide_shows_what_is_printed(folder: Path) -> None:
+    guide = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    shown = guide.partition("$ tracekit check churn --baseline main.json --select MEM010\n")[2].partition(
+        "\n\n**Why**"
+    )[0]
+    against = ("--baseline", folder / "healthy-ddp.json", "--select", "MEM010")
+    printed = tracekit("check", FAULTS / "churn", *against, COLUMNS="100").stdout.partition("\nWhere the time")[0]
+    assert [line.removeprefix("    ") for line in shown.splitlines()] == printed.rstrip().splitlines()
+
+
 # Budgets -------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from instrumented_trainers import faults
-from instrumented_trainers.faults import FAULTS
+from instrumented_trainers.faults import FAULTS, REGRESSIONS
 from tests import ranks
 from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import named, stage
@@ -33,6 +33,7 @@ ASKED = (
     "host-sync",
     f"dataloader={DATA_MS}ms",
 )
+REGRESSED = ("more-compute=3", "more-communication=64", "more-memory=5")
 NAMES = tuple(text.partition("=")[0] for text in ASKED)
 SETTINGS = {"steps": STEPS, "checkpoint_every": 3, "prefetch": 1}
 
@@ -52,6 +53,7 @@ def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
     for name, asked in zip(NAMES[1:], ASKED[1:], strict=True):
         of_saves = {"profile_wait": 99} if FAULTS[name].needs_saves else {}
         cases[name] = case(micro("fsdp2", folder / name, **{**SETTINGS, **of_saves}, fault=(asked,)))
+    cases["regressions"] = case(micro("fsdp2", folder / "regressions", **SETTINGS, fault=REGRESSED))
     for name in ("yafsdp", "fsdp1"):
         cases[name] = case(micro(name, folder / name, steps=4))
         cases[f"{name} no-prefetch"] = case(
@@ -223,3 +225,19 @@ def test_gil_save_keeps_the_training_thread_waiting_for_the_lock(tmp_path: Path)
     watched = functools.partial(train_under_watch, tmp_path / "run", ("gil-save=400",))
     (waiting_ratio,) = ranks.run(1, watched)
     assert waiting_ratio > 0.1
+
+
+def test_regressions_do_more_work_and_change_no_loss(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+    assert tuple(text.partition("=")[0] for text in REGRESSED) == tuple(REGRESSIONS)
+    healthy, more = (trained(outcomes, name) for name in ("none", "regressions"))
+    assert [losses for losses, _ in more] == [losses for losses, _ in healthy]
+
+    def work(run: Path) -> tuple[int, int, int]:
+        """Return the products of a layer's output with itself, the sums of 64 KiB and the copies in all passes."""
+        products = [e for e in named(run, 0, "aten::mm") if e["args"].get("Input Dims", [])[:2] == [[64, 64], [64, 64]]]
+        sums = [e for e in named(run, 0, "gloo:all_reduce") if e["args"].get("Input Dims") == [[16384]]]
+        copies = [e for e in named(run, 0, "aten::clone") if e["args"].get("Input Dims", [[]])[0] == [2, 32, 64]]
+        return len(products), len(sums), len(copies)
+
+    added = [more - plain for more, plain in zip(work(folder / "regressions"), work(folder / "none"), strict=True)]
+    assert added == [3 * LAYERS * ACTIVE, LAYERS * ACTIVE, 5 * LAYERS * ACTIVE]

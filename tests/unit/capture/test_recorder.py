@@ -100,6 +100,22 @@ def test_each_step_has_a_line_of_metrics(run: Path) -> None:
     assert all(row["tokens_per_second"] == 128e9 / row["step_time_ns"] for row in rows)
 
 
+def test_the_time_of_processors_is_that_of_the_work_and_not_of_waiting(tmp_path: Path) -> None:
+    def spin(cpu_ns: int) -> None:
+        end_ns = time.process_time_ns() + cpu_ns
+        while time.process_time_ns() < end_ns:
+            pass
+
+    with Recorder(tmp_path, steps=None) as recorder:
+        spin(30_000_000)
+        recorder.step()
+        threading.Event().wait(0.03)
+        recorder.step()
+    busy, waiting = (row["cpu_time_ns"] for row in metrics(tmp_path))
+    assert busy >= 30_000_000
+    assert waiting < busy / 2
+
+
 def test_a_metric_given_as_a_function_is_read_a_step_later(tmp_path: Path) -> None:
     asked: list[int] = []
 
