@@ -13,6 +13,8 @@ from tracekit.reports import json as report_json
 
 SAMPLES = ROOT / "sample_traces"
 FAULTS = SAMPLES / "faults"
+FEW = ("--select", "MEM010")
+"""The rules of checks that are about metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_a_run_of_something_else_is_refused_by_the_fields_that_differ(folder: Pa
     done = tracekit("check", FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json")
     assert (done.returncode, done.stdout) == (4, "")
     assert "strategy differs: ddp in the baseline healthy-ddp, fsdp2 in no-prefetch" in only_line(done)
-    code, told = gate(FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json", "--allow-different")
+    code, told = gate(FAULTS / "no-prefetch", "--baseline", folder / "healthy-ddp.json", "--allow-different", *FEW)
     assert code == 1
     assert any("strategy differs" in note for note in told["notes"])
 
@@ -137,7 +139,7 @@ def test_a_baseline_is_shown(folder: Path) -> None:
 
 
 def test_again_counts_further_recordings(folder: Path) -> None:
-    _, told = gate(FAULTS / "churn", "--again", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json")
+    _, told = gate(FAULTS / "churn", "--again", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json", *FEW)
     (allocated,) = (each for each in told["metrics"] if each["metric"] == "allocated_bytes")
     assert allocated["candidate_samples"] == 4
     both = tracekit("check", FAULTS / "churn", FAULTS / "healthy-ddp", "--again", FAULTS / "churn")
@@ -203,7 +205,7 @@ def test_a_budget_that_makes_no_sense_names_file_and_key(tmp_path: Path) -> None
 
 def test_which_metrics_fail_is_a_setting(folder: Path, tmp_path: Path) -> None:
     here = settings(tmp_path, '[baseline]\nmetrics = ["step_time", "sent"]\n')
-    assert gate(FAULTS / "churn", "--baseline", folder / "healthy-ddp.json", cwd=here)[0] == 0
+    assert gate(FAULTS / "churn", "--baseline", folder / "healthy-ddp.json", *FEW, cwd=here)[0] == 0
     wrong = settings(tmp_path, '[baseline]\nmetrics = ["step_tim"]\n')
     done = tracekit("check", FAULTS / "churn", cwd=wrong)
     assert "baseline.metrics: step_tim is no metric: did you mean step_time?" in only_line(done)
