@@ -35,6 +35,7 @@ _OPTIONS = (
     "--device cpu --model micro --max-norm 0 --keep 1 --batch 8 --tokens 128 --strategy fsdp2 --world-size 2 "
     "--prefetch 1 --profile-wait 30 --profile-warmup 2 --profile-active 12 --steps 60 --checkpoint-every 10"
 )
+_TOKENS_PER_STEP = 2 * 8 * 128
 HEALTHY = "healthy"
 BASELINE_RECORDINGS = 5
 _TIMES = (
@@ -55,8 +56,8 @@ class Fault:
 FAULTS = (
     Fault("compute", "more-compute=24", "each layer multiplies its output 24 times more"),
     Fault("communication", "more-communication=1024", "each layer adds up 1 MiB more over the ranks"),
-    Fault("checkpointing", "small-tensors=100", "each save holds 100 small tensors more"),
-    Fault("memory", "more-memory=120", "each layer keeps 120 copies of its output to the end of the step"),
+    Fault("checkpointing", "small-tensors=70", "each save holds 70 small tensors more"),
+    Fault("memory", "more-memory=60", "each layer keeps 60 copies of its output to the end of the step"),
     Fault("host", "late-launch=3ms", "Python is busy 3 ms before each layer; no counter tells, only time"),
 )
 _ROUND = (HEALTHY, "compute", "communication", HEALTHY, "checkpointing", "memory", HEALTHY, "host")
@@ -153,7 +154,8 @@ def lines(recorded: Sequence[Recorded]) -> list[str]:
         _row("nothing (A/A)", [each for each in found if each.kind == HEALTHY], None),
     ]
     told += [_row(f"{f.name}: {f.what}", [e for e in found if e.kind == f.name], f.name) for f in FAULTS]
-    return [*told, "", *_spreads([each.recording for each in recorded if each.kind == HEALTHY])]
+    healthy = [each.recording for each in recorded if each.kind == HEALTHY]
+    return [*told, "", *_spreads(healthy), "", _business(healthy)]
 
 
 def _row(label: str, mine: Sequence[Held], cause: str | None) -> str:
@@ -183,6 +185,19 @@ def _spreads(recordings: Sequence[Recording]) -> list[str]:
         windows = [np.var(values[n : n + 5], ddof=1) for n in range(len(values) - 4)]
         told.append(f"| {metric} | {np.sqrt(np.mean(windows)) / unit:.1%} | {np.std(values, ddof=1) / unit:.1%} |")
     return told
+
+
+def _business(recordings: Sequence[Recording]) -> str:
+    """Return how busy the machine was with other things, in a sentence."""
+    shares = []
+    for recording in recordings:
+        found = job_samples(recording.samples)
+        step_s = _TOKENS_PER_STEP / float(np.median(found["tokens_per_second"]))
+        shares.append(float(np.median(found["cpu_time_ns"])) / 1e9 / step_s)
+    return (
+        f"How busy the machine was with other work: a rank's process ran for {statistics.median(shares):.0%} of a step's "
+        f"time ({min(shares):.0%} to {max(shares):.0%}), where on an idle machine it runs for nearly all of it."
+    )
 
 
 def cost(run: Path, others: Sequence[Recorded], rounds: int = 7) -> tuple[float, int]:
