@@ -195,8 +195,8 @@ def _business(recordings: Sequence[Recording]) -> str:
         step_s = _TOKENS_PER_STEP / float(np.median(found["tokens_per_second"]))
         shares.append(float(np.median(found["cpu_time_ns"])) / 1e9 / step_s)
     return (
-        f"How busy the machine was with other work: a rank's process ran for {statistics.median(shares):.0%} of a step's "
-        f"time ({min(shares):.0%} to {max(shares):.0%}), where on an idle machine it runs for nearly all of it."
+        f"How busy the machine was with other work: a rank's process ran for {statistics.median(shares):.0%} of a "
+        f"step's time ({min(shares):.0%} to {max(shares):.0%}), where on an idle machine it runs for nearly all of it."
     )
 
 

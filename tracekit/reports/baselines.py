@@ -219,7 +219,7 @@ def _read_series(
     series: Sequence[_Series], steps: Sequence[list[int | None]], where: str, *, is_unit: bool
 ) -> pl.DataFrame:
     columns = UNIT_COLUMNS if is_unit else SAMPLE_COLUMNS
-    parts = [pl.DataFrame(schema=columns)]
+    rows: dict[str, list[object]] = {name: [] for name in columns}
     for number, each in enumerate(series):
         if each.steps >= len(steps):
             raise ValueError(f"{where}[{number}] names steps that there are none of")
@@ -227,17 +227,19 @@ def _read_series(
             raise ValueError(f"{where}[{number}] has {len(each.values)} lists of values of {len(each.ranks)} ranks")
         if (each.unit is not None) is not is_unit:
             raise ValueError(f"{where}[{number}] has {'no' if is_unit else 'a'} unit")
-        unit = {"unit": pl.lit(each.unit)} if is_unit else {}
-        own = pl.Series("step", steps[each.steps], pl.Int64)
+        own = steps[each.steps]
         for rank, values in zip(each.ranks, each.values, strict=True):
             if len(own) != len(values):
                 raise ValueError(f"{where}[{number}] has {len(values)} values of {len(own)} steps")
-            if not all(map(math.isfinite, values)):
+            told = [value * each.scale for value in values]
+            if not all(map(math.isfinite, told)):
                 raise ValueError(f"{where}[{number}] has a value that is no number")
-            part = pl.DataFrame([own, pl.Series("value", values, pl.Float64) * each.scale])
-            told = part.with_columns(rank=pl.lit(rank, pl.Int64), metric=pl.lit(each.metric), **unit)
-            parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in columns.items()))
-    return pl.concat(parts)
+            rows["step"] += own
+            rows["value"] += told
+            for name, one in (("rank", rank), ("metric", each.metric), ("unit", each.unit)):
+                if name in rows:
+                    rows[name] += [one] * len(own)
+    return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])
 
 
 def _plain(fields: "dict[str, bool | int | float | str | list[bool | int | float | str | None]]") -> dict[str, Plain]:
