@@ -9,7 +9,7 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import catalog, parts
-from dashboard.views import checkpoints, compare, memory, overview, plan, ranks, runs, timeline
+from dashboard.views import checkpoints, compare, history, memory, overview, plan, ranks, runs, timeline
 
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
@@ -21,7 +21,9 @@ def main() -> None:
     """Show the chosen page for the chosen run."""
     st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
     st.html(parts.STYLE)
-    listed = _listed(tuple(sys.argv[1:]))
+    words = tuple(sys.argv[1:])
+    listed = _listed(tuple(word for word in words if not word.startswith(catalog.HISTORY)))
+    past = catalog.history_file(words)
     if not listed:
         parts.nothing_opened()
         return
@@ -36,6 +38,8 @@ def main() -> None:
         "plan": st.Page(lambda: plan.page(chosen), title="Plan", url_path="plan"),
         "runs": st.Page(lambda: runs.page(listed), title="Runs", url_path="runs"),
     }
+    if past is not None:
+        pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
     st.session_state[parts.PAGES] = pages
     st.navigation(list(pages.values()), position="top").run()
 

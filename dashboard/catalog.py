@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
+from tracekit.history import store
 
+HISTORY = "--history="
 MAX_DEPTH = 3
 MAX_ENTRIES = 2000
 _MAX_MANIFEST_BYTES = 1 << 20
@@ -44,6 +46,16 @@ def entries(paths: Iterable[str]) -> tuple[Entry, ...]:
             if len(found) >= MAX_ENTRIES:
                 return tuple(found.values())
     return tuple(found.values())
+
+
+def history_file(words: Iterable[str]) -> Path | None:
+    """Return the history to show: the one named by ``--history=FILE``, else history.duckdb in a folder given."""
+    given = list(words)
+    for word in given:
+        if word.startswith(HISTORY):
+            return Path(word.removeprefix(HISTORY))
+    beside = (Path(word) / store.FILE for word in given)
+    return next((path for path in beside if path.is_file()), None)
 
 
 def _runs_at(root: Path) -> Iterator[tuple[str, Path]]:

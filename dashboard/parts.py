@@ -138,9 +138,14 @@ def frame(table: pl.DataFrame, **options: Any) -> None:
 
 def chart(figure: go.Figure, *, key: str, **config: bool) -> None:
     """Show a figure in the page's own colours and font; `config` adds to Plotly's configuration."""
-    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
-    figure.update_layout(font={"color": ink, "family": '"Source Sans", "Source Sans Pro", sans-serif', "size": 13})
+    figure.update_layout(font=font())
     st.plotly_chart(figure, theme=None, config={**charts.CONFIG, **config}, key=key)
+
+
+def font() -> dict[str, str | int]:
+    """Return the font of the page, as figures take it."""
+    ink = "#e6eaf0" if st.context.theme.type == "dark" else "#1b2330"
+    return {"color": ink, "family": '"Source Sans", "Source Sans Pro", sans-serif', "size": 13}
 
 
 def plain(text: str) -> str:

@@ -69,8 +69,8 @@ def compare(reference: Side, candidate: Side, *, allow_different: bool = False) 
 def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, Values]:
     """Return the samples of a job as a whole, by metric, one per step (per checkpoint for its time blocked).
 
-    Of times, a step's sample is that of its worst rank, for all ranks wait for it; of shares, counts, sizes and time
-    of processors, which is paid for on each, it is the mean over ranks.
+    Of times, a step's sample is that of its worst rank, for all ranks wait for it; of shares, counts, sizes and the
+    time of processors, which is paid for on each, it is the mean over ranks.
     """
     if ranks is not None:
         table = table.filter(pl.col("rank").is_in(ranks))

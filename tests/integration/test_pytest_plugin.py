@@ -23,6 +23,7 @@ INSTALLED = any(point.value == plugin.__name__ for point in importlib.metadata.e
 NAMED = () if INSTALLED else ("-p", plugin.__name__)
 LOOP = """
     import time
+    import unittest
 
     import pytest
     import torch
@@ -114,6 +115,12 @@ TESTS = """
         def test_parametrized(self, steps):
             train(steps)
 
+    class TestOfUnittest(unittest.TestCase):
+        @pytest.mark.trace_budget(step_time="1ns", steps="1:4")
+        def test_method(self):
+            train(5)
+
+
     def test_plain():
         from torch.optim import optimizer
 
@@ -154,10 +161,10 @@ def test_a_broken_budget_fails_its_test_and_nothing_else_does(done):
     said, outcomes, _ = done
     assert said.returncode == 1, said.stdout
     assert {name for name, outcome in outcomes.items() if outcome == "failure"} == {
-        "test_broken", "test_short", "test_raises", "test_unmeasured", "test_parametrized[2]",
+        "test_broken", "test_short", "test_raises", "test_unmeasured", "test_parametrized[2]", "test_method",
     }  # fmt: skip
     assert outcomes["test_skipped"] == "skipped"
-    assert len(outcomes) == 13
+    assert len(outcomes) == 14
 
 
 def test_the_message_says_what_was_measured_against_what_and_what_costs_most(done):
@@ -187,6 +194,7 @@ def test_the_summary_has_a_line_per_judged_test(done):
         "test", "test_train.py::test_kept", "test_train.py::test_broken", "test_train.py::test_short",
         "test_train.py::test_unmeasured",
         "test_train.py::TestClass::test_parametrized[5]", "test_train.py::TestClass::test_parametrized[2]",
+        "test_train.py::TestOfUnittest::test_method",
     }  # fmt: skip
     assert re.search(r"\d ms|\d µs|\d s", lines["test_train.py::test_kept"])
     assert "KiB" in lines["test_train.py::test_kept"]
@@ -200,7 +208,7 @@ def test_runs_of_failed_tests_stay_and_the_profiler_says_nothing(done):
     assert kept == {
         "test_train.py-test_broken", "test_train.py-test_short", "test_train.py-test_raises",
         "test_train.py-test_unmeasured",
-        "test_train.py-TestClass-test_parametrized-2",
+        "test_train.py-TestClass-test_parametrized-2", "test_train.py-TestOfUnittest-test_method",
     }  # fmt: skip
     assert "USDT" not in said.stdout + said.stderr
     manifest = next((folder / "traces").glob("*test_broken*/run.json"))
@@ -256,6 +264,19 @@ def test_ranks_that_the_test_starts_are_recorded_where_it_says_so(tmp_path):
     assert said.returncode == 0, said.stdout
     assert "kept" in said.stdout
     assert not list(folder.glob("pytest-traces-*"))  # what passed leaves nothing
+
+
+@in_turns(3, "examples")
+def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
+    guide = (ROOT / "docs" / "pytest.md").read_text(encoding="utf-8")
+    example = guide.partition("```python\n")[2].partition("```")[0]
+    said = run_pytest(written(tmp_path, "test_training.py", example))
+    assert "1 failed, 2 passed" in said.stdout
+    told, promised = (re.sub(r"[\d.]+ (ms|s)|\d+ \S?s|/\S+", "…", text) for text in (said.stdout, guide))
+    message = "trace budget broken, by steps 3–7\n      step_time: …, at most … are allowed.\n      allocations: "
+    assert message in promised
+    assert message.replace("\n    ", "\n") in told
+    assert re.search(r"::test_a_step_is_fast_and_small .* kept\n", told)
 
 
 def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_there_is(tmp_path):

@@ -37,7 +37,7 @@ def test_the_cheapest_split_is_that_of_brute_force():
     for count in (9, 11, 12):
         for _ in range(4):
             values = 100 + random.normal(0, 3, count) + 12 * (np.arange(count) >= random.integers(3, count - 2))
-            series = changepoints._Series.of(values)
+            series = changepoints._Series.of(values, 1.0)
 
             def cost(edges, values=values, series=series):
                 bounds = [0, *edges, len(values)]
@@ -106,6 +106,15 @@ def test_a_change_that_is_mended_is_two():
 def test_what_is_counted_exactly_changes_at_once_and_never_by_less_than_matters():
     assert [step.index for step in found_in(np.repeat([1.0, 1.05], [6, 4])).steps] == [6]
     assert found_in(np.repeat([1.0, 1.005], [10, 10])) == changepoints.Trend()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_size_and_all_zeros_raise_no_warning():
+    assert changepoints.trend(np.zeros(20), least=0.0) == changepoints.Trend()
+    grown = changepoints.trend(np.repeat([0.0, 1e12], [12, 6]), least=0.0)
+    assert [step.index for step in grown.steps] == [12]
+    tiny = np.repeat([0.0, 1e-12], [12, 6])
+    assert changepoints.trend(tiny, least=0.01) == changepoints.Trend()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])

@@ -3,11 +3,15 @@ import json
 import polars as pl
 import pytest
 
-from tests import drawn, proofs
+from tests import dated, drawn, proofs
 from tracekit import charts
 from tracekit.analysis import breakdown, saves
+from tracekit.history import store, trends
+from tracekit.history.entry import entry
 from tracekit.plan import memory
 from tracekit.plan.checkpoint import Layout
+from tracekit.reports import history_figures
+from tracekit.reports import json as json_report
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">\u202egnp.exe'
 
@@ -160,3 +164,27 @@ def test_without_saves_the_figures_are_empty():
     assert len(charts.save_stages(run.across(saves.stages)).data) == 0
     charts.save_clocks(run.across(saves.each))
     charts.save_bandwidth(run.across(saves.clocks))
+
+
+def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(tmp_path):
+    store.add(tmp_path / "h.duckdb", [entry(each, json_report.side(each)) for each in dated.slower_from(12, 20)])
+    (group,) = trends.groups(store.read(tmp_path / "h.duckdb"), metrics=["step_time_ns"])
+    figure = history_figures.of_series(group, group.series[0])
+    *levels, medians = figure.data
+    assert [tuple(level.x) for level in levels] == [(0.5, 12.5), (12.5, 20.5)]
+    assert list(medians.y) == pytest.approx((group.series[0].values / 1e6).tolist())
+    assert [number for number, _ in medians.customdata] == list(range(20))
+    assert min(medians.error_y.array) >= 0
+    assert min(medians.error_y.arrayminus) >= 0
+    assert figure.layout.shapes[0].x0 == 12.5
+    assert "%" in figure.layout.annotations[0].text
+
+
+def test_names_of_a_history_are_text_in_its_figure():
+    point = charts.Point(1e6, None, None, HOSTILE, [HOSTILE], failed=True)
+    missing = charts.Point(None, None, None, HOSTILE, [])
+    figure = charts.history("step_time_ns", [point, missing], [], [charts.Mark(1, HOSTILE, is_worse=True)])
+    written = figure.to_json()
+    assert "<script" not in written
+    assert "<img" not in written
+    assert len(figure.data[0].x) == 1

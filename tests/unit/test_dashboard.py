@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from dashboard import catalog
+from tests import dated
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tracekit.change import Verdict
+from tracekit.cli.dashboard import command
+from tracekit.history import store
+from tracekit.history.commits import Commit
+from tracekit.history.entry import entry
+from tracekit.reports import json as report_json
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
@@ -274,3 +281,60 @@ def test_without_a_checkpoint_log_the_page_says_how_to_record_one():
     shown = _checkpoints(FAULTS / "churn")
     assert not shown.exception
     assert "record_save" in shown.info[0].value
+
+
+def _history(path):
+    def script(path):
+        from pathlib import Path
+
+        from dashboard.views import history
+
+        history.page(Path(path))
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(tmp_path):
+    path = tmp_path / "history.duckdb"
+    documents = [*dated.slower_from(12, 18), *(dated.report(number, world_size=8) for number in (30, 31))]
+    texts = [f"Change {number}\n\n<b>why</b> ![x](http://192.0.2.1/x.png)" for number in range(len(documents))]
+    store.add(
+        path,
+        [
+            entry(each, report_json.side(each), commit=Commit(f"{number:02d}abcdef", text, "main"), failures=["<i>X"])
+            for number, (each, text) in enumerate(zip(documents, texts, strict=True))
+        ],
+    )
+    shown = _history(path)
+    assert not shown.exception
+    assert "No metric changed its level." in [caption.value for caption in shown.caption]  # of the latest kind of run
+    shown.selectbox(key="history_group").select(1).run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 3
+    html = _html(shown)
+    assert "worse: step time" in html
+    assert "11abcdef..12abcdef" in html
+    assert "COMM001 exposed-communication" in html
+    assert "versions.torch 2.12.0 → 2.13.0" in html
+    run = next(box for box in shown.selectbox if box.label.startswith("Run, or"))
+    run.select(3).run()
+    # st.text knows no markup.
+    assert "Change 3\n\n<b>why</b> ![x](http://192.0.2.1/x.png)" in [text.value for text in shown.text]
+    assert "<b>why" not in _html(shown)
+    assert not any("<i>X" in each.value for each in shown.markdown)
+
+
+def test_a_history_that_is_none_is_an_error_box(tmp_path):
+    (tmp_path / "history.duckdb").write_text("no database")
+    shown = _history(tmp_path / "history.duckdb")
+    assert not shown.exception
+    assert "cannot be read as a history" in shown.error[0].value.replace("\\", "")
+
+
+def test_the_page_is_there_where_a_history_is_named_or_lies_beside_the_runs(tmp_path):
+    assert catalog.history_file([str(tmp_path)]) is None
+    store.add(tmp_path / "history.duckdb", [])
+    assert catalog.history_file([str(tmp_path)]) == tmp_path / "history.duckdb"
+    assert catalog.history_file([str(tmp_path), "--history=/elsewhere"]) == Path("/elsewhere")
+    words = command(["runs"], port=1, browser=False, history=Path("/h.duckdb"))
+    assert words[words.index("--") + 1 :][-1] == "--history=/h.duckdb"

@@ -15,7 +15,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from tests import dated
+from tests import commands, dated
+from tests.browser import recorded
+from tests.commands import tracekit
+from tests.rotation import in_turns
 from tracekit.errors import InputError
 from tracekit.history import commits, store, trends
 from tracekit.history.commits import Commit
@@ -149,6 +152,7 @@ def _garbled(path):
     path.write_bytes(held)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("make", [_text, _empty, _foreign, _later, _views, _cut, _garbled])
 def test_a_file_that_is_no_whole_history_is_refused_and_stays_as_it_is(tmp_path, make):
     path = tmp_path / "history.duckdb"
@@ -262,3 +266,60 @@ def test_the_commit_is_what_ci_says_else_what_git_says(tmp_path):
     assert by_ci == Commit(found.sha, found.text, "pr")
     assert commits.known({"CI_COMMIT_SHA": "ab12", "CI_COMMIT_MESSAGE": "x"}, tmp_path) == Commit("ab12", "x", None)
     assert commits.known({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
+
+
+def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
+    db = tmp_path / "ci" / "history.duckdb"
+    files = [dated.write(tmp_path, document) for document in dated.slower_from(8, 14)]
+    ci = {"GITHUB_SHA": "ab" * 20, "GITHUB_REF_NAME": "main"}
+    done = tracekit("history", "add", *files, "--db", db, **ci)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"tracekit: {db}: 14 runs added\n"
+    assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 there already\n")
+    shown = tracekit("history", "show", "--db", db, "--metric", "step_time", "--branch", "main", COLUMNS="100")
+    assert shown.returncode == 0
+    assert "worse +2" in shown.stdout
+    assert "two runs of abababab" in shown.stdout  # all are of one commit
+    assert "allocations" not in shown.stdout.partition("WORSE")[0]
+    document = json.loads(tracekit("history", "show", "--db", db, "--last", "2", "--format", "json").stdout)
+    assert len(document["groups"][0]["runs"]) == 2
+    assert tracekit("history", "show", "--db", db, "--branch", "none").stdout.startswith("No run of branch none is in")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["show", "--db", "missing.duckdb"], "there is no such file"),
+        (["show", "--db", "{db}", "--metric", "step_tme"], "did you mean step_time?"),
+        (["add", "{broken}", "--db", "{db}"], "is not a whole report"),
+        (["add", "nowhere", "--db", "{db}"], "nowhere"),
+        (["add", "{broken}", "--db", "{broken}"], "cannot be read as a history"),
+    ],
+)
+def test_on_the_command_line_what_cannot_be_used_is_one_line_and_exit_2(tmp_path, words, told):
+    db, broken = tmp_path / "history.duckdb", tmp_path / "broken.json"
+    store.add(db, [])
+    broken.write_text(json.dumps({"schema": "tracekit.report/1", "run": {"name": "x"}}))
+    before = broken.read_bytes()
+    done = tracekit("history", *(word.format(db=db, broken=broken) for word in words))
+    assert done.returncode == 2
+    assert told in commands.only_line(done)
+    assert broken.read_bytes() == before
+
+
+def test_a_check_is_added_to_a_history_with_its_verdict(tmp_path):
+    run, db = tmp_path / "run", tmp_path / "history.duckdb"
+    recorded.write_run(run, kernel="gemm")
+    check = ("check", run, "--fail-on", "info", "--history", db, "--no-cache")
+    done = tracekit(*check, GITHUB_SHA="cd" * 20)
+    assert done.returncode == 1
+    assert f"{db}: 1 run added" in done.stderr
+    (row,) = store.read(db).runs.to_dicts()
+    assert (row["passed"], row["commit"]) == (False, "cd" * 20)
+    assert "COMM001" in row["failures"]
+    assert "1 told anew" in tracekit("history", "add", run, "--db", db, "--no-cache").stderr  # by another bar
+    assert store.read(db).runs["passed"].to_list() == [True]
+    run.rename(tmp_path / "gone")
+    (tmp_path / "none").write_text("no database")
+    refused = tracekit("check", tmp_path / "gone", "--history", tmp_path / "none")
+    assert (refused.returncode, refused.stdout) == (2, "")

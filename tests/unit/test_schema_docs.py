@@ -5,6 +5,7 @@ import pytest
 
 from tracekit import querying
 from tracekit.errors import InputError
+from tracekit.history import tables
 from tracekit.reports import columns
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,11 @@ def test_every_column_has_a_sentence_and_every_quantity_its_unit():
             assert column.name.endswith("_ns") == (column.unit == "ns"), f"{table.name}.{column.name}"
             if column.name.endswith("bytes"):
                 assert column.unit == "bytes", f"{table.name}.{column.name}"
+
+
+def test_the_page_of_histories_has_the_tables_that_a_history_file_has():
+    page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
+    assert page.endswith(columns.tables_as_markdown([tables.VERSION, *tables.KEPT], heading="###"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

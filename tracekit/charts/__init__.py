@@ -7,6 +7,7 @@ own, so that a figure fits a light page and a dark one.
 
 from tracekit.charts.bars import breakdown, comparison, step_times
 from tracekit.charts.checkpoints import save_bandwidth, save_clocks, save_stages
+from tracekit.charts.history import Level, Mark, Point, history
 from tracekit.charts.memory import held, lifetimes, segment_map
 from tracekit.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.charts.ranks import ranks
@@ -23,10 +24,14 @@ __all__ = [
     "PARTS",
     "REPEATED",
     "SAVING",
+    "Level",
+    "Mark",
+    "Point",
     "breakdown",
     "bubbles",
     "comparison",
     "held",
+    "history",
     "lifetimes",
     "lost_time",
     "memory_by_strategy",

@@ -74,6 +74,9 @@ def check(
         bool, typer.Option("--allow-different", help="Go on where the baseline is of something else.")
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail on budgets that cannot be told, too.")] = False,
+    history: Annotated[
+        Path | None, typer.Option("--history", metavar="FILE", help="Add what this comes to to a history.")
+    ] = None,
     also: Also = None,
     comment_key: CommentKey = "check",
     sample: Annotated[bool, typer.Option("--sample", help="Check the sample run that comes with tracekit.")] = False,
@@ -103,8 +106,11 @@ def check(
 
     from tracekit import config as settings_of
     from tracekit import judging
+    from tracekit.cli.history import refuse_what_is_none, remember
     from tracekit.rules import all_rules
 
+    if history is not None:
+        refuse_what_is_none(history)
     catalog = all_rules()
     settled = _settle(config, fail_on, select or [], settings or [], catalog)
     if strict:
@@ -131,6 +137,8 @@ def check(
         for report in told
     ]
     formats.write(gates, report_format, out, also=besides, comment_key=comment_key)
+    if history is not None:
+        remember(history, gates)
     _fail(gates)
 
 

@@ -1,6 +1,7 @@
 """``tracekit history``: what checked runs came to over time."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from tracekit.history.commits import Commit
     from tracekit.history.entry import Entry
     from tracekit.history.store import Added
-    from tracekit.trace import Run
 
 history = typer.Typer(no_args_is_help=True, help="Keep what checked runs came to, and show trends and changes.")
 
@@ -97,16 +97,33 @@ def commit_trained(commit: str | None = None, branch: str | None = None) -> "Com
     return commits.known(os.environ, Path.cwd(), sha=commit, branch=branch)
 
 
-def entries_of(gates: "Sequence[Gate]", runs: "Sequence[Run]", commit: "Commit") -> "list[Entry]":
+def entries_of(gates: "Sequence[Gate]", commit: "Commit") -> "list[Entry]":
     """Return what a history keeps of runs that were checked."""
     from tracekit.compare import Side
     from tracekit.history.entry import entry
     from tracekit.reports import json
 
     return [
-        entry(json.document(gate.report, run), Side.of(run), commit=commit, failures=gate.failures)
-        for gate, run in zip(gates, runs, strict=True)
+        entry(
+            json.document(gate.report, gate.report.run), Side.of(gate.report.run), commit=commit, failures=gate.failures
+        )
+        for gate in gates
     ]
+
+
+def refuse_what_is_none(db: Path) -> None:
+    """Raise InputError where a file is there and is no history: better now than after the check."""
+    from tracekit.history import store
+
+    store.check(db)
+
+
+def remember(db: Path, gates: "Sequence[Gate]") -> None:
+    """Add what a check came to, and say so."""
+    from tracekit.history import store
+
+    sys.stdout.flush()
+    tell(db, store.add(db, entries_of(gates, commit_trained())))
 
 
 def tell(db: Path, added: "Added") -> None:
@@ -127,9 +144,9 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "Entry":
     catalog = all_rules()
     settled = _settle(None, None, [], [], catalog)
     today = datetime.datetime.now(datetime.UTC).date()
-    ((report, run),) = opening.checked([path], config.configured(settled, catalog), cache=cache)
+    ((report, _),) = opening.checked([path], config.configured(settled, catalog), cache=cache)
     report = config.set_aside(report, settled.ignore, catalog, today=today)
-    return entries_of([judging.judge(report, settled.fail_on, budgets=settled.budget)], [run], commit)[0]
+    return entries_of([judging.judge(report, settled.fail_on, budgets=settled.budget)], commit)[0]
 
 
 def _saved(path: Path, commit: "Commit") -> "list[Entry]":

@@ -35,14 +35,17 @@ Values: TypeAlias = npt.NDArray[np.float64]
 
 MIN_RUNS = 3
 """Runs that a level needs: fewer may be a bad day."""
+LEAST_RUNS = 2 * MIN_RUNS
+"""Runs from which on a change can be told."""
 MIN_DRIFT_RUNS = 16
 """Runs that a slope needs: in fewer, a change looks like one."""
 MOST_RUNS = 400
 """Runs that are looked at, the latest: the time it takes grows with their number cubed."""
 
 _FAR = 3.0
-_LEAST_NOISE = 0.002  # of the median: what counts exactly is not infinitely sure of itself
-_PRICE = 11.5
+_LEAST_NOISE = 0.2  # of the least change that is one: what counts exactly is not infinitely sure of itself
+_ROUNDING = 1e-9
+_PRICE = 12.0
 _SLOPE_DISCOUNT = 1.5
 _FAR_DIFFERENCE = 2.5
 _OF_CLIPPED = 1.02  # what clipping normal noise at that takes from its standard deviation
@@ -89,10 +92,10 @@ def trend(values: Values, *, least: float) -> Trend:
     >>> [(step.index, step.before, step.after) for step in found.steps]
     [(6, 10.0, 12.0)]
     """
-    if len(values) < 2 * MIN_RUNS:
+    if len(values) < LEAST_RUNS:
         return Trend()
     skipped = max(0, len(values) - MOST_RUNS)
-    series = _Series.of(values[skipped:])
+    series = _Series.of(values[skipped:], least)
     slopes: list[tuple[int, int]] = []
     edges = [
         at for stairs, a, b in series.stairs(series.cheapest()) for at in _unless_slope(series, stairs, a, b, slopes)
@@ -157,8 +160,9 @@ class _Series:
     noise: float
 
     @classmethod
-    def of(cls, values: Values) -> "_Series":
-        return cls(values, noise(values))
+    def of(cls, values: Values, least: float) -> "_Series":
+        largest = float(np.abs(values).max())
+        return cls(values, max(noise(values), _LEAST_NOISE * least, _ROUNDING * largest) or 1.0)
 
     def cheapest(self) -> list[int]:
         """Return where the cheapest split into levels changes."""
@@ -234,8 +238,7 @@ def noise(values: Values) -> float:
     away = np.abs(np.diff(values))
     typical = float(np.median(away)) * _MAD_TO_SIGMA
     clipped = np.minimum(away, _FAR_DIFFERENCE * typical)
-    told = float(np.sqrt(np.mean(np.square(clipped)) / 2)) * _OF_CLIPPED
-    return max(told, _LEAST_NOISE * float(np.abs(np.median(values))), float(np.finfo(np.float64).tiny))
+    return float(np.sqrt(np.mean(np.square(clipped)) / 2)) * _OF_CLIPPED
 
 
 def _line(values: Values) -> tuple[float, float]:

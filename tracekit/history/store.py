@@ -27,6 +27,8 @@ from tracekit.history.commits import Commit
 from tracekit.history.entry import Entry, with_known
 
 SCHEMA = 1
+FILE = "history.duckdb"
+"""What a history is called where nobody names it: the dashboard looks for it in the folder it is opened on."""
 PATIENCE_S = 60.0
 
 _WAIT_S = 0.05

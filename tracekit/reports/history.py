@@ -10,7 +10,7 @@ import polars as pl
 from rich.console import RenderableType
 
 from tracekit import markup
-from tracekit.history.changepoints import Drift
+from tracekit.history.changepoints import LEAST_RUNS, Drift
 from tracekit.history.trends import Group, Series, Shift, worst_first
 from tracekit.quantities import is_share
 from tracekit.reports import paper, words
@@ -106,7 +106,8 @@ def verdict(series: Series) -> str:
     if series.drifts:
         drift = series.drifts[-1]
         return f"drifts {change_in_words(series.metric, drift.before, drift.after)} since run {drift.first + 1}"
-    return "steady"
+    known = sum(math.isfinite(value) for value in series.values.tolist())
+    return "steady" if known >= LEAST_RUNS else "too few runs to tell"
 
 
 def change_in_words(metric: str, before: float, after: float) -> str:

@@ -36,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register our mark, and who tells the summary."""
     config.addinivalue_line(
         "markers",
-        f'{MARK}(steps="3:8", fail_on="never", step_time="50ms", exposed_communication_ratio=0.2, …): record the '
-        "test's training loop, and fail where a budget is broken",
+        f"{MARK}(steps, fail_on, **budgets): record the test's training loop and fail where a budget is broken, as in "
+        f'{MARK}(steps="3:8", step_time="50ms", exposed_communication_ratio=0.2)',
     )
     config.stash[_STATE] = _State(config)
     config.pluginmanager.register(config.stash[_STATE], "tracekit-state")
@@ -51,13 +51,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Read the marks of tests: what is wrong with one is an error of collection."""
     made = yield
     for item in made if isinstance(made, list) else [made]:
         if isinstance(item, pytest.Item) and item.get_closest_marker(MARK):
-            item.stash[_ASKED] = _asked(item, collector)
+            item.stash[_ASKED] = _asked(item)
     return made
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Read the marks of tests that are made elsewhere, such as those of unittest."""
+    for item in items:
+        if _ASKED not in item.stash and item.get_closest_marker(MARK):
+            try:
+                item.stash[_ASKED] = _asked(item)
+            except pytest.Collector.CollectError as error:
+                raise pytest.UsageError(str(error)) from None
 
 
 @pytest.fixture
@@ -176,7 +186,7 @@ _JUDGED = pytest.StashKey["Row | None"]()
 _FAILED = pytest.StashKey[bool]()
 
 
-def _asked(item: pytest.Item, collector: pytest.Collector) -> "Asked":
+def _asked(item: pytest.Item) -> "Asked":
     from tracekit.errors import TracekitError
     from tracekit.testing import marks
 
@@ -184,14 +194,18 @@ def _asked(item: pytest.Item, collector: pytest.Collector) -> "Asked":
     try:
         return marks.asked([(mark.args, mark.kwargs) for mark in nearest_last])
     except (TracekitError, ValueError) as error:
-        raise collector.CollectError(f"{item.nodeid}: @pytest.mark.{MARK}: {error}") from None
+        raise pytest.Collector.CollectError(f"{item.nodeid}: @pytest.mark.{MARK}: {error}") from None
 
 
 def _recording(item: pytest.Item) -> "TraceRun":
     if _RECORDING not in item.stash:
-        from tracekit.testing.marks import DEFAULT_STEPS
-        from tracekit.testing.recording import TraceRun
-
+        try:
+            from tracekit.testing.marks import DEFAULT_STEPS
+            from tracekit.testing.recording import TraceRun
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            pytest.fail("a recorded test needs PyTorch: pip install 'torch-tracekit[train]'", pytrace=False)
         asked = item.stash.get(_ASKED, None)
         folder = item.config.stash[_STATE].folder(item.nodeid)
         item.stash[_RECORDING] = TraceRun(folder, steps=asked.steps if asked else DEFAULT_STEPS)
