@@ -29,8 +29,7 @@ than must be found. Every run of the command draws anew.
   in runs without a fault; beside another fault it may be that fault's doing.
 - *Wrong*: it warns, and the truth does not hold its code. Costs between the two count neither way.
 - *Cost off by*: the finding's cost per step against the truth, which simulates again without the fault: median, and the
-  share of findings within 10%. CKPT001 spreads a save over the steps between saves, so it has none (and tells
-  a single save as information, which counts as found: how often a run saves is not in it);
+  share of findings within 10%. CKPT001 spreads a save over the steps between saves, so it has none;
   COMM001's is that of all communication, more than what no-prefetch alone costs.
 """
 

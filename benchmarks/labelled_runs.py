@@ -35,7 +35,7 @@ STRATEGIES = (DDP, FSDP1, FSDP2, HSDP, YAFSDP)
 _HEALTHY = 0.25  # share of the runs that get no fault
 _MATTERS = 0.03  # share of the run from which on a fault must be found
 _MATTERS_OF = {"COMM001": 0.25}  # reports from 20% of the step on
-_SAME_AS = {"MEM007": "MEM001"}  # retries are also what a device that thrashes has
+_SAME_AS = {"MEM007": "MEM001", "CKPT004": "CKPT001"}  # retries, and what a save is made of, of the same stall
 _MOST_DRAWS = 6  # of a run whose fault costs too little to be found
 _FULL = 0.9  # of a device's memory: a healthy run has some to spare
 
@@ -146,12 +146,7 @@ def _judged(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
         if fault is None or drawn.must_be_found(fault.code) or attempt == _MOST_DRAWS - 1:
             break
     findings = check(tracekit.load(str(out), cache=False)).findings
-    return replace(drawn, findings=tuple(filter(_warns, findings)))
-
-
-def _warns(found: Finding) -> bool:
-    # One save in a recording does not say how often a run saves, so CKPT001 tells it as information.
-    return found.severity >= Severity.WARNING or found.code == "CKPT001"
+    return replace(drawn, findings=tuple(found for found in findings if found.severity >= Severity.WARNING))
 
 
 def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:

@@ -3,7 +3,8 @@
     python -m benchmarks.recorded_savings --pairs 8 --out docs/whatif_recorded.md
 
 Each pair is a training without the fault and, right after it, the same with it. What the fault costs is how much longer
-a profiled step takes, by median over the pairs; what `tracekit whatif` predicts is read off the faulty recording alone.
+the median profiled step takes, by median over the pairs; what `tracekit whatif` predicts for it is read off the faulty
+recording alone.
 Anything else that runs on the machine spoils the comparison: the spread over the pairs shows how much.
 """
 
@@ -17,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
+
 import tracekit
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.whatif import saving, steps
+from tracekit.whatif import saving
 
 _ALL = (
     "--device cpu --model micro --max-norm 0 --keep 1 --no-memory --profile-wait 4 --profile-warmup 2 "
@@ -91,11 +94,14 @@ def _train(options: str, out: Path) -> None:
 
 
 def _told(path: Path, cause: str) -> tuple[int, int]:
-    """Return how long a step takes and what it would save, ns."""
-    run = tracekit.load(str(path), cache=False)
-    replayed = saving.replayed(run)
-    count = replayed.select("window", "step").n_unique()
-    return steps.total_ns(replayed, "duration_ns") // count, saving.saving(run, cause).saved_ns
+    """Return how long a step takes on its slowest rank and what it would save, ns, each by median over the steps.
+
+    The median leaves out steps in which something else had the processors.
+    """
+    told = saving.saving(tracekit.load(str(path), cache=False), cause).steps
+    each = told.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
+    saved = (each["replayed_ns"] - each["without_ns"]).median()
+    return int(each["duration_ns"].median() or 0), int(saved or 0)  # type: ignore[arg-type]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"    python -m benchmarks.recorded_savings --pairs {asked.pairs}",
         "",
         f"{asked.pairs} pairs of trainings of each fault, without it and with it in turns, on CPU ranks over gloo.",
-        "Medians and 95% intervals. *Costs*: how much longer a profiled step takes with the fault. *Predicted*: what",
+        "Medians and 95% intervals. *Costs*: how much longer the median step takes with the fault. *Predicted*: what",
         "replaying the faulty recording without the cause saves.",
         "",
         "| fault | cause taken away | step with it | costs | predicted | off by |",

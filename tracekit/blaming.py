@@ -85,12 +85,13 @@ def causes(
     if failed & set(_OF_CHECKPOINTS):
         found.append(_checkpointing(failed, changes, before, after))
     if failed - set(_OF_CHECKPOINTS):
-        found += _of_steps(failed, changes, before, after)
+        unit = _slower_unit(reference, candidate)
+        found += _of_steps(failed, changes, before, after, unit=unit)
     return tuple(found)
 
 
 def _of_steps(
-    failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
+    failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame, *, unit: str
 ) -> list[Cause]:
     computed = _grown(before, after, _COMPUTES)
     moving = [grown for grown in computed if _MOVES.search(grown.name)]
@@ -103,7 +104,7 @@ def _of_steps(
     scored: list[tuple[bool, float, Cause]] = []
     if failed & set(_OF_COMMUNICATION):
         spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns"))
-        cause = _communication(failed, changes, sent, _grown(before, after, ("communication",)))
+        cause = _communication(failed, changes, sent, _grown(before, after, ("communication",)), unit=unit)
         scored.append((bool(sent), spent_ns, cause))
     if is_memory:
         cause = _memory(failed, changes, allocated, moving)
@@ -136,20 +137,27 @@ def _checkpointing(
 
 
 def _communication(
-    failed: AbstractSet[str], changes: Mapping[str, Change], sent: Sequence[_Grown], spent: Sequence[_Grown]
+    failed: AbstractSet[str],
+    changes: Mapping[str, Change],
+    sent: Sequence[_Grown],
+    spent: Sequence[_Grown],
+    *,
+    unit: str,
 ) -> Cause:
     parts = []
     if sent and "sent_bytes" in changes:
         parts.append(f"a step sends {_moved(changes['sent_bytes'], units.size)}, most of it by {sent[0].place}")
-    for metric, words in (
-        ("transfer_ns", "transfers take"),
-        ("exposed_transfer_ns", "no compute hides"),
-        ("exposed_communication_ns", "exposed are"),
-    ):
-        if metric in failed and metric in changes:
-            parts.append(f"{words} {_moved(changes[metric], units.duration)} a step")
+    words = {
+        "transfer_ns": "transfers take",
+        "exposed_transfer_ns": "no compute hides",
+        "exposed_communication_ns": "exposed are",
+    }
+    slower = _of(failed, tuple(words))
+    parts += [f"{words[metric]} {_moved(changes[metric], units.duration)} a step" for metric in slower]
     if not sent and spent:
         parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
+    if not sent and unit:
+        parts.append(unit)
     return Cause(COMMUNICATION, _sentence(parts), _of(failed, _OF_COMMUNICATION))
 
 
@@ -203,6 +211,29 @@ def _host(changes: Mapping[str, Change]) -> Cause:
     words = {"data_wait_ns": "waiting for data takes", "idle_ns": "nothing runs for"}
     parts = [f"{words[metric]} {_moved(changes[metric], units.duration)} a step" for metric in told]
     return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(told))
+
+
+def _slower_unit(reference: Sequence[Recording], candidate: Sequence[Recording]) -> str:
+    """Return in words in which unit exposed communication grew most; '' where in none."""
+    before, after = (_exposed_by_unit(side) for side in (reference, candidate))
+    both = before.join(after, on="unit", how="full", coalesce=True).fill_null(0.0)
+    grown = both.with_columns(grown=pl.col("value_right") - pl.col("value")).sort("grown", "unit").tail(1)
+    if grown.is_empty() or grown["grown"][0] <= 0:
+        return ""
+    return f"among units most in {grown['unit'][0] or 'the root'} (+{units.duration(grown['grown'][0])})"
+
+
+def _exposed_by_unit(recordings: Sequence[Recording]) -> pl.DataFrame:
+    """Return the exposed communication of each unit in a typical step of its slowest rank. Columns unit, value."""
+    each = [
+        recording.units.filter(pl.col("metric") == "exposed_communication_ns")
+        .group_by("unit", "step")
+        .agg(pl.col("value").max())
+        .group_by("unit")
+        .agg(pl.col("value").median())
+        for recording in recordings
+    ]
+    return pl.concat(each).group_by("unit").agg(pl.col("value").median()).sort("unit")
 
 
 def _mean(recordings: Sequence[Recording]) -> pl.DataFrame:

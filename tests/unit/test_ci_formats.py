@@ -16,7 +16,7 @@ from tests import gated
 from tests.gated import HOSTILE
 from tracekit.errors import ConfigError
 from tracekit.gate import Gate
-from tracekit.reports import codequality, github, junit, markdown, pictures, sarif
+from tracekit.reports import codequality, gate_fragments, github, html, junit, markdown, pictures, sarif, verbatim
 from tracekit.reports.locations import Checkout
 from tracekit.rule import Finding, Severity
 
@@ -203,6 +203,44 @@ def test_github_is_given_no_more_than_it_shows(checkout: Checkout) -> None:
     assert message.count("steady-device-allocation") == 16
 
 
+# HTML ----------------------------------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """The text of a page by the elements it is in, and the names of all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
+    page = _Page()
+    page.feed(gate_fragments.verdict(gated.held()) + gate_fragments.tables(gated.held()))
+    assert page.text[0] == "Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
+    assert "3 ms more a step are exposed communication." in page.text[2]
+    assert page.text.count("worse, fails") == 2  # a metric and a finding
+    assert "broken, fails" in page.text
+    assert "fixed" in page.text
+    gate = gated.held()
+    whole = html.render_several([(gate.report, gate.report.run)], [gate])
+    assert whole.index("tk-gate failed") < whole.index('<div class="tk-verdict')
+    assert gate_fragments.verdict(gated.plain()) + gate_fragments.tables(gated.plain()) == ""
+
+
+def test_names_are_text_in_the_verdict_on_the_page() -> None:
+    page = _Page()
+    page.feed(gate_fragments.verdict(gated.hostile()) + gate_fragments.tables(gated.hostile()))
+    assert set(page.tags) <= {"div", "b", "p", "h2", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
+
+
 # Markdown ------------------------------------------------------------------------------------------------------------
 
 
@@ -251,9 +289,25 @@ def test_names_are_text_in_markdown(gates: Callable[[], list[Gate]], checkout: C
 
 def test_a_hostile_name_is_still_read_as_it_is(checkout: Checkout) -> None:
     page = _Elements()
-    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(markdown.escaped(HOSTILE)))
+    page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(verbatim.escaped(HOSTILE)))
     shown = page.prose.replace("\u200b", "").strip()
     assert shown == re.sub(r"[\r\n]", " ", HOSTILE.replace("\x1b", "�").replace("\u202e", "�").replace("\x00", "�"))
+
+
+@pytest.mark.parametrize("name", ["a|b", "a\\|b", "a\\", "|", "`|`", "a\n|b"])
+@pytest.mark.parametrize("written", [verbatim.escaped, verbatim.code], ids=["text", "code"])
+def test_no_name_ends_a_cell(written: Callable[[str], str], name: str) -> None:
+    told = verbatim.table((written(name), "x"), [(written(name), "y"), (written(name), "z")])
+    cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", MarkdownIt("gfm-like", {"linkify": False}).render(told))
+    assert cells[1::2] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("text", ["- a", "1. a", "# a", "+ a", "---", "=== "])
+def test_no_name_begins_a_list_or_a_heading(text: str) -> None:
+    page = _Elements()
+    page.feed(MarkdownIt("gfm-like", {"linkify": False}).render(f"before\n{verbatim.escaped(text)}"))
+    assert page.tags == ["p"]
+    assert verbatim.escaped("+8.1%") == "+8.1%"
 
 
 @pytest.mark.parametrize("runs", [1, 10, 400])

@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+import polars as pl
 import pytest
 
 from tests import held, reported
@@ -229,6 +230,20 @@ def test_a_cause_says_what_and_where() -> None:
     (cause,) = blaming.causes(found.changes, {c.metric: c for c in found.changes}, base, [after])
     assert cause.message == "A step computes 1.5 GFLOP, 500 MFLOP more, most of it in aten::mm in forward (+50.0%)."
     assert cause.metrics == ("flops",)
+
+
+def test_slower_communication_names_the_unit_in_which_it_is_exposed() -> None:
+    def side(exposed_ns: float) -> Recording:
+        made = held.recording({"transfer_ns": [10e6 + exposed_ns] * 6}, work=WORK)
+        rows = [(0, unit, step, "exposed_communication_ns", value)
+                for unit, value in (("layers.0", 1e6), ("layers.1", exposed_ns)) for step in range(6)]  # fmt: skip
+        table = pl.DataFrame(rows, schema=baselines.UNIT_COLUMNS, orient="row")
+        return Recording(made.name, None, made.samples, table, made.work, ())
+
+    before, after = side(1e6), side(9e6)
+    found = judging.compare(held.baseline(before), [after], min_effect=0.03)
+    (cause,) = blaming.causes(found.changes, {c.metric: c for c in found.changes}, [before], [after])
+    assert "among units most in layers.1 (+8 ms)" in cause.message
 
 
 # Renewing ------------------------------------------------------------------------------------------------------------

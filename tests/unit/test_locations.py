@@ -101,6 +101,13 @@ def test_a_finding_points_at_the_innermost_function_that_holds_most_of_it(
     assert place.kind is Kind.FUNCTION
 
 
+def test_a_function_that_calls_itself_does_not_outweigh_its_callees(checkout: Checkout) -> None:
+    # train, three times inside itself, calls step_of for most of the time.
+    calls = [("train.py(9): train", 0, 25)] * 3 + [("train.py(15): step_of", 5, 15)]
+    place = checkout.place(run(calls), finding((0, 25)))
+    assert (place.path, place.line) == ("train.py", 15)
+
+
 def test_work_of_a_device_points_at_what_launched_it(checkout: Checkout) -> None:
     # time     0         1         2
     # host     step_of launches at 18
@@ -134,6 +141,7 @@ def test_without_stacks_a_finding_points_at_the_script(checkout: Checkout) -> No
         (("-c",), None),
         (("data.py",), "src/data.py"),
         (("/elsewhere/train.py",), None),
+        (("/home/me/project/src/data.py",), "src/data.py"),
         (("other.py", "train.py"), "train.py"),
     ],
 )
@@ -152,6 +160,8 @@ def test_what_is_not_in_the_repository_points_at_the_trace(checkout: Checkout, t
     here = str(tmp_path / "runs" / "today" / "rank00000.pt.trace.json.gz")
     moved = Run(inside.path, [type(source)(0, 0, here, 0, source.read)])
     assert checkout.place(moved).path == "runs/today/rank00000.pt.trace.json.gz"
+    far = Run("s3://bucket/today", [type(source)(0, 0, "s3://bucket/today/rank0.json", 0, source.read)])
+    assert checkout.place(far).path == "today/rank0.json"
 
 
 def test_a_file_of_the_same_name_elsewhere_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
         calls.with_columns(pl.Series("inside_ns", inside_ns))
         .filter(pl.col("inside_ns") > 0)
         .group_by("file", "line", "function")
-        .agg(pl.col("inside_ns").sum(), pl.col("id").min())
+        # A function that calls itself has no more time than there is.
+        .agg(pl.col("inside_ns").sum().clip(upper_bound=intervals.length(spans)), pl.col("id").min())
         .sort("inside_ns", "id", descending=[True, False])
         .select(list(COLUMNS))
     )

@@ -35,6 +35,7 @@ class Follower:
         self._turned_ns = 0  # when the present phase began
         self._began_ns = 0  # when the present step began
         self._aside_ns = 0  # what of the present step was none
+        self._turned_cpu_ns = self._began_cpu_ns = self._aside_cpu_ns = 0  # the same of the time that processors ran
         self.given_up = False
 
     @property
@@ -57,8 +58,9 @@ class Follower:
         recorder.__enter__()
         self._recorder = recorder
         atexit.register(self.end)  # a training that raises ends no callback
-        self._phase, self._aside_ns = None, 0
+        self._phase, self._aside_ns, self._aside_cpu_ns = None, 0, 0
         self._began_ns = self._turned_ns = time.perf_counter_ns()
+        self._began_cpu_ns = self._turned_cpu_ns = time.process_time_ns()
 
     def end(self) -> None:
         """End the recording, if there is one."""
@@ -73,13 +75,14 @@ class Follower:
         if self._recorder is None:
             return
         self._close_span()
-        now_ns = time.perf_counter_ns()
+        now_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
         was = was or self._phase
         if was == EVALUATION:
             self._aside_ns += now_ns - self._turned_ns
+            self._aside_cpu_ns += cpu_ns - self._turned_cpu_ns
         elif was == conventions.DATA:
             self._recorder.waited(now_ns - self._turned_ns)
-        self._phase, self._turned_ns = phase, now_ns
+        self._phase, self._turned_ns, self._turned_cpu_ns = phase, now_ns, cpu_ns
         if phase is not None:
             self._span = record_function(conventions.span_name(phase))  # not recorder.span: was it data? that turns out
             self._span.__enter__()
@@ -93,11 +96,13 @@ class Follower:
         if self._aside_ns:
             own_ns = max(1, time.perf_counter_ns() - self._began_ns - self._aside_ns)
             given[conventions.STEP_TIME_METRIC] = own_ns
+            given[conventions.CPU_TIME_METRIC] = time.process_time_ns() - self._began_cpu_ns - self._aside_cpu_ns
             if tokens is not None:
                 given[conventions.TOKENS_METRIC] = tokens * 1e9 / own_ns
         self._recorder.step(given, tokens=tokens, last=last)
-        self._aside_ns = 0
+        self._aside_ns = self._aside_cpu_ns = 0
         self._began_ns = self._turned_ns = time.perf_counter_ns()
+        self._began_cpu_ns = self._turned_cpu_ns = time.process_time_ns()
 
     def give_up(self, error: BaseException) -> None:
         """Say that following failed, and end the recording for good."""

@@ -82,7 +82,7 @@ def update(
     from tracekit import judging
 
     settled = _settled(config)
-    held = opening.baseline(str(file), (), cache=cache)
+    held = _read(file)
     told = _checked(runs, settled, cache=cache)
     gate = judging.judge(
         told[0][0],
@@ -107,11 +107,9 @@ def update(
 @baseline.command(short_help="Show what a baseline holds.")
 def show(file: File) -> None:
     """Show the fingerprint, the findings and the typical metrics of a baseline."""
-    from tracekit.reports import baseline_text, baselines
+    from tracekit.reports import baseline_text
 
-    if not file.is_file():
-        raise InputError(f"{file}: there is no such file")
-    output.emit(baseline_text.render(baselines.read(file), width=output.width(), color=output.color()))
+    output.emit(baseline_text.render(_read(file), width=output.width(), color=output.color()))
 
 
 @baseline.command(short_help="Print the JSON Schema of baselines.")
@@ -120,6 +118,14 @@ def schema() -> None:
     from tracekit.reports import baselines
 
     output.emit(baselines.schema())
+
+
+def _read(file: Path) -> "Baseline":
+    from tracekit.reports import baselines
+
+    if not file.is_file():
+        raise InputError(f"{file}: there is no such file")
+    return baselines.read(file)
 
 
 def _settled(path: Path | None) -> "Config":

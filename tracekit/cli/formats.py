@@ -90,7 +90,7 @@ def _report(gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | No
     if report_format is ReportFormat.HTML:
         from tracekit.reports import html
 
-        return html.render_several(told)
+        return html.render_several(told, gates)
     if report_format is ReportFormat.JSON:
         from tracekit.reports import json
 

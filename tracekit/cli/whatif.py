@@ -58,7 +58,7 @@ def whatif(
     asks = bool(names) or not predictions
     found = answers.of(opened, names, gpu_hour_price=gpu_hour_price, asks=asks)
     if table_format is Format.JSON:
-        output.emit(told.as_json(found, predictions, run=opened.name), out)
+        output.emit(told.as_json(found, predictions, run=opened.name, price=gpu_hour_price), out)
     else:
         output.emit(told.as_text(found, predictions, run=opened.name, price=gpu_hour_price), out)
 

@@ -29,6 +29,7 @@ from tracekit.rule import Severity
 
 MAX_BASELINE_BYTES = 64 << 20
 _START_BYTES = 4096
+_TRACE_MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"ph"')
 _DIGITS, _UNIT_DIGITS = 5, 3
 _SEVERITIES = {severity.label: severity for severity in Severity}
 
@@ -107,7 +108,7 @@ def is_baseline(path: Path) -> bool:
         start = file.read(_START_BYTES)
     if b'"tracekit.baseline/' in start:
         return True
-    return path.suffix == ".json" and b'"traceEvents"' not in start and b'"deviceProperties"' not in start
+    return path.suffix == ".json" and not any(mark in start for mark in _TRACE_MARKS)
 
 
 def read(path: Path) -> Baseline:

@@ -11,7 +11,7 @@ from tracekit import markup
 from tracekit.gate import Gate, Standing
 from tracekit.reports import sarif, verdicts
 from tracekit.reports.locations import Checkout
-from tracekit.reports.verdicts import Item
+from tracekit.reports.verdicts import Item, Kind
 from tracekit.rule import Severity
 
 _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
@@ -28,7 +28,7 @@ def render(gates: Sequence[Gate], checkout: Checkout) -> str:
             told = f"{run}: {item.message}" if run else item.message
             entry = {
                 "description": markup.inert(told, _MAX_TEXT),
-                "check_name": item.finding.code if item.finding else item.kind.value,
+                "check_name": item.finding.code if item.finding and item.kind is Kind.FINDING else item.kind.value,
                 "fingerprint": sarif.fingerprint(item, run),
                 "severity": _severity(item),
                 "location": {"path": place.path, "lines": {"begin": place.line}},
@@ -40,6 +40,6 @@ def render(gates: Sequence[Gate], checkout: Checkout) -> str:
 def _severity(item: Item) -> str:
     if item.fails:
         return "blocker"
-    if item.finding is None or item.standing is Standing.KNOWN:
+    if item.finding is None or item.kind is not Kind.FINDING or item.standing is Standing.KNOWN:
         return "info"
     return _SEVERITIES[item.finding.severity]

@@ -11,7 +11,7 @@ from tracekit.bar import Bar
 from tracekit.change import MAX_MORE_SAMPLES, Change, Verdict
 from tracekit.compare import Comparison
 from tracekit.quantities import is_share
-from tracekit.reports import paper
+from tracekit.reports import paper, verbatim
 from tracekit.reports.json import plain
 
 SCHEMA = "tracekit.comparison/1"
@@ -54,8 +54,9 @@ def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
 def as_markdown(found: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
     header, rows = cells(found)
-    lines = [_row(header), "| --- | ---: | ---: | ---: | ---: | --- |", *map(_row, rows), ""]
-    return "\n".join([*lines, *(f"- {_escaped(remark)}" for remark in remarks_on(found))]).rstrip() + "\n"
+    told = [[verbatim.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
+    lines = [verbatim.table(told[0], told[1:], right=(1, 2, 3, 4)), ""]
+    return "\n".join([*lines, *(f"- {verbatim.escaped(remark)}" for remark in remarks_on(found))]).rstrip() + "\n"
 
 
 def outcome(bar: Bar, change: Change) -> str:
@@ -154,12 +155,3 @@ def remarks_on(found: Comparison) -> Sequence[str]:
 
 def _more(change: Change) -> str:
     return f"{change.more_samples:,}" + ("+" if change.more_samples >= MAX_MORE_SAMPLES else "")
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(_escaped(cell).strip() for cell in cells) + " |"
-
-
-def _escaped(text: str) -> str:
-    # What Markdown would take for markup of its own: names come from folders and manifests.
-    return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in markup.inert(text, 500))

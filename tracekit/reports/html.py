@@ -11,7 +11,8 @@ from plotly.offline import get_plotlyjs
 
 from tracekit import charts, markup, units
 from tracekit.analysis import breakdown, slices
-from tracekit.reports import fragments, memory_figures, save_figures, words
+from tracekit.gate import Gate
+from tracekit.reports import fragments, gate_fragments, memory_figures, save_figures, words
 from tracekit.rule import Finding, Report
 from tracekit.trace import Run
 
@@ -35,17 +36,21 @@ def render(report: Report, run: Run) -> str:
     return render_several([(report, run)])
 
 
-def render_several(reports: Sequence[tuple[Report, Run]]) -> str:
-    """Return several reports as one page, one below the other, with their mean steps beside each other on top."""
+def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] = ()) -> str:
+    """Return several reports as one page, one below the other, with their mean steps beside each other on top.
+
+    With the gates of the runs, each begins with the verdict on it.
+    """
     figures: dict[str, go.Figure] = {}
     body = _contents(reports, figures) if len(reports) > 1 else []
     for number, (report, run) in enumerate(reports):
-        body += _body(report, run, figures, f"run{number}-" if len(reports) > 1 else "")
+        held = gates[number] if gates else None
+        body += _body(report, run, figures, f"run{number}-" if len(reports) > 1 else "", held)
     scripts = (get_plotlyjs(), _BOOT)
     return _PAGE.format(
         title=markup.escape(", ".join(run.name for _, run in reports)),
         policy=_policy(scripts),
-        style=_STYLE + fragments.STYLE,
+        style=_STYLE + fragments.STYLE + gate_fragments.STYLE,
         body="\n".join([*body, f"<footer>tracekit {markup.escape(reports[0][0].tool_version)}</footer>"]),
         figures=_json({name: json.loads(plotly.io.to_json(figure)) for name, figure in figures.items()}),
         config=_json(charts.CONFIG),
@@ -76,14 +81,16 @@ def _timeline(run: Run, report: Report, typical: Mapping[str, int | None]) -> go
     return charts.timeline(run.trace(rank, window), span, evidence=marks)
 
 
-def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str) -> list[str]:
+def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, gate: Gate | None) -> list[str]:
     """Return one run's part of the page; its figures go into `figures`, their names beginning with `place`."""
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     parts = [
         f'<header id="{place}top"><p>tracekit report</p><h1>{markup.escape(run.name)}</h1>'
         f'<p class="subtitle">{markup.escape(words.subtitle(run))}</p></header>',
+        gate_fragments.verdict(gate) if gate else "",
         fragments.verdict(report.findings),
         fragments.numbers(fragments.headline_numbers(run)),
+        gate_fragments.tables(gate) if gate else "",
     ]
     parts += ["<h2>Findings</h2>", *_findings(report, run, place)]
     if by_rank.height:

@@ -7,7 +7,7 @@ stacks, the training script that run.json names. Where that is not in the reposi
 import ast
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -105,8 +105,9 @@ class Checkout:
     def _trace(self, run: Run, finding: Finding | None) -> Place:
         ranks = finding.ranks if finding is not None else ()
         source = next((each for each in run.sources if each.rank in ranks), None) or next(iter(run.sources), None)
-        path = Path(source.path if source else run.path)
-        if path.resolve().is_relative_to(self._root):
+        name = source.path if source else run.path
+        path = Path(name)
+        if "://" not in name and path.resolve().is_relative_to(self._root):
             return Place(Kind.TRACE, path.resolve().relative_to(self._root).as_posix())
         return Place(Kind.TRACE, f"{run.name}/{path.name}")
 
@@ -125,14 +126,17 @@ class Checkout:
 
     def _file(self, name: str) -> Path | None:
         """Return the one file of the repository that a name can mean: a whole path, or the end of one."""
-        wanted = Path(name)
-        if wanted.is_absolute():
-            resolved = wanted.resolve()
-            return resolved if resolved in self._files else None
-        if self._root / wanted in self._files:
-            return self._root / wanted
+        whole = self._root / name  # the name itself where that is absolute
+        if whole in self._files:
+            return whole
         parts = PurePosixPath(name).parts
-        fitting = [path for path in self._by_name.get(wanted.name, ()) if path.parts[-len(parts) :] == parts]
+        # A whole path may be of another machine: then its end counts, with a folder at least.
+        ends = [parts[first:] for first in range(1, len(parts) - 1)] if Path(name).is_absolute() else [parts]
+        return next(filter(None, map(self._ending, ends)), None)
+
+    def _ending(self, parts: Sequence[str]) -> Path | None:
+        """Return the one file whose path ends so; None where there are none or several."""
+        fitting = [path for path in self._by_name.get(parts[-1], ()) if path.parts[-len(parts) :] == tuple(parts)]
         return fitting[0] if len(fitting) == 1 else None
 
     @functools.cached_property

@@ -10,22 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tracekit import markup
 from tracekit.change import Change, Verdict
+from tracekit.compare import Comparison
 from tracekit.errors import ConfigError
 from tracekit.gate import Gate, Judged, Outcome, Standing
 from tracekit.reports import comparison, pictures, verdicts, words
 from tracekit.reports.gates import headline
 from tracekit.reports.locations import Checkout, Kind
+from tracekit.reports.verbatim import code, escaped, table
 from tracekit.rule import Finding
 
 MAX_BYTES = 65_536
 DEFAULT_KEY = "check"
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_ROWS = 10
-_MAX_TEXT = 1000
-_MAX_NAME = 80
 _RESERVE_BYTES = 1000
 _LEAST_BYTES = 200  # with less room than that there is nothing to look for
-_METRICS = ("metric", "before", "now", "change (95% interval)", "verdict")
 _PICKED = (Verdict.WORSE, Verdict.BETTER)
 
 
@@ -61,36 +60,6 @@ def marker(key: str) -> str:
     return f"<!-- tracekit:{key} -->"
 
 
-def escaped(text: str, limit: int = _MAX_TEXT) -> str:
-    r"""Return `text` as Markdown that shows just this text, on one line.
-
-    A character of no width after @, # and the like keeps the hosts from seeing a mention or a reference, as does one in
-    the middle of "://" and "www." for links; it is what Renovate does in its comments.
-
-    >>> escaped("@all: *see* #1 <b>")
-    '@&#8203;all: \\*see\\* #&#8203;1 &lt;b&gt;'
-    """
-    text = markup.inert(text, limit).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = re.sub(r"[\\`*_{}\[\]()|~$]", r"\\\g<0>", text)
-    text = re.sub(r"(?<!&)([@#!%^$]|\\~|&amp;)(?=[\w\"])", rf"\1{_NOTHING}", text)
-    text = re.sub(r":(?=//|\w+:)", f":{_NOTHING}", text)
-    text = re.sub(r"(?i)\b(www|mailto|xmpp|gh)([.:-])", rf"\1{_NOTHING}\2", text)
-    return _NOTHING + text if re.match(r"\s*([-+=#]|\d+[.)]\s)", text) else text
-
-
-def code(text: str, limit: int = _MAX_NAME) -> str:
-    """Return a name as code: nothing in code is a mention, a reference, a link or markup.
-
-    >>> code("a`@b")
-    "`a'@b`"
-    """
-    name = markup.inert(text, limit).replace("`", "'").strip()
-    return f"`{name}`" if name else ""
-
-
-_NOTHING = "&#8203;"
-
-
 def _title(gates: Sequence[Gate]) -> str:
     failing = [gate for gate in gates if gate.failures]
     mark = "❌" if failing else "✅"
@@ -119,7 +88,12 @@ def _metrics(gate: Gate) -> str:
     if not told:
         return "No metric changed that the samples can tell." if rest else ""
     rows = [_metric(change, fails=change.metric in failing) for change in told]
-    return _table(_METRICS, rows, right=(1, 2, 3))
+    return _changes(gate.comparison, rows)
+
+
+def _changes(found: Comparison, rows: Sequence[Sequence[str]]) -> str:
+    header = ("metric", "before", "now", f"change ({found.confidence:.0%} interval)", "verdict")
+    return table(header, rows, right=(1, 2, 3))
 
 
 def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
@@ -139,7 +113,7 @@ def _budgets(gate: Gate) -> str:
         )
         for each in gate.budgets[:_MAX_ROWS]
     ]
-    return _table(("budget", "limit", "measured", "verdict"), rows, right=(1, 2)) if rows else ""
+    return table(("budget", "limit", "measured", "verdict"), rows, right=(1, 2)) if rows else ""
 
 
 def _findings(gate: Gate) -> str:
@@ -154,7 +128,7 @@ def _findings(gate: Gate) -> str:
         for gone in gate.fixed[: _MAX_ROWS - len(rows)]
     ]
     more = len(gate.findings) + len(gate.fixed) - len(rows)
-    return _table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
+    return table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
 
 
 def _row(judged: Judged, *, held: bool) -> tuple[str, ...]:
@@ -180,7 +154,7 @@ def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
     notes = list(gate.report.notes)
     if gate.comparison is not None:
         rows = [_metric(change, fails=False) for change in gate.comparison.changes]
-        yield _table(_METRICS, rows, right=(1, 2, 3))
+        yield _changes(gate.comparison, rows)
         notes = [*comparison.remarks_on(gate.comparison), *notes]
     if notes:
         yield "\n".join(f"- {escaped(note)}" for note in notes)
@@ -216,13 +190,6 @@ def _folded(parts: Iterable[str], room: int) -> tuple[str, int]:
 def _footer(gates: Sequence[Gate]) -> str:
     version = escaped(gates[0].report.tool_version) if gates else ""
     return f"\n<sub>tracekit {version} · `tracekit explain CODE` tells what a finding means and how to fix it</sub>\n"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    sides = ["---:" if number in right else "---" for number in range(len(header))]
-    # Even in code a '|' ends a cell unless it is escaped.
-    told = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, sides, *told))
 
 
 def _size(text: str) -> int:

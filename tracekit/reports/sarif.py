@@ -86,7 +86,7 @@ def _result(item: Item, gate: Gate, place: Place, run: str, indices: Mapping[str
     result: dict[str, Any] = {
         "ruleId": rule,
         "ruleIndex": indices[rule],
-        "level": _LEVELS[item.finding.severity] if item.finding else {"notice": "note"}.get(item.level, item.level),
+        "level": _level(item),
         "message": {"text": markup.inert(told, _MAX_TEXT)},
         "locations": [_location(item, gate, place)],
         "partialFingerprints": {
@@ -96,7 +96,7 @@ def _result(item: Item, gate: Gate, place: Place, run: str, indices: Mapping[str
         },
         "properties": {"fails": item.fails, "placedBy": place.kind.value, "run": markup.inert(gate.report.run.name)},
     }
-    if item.finding is not None:
+    if item.kind is ItemKind.FINDING and item.finding is not None:
         result["rank"] = round(100 * min(max(item.finding.impact, 0.0), 1.0), 3)
     if gate.baseline or gate.comparison is not None:
         result["baselineState"] = _STATES[item.standing] if item.standing else "new"
@@ -122,7 +122,7 @@ def _logical(item: Item, gate: Gate, place: Place) -> Sequence[dict[str, str]]:
     found = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
     if place.function:
         found.append({"name": place.function, "kind": "function"})
-    if item.finding is not None:
+    if item.kind is ItemKind.FINDING and item.finding is not None:
         named = [("unit", item.finding.subject)] if item.finding.subject else []
         named += [("rank", str(rank)) for rank in item.finding.ranks[:8]]
         named += [("step", str(step)) for step in item.finding.steps[:8]]
@@ -132,8 +132,14 @@ def _logical(item: Item, gate: Gate, place: Place) -> Sequence[dict[str, str]]:
     return found
 
 
+def _level(item: Item) -> str:
+    if item.kind is ItemKind.FINDING and item.finding is not None:
+        return _LEVELS[item.finding.severity]
+    return {"notice": "note"}.get(item.level, item.level)
+
+
 def _rule_id(item: Item) -> str:
-    return item.finding.code if item.finding else _OTHERS[item.kind][0]
+    return item.finding.code if item.kind is ItemKind.FINDING and item.finding else _OTHERS[item.kind][0]
 
 
 def _rules(gates: Sequence[Gate]) -> list[dict[str, Any]]:

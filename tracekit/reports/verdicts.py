@@ -40,6 +40,7 @@ class Item:
     fails: bool
     standing: Standing | None = None
     finding: Finding | None = None
+    """What it is, or, of a metric or a budget, what new finding tells most of it: where a person looks first."""
 
 
 def items(gate: Gate) -> tuple[Item, ...]:
@@ -106,8 +107,25 @@ def _metrics(gate: Gate) -> list[Item]:
         causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
         told = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_in_words(change)}."
         message = " ".join([told, *causes])
-        made.append(Item(Kind.METRIC, change.metric, f"{name} regressed", message, Level.ERROR, fails=True))
+        made.append(
+            Item(
+                Kind.METRIC,
+                change.metric,
+                f"{name} regressed",
+                message,
+                Level.ERROR,
+                fails=True,
+                finding=_telling(gate, change.metric),
+            )
+        )
     return made
+
+
+def _telling(gate: Gate, metric: str) -> Finding | None:
+    """Return the new or worse finding that costs most of what a metric measures."""
+    found = [each.finding for each in gate.findings if each.standing is not Standing.KNOWN]
+    costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in found]
+    return found[costs.index(max(costs))] if any(costs) else None
 
 
 def _budgets(gate: Gate) -> list[Item]:
@@ -117,5 +135,6 @@ def _budgets(gate: Gate) -> list[Item]:
             continue
         fails = gate.is_over(each)
         grave = Level.ERROR if fails else Level.NOTICE
-        made.append(Item(Kind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails))
+        at = _telling(gate, each.metric) if fails else None
+        made.append(Item(Kind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails, finding=at))
     return made

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from tracekit import units
+from tracekit.whatif import answers
 from tracekit.whatif.answers import Answer, Answers
 from tracekit.whatif.strategies import Prediction
 
@@ -13,7 +14,7 @@ def as_text(found: Answers, predictions: Sequence[Prediction], *, run: str, pric
     return "\n".join(_lines(found, predictions, run, price)) + "\n"
 
 
-def as_json(found: Answers, predictions: Sequence[Prediction], *, run: str) -> str:
+def as_json(found: Answers, predictions: Sequence[Prediction], *, run: str, price: float | None = None) -> str:
     """Return the answers as one JSON object."""
     told = {
         "run": run,
@@ -23,7 +24,7 @@ def as_json(found: Answers, predictions: Sequence[Prediction], *, run: str) -> s
         "gpus": found.gpus,
         "without": [_as_object(each) for each in found.answers],
         "unknown": [{"cause": each.cause.name, "why": each.why_not} for each in found.unknown],
-        "predictions": [_as_prediction(each) for each in predictions],
+        "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
     }
     return json.dumps(told, indent=2) + "\n"
 
@@ -36,33 +37,48 @@ def _lines(found: Answers, predictions: Sequence[Prediction], run: str, price: f
     if not found.answers and not predictions:
         yield "no cause that can be taken away would make it shorter"
     for each in found.answers:
-        yield _line(each)
+        yield (
+            f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
+            f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
+        )
+        if each.doubt:
+            yield f"  less sure: {each.doubt}"
     if len(found.answers) > 1:
         yield "These overlap: what causes save together is not their sum."
     yield from (f"cannot tell {each.cause.name}: {each.why_not}" for each in found.unknown)
-    if found.answers and price is not None:
-        yield f"Per day of training on {found.gpus} GPUs, at {price:g} an hour each."
     for prediction in predictions:
+        hours = answers.hours_per_day(prediction.saved_ratio, found.gpus)
         yield (
             f"prediction, {prediction.name}: the step takes {units.duration(prediction.predicted_ns)} "
-            f"({-prediction.saved_ratio:+.1%})"
+            f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
         )
         yield from (f"  rests on: {each}" for each in prediction.assumed)
+    if price is not None:
+        yield (
+            f"Less per day of training on {found.gpus} GPUs, at {price:g} an hour each."
+            if found.gpus
+            else "The run was on CPUs, so no GPU-hours and no money are told."
+        )
 
 
-def _line(each: Answer) -> str:
-    told = (
-        f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
-        f"(−{max(0.0, each.saved_ratio):.1%}), {each.gpu_hours_per_day:,.1f} GPU-hours a day"
-    )
-    return told if each.per_day is None else f"{told}, {each.per_day:,.2f} a day"
+def _less(saved_ratio: float) -> str:
+    return f"−{max(0.0, saved_ratio):.1%}"
 
 
-def _as_prediction(each: Prediction) -> dict[str, object]:
+def _per_day(hours: float | None, price: float | None) -> str:
+    if hours is None:
+        return ""
+    return f", {hours:,.1f} GPU-hours a day" + ("" if price is None else f", {hours * price:,.2f} a day")
+
+
+def _as_prediction(each: Prediction, gpus: int, price: float | None) -> dict[str, object]:
+    hours = answers.hours_per_day(each.saved_ratio, gpus)
     return {
         "name": each.name,
         "predicted_ns": each.predicted_ns,
         "saved_ratio": each.saved_ratio,
+        "gpu_hours_per_day": hours,
+        "money_per_day": None if hours is None or price is None else hours * price,
         "rests_on": list(each.assumed),
     }
 
@@ -78,5 +94,6 @@ def _as_object(each: Answer) -> dict[str, object]:
         "money_per_day": each.per_day,
         "confidence": each.confidence,
         "summary": each.cause.summary,
-        "basis": each.note,
+        "basis": each.basis,
+        "doubt": each.doubt,
     }

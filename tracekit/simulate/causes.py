@@ -55,11 +55,14 @@ def data_stall(job: Job, given: Sequence[str]) -> Job:
     return _with(job, data_stall_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job))))
 
 
+_LEAST_SAVE_NS = 500_000_000  # shorter ones trouble nobody
+
+
 def save(job: Job, given: Sequence[str]) -> Job:
     """Let a save block training: DURATION, STEP."""
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more, for a save must come between two")
-    took_ns = _duration(given, 0, lambda: step_ns(job))
+    took_ns = _duration(given, 0, lambda: max(_LEAST_SAVE_NS, step_ns(job)))
     return _with(job, save_ns=took_ns, save_step=_step(job, given, 1, (job.steps - 1) // 2))
 
 

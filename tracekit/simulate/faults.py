@@ -164,7 +164,7 @@ _LISTED = (
         "checkpoint-stall",
         "CKPT001",
         "checkpoint-stall[:DURATION[:STEP]]",
-        "a save blocks training for DURATION (one step) after a step",
+        "a save blocks training for DURATION (one step, at least half a second) after a step",
         causes.save,
         steps=lambda job: (job.troubles.save_step,),
     ),

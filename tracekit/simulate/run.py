@@ -8,6 +8,7 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.errors import InputError
+from tracekit.plan.checkpoint import ADAM_BYTES_PER_PARAM
 from tracekit.simulate import engine, faults, kineto, memory, truth
 from tracekit.simulate.faults import Asked
 from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
@@ -125,6 +126,8 @@ def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
         "start_ns": end_ns - job.troubles.save_ns,
         "blocking": True,
         "rank": rank,
+        # Weights, master weights and Adam's moments, each part written by one rank, as distributed checkpoint does.
+        "bytes": int(ADAM_BYTES_PER_PARAM * job.model.parameters) // job.gpus,
     }
     stages = ((conventions.WRITE, job.troubles.save_ns), (conventions.TOTAL, job.troubles.save_ns))
     return [{**common, "stage": stage, "dur_ns": dur_ns} for stage, dur_ns in stages]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from tracekit import match
+from tracekit.analysis import contention
 from tracekit.errors import InputError
 from tracekit.trace import Run
 from tracekit.whatif import causes, saving, steps
@@ -18,18 +19,19 @@ _HOURS = 24.0
 class Answer:
     """What one cause costs: of a step in ns and as a share, and of a day of training in GPU-hours and money.
 
-    `per_day` is null without a price. `confidence` runs from 0 to 1; `note` says what the answer rests on, or why there
-    is none.
+    `gpu_hours_per_day` is null for runs on CPUs, `per_day` also without a price. `confidence` runs from 0 to 1; `basis`
+    says what the answer rests on, `doubt` what makes it less sure, `why_not` why there is none.
     """
 
     cause: Cause
     saved_ns: int
     saved_ratio: float
     step_ns: int
-    gpu_hours_per_day: float
+    gpu_hours_per_day: float | None
     per_day: float | None
     confidence: float
-    note: str
+    basis: str
+    doubt: str = ""
     why_not: str = ""
 
     @property
@@ -48,6 +50,7 @@ class Answers:
     replayed_ns: int
     replay: pl.DataFrame
     gpus: int
+    """Of the job; 0 where it ran on CPUs."""
 
     @property
     def replay_error_ratio(self) -> float:
@@ -86,7 +89,12 @@ def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = 
 
 
 def gpus_of(run: Run) -> int:
-    """Return the number of ranks of the job: by the manifest, else by its traces and its largest process group."""
+    """Return the number of GPUs of the job, 0 if it ran on CPUs.
+
+    One a rank: by the manifest, else by its traces and its largest process group.
+    """
+    if not run.table(contention.device_count)["devices"].sum():
+        return 0
     told = run.manifest.get("world_size")
     if isinstance(told, int) and told > 0:
         return told
@@ -94,17 +102,23 @@ def gpus_of(run: Run) -> int:
     return int(max(max(run.ranks, default=0) + 1, *sizes, 0))
 
 
+def hours_per_day(saved_ratio: float, gpus: int) -> float | None:
+    """Return the GPU-hours that a day of training would take less; None without GPUs."""
+    return gpus * _HOURS * saved_ratio if gpus else None
+
+
 def _answer(run: Run, cause: Cause, gpus: int, price: float | None) -> Answer:
     found = saving.saving(run, cause.name)
-    hours = gpus * _HOURS * found.saved_ratio
+    hours = hours_per_day(found.saved_ratio, gpus)
     return Answer(
         cause,
         found.saved_ns,
         found.saved_ratio,
         found.step_ns,
         hours,
-        None if price is None else hours * price,
+        None if price is None or hours is None else hours * price,
         found.confidence,
-        f"{cause.basis}; {found.note}" if found.note else cause.basis,
+        cause.basis,
+        found.note,
         found.why_not,
     )

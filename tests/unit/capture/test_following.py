@@ -22,21 +22,23 @@ def test_what_turns_out_to_be_evaluation_is_neither_step_time_nor_a_wait_for_dat
     # step 0   data . evaluation, taken for data . step      step 1   data . step
     evaluation_ns = 5_000_000  # at least
     follower = follow(tmp_path)
-    began_ns = time.perf_counter_ns()
+    began_ns, began_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
     follower.begin(0, dict)
     follower.turn_to(conventions.DATA)
     follower.turn_to(conventions.DATA)
-    turned_ns = time.perf_counter_ns()
+    turned_ns, turned_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
     while time.perf_counter_ns() - turned_ns < evaluation_ns:
         pass
+    evaluation_cpu_ns = time.process_time_ns() - turned_cpu_ns
     follower.turn_to(None, was=EVALUATION)
     follower.step({}, tokens=10)
-    whole_ns = time.perf_counter_ns() - began_ns
+    whole_ns, whole_cpu_ns = time.perf_counter_ns() - began_ns, time.process_time_ns() - began_cpu_ns
     follower.turn_to(conventions.DATA)
     follower.step({}, tokens=10)
     follower.end()
     first, second = metrics(tmp_path)
     assert 0 < first[conventions.DATA_WAIT_METRIC] < first[conventions.STEP_TIME_METRIC] < whole_ns - evaluation_ns
+    assert 0 <= first[conventions.CPU_TIME_METRIC] <= whole_cpu_ns - evaluation_cpu_ns
     assert first[conventions.TOKENS_METRIC] == pytest.approx(10e9 / first[conventions.STEP_TIME_METRIC])
     assert 0 < second[conventions.DATA_WAIT_METRIC] < second[conventions.STEP_TIME_METRIC]
 

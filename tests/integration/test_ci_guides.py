@@ -1,0 +1,97 @@
+"""The guides for CI: the tutorial's commands make a red build, and recipes are valid and run as they stand."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema import Draft7Validator
+
+from tests import composite, guides
+from tests.rotation import in_turns
+
+RECIPES = (guides.DOCS / "ci_recipes.md").read_text(encoding="utf-8")
+YAML: dict[str, str] = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", RECIPES, re.DOTALL | re.MULTILINE))
+WORKFLOWS = {name: text for name, text in YAML.items() if name.startswith(".github")}
+WORKFLOWS["tutorial"] = guides.files()[".github/workflows/performance.yml"]
+JENKINS = re.findall(r"sh '([^']*)'", RECIPES)
+
+
+@in_turns(3, "examples")
+def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    guides.write(guides.files(), folder)
+    guides.git("init", "--quiet", cwd=folder)
+    environment = guides.environment(tmp_path)
+    *before, red = guides.blocks()
+    for block in before:
+        for command in block.commands:
+            done = composite.bash(command, cwd=folder, environment=environment)
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert "Passed: nothing new, nothing worse than main" in done.stdout
+    guides.write(guides.files(changed=True), folder)
+    for command in red.commands:
+        done = composite.bash(command, cwd=folder, environment=environment)
+    assert done.returncode == 1, done.stderr
+    annotations = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    promised = next(line for line in red.shown.splitlines() if line.startswith("::"))
+    assert annotations[0].startswith(promised.partition("::Loading")[0])
+    action = composite.run(
+        guides.REPOSITORY / "action.yml",
+        {"run": "runs/today", "baseline": "baseline.json"},
+        cwd=folder,
+        temp=tmp_path / "temp",
+        environment=environment,
+    )
+    assert (action.code, action.outputs["verdict"]) == (1, "failed")
+    assert action.annotations == annotations
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflows_are_valid_and_name_inputs_that_the_action_has(name: str) -> None:
+    workflow = yaml.safe_load(WORKFLOWS[name])
+    # YAML 1.1 reads the key "on" as true.
+    told = {"on" if key is True else key: value for key, value in workflow.items()}
+    Draft7Validator(get_builtin_schema("vendor.github-workflows")).validate(told)
+    inputs = composite.described(guides.REPOSITORY / "action.yml")["inputs"]
+    for step in _steps(told):
+        if step.get("uses", "").startswith("OWNER/tracekit@"):
+            assert set(step["with"]) <= set(inputs)
+
+
+def test_the_pipeline_is_valid() -> None:
+    Draft7Validator(get_builtin_schema("vendor.gitlab-ci")).validate(yaml.safe_load(YAML[".gitlab-ci.yml"]))
+
+
+@in_turns(3, "examples")
+def test_what_recipes_run_on_a_recorded_run_runs(tmp_path: Path) -> None:
+    clone = guides.repository(tmp_path)
+    guides.write(guides.files(changed=True), clone)
+    for place in ("today", "1", "2", "3"):
+        shutil.copytree(guides.SAMPLES / "red", clone / "runs" / place)
+    shutil.copyfile(clone / "baseline.json", clone / "nightly.json")
+    (clone / "nightly.toml").write_text('fail_on = "warning"\n')
+    environment = guides.environment(tmp_path) | {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    scripts = [step["run"] for text in WORKFLOWS.values() for step in _steps(yaml.safe_load(text)) if "run" in step]
+    scripts += yaml.safe_load(YAML[".gitlab-ci.yml"])["performance"]["script"]
+    scripts += [script.replace(".venv/bin/", "") for script in JENKINS]
+    came = {}
+    for script in scripts:
+        if "pip install" not in script and "tracekit record" not in script:
+            done = composite.bash(script, cwd=clone, environment=environment)
+            came[script] = done.returncode
+            assert done.returncode in (0, 1), done.stderr
+    judging = [script for script in came if script.startswith("tracekit")]
+    assert len(judging) == 5
+    assert {came[script] for script in judging} == {1}
+    assert "Failed" in (tmp_path / "summary.md").read_text()
+    for file in ("tracekit.md", "tracekit.sarif", "junit.xml", "codequality.json", "report.html"):
+        assert (clone / file).stat().st_size > 0
+
+
+def _steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
