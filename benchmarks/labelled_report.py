@@ -88,15 +88,17 @@ def false_alarms(runs: Sequence["Judged"]) -> tuple[int, int]:
 
 
 def table(runs: Sequence["Judged"]) -> str:
-    """Return the scores of all rules that had to speak or spoke, as Markdown, and which faults have no rule yet."""
+    """Return the scores of all rules that had to speak or spoke, as Markdown, and which did neither."""
     lines = ["| rule | right | wrong | missed | precision | recall | cost off by | within 10% |", f"|{'---|' * 8}"]
-    for found in (score(runs, code) for code in codes()):
+    scores = [score(runs, code) for code in codes()]
+    for found in scores:
+        if not (found.right or found.wrong or found.missed):
+            continue
         shares = (found.precision, found.recall, found.cost_error, found.close)
         told = " | ".join("" if share is None else f"{share:.0%}" for share in shares)
         lines.append(f"| {found.code} | {found.right} | {found.wrong} | {found.missed} | {told} |")
-    without = sorted({fault.code for fault in faults.FAULTS.values()} - set(codes()))
-    unjudged = f"\nNo rule yet for {', '.join(without)}.\n" if without else ""
-    return "\n".join(lines) + "\n" + unjudged
+    silent = [found.code for found in scores if not (found.right or found.wrong or found.missed)]
+    return "\n".join(lines) + f"\n\nWith nothing of their own to find: {', '.join(silent)}.\n"
 
 
 def by_fault(runs: Sequence["Judged"]) -> str:

@@ -1,10 +1,13 @@
 """What the guides for CI show: files of a repository, commands with what they print, recipes. Not a test."""
 
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests import composite
 
@@ -67,6 +70,8 @@ def write(texts: dict[str, str], folder: Path) -> None:
 
 
 def git(*words: str, cwd: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     someone = ("-c", "user.name=Someone", "-c", "user.email=someone@example.com", "-c", "commit.gpgsign=false")
     subprocess.run(["git", *someone, *words], cwd=cwd, check=True, capture_output=True)
 

@@ -187,6 +187,18 @@ def test_a_change_tells_its_commits_and_what_came_with_it(slower):
     assert (steady.shifts, steady.drifts) == ((), ())
 
 
+def test_changes_a_run_apart_are_told_as_one_moment(slower):
+    (group,) = trends.groups(store.read(slower))
+    shifts = trends.worst_first(group)
+    assert [each.first for each in shifts] == [12, 12]
+    beside = dataclasses.replace(shifts[0], metric="compute_ns", last=10, first=11)
+    long_before = dataclasses.replace(shifts[0], last=3, first=4)
+    series = dataclasses.replace(group.series[0], shifts=(long_before, beside, *shifts))
+    (latest, first) = told.changes(dataclasses.replace(group, series=(series,)))
+    assert [each.first for each in latest] == [12, 12, 11]
+    assert first == [long_before]
+
+
 def test_only_runs_of_one_kind_are_in_a_series(tmp_path):
     path = tmp_path / "history.duckdb"
     small = [dated.report(number) for number in range(8)]

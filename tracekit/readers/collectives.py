@@ -121,7 +121,7 @@ def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any,
         sent,
         received,
         _whole(told.group_size),
-        _peer(told),
+        _peer(told) if told.collective is not None else _peer_by_inputs(op, around),
     )
 
 
@@ -132,6 +132,18 @@ def _peer(told: Args) -> int | None:
     if place is None or place < 0:
         return None
     return ranks[place] if ranks is not None and place < len(ranks) else place
+
+
+def _peer_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | None:
+    """Return the rank that c10d::send sends to, or c10d::recv_ receives from: the op's third input, where recorded."""
+    if op not in ("send", "recv"):
+        return None
+    told = next((args for name, args in around if name.startswith(_C10D)), _SILENT)
+    try:
+        place = _whole(json.loads(bytes(told.inputs))[2])
+    except (ValueError, IndexError, TypeError, KeyError):
+        return None
+    return place if place is not None and 0 <= place < MOST_RANKS else None
 
 
 _SILENT = Args()

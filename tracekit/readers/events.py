@@ -49,6 +49,7 @@ class Args(msgspec.Struct, gc=False):
     awaited_correlation: Any = field(default=None, name="wait_on_cuda_event_record_corr_id")
     input_dims: Raw = field(default=_NO_RAW, name="Input Dims")
     input_type: Raw = field(default=_NO_RAW, name="Input type")
+    inputs: Raw = field(default=_NO_RAW, name="Concrete Inputs")
 
 
 class Slice(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
@@ -158,7 +159,7 @@ _EXACT_DECODER = msgspec.json.Decoder(
 _BY_PHASE: Mapping[str, type[Any]] = {PHASES[kind]: kind for kind in (*_KINDS, *_COUNTED)}
 _SLICE_FIELDS = ("cat", "name", "pid", "tid", "ts", "dur")
 _ARG_FIELDS = tuple((f.name, f.encode_name) for f in msgspec.structs.fields(Args))
-_RAW_ARGS = ("grid", "block", "input_dims", "input_type")
+_RAW_ARGS = ("grid", "block", "input_dims", "input_type", "inputs")
 
 
 def decode(array: bytes, *, exact: bool = False) -> list[Event] | None:

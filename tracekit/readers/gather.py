@@ -364,6 +364,8 @@ def _by_itself(args: Args) -> Args:
         args.input_dims = args.input_dims.copy()
     if args.input_type is not _NO_ARGS.input_type:
         args.input_type = args.input_type.copy()
+    if args.inputs is not _NO_ARGS.inputs:
+        args.inputs = args.inputs.copy()
     args.grid = args.block = _NO_ARGS.grid  # by now in a column
     return args
 

@@ -107,19 +107,23 @@ def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Spe
     """Return the activities of a CPU run, and what may describe the collectives among them.
 
     Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
-    slices inside them. A collective takes step, phase, unit and span of the op that issued it.
+    slices inside them. A collective takes step, phase, unit and span of the op that issued it. A gloo send or receive
+    is recorded on the thread that asks for it, which computes besides, and from within the op on: that begins it.
     """
     told, named = host.names, host.named
     running = np.flatnonzero(told.runs[named])
     running = running[np.argsort(host.start_ns[running], kind="stable")]
     issuer = issuing.in_order(host, running)
-    dispatches = host.is_kind("cpu_op") & told.dispatches[named] & ~np.isin(host.lane, np.unique(host.lane[running]))
+    asked = _asked_here(host, running, issuer)
+    busy = np.unique(host.lane[running[~asked]])
+    dispatches = host.is_kind("cpu_op") & told.dispatches[named] & ~np.isin(host.lane, busy)
     above = nesting.nearest(host.parent, dispatches)
     inside = (host.parent >= 0) & (above[np.maximum(host.parent, 0)] >= 0) if len(named) else dispatches
     compute = _without_waits(host, np.flatnonzero(dispatches & ~inside))
     kinds = np.repeat([_COMPUTE, _COMMUNICATION], (len(compute), len(running)))
     of = np.concatenate((compute[:, 0], np.where(issuer >= 0, issuer, running)))
-    spans = np.concatenate((compute[:, 1:], np.stack((host.start_ns[running], host.end_ns[running]), axis=1)))
+    began = np.where(asked, host.start_ns[issuer], host.start_ns[running]) if len(running) else host.start_ns[running]
+    spans = np.concatenate((compute[:, 1:], np.stack((began, host.end_ns[running]), axis=1)))
     slices = np.concatenate((compute[:, 0], running))
     order = np.argsort(spans[:, 0], kind="stable")
     table = pl.DataFrame(
@@ -139,6 +143,14 @@ def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Spe
         Speaker(int(i), name, saying.get(int(slices[order[i]])), int(of[order[i]]))
         for i, name in zip(which, called, strict=True)
     ]
+
+
+def _asked_here(host: Host, running: Ints, issuer: Ints) -> Flags:
+    """Return which slices that run collectives begin within the op that issued them, on its thread."""
+    if not len(running):
+        return np.zeros(0, bool)
+    begins = (host.start_ns[issuer] <= host.start_ns[running]) & (host.start_ns[running] <= host.end_ns[issuer])
+    return np.asarray((issuer >= 0) & (host.lane[issuer] == host.lane[running]) & begins)
 
 
 def roles(activities: pl.DataFrame) -> pl.DataFrame:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tracekit.reports.json import plain
 
 SCHEMA = "tracekit.history/1"
 MAX_MOMENTS = 12
+_SPREAD_RUNS = 2
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS, _LEAST_BARS = 40, 10
@@ -70,11 +72,23 @@ def bars(values: Sequence[float]) -> str:
 
 
 def changes(group: Group) -> list[list[Shift]]:
-    """Return the changes of all metrics by the moment that they share, the latest first, what is worse first."""
-    moments: dict[tuple[int, int], list[Shift]] = {}
+    """Return the changes of all metrics by the moment that they share, the latest first, what is worse first.
+
+    The place of a change is known to a run or so: those next to each other are one moment, at the place that most of
+    them have, and its own changes come first.
+    """
+    near: list[list[Shift]] = []
     for shift in worst_first(group):
-        moments.setdefault((shift.last, shift.first), []).append(shift)
-    return list(moments.values())
+        if near and near[-1][-1].first - shift.first <= 1 and near[-1][0].first - shift.first <= _SPREAD_RUNS:
+            near[-1].append(shift)
+        else:
+            near.append([shift])
+    return [_at_most_common_first(shifts) for shifts in near]
+
+
+def _at_most_common_first(shifts: list[Shift]) -> list[Shift]:
+    firsts = Counter(shift.first for shift in shifts)
+    return sorted(shifts, key=lambda shift: (-firsts[shift.first], shift.first))
 
 
 def before_and_after(shift: Shift) -> str:
@@ -232,6 +246,7 @@ def _moment(group: Group, shifts: Sequence[Shift]) -> list[RenderableType]:
             "  ",
             (label(shift.metric), paper.BOLD),
             f"  {before_and_after(shift)}",
+            (f"  from run {shift.first + 1} on" if shift.first != shifts[0].first else "", paper.DIM),
         )
         for shift in shifts
     ]

@@ -26,7 +26,6 @@ from tracekit.rule import Rule, Severity
 from tracekit.rules import all_rules
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-PROJECT = "https://pypi.org/project/torch-tracekit/"
 MAX_RESULTS = 5000
 _MAX_TEXT = 4000
 _MAX_NAME = 200
@@ -61,7 +60,7 @@ def render(gates: Sequence[Gate], checkout: Checkout) -> str:
         _result(item, gate, checkout.place(gate.report.run, item.finding), name if several else "", indices)
         for name, gate, item in found[:MAX_RESULTS]
     ]
-    driver = {"name": "tracekit", "informationUri": PROJECT, "rules": rules}
+    driver = {"name": "tracekit", "rules": rules}
     driver |= {"version": gates[0].report.tool_version} if gates else {}
     notes = [note for name, gate in named for note in _notifications(gate, name)]
     run = {
@@ -164,7 +163,6 @@ def _descriptor(code: str, rule: type[Rule] | None) -> dict[str, Any]:
         "shortDescription": {"text": first},
         "fullDescription": {"text": " ".join(does.removeprefix(f"{SECTIONS[0]}: ").split())[:1000]},
         "help": {"text": documentation, "markdown": _help(documentation, code)},
-        "helpUri": PROJECT,
         "defaultConfiguration": {"level": "warning"},
         "properties": {"tags": ["performance", words.rule_name(code)], "precision": "high"},
     }
@@ -177,7 +175,6 @@ def _other(code: str, name: str, what: str, more: str) -> dict[str, Any]:
         "shortDescription": {"text": what},
         "fullDescription": {"text": what},
         "help": {"text": more, "markdown": more},
-        "helpUri": PROJECT,
         "defaultConfiguration": {"level": "error"},
         "properties": {"tags": ["performance"], "precision": "high"},
     }

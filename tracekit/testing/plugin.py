@@ -92,7 +92,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     if asked is not None:
         from tracekit.testing import verdict
 
-        judged = verdict.judge(recording, asked, item.nodeid)
+        judged = verdict.judge(recording, asked, item.nodeid, settings_from=item.path.parent)
         item.stash[_JUDGED] = judged.row
         if judged.failure:
             pytest.fail(judged.failure, pytrace=False)

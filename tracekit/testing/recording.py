@@ -160,6 +160,8 @@ class TraceRun:
             raise InputError(f"{wanted}, and were not: stderr says why")
         seen = f"the test made {self._steps_done or 'none'}" + (" of them" if not self._steps_done else "")
         hint = "trace_run.step() ends a step where no torch optimizer does"
+        if not self._steps_done:
+            hint += ", and processes that the test starts are recorded in a block: with trace_run.ranks()"
         if unseen:
             hint = (
                 f"{unseen} optimizer steps were inside of backward or on other threads: call trace_run.step() instead"

@@ -45,11 +45,14 @@ class Judged:
     row: Row
 
 
-def judge(recording: TraceRun, asked: Asked, test: str) -> Judged:
-    """Judge what a test recorded by its mark. What cannot be judged is a failure too, which says why."""
+def judge(recording: TraceRun, asked: Asked, test: str, *, settings_from: Path) -> Judged:
+    """Judge what a test recorded by its mark, and by the settings that count in a folder.
+
+    What cannot be judged is a failure too, which says why.
+    """
     try:
         run = recording.run
-        gate = _gate(run, asked)
+        gate = _gate(run, asked, settings_from)
     except TracekitError as error:
         return Judged(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
     measured = {metric: float(np.median(each)) for metric, each in job_samples(run.table(samples)).items()}
@@ -60,9 +63,9 @@ def judge(recording: TraceRun, asked: Asked, test: str) -> Judged:
     return Judged(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
 
 
-def _gate(run: Run, asked: Asked) -> Gate:
+def _gate(run: Run, asked: Asked, folder: Path) -> Gate:
     catalog = all_rules()
-    file = config.nearest(Path.cwd())
+    file = config.nearest(folder)
     settled = config.read(file, catalog) if file else config.Config()
     facts = (samples, *judging.facts(asked.budgets, with_baseline=False))
     report = checking.check(run, config.configured(settled, catalog), facts=facts)

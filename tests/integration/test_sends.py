@@ -1,0 +1,72 @@
+"""Sends and receives of real ranks, as a pipeline has them: who waits for whom, and that ranks still compute."""
+
+import functools
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import tracekit
+from tests import ranks
+from tracekit.analysis import breakdown, instances
+from tracekit.trace import Run
+
+LATE_NS = 60_000_000
+STEPS = 3
+
+
+def pipeline(folder: Path) -> None:
+    """Record a stage that computes, dawdles and sends, and one that waits for it."""
+    rank, (x, w) = dist.get_rank(), (torch.ones(1 << 18), torch.ones(200, 200))
+
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(folder / f"rank{rank:05d}.pt.trace.json"))
+
+    plan = schedule(wait=0, warmup=1, active=STEPS)
+    with profile(
+        activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=write, record_shapes=True
+    ) as recording:
+        for _ in range(STEPS + 1):
+            for _ in range(20):
+                torch.mm(w, w)
+            if rank == 0:
+                time.sleep(LATE_NS / 1e9)
+                dist.send(x, 1)
+            else:
+                dist.recv(x, 0)
+            dist.all_reduce(w.clone())  # what ties their clocks
+            recording.step()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("pipeline")
+    ranks.run(2, functools.partial(pipeline, folder))
+    return tracekit.load(str(folder), cache=False)
+
+
+def test_a_receive_is_waiting_until_its_sender_comes_and_transfer_from_then_on(recorded: Run) -> None:
+    waits = recorded.across(instances.waits).filter(pl.col("op") == "send_recv")
+    sent, received = (waits.filter(pl.col("rank") == rank).sort("step") for rank in (0, 1))
+    assert sent.height == received.height == STEPS
+    assert sent["instance"].to_list() == received["instance"].to_list()
+    residual_ns = int(waits["residual_ns"].max() or 0)  # type: ignore[arg-type]
+    assert (received["wait_ns"] > 0.5 * LATE_NS).all()
+    assert (received["wait_ns"] <= received["dur_ns"]).all()
+    assert (sent["wait_ns"] <= residual_ns).all()
+
+
+def test_ends_of_sends_are_known_and_the_threads_that_send_compute(recorded: Run) -> None:
+    for rank, (op, peer) in enumerate((("send", 1), ("recv", 0))):
+        trace = recorded.trace(rank)
+        calls = trace.collectives.filter(pl.col("op") == op)
+        assert calls["peer"].to_list() == [peer] * STEPS
+        assert trace.activities.filter(pl.col("kind") == "compute", pl.col("name") == "aten::mm").height == 20 * STEPS
+    steps = recorded.table(breakdown.by_step)
+    assert steps.height == 2 * STEPS
+    assert (steps["compute_ns"] > 0).all()
+    assert (steps.filter(pl.col("rank") == 1)["exposed_communication_ns"] > 0.5 * LATE_NS).all()
