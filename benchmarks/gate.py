@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 import tracekit
-from tracekit import baseline as baselines
-from tracekit import checking, judging
-from tracekit.baseline import Baseline, Recording
+from tracekit import checking
 from tracekit.compare import job_samples
-from tracekit.gate import Gate
+from tracekit.gate import Gate, judging
+from tracekit.gate import baseline as baselines
+from tracekit.gate.baseline import Baseline, Recording
 from tracekit.reports import baselines as saved
 from tracekit.rule import Report, Severity
 

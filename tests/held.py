@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis import places
-from tracekit.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Known, Recording
+from tracekit.gate.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Known, Recording
 from tracekit.rule import Finding, Report, Severity
 from tracekit.trace import Run
 

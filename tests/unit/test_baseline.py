@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from tests import held, reported
-from tracekit import baseline as baselines
 from tracekit.analysis import places
-from tracekit.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Recording
 from tracekit.errors import InputError, NotComparableError
+from tracekit.gate import baseline as baselines
+from tracekit.gate.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Recording
 from tracekit.reports import baseline_text
 from tracekit.reports import baselines as saved
 

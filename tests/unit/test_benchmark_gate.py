@@ -3,7 +3,7 @@
 from benchmarks import gate
 from benchmarks.gate import HEALTHY, Recorded
 from tests import held, reported
-from tracekit.baseline import Recording
+from tracekit.gate.baseline import Recording
 
 
 def recorded(kind: str, flops: float = 1e9) -> Recorded:

@@ -4,10 +4,10 @@ import polars as pl
 import pytest
 
 from tests import drawn, reported
-from tracekit import budgeting, quantities
+from tracekit import quantities
 from tracekit.budget import Budget, Budgets, parse
 from tracekit.errors import ConfigError
-from tracekit.gate import Outcome
+from tracekit.gate import Outcome, budgeting
 from tracekit.trace import Run
 
 MS = 1_000_000

@@ -7,12 +7,11 @@ import polars as pl
 import pytest
 
 from tests import held, reported
-from tracekit import baseline as baselines
-from tracekit import blaming, judging
-from tracekit.baseline import Baseline, Recording
 from tracekit.config import Against
 from tracekit.errors import ConfigError, NotComparableError
-from tracekit.gate import Gate, Standing
+from tracekit.gate import Gate, Standing, blaming, judging
+from tracekit.gate import baseline as baselines
+from tracekit.gate.baseline import Baseline, Recording
 from tracekit.rule import Finding, Severity
 from tracekit.trace import Run
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests import held
 from tracekit.change import Change, Values, Verdict
-from tracekit.repeats import compare_recordings, student_t, variance_of_median
+from tracekit.gate.repeats import compare_recordings, student_t, variance_of_median
 
 STEP_NS = 100e6
 

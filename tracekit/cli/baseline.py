@@ -11,8 +11,8 @@ from tracekit.cli.opening import UseCache
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from tracekit.baseline import Baseline
     from tracekit.config import Config
+    from tracekit.gate.baseline import Baseline
     from tracekit.rule import Report
     from tracekit.trace import Run
 
@@ -52,7 +52,7 @@ def save(
     Several recordings of the same training tell by how much such recordings differ, and make the check sharper: three
     to five are well spent.
     """
-    from tracekit import baseline as baselines
+    from tracekit.gate import baseline as baselines
 
     made = baselines.of_reports(_checked(runs, _settled(config), cache=cache), allow_different=allow_different)
     _write(made, out)
@@ -78,8 +78,8 @@ def update(
     seen. Where something was accepted, mended or got better they take the place of all there were. Exits with 1, and
     leaves the file as it is, where something is new or worse and not accepted.
     """
-    from tracekit import baseline as baselines
-    from tracekit import judging
+    from tracekit.gate import baseline as baselines
+    from tracekit.gate import judging
 
     settled = _settled(config)
     held = _read(file)
@@ -137,8 +137,8 @@ def _settled(path: Path | None) -> "Config":
 
 
 def _checked(runs: Sequence[str], settled: "Config", *, cache: bool) -> "list[tuple[Report, Run]]":
-    from tracekit import baseline as baselines
     from tracekit import config
+    from tracekit.gate import baseline as baselines
     from tracekit.rules import all_rules
 
     if len(runs) > baselines.MAX_RECORDINGS:

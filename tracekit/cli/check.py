@@ -105,8 +105,8 @@ def check(
         raise InputError("--again: is for a single RUN; check one after the other")
 
     from tracekit import config as settings_of
-    from tracekit import judging
     from tracekit.cli.history import refuse_what_is_none, remember
+    from tracekit.gate import judging
     from tracekit.rules import all_rules
 
     if history is not None:

@@ -137,8 +137,9 @@ def tell(db: Path, added: "Added") -> None:
 def _checked(path: str, commit: "Commit", *, cache: bool) -> "Entry":
     import datetime
 
-    from tracekit import config, judging
+    from tracekit import config
     from tracekit.cli.check import _settle
+    from tracekit.gate import judging
     from tracekit.rules import all_rules
 
     catalog = all_rules()

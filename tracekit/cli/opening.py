@@ -11,8 +11,8 @@ from tracekit.cli import output
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.baseline import Baseline
     from tracekit.compare import Side
+    from tracekit.gate.baseline import Baseline
     from tracekit.rule import Report, Rule
     from tracekit.trace import Fact, Run
 
@@ -68,7 +68,7 @@ def measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run"
 
 def baseline(path: str, rules: "Sequence[Rule]", *, cache: bool = True) -> "Baseline":
     """Return what to hold a run against: a saved baseline, or a run. Raises InputError where it is neither."""
-    from tracekit import baseline as baselines
+    from tracekit.gate import baseline as baselines
     from tracekit.reports import baselines as saved
 
     if saved.is_baseline(Path(path)):

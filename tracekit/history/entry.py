@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tracekit import baseline
 from tracekit.change import Values
 from tracekit.compare import Side, job_samples
+from tracekit.gate import baseline
 from tracekit.history.commits import Commit
 from tracekit.trace import Run
 

@@ -5,8 +5,8 @@ from rich.console import RenderableType
 
 from tracekit import markup, units
 from tracekit.analysis.samples import LOWER_IS_BETTER
-from tracekit.baseline import Baseline
 from tracekit.compare import job_samples
+from tracekit.gate.baseline import Baseline
 from tracekit.reports import comparison, paper, words
 
 

@@ -14,7 +14,8 @@ import polars as pl
 from msgspec import Meta, Struct
 
 from tracekit.analysis import places
-from tracekit.baseline import (
+from tracekit.errors import InputError
+from tracekit.gate.baseline import (
     MAX_RECORDINGS,
     SAMPLE_COLUMNS,
     SCHEMA,
@@ -24,7 +25,6 @@ from tracekit.baseline import (
     Plain,
     Recording,
 )
-from tracekit.errors import InputError
 from tracekit.rule import Severity
 
 MAX_BASELINE_BYTES = 64 << 20

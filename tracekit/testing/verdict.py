@@ -9,11 +9,11 @@ from typing import TypedDict
 import numpy as np
 import polars as pl
 
-from tracekit import checking, config, judging, units
+from tracekit import checking, config, units
 from tracekit.analysis.samples import samples
 from tracekit.compare import job_samples
 from tracekit.errors import TracekitError
-from tracekit.gate import Budgeted, Gate, Outcome
+from tracekit.gate import Budgeted, Gate, Outcome, judging
 from tracekit.reports import words
 from tracekit.rule import Finding
 from tracekit.rules import all_rules

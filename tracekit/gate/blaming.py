@@ -15,9 +15,9 @@ import polars as pl
 
 from tracekit import units
 from tracekit.analysis import places
-from tracekit.baseline import Recording
 from tracekit.change import Change, Values
 from tracekit.gate import Cause
+from tracekit.gate.baseline import Recording
 
 COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
     "compute",

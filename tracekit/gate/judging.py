@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from tracekit import baseline as baselines
-from tracekit import blaming, budgeting, quantities, repeats, units
+from tracekit import quantities, units
 from tracekit.analysis.samples import LOWER_IS_BETTER
-from tracekit.baseline import Baseline, Known, Recording
 from tracekit.budget import Budgets
 from tracekit.change import Change, Values, Verdict
 from tracekit.compare import Comparison, job_samples
 from tracekit.config import Against
 from tracekit.errors import ConfigError, NotComparableError
-from tracekit.gate import Gate, Gone, Judged, Standing
+from tracekit.gate import Gate, Gone, Judged, Standing, blaming, budgeting, repeats
+from tracekit.gate import baseline as baselines
+from tracekit.gate.baseline import Baseline, Known, Recording
 from tracekit.rule import Finding, Report, Severity
 from tracekit.trace import Fact, Run
 

@@ -13,8 +13,8 @@ from tracekit.budget import CHECKPOINT_OVERHEAD, OF_RANKS_TOGETHER, Budget
 from tracekit.change import MIN_SAMPLES, Values
 from tracekit.compare import job_samples
 from tracekit.gate import Budgeted, Outcome
+from tracekit.gate.repeats import student_t, variance_of_median
 from tracekit.quantities import is_share
-from tracekit.repeats import student_t, variance_of_median
 from tracekit.trace import Fact, Run
 
 FACTS: tuple[Fact, ...] = (samples, places.unit_samples)
