@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Record, compare and print the table; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recorded_savings", description=__doc__)
     parser.add_argument("--pairs", type=int, default=8, help="pairs of each fault")
+    names = [case.fault.partition("=")[0] for case in CASES]
+    parser.add_argument("--fault", action="append", choices=names, help="only this; repeatable")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     asked = parser.parse_args(arguments)
     began = time.monotonic()
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "| fault | cause taken away | step with it | costs | predicted | off by |",
         "|---|---|---|---|---|---|",
     ]
-    for case in CASES:
+    for case in [case for case in CASES if case.fault.partition("=")[0] in (asked.fault or names)]:
         with tempfile.TemporaryDirectory() as folder:
             lines.append(row(case, measured(case, asked.pairs, Path(folder))))
         print(lines[-1], file=sys.stderr, flush=True)
