@@ -1,0 +1,146 @@
+"""How long 1.5 million allocator events take once they are read: facts on memory, and a replay under other settings.
+
+    python -m benchmarks.memory_events
+
+One rank of a **simulated** training that takes and frees memory on the model of the caching allocator, with a kernel a
+step. Times are CPU seconds; memory is the largest resident size of the process.
+"""
+
+import argparse
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import tracekit
+from tracekit import conventions, replay
+from tracekit.allocator import Allocator, Settings
+from tracekit.allocator.blocks import Block
+from tracekit.analysis import memory as memory_facts
+from tracekit.reports import memory
+from tracekit.rules import all_rules
+
+_T = TypeVar("_T")
+_STEPS, _LAYERS, _SIZES = 50, 50, 60
+_BEGIN_US = 1_700_000_000_000_000
+_KEPT = 4  # of five blocks of a layer, until backward
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write a trace, read it, measure; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_events", description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=1_500_000, help="about how many")
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        count = _write(Path(folder) / conventions.rank_file(0, conventions.TRACE_SUFFIX), asked.events)
+        run, read_s = _timed(lambda: tracekit.load(folder, cache=False))
+        trace, more_s = _timed(lambda: _read(run))
+        read_mib = _peak_mib()
+        _, facts_s = _timed(lambda: run.measure(memory.FACTS))
+        facts = [fact for rule in all_rules() if rule.code.startswith("MEM") for fact in rule.facts]
+        _, rules_s = _timed(lambda: run.measure(facts))
+        facts_mib = _peak_mib()
+        history, built_s = _timed(lambda: replay.of_trace(trace))
+        _, played_s = _timed(lambda: replay.predict(history, Settings.parse("expandable_segments:True")))
+    print(f"{count:,} events: read in {read_s + more_s:.1f} s, {read_mib:.0f} MiB at most")
+    print(f"facts of `tracekit memory`: {facts_s:.1f} s; those of all rules on memory besides: {rules_s:.1f} s")
+    print(f"{facts_mib:.0f} MiB at most by then; {memory_facts.stalls(trace).height} steps with stalls")
+    print(f"replay under other settings: {built_s + played_s:.1f} s; {_peak_mib():.0f} MiB at most in all")
+    return 0
+
+
+def _read(run: tracekit.Run) -> tracekit.Trace:
+    trace = run.trace(0)
+    _ = trace.tables
+    return trace
+
+
+def _timed(work: Callable[[], _T]) -> tuple[_T, float]:
+    began = time.process_time()
+    return work(), time.process_time() - began
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _write(path: Path, events: int) -> int:
+    """Write a trace with about so many allocator events and return how many it has."""
+    draw, allocator = random.Random(1), Allocator()
+    sizes = [512 * draw.randint(1, 1 << draw.randint(4, 15)) for _ in range(_SIZES)]
+    per_layer = max(1, events // (2 * _STEPS * _LAYERS))
+    count, now_us = 0, float(_BEGIN_US)
+    with path.open("w", encoding="utf-8") as file:
+        file.write(
+            '{"schemaVersion":1,"baseTimeNanoseconds":0,"distributedInfo":{"rank":0,"world_size":1},"traceEvents":['
+        )
+
+        def told(block: Block, delta: int) -> None:
+            nonlocal count, now_us
+            count, now_us = count + 1, now_us + 2
+            args = {
+                "Device Type": 1, "Device Id": 0, "Addr": block.address, "Bytes": delta,
+                "Total Allocated": allocator.allocated_bytes, "Total Reserved": allocator.reserved_bytes,
+            }  # fmt: skip
+            file.write(json.dumps(_event("i", "cpu_instant_event", "[memory]", now_us, args, s="t")) + ",\n")
+
+        for step in range(_STEPS):
+            begin_us = now_us
+            _train(allocator, draw, sizes, per_layer, told)
+            dur_us = now_us - begin_us
+            for event in _of_step(step, begin_us, dur_us):
+                file.write(json.dumps(event) + ",\n")
+        file.write(json.dumps(_event("M", "", "process_name", 0, {"name": "python"})) + "]}")
+    return count
+
+
+def _train(
+    allocator: Allocator, draw: random.Random, sizes: Sequence[int], count: int, told: Callable[[Block, int], None]
+) -> None:
+    """Take memory layer by layer, let go of a fifth of it at once, and of the rest in backward."""
+    alive: list[list[Block]] = []
+    for _ in range(_LAYERS):
+        mine = []
+        for number in range(count):
+            block = allocator.malloc(draw.choice(sizes), 0)
+            told(block, block.bytes)
+            if number % (_KEPT + 1) == _KEPT:
+                _free(allocator, block, told)
+            else:
+                mine.append(block)
+        alive.append(mine)
+        if len(alive) > 2:  # what is alive stays within a device
+            for block in alive.pop(0):
+                _free(allocator, block, told)
+    for mine in reversed(alive):
+        for block in mine:
+            _free(allocator, block, told)
+
+
+def _free(allocator: Allocator, block: Block, told: Callable[[Block, int], None]) -> None:
+    size = block.bytes
+    allocator.free(block)
+    told(block, -size)
+
+
+def _of_step(step: int, begin_us: float, dur_us: float) -> list[dict[str, object]]:
+    launch = {"correlation": step + 1, "External id": step + 1}
+    kernel = {"device": 0, "stream": 7, **launch}
+    return [
+        _event("X", "user_annotation", f"ProfilerStep#{step}", begin_us, {}, dur=dur_us),
+        _event("X", "cuda_runtime", "cudaLaunchKernel", begin_us + 1, launch, dur=1),
+        _event("X", "kernel", "gemm", begin_us + 3, kernel, dur=dur_us - 10) | {"pid": 0, "tid": 7},
+    ]
+
+
+def _event(phase: str, kind: str, name: str, ts: float, args: dict[str, object], **more: object) -> dict[str, object]:
+    return {"ph": phase, "cat": kind, "name": name, "pid": 1, "tid": 1, "ts": ts, "args": args, **more}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
