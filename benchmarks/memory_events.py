@@ -80,11 +80,11 @@ def _write(path: Path, events: int) -> int:
             '{"schemaVersion":1,"baseTimeNanoseconds":0,"distributedInfo":{"rank":0,"world_size":1},"traceEvents":['
         )
 
-        def told(block: Block, delta: int) -> None:
+        def told(address: int, delta: int) -> None:
             nonlocal count, now_us
             count, now_us = count + 1, now_us + 2
             args = {
-                "Device Type": 1, "Device Id": 0, "Addr": block.address, "Bytes": delta,
+                "Device Type": 1, "Device Id": 0, "Addr": address, "Bytes": delta,
                 "Total Allocated": allocator.allocated_bytes, "Total Reserved": allocator.reserved_bytes,
             }  # fmt: skip
             file.write(json.dumps(_event("i", "cpu_instant_event", "[memory]", now_us, args, s="t")) + ",\n")
@@ -100,7 +100,7 @@ def _write(path: Path, events: int) -> int:
 
 
 def _train(
-    allocator: Allocator, draw: random.Random, sizes: Sequence[int], count: int, told: Callable[[Block, int], None]
+    allocator: Allocator, draw: random.Random, sizes: Sequence[int], count: int, told: Callable[[int, int], None]
 ) -> None:
     """Take memory layer by layer, let go of a fifth of it at once, and of the rest in backward."""
     alive: list[list[Block]] = []
@@ -108,7 +108,7 @@ def _train(
         mine = []
         for number in range(count):
             block = allocator.malloc(draw.choice(sizes), 0)
-            told(block, block.bytes)
+            told(block.address, block.bytes)
             if number % (_KEPT + 1) == _KEPT:
                 _free(allocator, block, told)
             else:
@@ -122,10 +122,10 @@ def _train(
             _free(allocator, block, told)
 
 
-def _free(allocator: Allocator, block: Block, told: Callable[[Block, int], None]) -> None:
-    size = block.bytes
+def _free(allocator: Allocator, block: Block, told: Callable[[int, int], None]) -> None:
+    address, size = block.address, block.bytes  # then it is joined with its neighbours
     allocator.free(block)
-    told(block, -size)
+    told(address, -size)
 
 
 def _of_step(step: int, begin_us: float, dur_us: float) -> list[dict[str, object]]:
