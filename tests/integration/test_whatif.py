@@ -127,9 +127,9 @@ def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulat
     slower = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s / 8))
     assert slower.predicted_ns > 1.1 * told.predicted_ns
     assert any("sharded over 8 ranks only" in each for each in told.assumed)
-    with pytest.raises(InputError, match="sharded over 16 ranks, no multiple of 5"):
+    with pytest.raises(InputError, match="the 16 ranks that parameters are sharded over don't fill nodes of 5 GPUs"):
         strategies.predicted(fsdp2, "hsdp", Node(5, 1e9))
-    with pytest.raises(InputError, match="sharded over 16 ranks, no multiple of 16 beyond one node"):
+    with pytest.raises(InputError, match="sharded over 16 ranks, which one node of 16 GPUs holds already"):
         strategies.predicted(fsdp2, "hsdp", Node(16, 1e9))
 
 

@@ -100,7 +100,7 @@ class Replayed:
 
 
 FACTS = (timeline.nodes, timeline.edges, timeline.windows, timeline.preparation, match.calls)
-"""What a graph is built from: rules that ask what a cause costs name these among their facts."""
+"""What a graph is built from, measured in one pass over the traces when a replay is first asked for."""
 
 
 def graphs(run: Run) -> list[Graph]:

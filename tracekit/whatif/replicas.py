@@ -38,8 +38,12 @@ def replicated(graph: Graph, node: Node, lines: pl.DataFrame) -> Graph:
     """
     calls = _sharding(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
     size = int(calls["group_size"][0])
-    if size <= node.gpus or size % node.gpus:
-        raise CannotTellError(f"parameters are sharded over {size} ranks, no multiple of {node.gpus} beyond one node")
+    if size <= node.gpus:
+        raise CannotTellError(
+            f"parameters are sharded over {size} ranks, which one node of {node.gpus} GPUs holds already"
+        )
+    if size % node.gpus:
+        raise CannotTellError(f"the {size} ranks that parameters are sharded over don't fill nodes of {node.gpus} GPUs")
     if calls["bytes_per_ns"].null_count():
         raise CannotTellError("collectives of one size only don't tell what the links carry")
     line = Line(calls["hop_ns"][0], calls["bytes_per_ns"][0])
