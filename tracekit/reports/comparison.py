@@ -132,7 +132,8 @@ def _interval(change: Change) -> str:
 
 
 def _percent(ratio: float) -> str:
-    return f"{100 * ratio:+.1f}" if abs(ratio) < 0.1 else f"{100 * ratio:+.0f}"
+    # Adding 0 makes a change that rounds to nothing "+0.0", from whichever side it comes.
+    return f"{round(100 * ratio, 1) + 0.0:+.1f}" if abs(ratio) < 0.1 else f"{100 * ratio:+.0f}"
 
 
 def _unit(change: Change) -> str:
