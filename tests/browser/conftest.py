@@ -1,6 +1,5 @@
 """A real Chromium without a window, and the dashboard as a process of its own."""
 
-import json
 import os
 import shutil
 import socket
@@ -8,17 +7,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.browser import recorded
 
 ROOT = Path(__file__).parents[2]
+WAIT_MS = 40_000
+VIEWPORT = {"width": 1400, "height": 1000}
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
@@ -26,36 +26,85 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--disable-dev-shm-usage",
-    "--window-size=1400,1000",
 )
 
 
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory):
-    """Return a browser that logs its console and every request."""
+# One a module: Playwright keeps an event loop in this thread for as long as it runs.
+@pytest.fixture(scope="module")
+def chromium():
+    """Return Debian's (or another installed) Chromium, driven by Playwright."""
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if not binary or not driver:
-        pytest.skip("no Chromium with chromedriver on this machine (Debian: apt install chromium chromium-driver)")
-    from selenium import webdriver
+    if not binary:
+        pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
+    from playwright.sync_api import sync_playwright
 
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    browser.set_page_load_timeout(60)
-    yield browser
-    browser.quit()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=list(FLAGS), chromium_sandbox=False)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Heard:
+    """What pages reported as errors and which hosts they asked for anything ('' for files)."""
+
+    errors: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def asked(self, url: str) -> None:
+        address = urlsplit(url)
+        if address.scheme in ("http", "https", "ws", "wss"):
+            self.hosts.add(address.hostname or "")
+        elif address.scheme == "file":
+            self.hosts.add("")
+
+
+_HEARD: dict[int, Heard] = {}
 
 
 @pytest.fixture
-def browser(chromium):
-    """Return the browser on an empty page, with empty logs."""
-    chromium.get("about:blank")
-    chromium.get_log("browser"), chromium.get_log("performance")
-    return chromium
+def context(chromium):
+    """Return a browser context of its own, as another person would have."""
+    yield from _context(chromium)
+
+
+@pytest.fixture
+def other_context(chromium):
+    """Return the context of a second person."""
+    yield from _context(chromium)
+
+
+def _context(chromium):
+    context = chromium.new_context(viewport=VIEWPORT, accept_downloads=True)
+    context.set_default_timeout(WAIT_MS)
+    heard = _HEARD[id(context)] = Heard()
+    context.on("console", lambda said: heard.errors.append(said.text) if said.type == "error" else None)
+    context.on("weberror", lambda raised: heard.errors.append(str(raised.error)))
+    context.on("request", lambda request: heard.asked(request.url))
+    context.on("page", lambda page: page.on("websocket", lambda socket: heard.asked(socket.url)))
+    yield context
+    context.close()
+    del _HEARD[id(context)]
+
+
+@pytest.fixture
+def page(context):
+    """Return an empty page whose errors and requests are recorded."""
+    return context.new_page()
+
+
+def heard(page):
+    """Return what was heard from the page's context so far, and begin anew."""
+    key = id(page.context)
+    told, _HEARD[key] = _HEARD[key], Heard()
+    return told
+
+
+def assert_clean(page, hosts=frozenset({"127.0.0.1"})):
+    """Assert that nothing reported an error and nothing but `hosts` was asked for anything."""
+    told = _HEARD[id(page.context)]
+    assert told.errors == []
+    assert told.hosts <= hosts
 
 
 @dataclass(frozen=True)
@@ -101,27 +150,3 @@ def _wait_until_healthy(process, port, log):
         except OSError:
             time.sleep(0.1)
     pytest.fail(f"the dashboard did not start:\n{log.read_text()}")
-
-
-def errors_of(browser):
-    """Return what the browser's console reported as an error since it was last asked."""
-    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-
-
-def hosts_asked(browser):
-    """Return the hosts that pages asked for anything since it was last asked ('' for files)."""
-    asked = set()
-    for entry in browser.get_log("performance"):
-        message = json.loads(entry["message"])["message"]
-        if message["method"] == "Network.requestWillBeSent":
-            url = message["params"]["request"]["url"]
-        elif message["method"] == "Network.webSocketCreated":
-            url = message["params"]["url"]
-        else:
-            continue
-        scheme, _, rest = url.partition("://")
-        if scheme in ("http", "https", "ws", "wss"):
-            asked.add(rest.split("/")[0].rsplit(":", 1)[0])
-        elif scheme == "file":
-            asked.add("")
-    return asked

@@ -1,118 +1,92 @@
 """The dashboard as a person uses it, in a real browser, against a real server."""
 
 import re
-import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
-from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.wait import WebDriverWait
+from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import errors_of, hosts_asked
+from tests.browser.conftest import WAIT_MS, assert_clean
 
 pytestmark = pytest.mark.browser
-WAIT_S = 40
-_GONE = (StaleElementReferenceException,)
+expect.set_options(timeout=WAIT_MS)
 
 
-def _visible(browser, selector, containing=""):
+def _visible(page, selector, containing=""):
     """Return the first visible element that `selector` finds with the text given, as soon as there is one."""
-
-    def found(b):
-        elements = b.find_elements(By.CSS_SELECTOR, selector)
-        return next((e for e in elements if e.is_displayed() and containing in e.text), None)
-
-    return WebDriverWait(browser, WAIT_S, ignored_exceptions=_GONE).until(found, f"no {selector} with {containing!r}")
+    found = page.locator(selector).filter(has_text=containing, visible=True).first
+    found.wait_for()
+    return found
 
 
-def _click(browser, selector, containing):
-    """Click on what `_visible` finds, once it stays where it is: what unfolds moves at first."""
-
-    def clicked(b):
-        element = _visible(b, selector, containing)
-        before = element.rect
-        time.sleep(0.3)
-        if element.rect != before or not element.rect["height"]:
-            return False
-        element.click()
-        return True
-
-    WebDriverWait(browser, WAIT_S, ignored_exceptions=(*_GONE, ElementNotInteractableException)).until(clicked)
+def _open(page, server, run):
+    page.goto(f"{server.url}/?run={quote(run)}")
+    _visible(page, "[data-testid=stSidebar]")
 
 
-def _open(browser, server, run):
-    browser.get(f"{server.url}/?run={run}")
-    _visible(browser, "[data-testid=stSidebar]")
+def _turn_to(page, name):
+    _visible(page, "[data-testid=stTopNavLink]", name).click()
 
 
-def _turn_to(browser, page):
-    _visible(browser, "[data-testid=stTopNavLink]", page).click()
+def test_overview_shows_verdict_findings_and_breakdown(page, server):
+    _open(page, server, recorded.GOOD)
+    assert "%" in _visible(page, ".tk-verdict b").inner_text()
+    assert _visible(page, ".tk-finding h3", "COMM001").inner_text().startswith("warning")
+    assert _visible(page, ".tk-finding p.fix").inner_text()
+    bars = _visible(page, ".js-plotly-plot .barlayer")
+    expect(bars.locator(".point")).to_have_count(4 * 2)  # parts by ranks
+    assert_clean(page)
 
 
-def _assert_clean(browser):
-    assert errors_of(browser) == []
-    assert hosts_asked(browser) == {"127.0.0.1"}
+def test_a_finding_leads_to_its_moment_in_the_timeline(page, server):
+    _open(page, server, recorded.GOOD)
+    code = re.findall(r"[A-Z]+\d{3}", _visible(page, ".tk-finding h3").inner_text())[0]
+    _visible(page, "[data-testid=stExpander] summary", "Evidence").click()
+    _visible(page, "[data-testid=stExpander] button", "Show in the timeline").click()
+    _visible(page, ".js-plotly-plot .ytick", "findings")
+    _visible(page, ".js-plotly-plot .ytick", "communication")
+    assert re.search(r"rank \d · step \d", _visible(page, "[data-testid=stCaptionContainer]", "rank").inner_text())
+    assert code in _visible(page, ".tk-finding h3").inner_text()
+    assert_clean(page)
 
 
-def test_overview_shows_verdict_findings_and_breakdown(browser, server):
-    _open(browser, server, recorded.GOOD)
-    assert "%" in _visible(browser, ".tk-verdict b").text
-    assert _visible(browser, ".tk-finding h3", "COMM001").text.startswith("warning")
-    assert _visible(browser, ".tk-finding p.fix").text
-    bars = _visible(browser, ".js-plotly-plot .barlayer")
-    assert len(bars.find_elements(By.CSS_SELECTOR, ".point")) == 4 * 2  # parts by ranks
-    _assert_clean(browser)
+def test_several_runs_are_compared(page, server):
+    _open(page, server, recorded.GOOD)
+    _turn_to(page, "Compare")
+    table = _visible(page, "table.tracekit", "step time")
+    assert recorded.GOOD in table.inner_text()
+    assert recorded.HOSTILE in table.inner_text()
+    _visible(page, ".js-plotly-plot .barlayer")
+    assert_clean(page)
 
 
-def test_a_finding_leads_to_its_moment_in_the_timeline(browser, server):
-    _open(browser, server, recorded.GOOD)
-    code = re.findall(r"[A-Z]+\d{3}", _visible(browser, ".tk-finding h3").text)[0]
-    _visible(browser, "[data-testid=stExpander] summary", "Evidence").click()
-    _click(browser, "[data-testid=stExpander] button", "Show in the timeline")
-    _visible(browser, ".js-plotly-plot .ytick", "findings")
-    _visible(browser, ".js-plotly-plot .ytick", "communication")
-    assert re.search(r"rank \d · step \d", _visible(browser, "[data-testid=stCaptionContainer]", "rank").text)
-    assert code in _visible(browser, ".tk-finding h3").text
-    _assert_clean(browser)
+def test_a_run_that_cannot_be_read_shows_why_and_the_others_work(page, server):
+    _open(page, server, recorded.TRUNCATED)
+    _visible(page, "[data-testid=stAlert]")
+    assert_clean(page)
+    _turn_to(page, "Compare")
+    _visible(page, "table.tracekit", recorded.GOOD)
 
 
-def test_several_runs_are_compared(browser, server):
-    _open(browser, server, recorded.GOOD)
-    _turn_to(browser, "Compare")
-    table = _visible(browser, "table.tracekit", "step time")
-    assert recorded.GOOD in table.text
-    assert recorded.HOSTILE in table.text
-    _visible(browser, ".js-plotly-plot .barlayer")
-    _assert_clean(browser)
+def test_names_from_a_trace_run_nothing_and_fetch_nothing(page, server):
+    _open(page, server, recorded.HOSTILE)
+    _visible(page, ".js-plotly-plot .barlayer")
+    _visible(page, "[data-testid=stExpander] summary", "Evidence").click()
+    _turn_to(page, "Timeline")
+    _visible(page, ".js-plotly-plot .ytick", "compute")
+    _visible(page, ".js-plotly-plot .barlayer text", "<script>")
+    assert page.evaluate("window.hacked") is None
+    assert_clean(page)
 
 
-def test_a_run_that_cannot_be_read_shows_why_and_the_others_work(browser, server):
-    _open(browser, server, recorded.TRUNCATED)
-    _visible(browser, "[data-testid=stAlert]")
-    _assert_clean(browser)
-    _turn_to(browser, "Compare")
-    _visible(browser, "table.tracekit", recorded.GOOD)
-
-
-def test_names_from_a_trace_run_nothing_and_fetch_nothing(browser, server):
-    _open(browser, server, recorded.HOSTILE)
-    _visible(browser, ".js-plotly-plot .barlayer")
-    _visible(browser, "[data-testid=stExpander] summary", "Evidence").click()
-    _turn_to(browser, "Timeline")
-    _visible(browser, ".js-plotly-plot .ytick", "compute")
-    _visible(browser, ".js-plotly-plot .barlayer text", "<script>")
-    assert browser.execute_script("return window.hacked") is None
-    _assert_clean(browser)
-
-
-@pytest.mark.parametrize("asked", ["../../../../etc/passwd%00", recorded.GOOD + "/../truncated"])
-def test_an_address_can_only_name_a_listed_run(browser, server, asked):
-    _open(browser, server, asked)
-    title = _visible(browser, ".tk-title b", recorded.GOOD)
-    assert title.text == recorded.GOOD
-    assert "etc" not in browser.current_url
+@pytest.mark.parametrize("asked", ["../../../../etc/passwd\0", recorded.GOOD + "/../truncated"])
+def test_an_address_can_only_name_a_listed_run(page, server, asked):
+    _open(page, server, asked)
+    title = _visible(page, ".tk-title b", recorded.GOOD)
+    assert title.inner_text() == recorded.GOOD
+    expect(page).not_to_have_url(re.compile("etc"))
 
 
 def test_the_server_listens_to_this_machine_only(server):
