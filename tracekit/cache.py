@@ -3,7 +3,8 @@
 An entry is one trace: a zip archive of stored members, a Parquet file (zstd) for each table that has rows and a JSON
 file for the rest, so that a table is read only when somebody asks for it. An entry appears whole under its name or not
 at all, the least recently used go when the cache outgrows its bound, and a cache that cannot be used, or an entry that
-cannot be trusted, costs no more than the parsing that it would have saved.
+cannot be trusted, costs no more than the parsing that it would have saved. Tiles (`tracekit.tiles`) lie here too, under
+the same bound.
 
 What an entry is found by: the path, size, time of change and first and last MiB of the trace file and of the logs that
 are read beside it, the rank and window asked for, and the code that reads. A file that is changed in its middle, with
@@ -22,11 +23,11 @@ import secrets
 import stat
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import polars as pl
 
@@ -38,6 +39,8 @@ DIRECTORY = "TRACEKIT_CACHE_DIR"
 MAX_BYTES = "TRACEKIT_CACHE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 10 << 30
 _SUFFIX = ".trace"
+TILES_SUFFIX = ".tiles"
+_SUFFIXES = (_SUFFIX, TILES_SUFFIX)
 _ABANDONED_S = 3600  # no writer takes that long: what it began was left behind by one that died
 _EDGE_BYTES = 1 << 20
 _FIELDS = "fields.json"
@@ -55,6 +58,26 @@ def cached(source: Source) -> Source:
     Tables of a trace from the cache are read at first access. Only local files are cached.
     """
     return dataclasses.replace(source, read=partial(_read, source))
+
+
+def key_of(source: Source) -> str | None:
+    """Return what the entry of a trace is found by; None where it is no local file."""
+    trace = _state(Path(source.path))
+    if trace is None:
+        return None
+    logs = [_state(path) for path in _logs(Path(source.path), source.rank)]
+    told = json.dumps([_code(), source.path, source.rank, source.window, trace, logs])
+    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def hash_of_code(patterns: Iterable[str]) -> str:
+    """Return the hash of code of this package: a version number is forgotten sooner or later."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for pattern in patterns:
+        for file in sorted(package.glob(pattern)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +126,46 @@ class Cache:
         """Store a trace under `key`, and let the least recently used go where the cache is full."""
         if not self.max_bytes:
             return
-        partial_path = self.folder / f"{key}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_own(self.folder)
-            try:
-                _write(partial_path, trace)
-                if partial_path.stat().st_size <= self.max_bytes:
-                    partial_path.replace(self._entry(key))
-            finally:
-                partial_path.unlink(missing_ok=True)
-            self._shed()
+            with self.writing(f"{key}{_SUFFIX}") as file:
+                _write(file, trace)
         except (OSError, TypeError, ValueError, pl.exceptions.PolarsError) as error:  # what JSON or Parquet cannot say
             self._complain(error)
+
+    def file(self, name: str) -> BinaryIO | None:
+        """Return what lies here under `name`, open to be read and marked as used; None where there is none to trust."""
+        try:
+            _check_own(self.folder)
+            file = _open_own(self.folder / name)
+            os.utime(self.folder / name)
+        except OSError as error:
+            self._complain(error)
+            return None
+        return file
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """Give a file to write and read, which lies here under `name` once the block has ended well.
+
+        What is larger than the cache may be is not kept. Raises OSError where nothing can be written.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(self.folder)
+        path = self.folder / f"{Path(name).stem}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
+        try:
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600), "w+b") as file:
+                yield file
+                file.flush()
+                size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes <= self.max_bytes:
+                path.replace(self.folder / name)
+        finally:
+            path.unlink(missing_ok=True)
+        self._shed()
+
+    def drop(self, name: str, error: Exception) -> None:
+        """Remove what lies under `name`, which cannot be trusted."""
+        _drop(self.folder / name, error)
 
     def size_bytes(self) -> int:
         """Return how much the entries take."""
@@ -153,7 +203,7 @@ class Cache:
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Yield time of last use in ns, size in bytes and path of all that lies in the cache."""
         try:
-            files = [file for file in self.folder.iterdir() if file.suffix in (_SUFFIX, conventions.PARTIAL_SUFFIX)]
+            files = [file for file in self.folder.iterdir() if file.suffix in (*_SUFFIXES, conventions.PARTIAL_SUFFIX)]
         except OSError:
             return
         for file in files:
@@ -166,7 +216,7 @@ class Cache:
         files = sorted(self._files())
         held = sum(size for _, size, _ in files)
         for used_ns, size, path in files:
-            is_entry = path.suffix == _SUFFIX
+            is_entry = path.suffix in _SUFFIXES
             if (held > self.max_bytes and is_entry) or (used_ns < abandoned_ns and not is_entry):
                 with suppress(OSError):
                     path.unlink()
@@ -197,7 +247,7 @@ class StoredTrace(Trace):
 
 
 def _read(source: Source) -> Trace:
-    key, cache = _key(source), Cache.of_user()
+    key, cache = key_of(source), Cache.of_user()
     if key is None or cache is None:
         return source.read()
     return cache.get(key, partial(_read_again, source, key)) or _read_and_keep(source, cache, key)
@@ -205,25 +255,15 @@ def _read(source: Source) -> Trace:
 
 def _read_and_keep(source: Source, cache: Cache, key: str) -> Trace:
     trace = source.read()
-    if _key(source) == key:  # else it was written to while it was read
+    if key_of(source) == key:  # else it was written to while it was read
         cache.put(key, trace)
     return trace
 
 
 def _read_again(source: Source, key: str) -> Trace:
-    if _key(source) != key:
+    if key_of(source) != key:
         raise BadTraceError(f"{source.path}: changed while it was being analysed; run the command again")
     return source.read()
-
-
-def _key(source: Source) -> str | None:
-    """Return what the entry of a trace is found by; None where it is no local file."""
-    trace = _state(Path(source.path))
-    if trace is None:
-        return None
-    logs = [_state(path) for path in _logs(Path(source.path), source.rank)]
-    told = json.dumps([_code(), source.path, source.rank, source.window, trace, logs])
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _logs(trace: Path, rank: int) -> Iterator[Path]:
@@ -250,23 +290,15 @@ def _state(path: Path) -> tuple[int, int, str] | None:
 
 @functools.cache
 def _code() -> str:
-    """Return the hash of the code that makes tables: a version number is forgotten sooner or later."""
-    package = Path(__file__).parent
-    digest = hashlib.sha256()
-    for pattern in _READING_CODE:
-        for file in sorted(package.glob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    """Return the hash of the code that makes tables."""
+    return hash_of_code(_READING_CODE)
 
 
-def _write(path: Path, trace: Trace) -> None:
+def _write(file: BinaryIO, trace: Trace) -> None:
     tables = trace.tables
     fields = {f.name: getattr(trace, f.name) for f in dataclasses.fields(Trace) if f.name not in tables}
     rows = {name: table.height for name, table in tables.items()}
-    with (
-        os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600), "wb") as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as entry,
-    ):
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as entry:
         for name, table in tables.items():
             if rows[name]:
                 packed = io.BytesIO()

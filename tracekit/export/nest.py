@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from tracekit.readers import nesting
 from tracekit.readers.nesting import Flags, Ints
 
 BEGIN, END = 1, 2
@@ -27,6 +28,32 @@ def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     return found
 
 
+def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
+    """Return, for each slice, the row of its track it is drawn in, from 0: those of one row follow each other.
+
+    A slice lies one row below that which encloses it; the layers of a track lie below each other.
+
+    >>> rows(np.zeros(4, np.int64), np.array([0, 1, 5, 6]), np.array([9, 2, 2, 8])).tolist()
+    [0, 1, 1, 2]
+    """
+    layer = layers(track, start_ns, dur_ns)
+    _, dense = np.unique(track, return_inverse=True)
+    _, of_layer = np.unique(dense * (layer.max(initial=0) + 1) + layer, return_inverse=True)
+    sequence = order(of_layer, start_ns, dur_ns)
+    below = np.empty(len(track), np.int64)
+    sorted_start = start_ns[sequence]
+    parent = nesting.parents(of_layer[sequence], sorted_start, sorted_start + dur_ns[sequence])
+    below[sequence] = _depths(parent)
+    height = np.zeros(int(of_layer.max(initial=-1)) + 1, np.int64)
+    np.maximum.at(height, of_layer, below + 1)
+    first = np.zeros(len(height), np.int64)
+    first[of_layer] = layer
+    above = np.cumsum(height) - height
+    # The first layer of each track begins its rows: what stands above it belongs to other tracks.
+    base = np.maximum.accumulate(np.where(first == 0, above, 0))
+    return np.asarray(below + (above - base)[of_layer], np.int64)
+
+
 def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the begins and ends of nested slices in the order in which a reader's stack wants them.
 
@@ -43,6 +70,17 @@ def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]
     turn = np.concatenate((place, np.where(empty, place, -place)))
     sequence = np.lexsort((kind, turn, after_ends, at_ns, track[row]))
     return row[sequence], kind[sequence], at_ns[sequence]
+
+
+def _depths(parent: Ints) -> Ints:
+    depth, jump = (parent >= 0).astype(np.int64), parent.copy()
+    left = np.flatnonzero(jump >= 0)
+    while len(left):  # twice as far each time
+        above = jump[left]
+        depth[left] += depth[above]
+        jump[left] = jump[above]
+        left = left[jump[left] >= 0]
+    return depth
 
 
 def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
