@@ -4,7 +4,25 @@ scene = tiles.open_scene(run)
 tiles.view(scene, scene.span, pixels=1400)
 """
 
+from tracekit.tiles.finding import Matches, find
+from tracekit.tiles.pointing import ARROWS, HOWS, arrows
 from tracekit.tiles.scene import KINDS, Scene, open_scene
+from tracekit.tiles.telling import Details, Told, details
 from tracekit.tiles.viewing import VIEW, names, view
 
-__all__ = ["KINDS", "VIEW", "Scene", "names", "open_scene", "view"]
+__all__ = [
+    "ARROWS",
+    "HOWS",
+    "KINDS",
+    "VIEW",
+    "Details",
+    "Matches",
+    "Scene",
+    "Told",
+    "arrows",
+    "details",
+    "find",
+    "names",
+    "open_scene",
+    "view",
+]

@@ -43,6 +43,7 @@ _ARRAYS = {
 class Part:
     """One trace. Tracks are numbered as in the scene; `by_name` holds places of slices by name and start."""
 
+    rank: int
     slices: Array
     slice_segments: Array
     runs: Array
@@ -53,12 +54,17 @@ class Part:
     @classmethod
     def of(cls, stored: Stored, number: int) -> "Part":
         """Return the part that was written under this number."""
-        return cls(*(stored.array(f"{name}{number}", dtype) for name, dtype in _ARRAYS.items()))
+        rank = stored.told["ranks"][number]
+        return cls(rank, *(stored.array(f"{name}{number}", dtype) for name, dtype in _ARRAYS.items()))
 
     def write(self, writer: Writer, number: int) -> None:
         """Write the part under a number of its own."""
         for name in _ARRAYS:
             writer.array(f"{name}{number}", getattr(self, name))
+
+    def segments_of(self, places: Ints) -> Array:
+        """Return the segment that each of these slices stands in, by its place."""
+        return self.slice_segments[np.searchsorted(self.slice_segments["first"], places, side="right") - 1]
 
     @property
     def tracks(self) -> set[int]:
@@ -66,8 +72,8 @@ class Part:
         return set(self.slice_segments["track"].tolist())
 
 
-def part(laid: Laid, *, first_track: int, names: Ints) -> Part:
-    """Make the part of a trace. Its tracks get numbers from `first_track`; `names` numbers what `laid.named` lists."""
+def part(laid: Laid, rank: int, *, first_track: int, names: Ints) -> Part:
+    """Make the part of a rank's trace: its tracks get numbers from `first_track`, what `laid.named` lists `names`."""
     rows = _rows(laid)
     start_ns, name = laid.start_ns, names[laid.name] if len(names) else laid.name
     origin_ns = int(start_ns.min()) if len(start_ns) else 0
@@ -84,7 +90,7 @@ def part(laid: Laid, *, first_track: int, names: Ints) -> Part:
     sequence, segments = _segments(rows, ends, slices["start_ns"], place)
     run_sequence, run_segments = _segments(rows[runs.first], runs.ends, merged["start_ns"], _at(place, runs.first))
     slices = slices[sequence]
-    return Part(slices, segments, merged[run_sequence], run_segments, *_by_name(slices))
+    return Part(rank, slices, segments, merged[run_sequence], run_segments, *_by_name(slices))
 
 
 def _rows(laid: Laid) -> Ints:

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """All slices of one window of a run on the run's clock, ready to be looked at.
+    """All slices of one `window` of a run on the run's clock, ready to be looked at.
 
     `key` changes when the run's files or the code that draws them do. `span` is the time that it shows, in ns.
     `tracks` has columns TRACKS, one row per track, from the top: track (its number), rank, window, group (such as
@@ -61,6 +61,7 @@ class Scene:
     """
 
     key: str
+    window: int
     span: Window
     tracks: pl.DataFrame = field(repr=False)
     bands: pl.DataFrame = field(repr=False)
@@ -76,6 +77,11 @@ class Scene:
             self.named["kind"].replace_strict(codes, default=0, return_dtype=pl.UInt8).to_numpy()
         )
         return found
+
+    @functools.cached_property
+    def folded(self) -> list[str]:
+        """Return all names in the form in which case makes no difference, by name_id."""
+        return [name.casefold() for name in self.named["name"].to_list()]
 
     @functools.cached_property
     def part_of_track(self) -> dict[int, int]:
@@ -98,7 +104,7 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
     key = _key(sources)
     if kept is None or key is None:
         return _temporary(run, window, on_progress)
-    found = _opened(kept, key)
+    found = _opened(kept, key, window)
     if found is not None:
         return found
     try:
@@ -116,14 +122,14 @@ def _key(sources: Sequence[Source]) -> str | None:
     return hashlib.sha256(json.dumps([cache.hash_of_code(_CODE), keys]).encode()).hexdigest()
 
 
-def _opened(kept: Cache, key: str) -> Scene | None:
+def _opened(kept: Cache, key: str, window: int) -> Scene | None:
     name = key + TILES_SUFFIX
     file = kept.file(name)
     if file is None:
         return None
     try:
         with file:
-            return _scene(Stored(file), key)
+            return _scene(Stored(file), key, window)
     except Exception as error:  # noqa: BLE001 whatever bytes lie there, the scene can be made again
         kept.drop(name, error)
         return None
@@ -155,7 +161,7 @@ def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress
         if on_progress:
             on_progress(done, len(sources))
     making.finish(writer)
-    return _scene(Stored(file), key)
+    return _scene(Stored(file), key, window)
 
 
 def _laid(run: Run, source: Source, moved: layout.Moved, *, alone: bool) -> Laid | None:
@@ -178,15 +184,17 @@ class _Making:
         self.names: dict[tuple[str, str], int] = {}
         self.edges_ns: list[tuple[int, int]] = []
         self.first_track = 0
+        self.ranks: list[int] = []
 
     def add(self, writer: Writer, laid: Laid, source: Source) -> None:
         """Write the part of one trace."""
         names = np.array([self.names.setdefault(each, len(self.names)) for each in laid.named.iter_rows()], np.int64)
-        part(laid, first_track=self.first_track, names=names).write(writer, len(self.tracks))
+        part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
         number = pl.int_range(self.first_track, self.first_track + laid.tracks.height, eager=True).alias("track")
         place = (pl.lit(source.rank, pl.Int64).alias("rank"), pl.lit(source.window, pl.Int64).alias("window"))
         self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *layout.TRACKS))
         self.bands.append(laid.bands)
+        self.ranks.append(source.rank)
         self.first_track += laid.tracks.height
         for start, end in (
             (laid.start_ns, laid.start_ns + laid.dur_ns),
@@ -202,11 +210,11 @@ class _Making:
         named = pl.DataFrame(list(self.names), schema={"name": pl.String, "kind": pl.String}, orient="row")
         writer.table("named", named)
         starts, ends = zip(*self.edges_ns, strict=True) if self.edges_ns else ((0,), (1,))
-        writer.finish({"parts": len(self.tracks), "span": (min(starts), max(max(ends), min(starts) + 1))})
+        writer.finish({"ranks": self.ranks, "span": (min(starts), max(max(ends), min(starts) + 1))})
 
 
-def _scene(stored: Stored, key: str) -> Scene:
-    parts = tuple(Part.of(stored, number) for number in range(stored.told["parts"]))
+def _scene(stored: Stored, key: str, window: int) -> Scene:
+    parts = tuple(Part.of(stored, number) for number in range(len(stored.told["ranks"])))
     start_ns, end_ns = stored.told["span"]
     tracks, bands, named = (stored.table(name) for name in ("tracks", "bands", "named"))
-    return Scene(key, (start_ns, end_ns), tracks, bands, parts, named)
+    return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, named)

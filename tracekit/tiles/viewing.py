@@ -1,7 +1,7 @@
 """What is seen of a scene in a part of its time: at most a few rectangles for each pixel of a row, at any zoom."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,7 @@ import polars as pl
 
 from tracekit.intervals import Window
 from tracekit.readers.nesting import Flags, Ints
+from tracekit.tiles import ranges
 from tracekit.tiles.part import Part
 from tracekit.tiles.scene import Scene
 from tracekit.tiles.stored import Array
@@ -95,24 +96,10 @@ def _inside(
     past = first + segments["count"][which]
     start_ns, dur_ns = records["start_ns"], records["dur_ns"]
     begin_ns, end_ns = window
-    low = _first(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
-    high = _first(low, past, lambda at: start_ns[at] >= end_ns)
+    low = ranges.first(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
+    high = ranges.first(low, past, lambda at: start_ns[at] >= end_ns)
     counts = high - low
-    rows = np.arange(counts.sum()) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-    return records[rows], np.repeat(which, counts)
-
-
-def _first(low: Ints, high: Ints, holds: Callable[[Ints], Flags]) -> Ints:
-    """Return the first place of each range [low, high) from which on a condition holds; its end where it never does."""
-    low, high = low.copy(), high.copy()
-    left = np.flatnonzero(low < high)
-    while len(left):
-        middle = (low[left] + high[left]) >> 1
-        held = holds(middle)
-        high[left[held]] = middle[held]
-        low[left[~held]] = middle[~held] + 1
-        left = left[low[left] < high[left]]
-    return low
+    return records[ranges.places(low, counts)], np.repeat(which, counts)
 
 
 def _table(scene: Scene, found: Sequence[_Found]) -> pl.DataFrame:
