@@ -155,7 +155,7 @@ def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress
     writer, making = Writer(file), _Making()
     for done, source in enumerate(sources, 1):
         moved = clocks.get((source.window, source.rank), Clock()).moved
-        laid = _laid(run, source, moved, alone=len(sources) == 1)
+        laid = _laid(run, source, moved, is_only=len(sources) == 1)
         if laid is not None:
             making.add(writer, laid, source)
         if on_progress:
@@ -164,15 +164,13 @@ def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress
     return _scene(Stored(file), key, window)
 
 
-def _laid(run: Run, source: Source, moved: layout.Moved, *, alone: bool) -> Laid | None:
+def _laid(run: Run, source: Source, moved: layout.Moved, *, is_only: bool) -> Laid | None:
     try:
-        # Not through the run, which would keep one trace while the next is read.
-        trace = run.trace(source.rank, source.window) if alone else source.read()
+        return layout.laid(run.once(source), moved)
     except BadTraceError:
-        if alone:
+        if is_only:
             raise
         return None
-    return layout.laid(trace, moved)
 
 
 class _Making:
