@@ -11,7 +11,7 @@ BEGIN, END = 1, 2
 
 def order(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     """Return the rows by track and start, of slices with one start the longest first."""
-    return np.lexsort((-dur_ns, start_ns, track))
+    return nesting.order(track, start_ns, start_ns + dur_ns)
 
 
 def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
@@ -20,11 +20,8 @@ def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     Each slice goes to the first layer where it crosses no slice that began before it.
     """
     found = np.zeros(len(track), np.int64)
-    rows = order(track, start_ns, dur_ns)
-    sorted_track, start, end = track[rows], start_ns[rows], (start_ns + dur_ns)[rows]
-    for number in np.unique(sorted_track[_crosses(sorted_track, start, end)]):
-        mine = np.flatnonzero(sorted_track == number)
-        found[rows[mine]] = _first_fit(start[mine], end[mine])
+    sequence = order(track, start_ns, dur_ns)
+    found[sequence] = _layers(track[sequence], start_ns[sequence], (start_ns + dur_ns)[sequence])
     return found
 
 
@@ -36,22 +33,25 @@ def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     >>> rows(np.zeros(4, np.int64), np.array([0, 1, 5, 6]), np.array([9, 2, 2, 8])).tolist()
     [0, 1, 1, 2]
     """
-    layer = layers(track, start_ns, dur_ns)
-    _, dense = np.unique(track, return_inverse=True)
-    _, of_layer = np.unique(dense * (layer.max(initial=0) + 1) + layer, return_inverse=True)
-    sequence = order(of_layer, start_ns, dur_ns)
-    below = np.empty(len(track), np.int64)
-    sorted_start = start_ns[sequence]
-    parent = nesting.parents(of_layer[sequence], sorted_start, sorted_start + dur_ns[sequence])
-    below[sequence] = _depths(parent)
-    height = np.zeros(int(of_layer.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(height, of_layer, below + 1)
-    first = np.zeros(len(height), np.int64)
-    first[of_layer] = layer
+    found = np.zeros(len(track), np.int64)
+    sequence = order(track, start_ns, dur_ns)
+    start, end = start_ns[sequence], (start_ns + dur_ns)[sequence]
+    _, dense = np.unique(track[sequence], return_inverse=True)
+    layer = _layers(dense, start, end)
+    if layer.any():
+        key, of_layer = np.unique(dense * (layer.max() + 1) + layer, return_inverse=True)
+        first = np.searchsorted(key, key // (layer.max() + 1) * (layer.max() + 1))
+        regrouped = order(of_layer, start, end - start)
+        sequence, start, end, of_layer = (each[regrouped] for each in (sequence, start, end, of_layer))
+    else:
+        of_layer = dense
+        first = np.arange(int(dense.max(initial=-1)) + 1)
+    depth = _depths(nesting.parents(of_layer, start, end))
+    height = np.zeros(len(first), np.int64)
+    np.maximum.at(height, of_layer, depth + 1)
     above = np.cumsum(height) - height
-    # The first layer of each track begins its rows: what stands above it belongs to other tracks.
-    base = np.maximum.accumulate(np.where(first == 0, above, 0))
-    return np.asarray(below + (above - base)[of_layer], np.int64)
+    found[sequence] = depth + (above - above[first])[of_layer]
+    return found
 
 
 def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]:
@@ -70,6 +70,15 @@ def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]
     turn = np.concatenate((place, np.where(empty, place, -place)))
     sequence = np.lexsort((kind, turn, after_ends, at_ns, track[row]))
     return row[sequence], kind[sequence], at_ns[sequence]
+
+
+def _layers(track: Ints, start: Ints, end: Ints) -> Ints:
+    """Return the layer of each slice, of slices in order."""
+    found = np.zeros(len(track), np.int64)
+    for number in np.unique(track[_crosses(track, start, end)]):
+        mine = np.flatnonzero(track == number)
+        found[mine] = _first_fit(start[mine], end[mine])
+    return found
 
 
 def _depths(parent: Ints) -> Ints:

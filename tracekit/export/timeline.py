@@ -85,18 +85,21 @@ def on_tracks(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
     Tracks are numbered in the order in which they stand. A lane that no table lists still is one: nothing may fall out
     of the picture for want of a name.
     """
+    lane = pl.col("lane").fill_null(-1)
+    known = trace.lanes.select("lane", "role", "name")
+    used = rows.select(lane).unique().join(known, on="lane", how="left")
     role = pl.col("role").replace({"memcpy": "copies", "memset": "copies"})
-    unlisted = _COMPUTE if source == "activities" else _HOST
+    section, name = pl.lit(_HOST), pl.format("host · {}", "name")
     if source == "activities":
         section = pl.col("role").replace_strict(_SECTIONS, default=_COMPUTE, return_dtype=pl.Int64)
         name = pl.format("{} · {}", role, "name")
-    else:
-        section, name = pl.lit(_HOST), pl.format("host · {}", "name")
-    lanes = trace.lanes.select("lane", (section + pl.col("lane")).alias("track"), name.alias("track_name"))
-    lane = pl.col("lane").fill_null(-1)
-    return rows.join(lanes, on="lane", how="left", maintain_order="left").with_columns(
-        pl.col("track").fill_null(unlisted + lane), pl.col("track_name").fill_null(pl.format("lane {}", lane))
+    tracks = used.select(
+        pl.col("lane").alias("_lane"),
+        (section + pl.col("lane")).alias("track"),
+        name.fill_null(pl.format("lane {}", "lane")).alias("track_name"),
     )
+    keyed = rows.with_columns(lane.alias("_lane"))
+    return keyed.join(tracks, on="_lane", how="left", maintain_order="left").drop("_lane")
 
 
 def _stacked(parts: Sequence[pl.DataFrame], types: dict[str, type[pl.DataType]]) -> pl.DataFrame:

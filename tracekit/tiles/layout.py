@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from tracekit.export import nest, timeline
@@ -55,11 +54,10 @@ def laid(trace: Trace, moved: Moved) -> Laid:
     slices = pl.concat([_work(trace), _checkpoints(trace), _host(trace)])
     start_ns, dur_ns = _moved(slices, moved)
     tracks = _tracks(trace, slices)
-    named = slices.select("name", "kind").unique(maintain_order=True)
-    numbered = slices.select("order", "source", "id", "name", "kind")
+    named, name = _named(slices)
+    track = np.searchsorted(tracks["order"].to_numpy(), slices["order"].to_numpy())
+    ids = slices["id"].to_numpy()
     del slices
-    track = _places(numbered, tracks, ["order", "source"])
-    name = _places(numbered, named, ["name", "kind"])
     row = nest.rows(track, start_ns, dur_ns)
     rows = np.zeros(tracks.height, np.int64)
     np.maximum.at(rows, track, row + 1)
@@ -68,7 +66,7 @@ def laid(trace: Trace, moved: Moved) -> Laid:
         tracks.with_columns(pl.Series("rows", rows, pl.Int64)).select(list(TRACKS)),
         named,
         pl.concat([_steps(trace, moved), _units(trace, moved)]),
-        *(each[sequence] for each in (track, row, start_ns, dur_ns, name, numbered["id"].to_numpy())),
+        *(each[sequence] for each in (track, row, start_ns, dur_ns, name, ids)),
     )
 
 
@@ -116,13 +114,15 @@ def _moved(rows: pl.DataFrame, moved: Moved) -> tuple[Ints, Ints]:
     return start_ns, moved((rows["start_ns"] + rows["dur_ns"]).to_numpy()) - start_ns
 
 
-def _places(rows: pl.DataFrame, table: pl.DataFrame, key: list[str]) -> Ints:
-    """Return the row of `table` that each of `rows` belongs to."""
-    numbered = table.select(*key, pl.int_range(pl.len()).cast(pl.Int64).alias("_place"))
-    found: npt.NDArray[np.int64] = (
-        rows.select(key).join(numbered, on=key, how="left", maintain_order="left")["_place"].to_numpy()
-    )
-    return found
+def _named(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+    """Return the distinct names with their kinds, in the order in which they come, and which of them each slice has."""
+    name, kind = (slices[column].cast(pl.Categorical).to_physical().to_numpy() for column in ("name", "kind"))
+    key = name.astype(np.int64) * (int(kind.max(initial=0)) + 1) + kind
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    order = np.argsort(first)  # codes differ from process to process
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return slices.select("name", "kind")[first[order]], place[which]
 
 
 # Tracks --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from tracekit.intervals import Window
@@ -25,6 +24,8 @@ VIEW = {
     "count": pl.UInt32,
     "busy_ns": pl.Int64,
 }
+_MERGED = -1  # in place of an id
+_FEW = 64
 
 
 def view(scene: Scene, part: Window, pixels: int, tracks: Sequence[int] | None = None) -> pl.DataFrame:
@@ -42,8 +43,7 @@ def view(scene: Scene, part: Window, pixels: int, tracks: Sequence[int] | None =
         return pl.DataFrame(schema=VIEW)
     level = max(0, math.ceil(math.log2((end_ns - begin_ns) / pixels)))
     chosen = _chosen(scene, tracks)
-    found = [_Found.of(each, chosen, part, level) for each in _touched(scene, tracks)]
-    return _table(scene, found)
+    return _table(scene, [_found(each, chosen, part, level) for each in _touched(scene, tracks)])
 
 
 def names(scene: Scene, name_ids: Iterable[int]) -> list[str]:
@@ -67,55 +67,57 @@ def _touched(scene: Scene, tracks: Sequence[int] | None) -> Iterable[Part]:
     return [scene.parts[number] for number in numbers]
 
 
-class _Found:
-    """Rectangles of one trace, column by column, in no order."""
-
-    def __init__(self, track: Ints, row: Ints, slices: Array, runs: Array) -> None:
-        self.track, self.row, self.slices, self.runs = track, row, slices, runs
-
-    @classmethod
-    def of(cls, part: Part, chosen: Flags, window: Window, level: int) -> "_Found":
-        slices, of_slice = _inside(part.slices, part.slice_segments, chosen, window, level)
-        runs, of_run = _inside(part.runs, part.run_segments, chosen, window, level)
-        is_made = runs["made"] <= level  # later ones hold those that stand here; there are fewer of them than of these
-        runs, of_run = runs[is_made], of_run[is_made]
-        segments = np.concatenate((part.slice_segments[of_slice], part.run_segments[of_run]))
-        return cls(segments["track"], segments["row"], slices, runs)
-
-    def column(self, name: str) -> Array:
-        """Return a column that slices and runs have."""
-        return np.concatenate((self.slices[name], self.runs[name]))
+_Columns = dict[str, Array]
 
 
-def _inside(
-    records: Array, segments: Array, chosen: Flags, window: Window, level: int
-) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Return what stands at a level and touches the window, and the segment of each."""
+def _found(part: Part, chosen: Flags, window: Window, level: int) -> _Columns:
+    """Return the rectangles of one trace, column by column."""
+    at, of_slice = _inside(part.slices, part.slice_segments, chosen, window, level)
+    slices = np.take(part.slices, at)
+    at, of_run = _inside(part.runs, part.run_segments, chosen, window, level)
+    made = part.runs["made"][at] <= level  # later ones hold some that stand here; there are fewer of them than of these
+    runs, of_run = np.take(part.runs, at[made]), of_run[made]
+    columns = {name: np.concatenate((slices[name], runs[name])) for name in ("start_ns", "dur_ns", "name")}
+    for name in ("track", "row"):
+        columns[name] = np.concatenate((part.slice_segments[name][of_slice], part.run_segments[name][of_run]))
+    columns["id"] = np.concatenate((slices["id"], np.full(len(runs), _MERGED, np.int32)))
+    columns["count"] = np.concatenate((np.ones(len(slices), np.uint32), runs["count"]))
+    columns["busy_ns"] = np.concatenate((slices["dur_ns"], runs["busy_ns"]))
+    order = _order(columns["track"], columns["row"], columns["start_ns"])
+    return {name: values[order] for name, values in columns.items()}
+
+
+def _inside(records: Array, segments: Array, chosen: Flags, window: Window, level: int) -> tuple[Ints, Ints]:
+    """Return the places of what stands at a level and touches the window, and the segment of each."""
     which = np.flatnonzero((segments["ends"] > level) & chosen[segments["track"]])
     first = segments["first"][which]
     past = first + segments["count"][which]
     start_ns, dur_ns = records["start_ns"], records["dur_ns"]
     begin_ns, end_ns = window
     low = ranges.first(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
-    high = ranges.first(low, past, lambda at: start_ns[at] >= end_ns)
+    near = np.minimum(low + _FEW, past)
+    is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # as it is for most where little is seen
+    high = ranges.first(low, np.where(is_near, near, past), lambda at: start_ns[at] >= end_ns)
     counts = high - low
-    return records[ranges.places(low, counts)], np.repeat(which, counts)
+    return ranges.places(low, counts), np.repeat(which, counts)
 
 
-def _table(scene: Scene, found: Sequence[_Found]) -> pl.DataFrame:
-    columns = {name: _concat([each.column(name) for each in found]) for name in ("start_ns", "dur_ns", "name")}
-    columns |= {name: _concat([getattr(each, name) for each in found]) for name in ("track", "row")}
-    columns["id"] = _concat([np.concatenate((e.slices["id"], np.full(len(e.runs), -1, np.int32))) for e in found])
-    columns["count"] = _concat([np.concatenate((np.ones(len(e.slices), np.uint32), e.runs["count"])) for e in found])
-    columns["busy_ns"] = _concat([np.concatenate((e.slices["dur_ns"], e.runs["busy_ns"])) for e in found])
-    order = np.lexsort((columns["start_ns"], columns["row"], columns["track"]))
-    kind = scene.kinds[columns["name"]]
-    table = pl.DataFrame({name: values[order] for name, values in columns.items()} | {"kind": kind[order]})
-    merged = pl.col("id") < 0
-    return table.rename({"name": "name_id"}).with_columns(pl.when(~merged).then("id").alias("id")).select(
-        pl.col(name).cast(dtype) for name, dtype in VIEW.items()
-    )  # fmt: skip
+def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:
+    """Return the order by track, row and start; no two are the same."""
+    if not len(track):
+        return np.empty(0, np.int64)
+    since = start_ns - start_ns.min()
+    rows, length = int(row.max()) + 1, int(since.max()) + 1
+    if (int(track.max()) + 1) * rows * length >= 1 << 62:
+        return np.lexsort((start_ns, row, track))
+    return np.argsort((track.astype(np.int64) * rows + row) * length + since)
 
 
-def _concat(parts: Sequence[Array]) -> Array:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+def _table(scene: Scene, found: Sequence[_Columns]) -> pl.DataFrame:
+    columns = {name: np.concatenate([each[name] for each in found]) for name in (found[0] if found else ())}
+    if not columns:
+        return pl.DataFrame(schema=VIEW)
+    named = columns.pop("name")
+    id_or_null = pl.when(pl.col("id") != _MERGED).then("id").alias("id")
+    table = pl.DataFrame(columns | {"name_id": named, "kind": scene.kinds[named]}).with_columns(id_or_null)
+    return table.select(pl.col(name).cast(dtype) for name, dtype in VIEW.items())
