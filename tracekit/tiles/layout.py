@@ -17,7 +17,9 @@ from tracekit.export import nest, timeline
 from tracekit.readers.nesting import Ints
 from tracekit.trace import Trace
 
-TRACKS = {"group": pl.String, "label": pl.String, "role": pl.String, "source": pl.String, "rows": pl.Int64}
+TRACKS = {
+    "group": pl.String, "label": pl.String, "role": pl.String, "source": pl.String, "lane": pl.Int64, "rows": pl.Int64,
+}  # fmt: skip
 BANDS = {
     "rank": pl.Int64, "kind": pl.String, "name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64,
 }  # fmt: skip
@@ -154,7 +156,7 @@ def _tracks(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
         found.with_columns(lane.alias("lane"))
         .join(trace.lanes, on="lane", how="left", maintain_order="left")
         .select("order", "source", group.alias("group"), label.fill_null(pl.format("lane {}", "lane")).alias("label"),
-                role.alias("role"))
+                role.alias("role"), pl.when(pl.col("source") != "checkpoints").then("lane").alias("lane"))
     )  # fmt: skip
 
 

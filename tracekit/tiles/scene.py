@@ -56,8 +56,9 @@ class Scene:
     `key` changes when the run's files or the code that draws them do. `span` is the time that it shows, in ns.
     `tracks` has columns TRACKS, one row per track, from the top: track (its number), rank, window, group (such as
     GPU 0), label, role (compute, communication, copy, checkpoint, host), source (the table that its slices are rows of:
-    activities, checkpoints, ops) and rows (how deep its slices nest). `bands` has columns rank, kind (step, unit),
-    name, start_ns, end_ns.
+    activities, checkpoints, ops), lane (of its trace; null for checkpoints) and rows (how deep its slices nest).
+    `bands` has columns rank, kind (step, unit), name, start_ns, end_ns. `offsets` are the rows of `Run.offsets` of the
+    window: `align.shifted` takes other times of a trace, such as a finding's, to the clock of the scene with them.
     """
 
     key: str
@@ -68,6 +69,7 @@ class Scene:
     parts: tuple[Part, ...] = field(repr=False)
     named: pl.DataFrame = field(repr=False)
     """What slices are called and their kind, by name_id: columns name, kind."""
+    offsets: pl.DataFrame = field(repr=False)
 
     @functools.cached_property
     def kinds(self) -> npt.NDArray[np.uint8]:
@@ -160,6 +162,7 @@ def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress
             making.add(writer, laid, source)
         if on_progress:
             on_progress(done, len(sources))
+    writer.table("offsets", run.offsets.filter(pl.col("window") == window))
     making.finish(writer)
     return _scene(Stored(file), key, window)
 
@@ -214,5 +217,5 @@ class _Making:
 def _scene(stored: Stored, key: str, window: int) -> Scene:
     parts = tuple(Part.of(stored, number) for number in range(len(stored.told["ranks"])))
     start_ns, end_ns = stored.told["span"]
-    tracks, bands, named = (stored.table(name) for name in ("tracks", "bands", "named"))
-    return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, named)
+    tracks, bands, named, offsets = (stored.table(name) for name in ("tracks", "bands", "named", "offsets"))
+    return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, named, offsets)
