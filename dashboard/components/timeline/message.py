@@ -1,0 +1,250 @@
+"""What the timeline is told: a scene and a tile of it as plain numbers and text, times in ns from the scene's start.
+
+Columns travel as base64 of little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither side reads numbers
+from text.
+"""
+
+import base64
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit import align, charts, markup, tiles, units
+from tracekit.intervals import Window
+from tracekit.rule import Finding
+from tracekit.tiles import lookup
+
+MAX_NAME = 300
+MAX_VALUE = 2000
+MAX_BANDS = 4000
+MAX_MARKS = 1500
+MAX_MATCHES = 1000
+MAX_ROWS = 80
+MARGIN_RATIO = 0.5
+"""A tile is wider than the view by this share of it on each side, so that moving has something to show."""
+MIN_UNIT_PX = 4
+MERGED = -1
+TYPES = {
+    "track": "<u2",
+    "row": "<u2",
+    "start": "<f8",
+    "dur": "<f8",
+    "name": "<u4",
+    "id": "<i4",
+    "kind": "u1",
+    "count": "<u4",
+    "fill": "u1",
+}
+_LIKE = {"python": "phase", "checkpoint": "waiting", "?": "idle"}
+"""Kinds that only the timeline has, with the kind whose colour they take."""
+_LABELS = {"python": "Python frame", "checkpoint": "checkpoint", "?": "other"}
+_ROLES = {
+    "compute": "compute",
+    "communication": "communication",
+    "memcpy": "copy",
+    "cpu_op": "host",
+    "checkpoint": "checkpoint",
+}
+_SHOWN_ABOVE = ("rank", "on", "start", "duration")
+"""What the panel says of every slice before the server has answered."""
+_INKS = {"evidence": "evidence", "match": "waiting"}
+
+
+@dataclass(frozen=True)
+class View:
+    """What a browser shows: its number, the part of the run in ns from the scene's start, and how wide it is."""
+
+    seq: int
+    start_ns: int
+    end_ns: int
+    pixels: int
+
+
+def scene(of: tiles.Scene) -> dict[str, Any]:
+    """Return what stays the same while a scene is looked at: its length, tracks, colours."""
+    tracks = of.tracks.select("track", "rank", "group", "label", "role", "rows").to_dicts()
+    for track in tracks:
+        track |= {"group": markup.inert(track["group"], MAX_NAME), "label": markup.inert(track["label"], MAX_NAME)}
+        track["rows"] = min(track["rows"], MAX_ROWS)
+    units = of.bands.filter(pl.col("kind") == "unit")
+    return {
+        "scene": of.key,
+        "span_ns": of.span[1] - of.span[0],
+        "tracks": tracks,
+        "unit_ranks": units["rank"].unique().sort().to_list(),
+        "kinds": [_kind(name) for name in tiles.KINDS],
+        "colours": {ink: charts.COLOURS[kind] for ink, kind in _INKS.items()},
+    }
+
+
+def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
+    """Return the slices and bands of a view and its margins."""
+    span_ns = of.span[1] - of.span[0]
+    margin_ns = int((view.end_ns - view.start_ns) * MARGIN_RATIO)
+    start_ns, end_ns = max(view.start_ns - margin_ns, 0), min(view.end_ns + margin_ns, span_ns)
+    pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
+    part = (of.span[0] + start_ns, of.span[0] + end_ns)
+    table = tiles.view(of, part, pixels)
+    names, name = _names(of, table["name_id"])
+    columns = {
+        "track": table["track"],
+        "row": table["row"],
+        "start": table["start_ns"] - of.span[0],
+        "dur": table["dur_ns"],
+        "name": name,
+        "id": table["id"].fill_null(MERGED),
+        "kind": table["kind"],
+        "count": table["count"],
+        "fill": _fill(table),
+    }
+    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "names": names}
+    return told | {"columns": _packed(columns), "bands": _bands(of, part, pixels)}
+
+
+def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
+    """Return what a search found: how many, how long together, and the first of them by time."""
+    table = found.table.head(MAX_MATCHES)
+    distinct = table["name"].unique(maintain_order=True)
+    name = table["name"].replace_strict(distinct, pl.Series(range(len(distinct))), return_dtype=pl.UInt32)
+    columns = {
+        "track": table["track"],
+        "row": table["row"],
+        "start": table["start_ns"] - of.span[0],
+        "dur": table["dur_ns"],
+        "name": name,
+        "id": table["id"],
+    }
+    names = [markup.inert(each, MAX_NAME) for each in distinct]
+    told = {"text": text, "total": found.total, "total_ns": found.total_ns, "names": names}
+    return told | {"columns": _packed(columns)}
+
+
+def findings(of: tiles.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
+    """Return the longest moments that the findings' evidence names in this window, the findings in their order."""
+    marks = [mark for key, each in found.items() for mark in _marks(of, window, key, each)]
+    longest = sorted(marks, key=lambda mark: mark["start"] - mark["end"])[:MAX_MARKS]
+    order = {key: number for number, key in enumerate(found)}
+    return sorted(longest, key=lambda mark: (order[mark["key"]], mark["start"] - mark["end"]))
+
+
+def details(of: tiles.Scene, told: tiles.Details) -> list[dict[str, Any]]:
+    """Return what is known of a slice as rows of text, each with the slice that it leads to where there is one."""
+    rows = [
+        _row(fact.label, fact.value, _slice(of, fact.track, fact.id) if fact.track is not None else None)
+        for fact in told.facts
+        if fact.label not in _SHOWN_ABOVE
+    ]
+    if told.stack:
+        rows.append(_row("stack", "\n".join(markup.inert(name, MAX_NAME) for name in told.stack)))
+    for peer in told.peers.iter_rows(named=True):
+        time = f"{units.duration(peer['dur_ns'])} from {units.duration(peer['start_ns'] - of.span[0])}"
+        waits = f", waits {units.duration(peer['wait_ns'])}" if peer["wait_ns"] else ""
+        rows.append(_row(f"rank {peer['rank']}", time + waits, _slice(of, peer["track"], peer["id"])))
+    return rows
+
+
+def arrows(of: tiles.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return arrows with both of their slices."""
+    origin_ns = of.span[0]
+    return [
+        {
+            "how": row["how"],
+            **{f"{side}_ns": row[f"{side}_ns"] - origin_ns for side in ("from", "to")},
+            **{side: _slice(of, row[f"{side}_track"], row[f"{side}_id"]) for side in ("from", "to")},
+        }
+        for row in table.iter_rows(named=True)
+    ]
+
+
+def _row(label: str, value: str, leads_to: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    lines = [markup.inert(line, MAX_VALUE) for line in value.split("\n")]
+    return {"label": markup.inert(label), "value": "\n".join(lines), "slice": leads_to}
+
+
+def _slice(of: tiles.Scene, track: int, slice_id: int) -> dict[str, Any]:
+    found = lookup.slice_at(of, track, slice_id)
+    place = {"track": track, "row": int(found["row"]), "id": slice_id}
+    times = {"start": int(found["start_ns"]) - of.span[0], "dur": int(found["dur_ns"])}
+    return {**place, **times, "name": markup.inert(tiles.names(of, [found["name_id"]])[0], MAX_NAME)}
+
+
+def _kind(name: str) -> dict[str, Any]:
+    like = _LIKE.get(name, name)
+    label = _LABELS.get(name) or charts.KIND_LABELS.get(name, name)
+    told = {
+        "name": name,
+        "label": label,
+        "colour": charts.COLOURS[like],
+        "pale": like in charts.PALE or like == "waiting",
+    }
+    return told | {"role": _ROLES.get(name, "")}
+
+
+def _names(of: tiles.Scene, name_id: pl.Series) -> tuple[list[str], pl.Series]:
+    """Return the names in use, and for each slice the number of its own among them."""
+    distinct, number = np.unique(name_id.to_numpy(), return_inverse=True)
+    return [markup.inert(name, MAX_NAME) for name in tiles.names(of, distinct)], pl.Series(number)
+
+
+def _fill(table: pl.DataFrame) -> pl.Series:
+    share = pl.col("busy_ns") / pl.col("dur_ns").clip(lower_bound=1)
+    return table.select((share.clip(0, 1) * 255).round().cast(pl.UInt8)).to_series()
+
+
+def _packed(columns: Mapping[str, pl.Series]) -> dict[str, str]:
+    return {
+        name: base64.b64encode(np.ascontiguousarray(values.to_numpy(), TYPES[name])).decode()
+        for name, values in columns.items()
+    }
+
+
+def _bands(of: tiles.Scene, part: Window, pixels: int) -> list[dict[str, Any]]:
+    """Return the steps of a part, and of its units those that are wide enough to be seen."""
+    min_unit_ns = (part[1] - part[0]) * MIN_UNIT_PX / pixels
+    inside = of.bands.filter(pl.col("start_ns") < part[1], pl.col("end_ns") > part[0])
+    seen = inside.filter((pl.col("kind") == "step") | (pl.col("end_ns") - pl.col("start_ns") >= min_unit_ns))
+    longest = seen.sort(pl.col("end_ns") - pl.col("start_ns"), descending=True).head(MAX_BANDS)
+    shown = longest.sort("rank", "kind", "start_ns").select(
+        "rank", "kind", "name", start=pl.col("start_ns") - of.span[0], end=pl.col("end_ns") - of.span[0]
+    )
+    return [row | {"name": markup.inert(row["name"], MAX_NAME)} for row in shown.iter_rows(named=True)]
+
+
+def _marks(of: tiles.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:
+    rows = moments(of, window, found)
+    title = markup.inert(found.message, MAX_NAME)
+    about = {"key": key, "finding": found.id, "severity": found.severity.label, "title": title}
+    for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
+        yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
+
+
+def moments(of: tiles.Scene, window: int, found: Finding) -> pl.DataFrame:
+    """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: not known)."""
+    rows = found.evidence
+    if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
+        return pl.DataFrame(schema=_MOMENTS)
+    known = rows.drop_nulls(["rank", "start_ns", "dur_ns"])
+    if "window" in rows.columns:
+        known = known.filter(pl.col("window").fill_null(0) == window)
+    elif window:
+        return pl.DataFrame(schema=_MOMENTS)
+    lane = pl.col("lane") if "lane" in rows.columns else pl.lit(None)
+    placed = known.select(
+        pl.lit(window, pl.Int64).alias("window"),
+        "rank",
+        "start_ns",
+        (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
+        lane.cast(pl.Int64).alias("lane"),
+    )
+    return align.shifted(placed, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+
+
+_MOMENTS: Mapping[str, type[pl.DataType]] = {
+    "rank": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "lane": pl.Int64,
+}
