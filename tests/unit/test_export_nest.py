@@ -46,6 +46,21 @@ def test_a_stack_that_reads_the_events_of_a_layer_gets_every_slice_back(spans):
     assert sorted(read) == sorted(spans)
 
 
+@settings(deadline=None)
+@given(SPANS)
+def test_in_a_row_slices_follow_each_other_and_all_but_the_top_of_a_layer_lie_below_what_encloses_them(spans):
+    track, start, dur = columns(spans)
+    row, layer = nest.rows(track, start, dur), nest.layers(track, start, dur)
+    for i, (own, begin, length) in enumerate(spans):
+        same = [j for j in range(len(spans)) if track[j] == own and j != i]
+        for j in same:
+            assert row[i] != row[j] or begin + length <= start[j] or start[j] + dur[j] <= begin
+        around = [j for j in same if start[j] <= begin and begin + length <= start[j] + dur[j] and layer[j] == layer[i]]
+        top = min(row[track == own][layer[track == own] == layer[i]])
+        assert row[i] == top or any(row[j] == row[i] - 1 for j in around)
+    assert sorted(set(row[track == 1])) == list(range(len(set(row[track == 1]))))
+
+
 def test_slices_that_nest_need_one_layer():
     # time   0 1 2 3 4 5 6 7
     #        # # # # # # # #
