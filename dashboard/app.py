@@ -8,7 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from dashboard import catalog, parts
+from dashboard import address, catalog, parts
 from dashboard.views import checkpoints, compare, history, memory, overview, plan, ranks, runs, timeline
 
 # A file of ours: Streamlit fetches icons given by name from a network.
@@ -41,7 +41,9 @@ def main() -> None:
     if past is not None:
         pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
     st.session_state[parts.PAGES] = pages
-    st.navigation(list(pages.values()), position="top").run()
+    shown = st.navigation(list(pages.values()), position="top")
+    st.session_state[address.PAGE] = shown.url_path
+    shown.run()
 
 
 @st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)

@@ -45,5 +45,4 @@ def page(listed: Sequence[Entry]) -> None:
     )
     rows = chosen["selection"]["rows"]
     if rows and st.button("Open this run", type="primary"):
-        st.session_state[parts.WANTED] = listed[rows[0]].name
-        parts.go_to("overview")
+        parts.go_to("overview", run=listed[rows[0]].name)

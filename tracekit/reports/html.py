@@ -58,6 +58,20 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] 
     )
 
 
+def of_figure(figure: go.Figure, title: str) -> str:
+    """Return one figure as an HTML page of its own, which holds its scripts and fetches nothing."""
+    scripts = (get_plotlyjs(), _BOOT)
+    return _PAGE.format(
+        title=markup.escape(title),
+        policy=_policy(scripts),
+        style=_STYLE,
+        body=_figure("only", title, ""),
+        figures=_json({"only": json.loads(plotly.io.to_json(figure))}),
+        config=_json(charts.CONFIG),
+        scripts="".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
 def _contents(reports: Sequence[tuple[Report, Run]], figures: dict[str, go.Figure]) -> list[str]:
     """Return links to each report and, where there are steps, a figure of the mean steps; it goes into `figures`."""
     names = [run.name for _, run in reports]
