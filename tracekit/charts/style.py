@@ -35,6 +35,18 @@ PARTS = {
 }
 """The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
 
+CAUSES = {
+    "host": ("host late", "#56B4E9"),
+    "preparation": ("preparation", "#F0E442"),
+    "contention": ("preparation held up", "#8E7CC3"),
+    "compute": ("waits for compute", COLOURS["compute"]),
+    "copy": ("copy", COLOURS["memcpy"]),
+    "collective": ("collective moves data", COLOURS["communication"]),
+    "peer": ("waits for a rank", COLOURS["waiting"]),
+    "unknown": ("not known", COLOURS["idle"]),
+}
+"""The causes of `analysis.causes`, each with its label and colour."""
+
 # The buttons are listed because one of Plotly's own sends the figure to its cloud.
 CONFIG = {
     "displaylogo": False,
