@@ -30,15 +30,14 @@ def page(entry: Entry) -> None:
         return
     _all(held, each, tables["clocks"])
     longest = int(str(each["written_ns"].arg_max()))
-    chosen = st.selectbox(
-        "Save", each["save"].to_list(), index=longest, key=f"checkpoints-{entry.name}", format_func=markup.inert
-    )
+    names = each["save"].to_list()
+    chosen = st.selectbox("Save", names, key=parts.kept("save", names, names[longest]), format_func=markup.inert)
     lines = tables["stages"].filter(pl.col("save") == chosen)
     parts.chart(charts.save_stages(lines), key="save_stages")
     st.caption("Stages take turns, tensor by tensor: a bar puts the time of each together, in order of first entry.")
     st.subheader("What it is made of, on the way that all ranks wait for")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", "ratio")
-    parts.frame(words.readable(made_of.filter(pl.col("save") == chosen).select(columns), {}))
+    parts.frame(words.readable(made_of.filter(pl.col("save") == chosen).select(columns), {}), key="save-parts")
 
 
 def _all(held: opened.Opened, each: pl.DataFrame, clocks: pl.DataFrame) -> None:
