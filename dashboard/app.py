@@ -8,7 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from dashboard import address, catalog, parts
+from dashboard import address, catalog, parts, uploads
 from dashboard.views import checkpoints, compare, history, memory, overview, plan, ranks, runs, timeline
 
 # A file of ours: Streamlit fetches icons given by name from a network.
@@ -27,7 +27,8 @@ def main() -> None:
     if not listed:
         parts.nothing_opened()
         return
-    chosen, others = parts.choose(listed)
+    dropped = uploads.choose()
+    chosen, others = parts.choose((*listed, dropped) if dropped else listed)
     pages = {
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
