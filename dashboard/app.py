@@ -8,7 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from dashboard import address, catalog, parts
+from dashboard import address, catalog, parts, uploads
 from dashboard.views import (
     checkpoints,
     communication,
@@ -42,7 +42,8 @@ def main() -> None:
     if not listed:
         parts.nothing_opened()
         return
-    chosen, others = parts.choose(listed)
+    dropped = uploads.choose()
+    chosen, others = parts.choose((*listed, dropped) if dropped else listed)
     pages = {
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),

@@ -1,35 +1,37 @@
-"""Runs that were opened: loaded and checked once, then kept for every page and every person looking.
+"""Runs that were opened: checked once, then kept for every page and every person looking, also after a restart.
 
-A run is read again when its files change. What a page draws is kept apart from the traces: tables are small, traces
-are not.
+A run is read again when its files change; one that is being recorded only when somebody asks, since its files change
+all the time. What a page draws is kept apart from the traces: tables are small, traces are not.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 import streamlit as st
 
+from dashboard import catalog
 from dashboard.catalog import Entry
-from tracekit import checking, loading, replay
+from tracekit import checked, checking, loading, replay
 from tracekit.analysis import allocations, breakdown, held, samples, snapshot_history, snapshots
-from tracekit.analysis import kernels as kernels_of
-from tracekit.analysis import ops as ops_of
 from tracekit.analysis.beside import Beside
+from tracekit.checked import keys
+from tracekit.errors import InputError
+from tracekit.gate import baseline
 from tracekit.readers import memory_snapshot
 from tracekit.replay import History, Outcome
 from tracekit.reports import memory as memory_report
-from tracekit.reports.memory import Memory
 from tracekit.rule import Report
 from tracekit.snapshot import MemorySnapshot
-from tracekit.trace import Fact, Run, Survey
+from tracekit.trace import Run, Source
 
 MAX_OPEN_RUNS = 3
-Play: TypeAlias = Callable[[str, float | None], Memory]
-"""A replay by what its settings are written as, and the GiB of the device (None: as recorded, or enough)."""
-_FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
+_FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
+_SURVEYS = (samples.samples_across,)
+_READ_STAMPS = "stamps_read"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,56 +41,44 @@ class Opened:
     run: Run
     report: Report
     lock: Any = field(default_factory=threading.RLock)
+    read_s: float = field(default_factory=time.time)
+    """When it was opened, Unix time in seconds."""
 
 
 def opened(entry: Entry) -> Opened:
     """Return the run, loaded and checked. Raises TracekitError where that cannot be."""
-    return _open(entry.path, entry.stamp)
+    return _open_private(entry, entry.stamp) if entry.is_private else _open(entry, _stamp(entry))
+
+
+def check(entry: Entry, on_progress: Callable[[Source], None] | None = None) -> None:
+    """Check a run and keep its report, without holding it open. Raises TracekitError."""
+    _refuse_links(entry)
+    checked.report(entry.path, facts=_FACTS, surveys=_SURVEYS, on_progress=on_progress)
+
+
+def read_again(entry: Entry) -> None:
+    """From now on show a run that is being recorded as it is now."""
+    st.session_state.get(_READ_STAMPS, {}).pop(entry.path, None)
 
 
 def by_step(entry: Entry) -> pl.DataFrame:
     """Return the run's breakdown by step. Raises TracekitError."""
-    return _tables(entry.path, entry.stamp)["by_step"]
+    return _table(entry, "by_step")
 
 
 def by_rank(entry: Entry) -> pl.DataFrame:
     """Return the run's breakdown by rank. Raises TracekitError."""
-    return _tables(entry.path, entry.stamp)["by_rank"]
+    return _table(entry, "by_rank")
 
 
 def measured(entry: Entry) -> pl.DataFrame:
     """Return the run's per-step samples. Raises TracekitError."""
-    return _tables(entry.path, entry.stamp)["samples"]
-
-
-def across(entry: Entry, survey: Survey, facts: Sequence[Fact] = ()) -> pl.DataFrame:
-    """Return a survey of the run, `facts` measured for it in one pass over the traces; kept. Raises TracekitError."""
-    held = opened(entry)
-    with held.lock:
-        held.run.measure(facts)
-        return held.run.across(survey)
-
-
-def table(entry: Entry, fact: Fact) -> pl.DataFrame:
-    """Return a fact of all traces of the run; measured once, then kept. Raises TracekitError."""
-    held = opened(entry)
-    with held.lock:
-        return held.run.table(fact)
-
-
-def kernels(entry: Entry, by: tuple[str, ...]) -> pl.DataFrame:
-    """Return `analysis.kernels.kernels` with `launch_delays` where launches are known. Raises TracekitError."""
-    return _kernels(entry.path, entry.stamp, by)
-
-
-def ops(entry: Entry, by: tuple[str, ...], kinds: tuple[str, ...]) -> pl.DataFrame:
-    """Return `analysis.ops.ops`. Raises TracekitError."""
-    return _ops(entry.path, entry.stamp, by, kinds)
+    return _table(entry, "samples")
 
 
 def memory_of_trace(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
     """Return the tables of one trace that pictures of memory are drawn from, by name. Raises TracekitError."""
-    return _memory_of_trace(entry.path, entry.stamp, rank, window)
+    return _memory_of_trace(entry, _stamp(entry), rank, window)
 
 
 def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFrame]:
@@ -100,94 +90,68 @@ def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFr
 
 
 @st.cache_resource(max_entries=MAX_OPEN_RUNS, show_spinner=False)
-def _open(path: str, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is part of the cache's key
-    run = loading.load(path)
-    run.measure(_FACTS)
-    return Opened(run, checking.check(run))
+def _open(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
+    _refuse_links(_entry)
+    report = checked.report(_entry.path, facts=_FACTS, surveys=_SURVEYS)
+    return Opened(report.run, report)
+
+
+@st.cache_resource(max_entries=1, show_spinner=False, scope="session")
+def _open_private(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
+    run = loading.load(_entry.path, cache=False)
+    return Opened(run, checking.check(run, facts=_FACTS))
+
+
+def _stamp(entry: Entry) -> str:
+    """Return the stamp of what this person sees of a run: while it is being recorded, that of when it was opened."""
+    seen: dict[str, str] = st.session_state.setdefault(_READ_STAMPS, {})
+    if not entry.is_live:
+        seen.pop(entry.path, None)
+        return entry.stamp
+    return seen.setdefault(entry.path, entry.stamp)
+
+
+def _refuse_links(entry: Entry) -> None:
+    # Also here, for a file may have become a link after the run was listed.
+    linked = catalog.outside(keys.state(entry.path), entry.roots)
+    if linked:
+        raise InputError(
+            f"{linked} is a link to a place that the dashboard was not opened on; put the file itself there"
+        )
+
+
+def _table(entry: Entry, name: str) -> pl.DataFrame:
+    if entry.is_private:
+        return _measured(opened(entry).run)[name]
+    return _tables(entry, _stamp(entry))[name]
 
 
 @st.cache_resource(max_entries=200, show_spinner=False)
-def _tables(path: str, stamp: str) -> dict[str, pl.DataFrame]:
-    run = _open(path, stamp).run  # its facts are measured: no lock is needed to read them
-    return {fact.__name__: run.table(fact) for fact in _FACTS}
+def _tables(_entry: Entry, stamp: str) -> dict[str, pl.DataFrame]:
+    return _measured(_open(_entry, stamp).run)  # its facts are measured: no lock is needed to read them
 
 
-@st.cache_resource(max_entries=40, show_spinner=False)
-def _kernels(path: str, stamp: str, by: tuple[str, ...]) -> pl.DataFrame:
-    held = _open(path, stamp)
-    with held.lock:
-        found, delays = kernels_of.kernels(held.run, by), kernels_of.launch_delays(held.run, by)
-    keys = [name for name in found.columns if name in (*by, "kind")]
-    if delays.is_empty():
-        return found
-    return found.join(delays.drop("launched"), on=keys, how="left", nulls_equal=True, maintain_order="left")
-
-
-@st.cache_resource(max_entries=40, show_spinner=False)
-def _ops(path: str, stamp: str, by: tuple[str, ...], kinds: tuple[str, ...]) -> pl.DataFrame:
-    held = _open(path, stamp)
-    with held.lock:
-        return ops_of.ops(held.run, by, kinds)
+def _measured(run: Run) -> dict[str, pl.DataFrame]:
+    return {fact.__name__: run.table(fact) for fact in (breakdown.by_step, breakdown.by_rank, samples.samples)}
 
 
 _OF_MEMORY = (held.over_time, held.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
 
 
 @st.cache_resource(max_entries=40, show_spinner=False)
-def _memory_of_trace(path: str, stamp: str, rank: int, window: int) -> dict[str, pl.DataFrame]:
-    opened = _open(path, stamp)
-    with opened.lock:
-        trace = opened.run.trace(rank, window)
+def _memory_of_trace(_entry: Entry, stamp: str, rank: int, window: int) -> dict[str, pl.DataFrame]:  # noqa: ARG001
+    held_open = opened(_entry)
+    with held_open.lock:
+        trace = held_open.run.trace(rank, window)
         return {fact.__name__: fact(trace) for fact in _OF_MEMORY}
-
-
-def replay_of_trace(entry: Entry, rank: int, window: int, text: str, device_gib: float | None) -> Memory:
-    """Return what a trace's allocator events come to under the settings that `text` writes. Raises TracekitError."""
-    return _replay_of_trace(entry.path, entry.stamp, rank, window, text, device_gib)
-
-
-def replay_of_snapshot(found: Beside, device: int | None, text: str, device_gib: float | None) -> Memory:
-    """Return what a snapshot's history comes to under the settings that `text` writes. Raises TracekitError."""
-    return _replay_of_snapshot(found, device, text, device_gib)
-
-
-@st.cache_resource(max_entries=20, show_spinner=False)
-def _replay_of_trace(path: str, stamp: str, rank: int, window: int, text: str, device_gib: float | None) -> Memory:
-    held = _open(path, stamp)
-    with held.lock:
-        trace = held.run.trace(rank, window)
-        mine = allocations.peaks(trace).filter(pl.col("device").is_not_null())
-    history = replay.of_trace(trace)
-    told = Memory(_most(mine["peak_allocated_bytes"]), None, pl.DataFrame(), pl.DataFrame())
-    return memory_report.with_replay(told, history, text, capacity_bytes=_capacity(device_gib))
-
-
-@st.cache_resource(max_entries=20, show_spinner=False)
-def _replay_of_snapshot(found: Beside, device: int | None, text: str, device_gib: float | None) -> Memory:
-    snapshot = _snapshot(found)
-    chosen = _device(snapshot, device)
-    told = replace(memory_report.of_snapshot(snapshot, chosen), notes=())
-    return memory_report.with_replay(told, replay.of(snapshot, chosen), text, capacity_bytes=_capacity(device_gib))
-
-
-def _device(snapshot: MemorySnapshot, device: int | None) -> int:
-    """Return the device asked for, else the one with the longest history."""
-    return device if device is not None else max(snapshot.devices, default=0, key=lambda each: _events(snapshot, each))
-
-
-def _capacity(device_gib: float | None) -> int | None:
-    return None if device_gib is None else int(device_gib * (1 << 30))
-
-
-def _most(values: pl.Series) -> int | None:
-    found = values.max()
-    return None if found is None else int(str(found))
 
 
 @st.cache_resource(max_entries=40, show_spinner=False)
 def _memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFrame]:
     snapshot = _snapshot(found)
-    chosen = _device(snapshot, device)
+    chosen = (
+        device if device is not None else max(snapshot.devices, default=0, key=lambda each: _events(snapshot, each))
+    )
     history, outcome = memory_report.played(replay.of(snapshot, chosen))
     return _pictured(snapshot, history, outcome) | {"devices": pl.DataFrame({"device": list(snapshot.devices)})}
 

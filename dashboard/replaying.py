@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from dashboard import opened, parts
+from dashboard import facts, parts
 from dashboard.catalog import Entry
 from tracekit import charts
 from tracekit.analysis.beside import Beside
@@ -18,17 +18,18 @@ DIVISIONS = (AS_IS, 2, 4, 8, 16)
 
 def of_trace(entry: Entry, rank: int, window: int) -> None:
     """Replay what a trace tells of the allocator: what was cached at its start is inferred."""
-    _section(f"{entry.name}-{rank}-{window}", lambda text, gib: opened.replay_of_trace(entry, rank, window, text, gib))
+    _section(f"{entry.name}-{rank}-{window}", lambda text, gib: facts.replay_of_trace(entry, rank, window, text, gib))
 
 
-def of_snapshot(entry: Entry, found: Beside, device: int | None) -> None:
+def of_snapshot(entry: Entry, found: Beside, device: int) -> None:
     """Replay the history in a memory snapshot."""
     _section(
-        f"{entry.name}-{found.path}-{device}", lambda text, gib: opened.replay_of_snapshot(found, device, text, gib)
+        f"{entry.name}-{found.path}-{device}",
+        lambda text, gib: facts.replay_of_snapshot(entry, found, device, text, gib),
     )
 
 
-def _section(key: str, play: "opened.Play") -> None:
+def _section(key: str, play: "facts.Play") -> None:
     st.subheader("Other allocator settings")
     st.caption(
         "A prediction: every request and free of the record, in order, through a model of the CUDA caching allocator. "

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import families, opened, parts
+from dashboard import facts, families, opened, parts
 from dashboard.catalog import Entry
 from tracekit import charts, match
 from tracekit.analysis import communication, instances, lockstep, standing, traffic, waiting
@@ -22,7 +22,7 @@ def page(entry: Entry) -> None:
     if not families.holds_work(held):
         return
     with st.spinner("Measuring"):
-        kinds = opened.across(entry, traffic.by_kind, FACTS)
+        kinds = facts.across(entry, traffic.by_kind, FACTS)
     if kinds.is_empty():
         st.info("The traces hold no collective: a run on one rank, or one recorded without its communication.")
         _standing(entry, standing.COMPUTE)
@@ -42,11 +42,11 @@ def _hidden(entry: Entry) -> None:
         "Communication in steps, of each rank: beside compute it costs nothing by itself. Waiting ends when the last "
         "rank that has a trace comes to the collective."
     )
-    parts.chart(charts.communication(opened.across(entry, communication.by_rank)), key="communication-hidden")
+    parts.chart(charts.communication(facts.across(entry, communication.by_rank)), key="communication-hidden")
 
 
 def _standing(entry: Entry, of: str) -> None:
-    rows = opened.across(entry, standing.by_rank).filter(pl.col("of") == of)
+    rows = facts.across(entry, standing.by_rank).filter(pl.col("of") == of)
     if of == standing.COMMUNICATION:
         st.subheader("Why no collective runs")
         told = "Gaps between the collectives of a phase, split by cause: the parts of a bar sum to the gaps, exactly."
@@ -59,14 +59,14 @@ def _standing(entry: Entry, of: str) -> None:
         return
     parts.chart(charts.standing(rows), key=f"communication-{of}")
     with st.expander("By phase and by what the host did"):
-        each = opened.across(entry, standing.by_cause).filter(pl.col("of") == of)
+        each = facts.across(entry, standing.by_cause).filter(pl.col("of") == of)
         sums = each.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
         parts.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{of}")
 
 
 def _speeds(entry: Entry) -> None:
     st.subheader("Bandwidth against size")
-    speeds = opened.across(entry, traffic.speeds)
+    speeds = facts.across(entry, traffic.speeds)
     if speeds.is_empty():
         st.caption(
             "No message of known size took longer than the clocks' residual, or the trace tells no sizes: Data quality "
@@ -91,7 +91,7 @@ def _waits(entry: Entry, held: opened.Opened) -> None:
     if len(held.run.ranks) < 2:
         st.caption(ALONE)
         return
-    waited = opened.across(entry, lockstep.waited)
+    waited = facts.across(entry, lockstep.waited)
     if waited.is_empty():
         st.caption("No rank stood still for another by more than the clocks' residual.")
         return
@@ -107,7 +107,7 @@ def _collectives(entry: Entry, kinds: pl.DataFrame) -> None:
     st.caption("Added up over ranks and steps, by what they are and how large; bandwidths are medians.")
     empty = [name for name in kinds.columns if kinds[name].null_count() == kinds.height]
     parts.frame(kinds.drop(*empty, "is_whole", strict=False), key="collectives")
-    by_rank = opened.across(entry, instances.by_collective)
+    by_rank = facts.across(entry, instances.by_collective)
     if by_rank.height:
         with st.expander("By rank: who waited, who came last"):
             parts.frame(by_rank, key="collectives-by-rank")

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import families, moments, opened, parts
+from dashboard import facts, families, moments, opened, parts
 from dashboard.catalog import Entry
 from tracekit import charts, match
 from tracekit.analysis import collective_contention, contended, contention, overlap
@@ -26,11 +26,11 @@ def page(entry: Entry) -> None:
     parts.heading(entry, held)
     if not families.holds_work(held):
         return
-    if not opened.table(entry, contention.device_count)["devices"].sum():
+    if not facts.table(entry, contention.device_count)["devices"].sum():
         st.info(ON_CPU)
         return
     with st.spinner("Measuring"):
-        pairs = opened.across(entry, collective_contention.all_pairs, FACTS)
+        pairs = facts.across(entry, collective_contention.all_pairs, FACTS)
     if pairs.is_empty():
         st.info(NOTHING)
         return
@@ -56,7 +56,7 @@ def _pairs(pairs: pl.DataFrame) -> None:
 
 
 def _phases(entry: Entry) -> None:
-    by_phase = opened.across(entry, contended.by_phase)
+    by_phase = facts.across(entry, contended.by_phase)
     kinds = [kind for kind in overlap.KINDS if kind in by_phase["of"]]
     st.subheader("What shares the device, by phase")
     of = st.segmented_control("Work", kinds, key=parts.kept("work", kinds), label_visibility="collapsed", required=True)
@@ -66,7 +66,7 @@ def _phases(entry: Entry) -> None:
 
 def _give_way(entry: Entry) -> None:
     st.subheader("Preparation that gives way")
-    prepared = opened.table(entry, contention.preparation)
+    prepared = facts.table(entry, contention.preparation)
     known = prepared.drop_nulls("alone_ns")
     if known.is_empty():
         told = "No work prepares a collective" if prepared.is_empty() else "No preparation was ever seen alone"
@@ -81,7 +81,7 @@ def _give_way(entry: Entry) -> None:
 
 def _moments(entry: Entry, held: opened.Opened) -> None:
     st.subheader("The worst moments")
-    rows = opened.across(entry, contended.moments)
+    rows = facts.across(entry, contended.moments)
     if rows.is_empty():
         st.caption("No call took longer beside other work than alone.")
         return

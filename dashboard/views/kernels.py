@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import families, opened, parts
+from dashboard import facts, families, parts
 from dashboard.catalog import Entry
 from tracekit import charts
 from tracekit.analysis import kernels, ops
@@ -34,7 +34,7 @@ def page(entry: Entry) -> None:
         wanted = st.text_input("Search", key=parts.kept_text("search"), placeholder="part of a name, any case")
     kinds = _kinds() if what == OPERATORS else ()
     with st.spinner("Adding up"):
-        table = opened.kernels(entry, by) if what == KERNELS else opened.ops(entry, by, kinds)
+        table = facts.kernels(entry, by) if what == KERNELS else facts.ops(entry, by, kinds)
     found = _searched(table, by, wanted)
     if found.is_empty():
         st.info("Nothing has such a name." if wanted else "The traces hold nothing of this kind.")

@@ -101,7 +101,7 @@ def _of_snapshot(entry: Entry, found: Beside) -> None:
         _lifetimes(tables["lifetimes"])
     st.subheader("Who holds the peak")
     parts.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"), key="snapshot-at-peak")
-    replaying.of_snapshot(entry, found, st.session_state.get(key))
+    replaying.of_snapshot(entry, found, tables["fragmentation"]["device"].first() or 0)
 
 
 def _lifetimes(table: pl.DataFrame) -> None:

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import families, opened, parts
+from dashboard import facts, families, opened, parts
 from dashboard.catalog import Entry
 from tracekit import match, units
 from tracekit.analysis import contents, doubts, summary
@@ -19,7 +19,7 @@ def page(entry: Entry) -> None:
         return
     parts.heading(entry, held)
     with st.spinner("Measuring"):
-        missing = opened.across(entry, contents.missing, FACTS)
+        missing = facts.across(entry, contents.missing, FACTS)
     _doubts(held)
     _ranks(entry, held)
     _clocks(entry)
@@ -43,8 +43,8 @@ def _ranks(entry: Entry, held: opened.Opened) -> None:
         schema={"window": pl.Int64, "rank": pl.Int64, "file_bytes": pl.Int64},
         orient="row",
     )
-    held_by = opened.table(entry, contents.contents)
-    reasons = opened.table(entry, doubts.doubts).group_by("window", "rank").agg(pl.len().cast(pl.Int64).alias("doubts"))
+    held_by = facts.table(entry, contents.contents)
+    reasons = facts.table(entry, doubts.doubts).group_by("window", "rank").agg(pl.len().cast(pl.Int64).alias("doubts"))
     place = ["window", "rank"]
     table = files.join(held_by, on=place, how="left", maintain_order="left")
     table = table.join(reasons, on=place, how="left", maintain_order="left").with_columns(pl.col("doubts").fill_null(0))
@@ -60,7 +60,7 @@ def _ranks(entry: Entry, held: opened.Opened) -> None:
 
 def _clocks(entry: Entry) -> None:
     st.subheader("Clocks")
-    table = opened.across(entry, summary.by_clock)
+    table = facts.across(entry, summary.by_clock)
     known = table["residual_ns"].drop_nulls()
     if known.is_empty():
         st.caption(

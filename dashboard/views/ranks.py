@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import moments, opened, parts
+from dashboard import facts, moments, opened, parts
 from dashboard.catalog import Entry
 from tracekit import align, charts, units
 from tracekit.analysis import communication, lockstep, slices
@@ -43,7 +43,7 @@ def page(entry: Entry) -> None:
 
 def _map(entry: Entry) -> None:
     """Draw the map of ranks and steps; a click on a cell chooses that step below, and leads to the timeline."""
-    whole = opened.across(entry, communication.spread)
+    whole = facts.across(entry, communication.spread)
     if whole.is_empty():
         st.caption("The traces mark no steps, so ranks cannot be compared step by step.")
         return

@@ -8,32 +8,38 @@ Only the dashboard asks here. `tracekit check` judges each time it is called: it
 line names them, and what fails a build must rest on the files that lie there, not on what a cache says of them.
 """
 
-import os
 from collections.abc import Callable, Iterable
 
 from tracekit import checking, loading
 from tracekit.checked import entry, keys, store
 from tracekit.checked.summary import Summary
 from tracekit.rule import Report
-from tracekit.trace import Fact, Source
+from tracekit.trace import Fact, Source, Survey
 
 __all__ = ["Summary", "report", "summary"]
 
 
-def report(path: str, *, facts: Iterable[Fact] = (), on_progress: Callable[[Source], None] | None = None) -> Report:
+def report(
+    path: str,
+    *,
+    facts: Iterable[Fact] = (),
+    surveys: Iterable[Survey] = (),
+    on_progress: Callable[[Source], None] | None = None,
+) -> Report:
     """Return the report of a run by all rules with their default thresholds, kept or made now and then kept.
 
-    Its run has the `facts` measured, and all that the rules asked for. Raises what `loading.load` and `checking.check`
-    raise.
+    Its run has `facts` and `surveys` measured, and all that the rules asked for. Raises what `loading.load` and
+    `checking.check` raise.
     """
-    where = os.fspath(path)
-    key = keys.of_run(where)
-    kept = store.get(key, where) if key is not None else None
+    key = keys.of_run(path)
+    kept = store.get(key, path) if key is not None else None
     if kept is not None:
         return kept
-    run = loading.load(where)
+    run = loading.load(path)
     made = checking.check(run, facts=facts, on_progress=on_progress)
-    if key is not None and keys.of_run(where) == key:  # else it was written to while it was read
+    for survey in surveys:
+        run.across(survey)
+    if key is not None and keys.of_run(path) == key:  # else it was written to while it was read
         store.put(key, made)
     return made
 
