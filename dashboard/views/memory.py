@@ -67,7 +67,8 @@ def _of_traces(entry: Entry, held: opened.Opened, *, has_snapshots: bool) -> Non
         st.info("The traces have no memory events; a snapshot can be chosen above." if has_snapshots else HOW_TO_RECORD)
         return
     with columns[2]:
-        device = st.selectbox("Memory", devices, key=parts.kept("device", devices), format_func=_device)
+        named = {_device(each): each for each in devices}
+        device = named[st.selectbox("Memory", list(named), key=parts.kept("device", list(named)))]
     mine = {name: table.filter(_of(device)) for name, table in tables.items()}
     st.html(fragments.numbers(_numbers(mine["peaks"])))
     st.subheader("Held over time")
@@ -76,7 +77,7 @@ def _of_traces(entry: Entry, held: opened.Opened, *, has_snapshots: bool) -> Non
     parts.chart(charts.held(mine["over_time"].filter(pl.col("by") == choice)), key="memory_held")
     _lifetimes(mine["lifetimes"])
     st.subheader("Who holds the peak")
-    parts.frame(mine["at_peak"].drop("device", "at_ns", "peak_bytes"), key="memory-at-peak")
+    parts.frame(_known(mine["at_peak"].drop("device", "at_ns", "peak_bytes")), key="memory-at-peak")
     st.subheader("What each step takes")
     parts.frame(mine["churn"].drop("device"), key="memory-churn")
     if device is not None:
@@ -120,6 +121,10 @@ def _numbers(peaks: pl.DataFrame) -> dict[str, tuple[str, str]]:
     }
     row = peaks.row(0, named=True)
     return {label: (units.size(row[name]), "") for name, label in labels.items() if row[name] is not None}
+
+
+def _known(table: pl.DataFrame) -> pl.DataFrame:
+    return table.select(name for name in table.columns if table[name].null_count() < table.height)
 
 
 def _device(device: int | None) -> str:

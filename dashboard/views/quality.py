@@ -49,13 +49,16 @@ def _ranks(entry: Entry, held: opened.Opened) -> None:
     table = files.join(held_by, on=place, how="left", maintain_order="left")
     table = table.join(reasons, on=place, how="left", maintain_order="left").with_columns(pl.col("doubts").fill_null(0))
     whole = files["window"].n_unique() == 1
-    shown = table.drop("window") if whole else table
+    where = pl.when("on_device").then(pl.lit("device")).otherwise(pl.lit("CPU")).alias("work_on")
+    shown = (table.drop("window") if whole else table).with_columns(where).drop("on_device")
     st.caption(
         "Rows of each table by rank. linked: device work whose launch is known; phased: launched in a known phase; "
         "shaped, stacked: ops with input shapes, Python frames; sized, grouped, sequenced: collectives of known size, "
         "group and number. Ranks that differ much in these recorded different things."
     )
-    parts.frame(shown.select("rank", "doubts", pl.all().exclude("rank", "doubts")), key="contents")
+    parts.frame(
+        shown.select("rank", "doubts", "work_on", pl.all().exclude("rank", "doubts", "work_on")), key="contents"
+    )
 
 
 def _clocks(entry: Entry) -> None:
@@ -89,12 +92,16 @@ def _missing(missing: pl.DataFrame) -> None:
 def _judged(held: opened.Opened) -> None:
     st.subheader("What was judged")
     table = families.judged(held.report)
-    blind = table["could not judge"].count()
+    blind = table.drop_nulls("could not judge")
     st.caption(
         f"All {table.height} rules, those of plugins too, by family; {int((table['findings'] > 0).sum())} found "
-        f"something, {blind} could not judge this run, and say why."
+        f"something, {blind.height} could not judge this run."
     )
-    parts.frame(table, key="rules")
+    if blind.height:
+        rows = blind.select("code", "rule", "could not judge").rows()
+        parts.text_table(("rule", "", "could not judge"), rows, key="blind-spots")
+    with st.expander("All rules"):
+        parts.frame(table.drop("could not judge"), key="rules")
     others = [name for name in table["family"].unique(maintain_order=True) if name not in families.WITH_A_PAGE]
     found = families.of_families(held.report.findings, others)
     if found:

@@ -24,6 +24,7 @@ def page(entry: Entry) -> None:
     with held.lock, st.spinner("Measuring"):
         doings, offsets = held.run.across(lockstep.doings), held.run.offsets
     _map(entry)
+    st.subheader("One step, rank by rank")
     window, step = _choose(entry)
     mine = doings.filter(pl.col("window") == window)
     whole = _span(entry, offsets, window, step)

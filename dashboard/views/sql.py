@@ -7,6 +7,7 @@ from dashboard import downloads, opened, parts
 from dashboard.catalog import Entry
 from tracekit import markup, querying
 from tracekit.errors import TracekitError
+from tracekit.reports import columns
 from tracekit.schema import Table
 
 SQL = "sql"
@@ -16,21 +17,21 @@ MAX_ROWS = 10_000
 TIMEOUT_S = 30.0
 MEMORY_BYTES = 1 << 30
 EXAMPLES = {
-    "longest kernels": (
+    "top kernels": (
         "SELECT name, count(*) AS calls, sum(dur_ns) AS total_ns\n"
         "FROM activities WHERE kind = 'compute'\nGROUP BY name ORDER BY total_ns DESC LIMIT 20"
     ),
-    "step time of each rank": (
+    "step times": (
         "SELECT step, rank, duration_ns / 1e6 AS step_ms, idle_ns / 1e6 AS idle_ms\nFROM breakdown ORDER BY step, rank"
     ),
-    "messages by size": (
+    "messages": (
         'SELECT op, "group", sent_bytes, count(*) AS calls\nFROM collectives GROUP BY ALL ORDER BY sent_bytes DESC'
     ),
     "who came last": (
         "SELECT last_rank, count(*) AS calls, sum(max_wait_ns) / 1e6 AS waited_ms\n"
         "FROM instances GROUP BY ALL ORDER BY waited_ms DESC"
     ),
-    "host ops without a kernel": (
+    "ops without a kernel": (
         "SELECT o.name, count(*) AS calls, sum(o.dur_ns) / 1e6 AS host_ms FROM ops o\n"
         "WHERE o.kind = 'cpu_op' AND NOT EXISTS (SELECT 1 FROM activities a\n"
         '  JOIN ops l ON l.id = a.launch_id AND l.rank = a.rank AND l."window" = a."window"\n'
@@ -56,7 +57,7 @@ def page(entry: Entry) -> None:
             pressed = st.form_submit_button("Run", type="primary", help="Ctrl+Enter does the same")
         st.caption(
             f"Read-only: no file, no network, no setting. At most {MAX_ROWS:,} rows, {TIMEOUT_S:g} s and "
-            f"{MEMORY_BYTES >> 30} GiB. Times are ns, sizes bytes. `tracekit query` does the same without limits."
+            f"{MEMORY_BYTES >> 30} GiB. Times are ns, sizes bytes. `tracekit query` allows more."
         )
         if pressed:
             _ask(entry, held, query)
@@ -123,8 +124,9 @@ def _schema() -> None:
     name = st.selectbox("Tables", names, key=parts.kept("table", names), format_func=markup.inert)
     table = known[name]
     st.caption(f"One row per {parts.plain(table.grain)}.")
-    st.html(markup.html_table(("column", "type", "meaning"), _columns(table)))
+    shown = markup.html_table(("column", "type", "meaning"), _columns(table))
+    st.html(f'<div class="tk-schema">{shown}</div>')
 
 
 def _columns(table: Table) -> list[tuple[str, str, str]]:
-    return [(column.name, column.unit or str(column.dtype), column.meaning) for column in table.columns]
+    return [(column.name, columns.kind(column), column.meaning) for column in table.columns]

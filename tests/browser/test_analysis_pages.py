@@ -83,7 +83,7 @@ def test_kernels_are_listed_searched_and_drawn(at):
 
 def test_a_query_runs_when_it_is_told_to_and_what_it_must_not_do_is_said(at, server, shown):
     page = at("SQL")
-    page.get_by_role("button", name="step time of each rank").click()
+    page.get_by_role("button", name="step times").click()
     page.get_by_role("button", name="Run", exact=True).click()
     _says(page, "6 rows")
     with page.expect_download() as download:

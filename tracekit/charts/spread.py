@@ -74,7 +74,7 @@ def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
 
 
 def _bar(measure: str) -> dict[str, object]:
-    return {"tickformat": "+.0%" if measure == LONGER else ".0%", "thickness": 14, "outlinewidth": 0}
+    return {"tickformat": "+.0%" if measure == LONGER else ".0%", "thickness": 14, "nticks": 5, "outlinewidth": 0}
 
 
 def _told(row: dict[str, int]) -> str:

@@ -16,7 +16,7 @@ COMMUNICATION_PARTS = {
 """The parts of a rank's communication, each with its label and colour."""
 _MOST_NUMBERED = 16
 _MOST_BARS_PX = 1400
-_UNKNOWN = "not known"
+_UNKNOWN = "one not known"
 
 
 def standing(by_rank: pl.DataFrame) -> go.Figure:
@@ -73,14 +73,21 @@ def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
         zmin=0,
         xgap=2,
         ygap=2,
-        colorbar={"title": "waited", "ticksuffix": " ms"},
+        colorbar={"ticksuffix": " ms", "thickness": 14, "nticks": 4, "outlinewidth": 0},
     )
     few = len(ranks) <= 2 * _MOST_NUMBERED
-    ticks = {"tickvals": list(range(len(columns))), "ticktext": names} if few else {}
-    figure.update_xaxes(title="for the rank that comes last", showgrid=False, fixedrange=True, **ticks)
-    own = {"tickvals": list(range(len(ranks))), "ticktext": [f"rank {rank}" for rank in ranks]} if few else {}
-    figure.update_yaxes(title="waits", range=[len(ranks) - 0.5, -0.5], showgrid=False, fixedrange=True, **own)
-    return dressed(figure, height_px=min(160 + 34 * len(ranks), 760))
+    places = [list(range(len(each))) if few else None for each in (columns, ranks)]
+    figure.update_xaxes(tickvals=places[0], ticktext=[f"for {name}" for name in names], showgrid=False, fixedrange=True)
+    figure.update_yaxes(
+        tickvals=places[1],
+        ticktext=[f"rank {rank} waits" for rank in ranks],
+        range=[len(ranks) - 0.5, -0.5],
+        showgrid=False,
+        fixedrange=True,
+    )
+    if not few:
+        figure.update_xaxes(title="for the rank that comes last").update_yaxes(title="rank that waits")
+    return dressed(figure, height_px=min(130 + 40 * len(ranks), 760)).update_layout(margin={"t": 34})
 
 
 def _stack(

@@ -73,5 +73,5 @@ def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
         font={"size": 13},
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
     return figure
