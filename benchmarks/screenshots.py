@@ -40,6 +40,7 @@ SHOTS = (
     Shot("runs", "runs", ""),
     Shot("overview", "overview", "demo-yafsdp"),
     Shot("communication", "communication", "demo-yafsdp", 1250),
+    Shot("contention", "contention", "demo-yafsdp", 1000),
     Shot("kernels", "kernels", "demo-yafsdp", 1000),
     Shot("ranks", "ranks", "demo-yafsdp", 1000),
     Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),

@@ -10,7 +10,7 @@ from tracekit.analysis import kernels, ops
 
 KERNELS, OPERATORS = "kernels", "operators"
 LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "operator that launched", "shapes": "input shapes"}
-HOST_COLUMNS = ("self_ns", "device_ns")
+WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
 
 def page(entry: Entry) -> None:
@@ -72,10 +72,11 @@ def _shown(found: pl.DataFrame, by: tuple[str, ...], what: str) -> None:
     measure = "total_ns" if what == KERNELS else "self_ns"
     st.caption(_about(found, what))
     parts.chart(charts.tops(found, by, measure=measure), key="kernels-top")
-    names = [name for name in found.columns if found[name].null_count() < found.height or name in by]
-    first = [*by, "kind", "count", measure]
-    ordered = [*dict.fromkeys([*first, *names])]
-    parts.frame(found.select(name for name in ordered if name in names), key=what)
+    first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
+    known = [name for name in found.columns if found[name].null_count() < found.height or name in by]
+    ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
+    widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}
+    parts.frame(found.select(ordered), key=what, column_config=widths)
 
 
 def _about(found: pl.DataFrame, what: str) -> str:

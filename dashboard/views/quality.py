@@ -98,8 +98,8 @@ def _judged(held: opened.Opened) -> None:
         f"something, {blind.height} could not judge this run."
     )
     if blind.height:
-        rows = blind.select("code", "rule", "could not judge").rows()
-        parts.text_table(("rule", "", "could not judge"), rows, key="blind-spots")
+        rows = blind.select(pl.format("{} {}", "code", "rule"), "could not judge").rows()
+        parts.text_table(("rule", "could not judge, for"), rows, key="blind-spots")
     with st.expander("All rules"):
         parts.frame(table.drop("could not judge"), key="rules")
     others = [name for name in table["family"].unique(maintain_order=True) if name not in families.WITH_A_PAGE]

@@ -42,17 +42,20 @@ def moments(run: Run) -> pl.DataFrame:
 
     Columns MOMENT_COLUMNS: of and beside (kinds of `overlap.KINDS`), lost_ns (its duration less alone_ns, what the same
     work takes alone), start_ns (on the clock of the rank's trace). Of each kernel that computes the costliest call
-    counts; of what prepares collectives, and of collectives, each.
+    counts; of what prepares collectives each; of collectives each once, on the rank that waited least.
     """
     prepared = run.table(contention.preparation).drop_nulls("alone_ns")
     prepared = prepared.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns")).with_columns(
         of=pl.lit(PREPARATION), beside=pl.lit(COMPUTE)
     )
     kernels = run.table(contention.by_kernel).filter(pl.col("of") == COMPUTE)
-    calls = run.across(collective_contention.across).filter("judged").with_columns(
-        of=pl.lit(COMMUNICATION), beside=pl.lit(COMPUTE)
-    )  # fmt: skip
-    calls = calls.with_columns(lost_ns=pl.col("excess_ns"))
+    calls = (
+        run.across(collective_contention.across)
+        .filter("judged")
+        .sort("dur_ns", "rank")
+        .unique(["window", "instance"], keep="first", maintain_order=True)
+        .with_columns(of=pl.lit(COMMUNICATION), beside=pl.lit(COMPUTE), lost_ns=pl.col("excess_ns"))
+    )
     lost_ns = pl.col("dur_ns") - pl.col("alone_ns")
     parts = (prepared.with_columns(lost_ns=lost_ns), kernels.with_columns(lost_ns=lost_ns), calls)
     return (

@@ -88,7 +88,7 @@ def shared(by_phase: pl.DataFrame, of: str = overlap.COMPUTE) -> go.Figure:
             customdata=[[_of_phase(row)] for row in sums.iter_rows(named=True)],
             hovertemplate=f"<b>{of} beside {beside}</b>, %{{customdata[0]}}<extra></extra>",
         )
-    figure.update_layout(barmode="group", bargap=0.25)
+    figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
     figure.update_yaxes(
         autorange="reversed",

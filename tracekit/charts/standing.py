@@ -109,7 +109,7 @@ def _stack(
 
 
 def _of_ranks(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
-    figure.update_layout(barmode="stack", bargap=0.28)
+    figure.update_layout(barmode="stack", bargap=0.28, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
     figure.update_yaxes(
         autorange="reversed",

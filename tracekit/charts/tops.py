@@ -35,7 +35,7 @@ def tops(table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", m
             ],
             hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]} in %{customdata[2]} calls<extra></extra>",
         )
-    figure.update_layout(barmode="overlay", bargap=0.25)
+    figure.update_layout(barmode="overlay", bargap=0.25, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
     figure.update_yaxes(
         range=[shown.height - 0.4, -0.6],
