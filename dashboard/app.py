@@ -37,14 +37,15 @@ def main() -> None:
     st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
     st.html(parts.STYLE)
     words = tuple(sys.argv[1:])
-    listed = _listed(tuple(word for word in words if not word.startswith(catalog.HISTORY)))
+    paths = tuple(word for word in words if not word.startswith(catalog.HISTORY))
+    listed = _listed(paths)
     past = catalog.history_file(words)
     if not listed:
         parts.nothing_opened()
         return
-    dropped = uploads.choose()
-    chosen, others = parts.choose((*listed, dropped) if dropped else listed)
+    # The pages speak of what is chosen below: the choice must know the page that it is made on.
     pages = {
+        "runs": st.Page(lambda: runs.page(lambda: _listed(paths), _listed.clear), title="Runs", url_path="runs"),
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
         "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
@@ -57,14 +58,26 @@ def main() -> None:
         "quality": st.Page(lambda: quality.page(chosen), title="Data quality", url_path="quality"),
         "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
         "plan": st.Page(lambda: plan.page(chosen), title="Plan", url_path="plan"),
-        "runs": st.Page(lambda: runs.page(listed), title="Runs", url_path="runs"),
     }
     if past is not None:
         pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
     st.session_state[parts.PAGES] = pages
     shown = st.navigation(list(pages.values()), position="top")
+    is_bare = parts.RUN not in st.query_params and parts.RUN not in st.session_state
+    if is_bare and shown == pages["overview"] and len(listed) > 1:
+        st.switch_page(pages["runs"])  # nobody said which run to open
     st.session_state[address.PAGE] = shown.url_path
+    chosen, others = _choose(listed)
     shown.run()
+
+
+def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[catalog.Entry, ...]]:
+    with st.sidebar:
+        st.html('<div class="tk-title"><b>tracekit</b></div>')
+        place = st.container()
+        dropped = uploads.choose()
+        with place:
+            return parts.choose((*listed, dropped) if dropped else listed)
 
 
 @st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)

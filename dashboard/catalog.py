@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,8 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     except OSError:
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
-    if _holds_traces(children):
+    sure = _holds_traces(children, _is_trace_by_name)
+    if sure:
         yield name, folder
         return
     folders = [each for each in children if each.is_dir() and not each.name.startswith(".")] * (depth < MAX_DEPTH)
@@ -147,15 +148,24 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
             for found in _runs_below(Path(child.path), root, roots, depth=depth + 1):
                 some = True
                 yield found
-    if not some and depth and any(each.name.endswith(_LOGS) for each in children):
-        yield name, folder  # a training that has not written a trace yet
+    # Any JSON file may be a trace, unless there are runs below; without one a training may not have written it yet.
+    if not some and (_holds_traces(children, _may_be_trace) or (depth and _logs(children))):
+        yield name, folder
 
 
-def _holds_traces(children: Sequence[os.DirEntry[str]]) -> bool:
-    if any(_may_be_trace(each.name) and each.is_file() for each in children):
+def _holds_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
+    if any(is_trace(each.name) and each.is_file() for each in children):
         return True
     windows = (each for each in children if _WINDOW.fullmatch(each.name) and each.is_dir(follow_symlinks=False))
-    return any(_may_be_trace(file.name) for window in windows for file in Path(window.path).iterdir())
+    return any(is_trace(file.name) for window in windows for file in Path(window.path).iterdir())
+
+
+def _logs(children: Sequence[os.DirEntry[str]]) -> bool:
+    return any(each.name.endswith(_LOGS) for each in children)
+
+
+def _is_trace_by_name(name: str) -> bool:
+    return _may_be_trace(name) and ("trace" in name.lower() or "rank" in name.lower() or not name.endswith(".json"))
 
 
 def _may_be_trace(name: str) -> bool:

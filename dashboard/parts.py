@@ -5,6 +5,7 @@ A widget whose choice belongs in the address takes its key from `kept` and its k
 
 import string
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import plotly.graph_objects as go
@@ -28,6 +29,7 @@ MISSING = "—"
 SHOWN_FINDING = "shown_finding"
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
+MAX_EVIDENCE_ROWS = 1000
 
 STYLE = f"""<style>{fragments.STYLE}
 [data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
@@ -50,28 +52,26 @@ def nothing_opened() -> None:
 
 
 def choose(listed: Sequence[Entry]) -> tuple[Entry, tuple[Entry, ...]]:
-    """Return the run chosen in the sidebar, and those chosen to compare it with. The address names the run."""
+    """Let a person choose a run; return it, and those chosen to compare it with. The address names the run."""
     by_name = {entry.name: entry for entry in listed}
     names = list(by_name)
-    with st.sidebar:
-        st.html('<div class="tk-title"><b>tracekit</b></div>')
-        # A name in the address is looked up among the listed, never taken as a path.
-        name = st.selectbox("Run", names, key=kept(RUN, names), format_func=markup.inert)
-        rest = [other for other in names if other != name]
-        usable = [other for other in rest if not by_name[other].problem]
-        key = kept_several(OTHERS, rest, usable if len(names) <= MAX_PRESELECTED else ())
-        others = (
-            st.multiselect(
-                "Compare with",
-                rest,
-                key=key,
-                format_func=markup.inert,
-                placeholder="Choose runs",
-                max_selections=MAX_COMPARED,
-            )
-            if rest
-            else []
+    # A name in the address is looked up among the listed, never taken as a path.
+    name = st.selectbox("Run", names, key=kept(RUN, names), format_func=markup.inert)
+    rest = [other for other in names if other != name]
+    usable = [other for other in rest if not by_name[other].problem]
+    key = kept_several(OTHERS, rest, usable if len(names) <= MAX_PRESELECTED else ())
+    others = (
+        st.multiselect(
+            "Compare with",
+            rest,
+            key=key,
+            format_func=markup.inert,
+            placeholder="Choose runs",
+            max_selections=MAX_COMPARED,
         )
+        if rest
+        else []
+    )
     if len(names) > 1 and RUN not in st.query_params:
         st.query_params[RUN] = name  # which run comes first is nothing that a link can rely on
     return by_name[name], tuple(by_name[other] for other in others)
@@ -109,9 +109,16 @@ def problem(message: str) -> None:
 
 
 def heading(entry: Entry, held: opened.Opened) -> None:
-    """Show which run a page is about."""
+    """Show which run a page is about and, while it is being recorded, as of when it is shown."""
     about = markup.escape(words.subtitle(held.run))
     st.html(f'<div class="tk-title"><b>{markup.escape(entry.name)}</b><span>{about}</span></div>')
+    if entry.is_live:
+        read_at = datetime.fromtimestamp(held.read_s, UTC).strftime("%H:%M:%S")
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f"Its files change: it is being recorded. What you see was read at {read_at} UTC.")
+            if st.button("Read again", key="read_again"):
+                opened.read_again(entry)
+                st.rerun()
 
 
 def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
@@ -122,7 +129,11 @@ def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
         if not rows:
             return
         with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
-            frame(words.readable(found.evidence, words.origins(held.run)))
+            shown = found.evidence.head(MAX_EVIDENCE_ROWS)
+            frame(words.readable(shown, words.origins(held.run)))
+            if rows > MAX_EVIDENCE_ROWS:
+                st.caption(f"The first {MAX_EVIDENCE_ROWS:,} rows of {rows:,}; the download has all.")
+            downloads.table(found.evidence, key=f"{found.id}-evidence-{key}")
             if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
                 st.session_state[SHOWN_FINDING] = key
                 go_to("timeline", finding=key)

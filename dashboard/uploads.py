@@ -100,7 +100,7 @@ def refuse_bomb(path: Path, most_bytes: int = MAX_UNPACKED_BYTES) -> None:
 
 def choose() -> Entry | None:
     """Show where to drop traces; return the run that they make, None where there are none."""
-    with st.sidebar.expander("Drop a trace here"):
+    with st.expander("Drop a trace here"):
         uploads = st.file_uploader(
             "Traces of one run, one file per rank",
             type=list(ENDINGS),
