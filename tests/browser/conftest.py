@@ -130,7 +130,11 @@ def server(tmp_path_factory):
     log = elsewhere / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, cwd=elsewhere, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(ROOT)}
+            command,
+            cwd=elsewhere,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(elsewhere / "cache")},
         )
         try:
             _wait_until_healthy(process, port, log)
