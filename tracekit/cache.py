@@ -154,7 +154,7 @@ def _read_again(source: Source, key: str) -> Trace:
     return source.read()
 
 
-def _key(source: Source) -> str | None:
+def key_of(source: Source) -> str | None:
     """Return what the entry of a trace is found by; None where it is no local file."""
     trace = _state(Path(source.path))
     if trace is None:

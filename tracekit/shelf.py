@@ -61,10 +61,11 @@ class Shelf:
         """Store what `write` writes, and let the least recently used go; nothing where it fails or raises `unless`."""
         if not self.max_bytes:
             return
+        expected: tuple[type[Exception], ...] = (OSError, *unless)
         try:
             with self.writing(key) as file:
                 write(file)
-        except (OSError, *unless) as error:
+        except expected as error:
             self.complain(error)
 
     @contextmanager
