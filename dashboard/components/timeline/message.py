@@ -1,15 +1,16 @@
 """What the timeline is told: a scene and a tile of it as plain numbers and text, times in ns from the scene's start.
 
-Columns travel as base64 of little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither side reads numbers
-from text.
+A message is JSON and, after it, the columns as little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither
+side reads its numbers from text.
 """
 
-import base64
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit import align, charts, markup, tiles, units
@@ -23,7 +24,9 @@ MAX_BANDS = 4000
 MAX_MARKS = 1500
 MAX_MATCHES = 1000
 MAX_ROWS = 80
-MARGIN_RATIO = 0.5
+MAX_OPEN_HOSTS = 2  # as in layout.js
+MAX_FIRST_TRACKS = 64
+MARGIN_RATIO = 0.3
 """A tile is wider than the view by this share of it on each side, so that moving has something to show."""
 MIN_UNIT_PX = 4
 MERGED = -1
@@ -53,14 +56,38 @@ _SHOWN_ABOVE = ("rank", "on", "start", "duration")
 _INKS = {"evidence": "evidence", "match": "waiting"}
 
 
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+_ALIGNED = 8
+
+
 @dataclass(frozen=True)
 class View:
-    """What a browser shows: its number, the part of the run in ns from the scene's start, and how wide it is."""
+    """What a browser shows: its number, a part of the run in ns from the scene's start, how wide it is, what tracks."""
 
     seq: int
     start_ns: int
     end_ns: int
     pixels: int
+    tracks: tuple[int, ...]
+
+
+def packed(told: Mapping[str, Any]) -> bytes:
+    """Return a message as bytes: the length of its JSON (4 bytes), the JSON, the columns.
+
+    In the JSON a column is where its array begins, counted from the end of the JSON, and its length in bytes.
+    """
+    arrays: list[bytes] = []
+    at = 0
+
+    def placed(column: npt.NDArray[Any]) -> tuple[int, int]:
+        nonlocal at
+        data = column.tobytes()
+        arrays.append(data + bytes(-len(data) % _ALIGNED))
+        at += len(arrays[-1])
+        return at - len(arrays[-1]), len(data)
+
+    head = json.dumps(told, default=placed).encode()
+    return b"".join((len(head).to_bytes(4, "little"), head, *arrays))
 
 
 def scene(of: tiles.Scene) -> dict[str, Any]:
@@ -80,6 +107,13 @@ def scene(of: tiles.Scene) -> dict[str, Any]:
     }
 
 
+def tracks_at_first(of: tiles.Scene) -> tuple[int, ...]:
+    """Return the tracks that a browser asks for at first: of many ranks it folds the host's."""
+    tracks = of.tracks
+    shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
+    return tuple(shown["track"].head(MAX_FIRST_TRACKS))
+
+
 def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
     """Return the slices and bands of a view and its margins."""
     span_ns = of.span[1] - of.span[0]
@@ -87,7 +121,7 @@ def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
     start_ns, end_ns = max(view.start_ns - margin_ns, 0), min(view.end_ns + margin_ns, span_ns)
     pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
     part = (of.span[0] + start_ns, of.span[0] + end_ns)
-    table = tiles.view(of, part, pixels)
+    table = tiles.view(of, part, pixels, view.tracks)
     names, name = _names(of, table["name_id"])
     columns = {
         "track": table["track"],
@@ -100,8 +134,8 @@ def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
         "count": table["count"],
         "fill": _fill(table),
     }
-    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "names": names}
-    return told | {"columns": _packed(columns), "bands": _bands(of, part, pixels)}
+    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks, "names": names}
+    return told | {"columns": _columns(columns), "bands": _bands(of, part, pixels)}
 
 
 def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
@@ -119,7 +153,7 @@ def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
     }
     names = [markup.inert(each, MAX_NAME) for each in distinct]
     told = {"text": text, "total": found.total, "total_ns": found.total_ns, "names": names}
-    return told | {"columns": _packed(columns)}
+    return told | {"columns": _columns(columns)}
 
 
 def findings(of: tiles.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
@@ -194,11 +228,8 @@ def _fill(table: pl.DataFrame) -> pl.Series:
     return table.select((share.clip(0, 1) * 255).round().cast(pl.UInt8)).to_series()
 
 
-def _packed(columns: Mapping[str, pl.Series]) -> dict[str, str]:
-    return {
-        name: base64.b64encode(np.ascontiguousarray(values.to_numpy(), TYPES[name])).decode()
-        for name, values in columns.items()
-    }
+def _columns(columns: Mapping[str, pl.Series]) -> Columns:
+    return {name: np.ascontiguousarray(values.to_numpy(), TYPES[name]) for name, values in columns.items()}
 
 
 def _bands(of: tiles.Scene, part: Window, pixels: int) -> list[dict[str, Any]]:
