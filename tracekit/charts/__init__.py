@@ -11,7 +11,7 @@ from tracekit.charts.history import Level, Mark, Point, history
 from tracekit.charts.memory import held, lifetimes, segment_map
 from tracekit.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.charts.ranks import ranks
-from tracekit.charts.style import COLOURS, CONFIG, KIND_LABELS, PARTS
+from tracekit.charts.style import COLOURS, CONFIG, KIND_LABELS, PALE, PARTS
 from tracekit.charts.timeline import EVIDENCE_TRACK, MAX_SLICES, timeline
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "KIND_LABELS",
     "LOST",
     "MAX_SLICES",
+    "PALE",
     "PARTS",
     "REPEATED",
     "SAVING",
