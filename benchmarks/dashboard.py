@@ -45,9 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _server(options.run) as (url, process), _browser() as browser:
         _first(browser, url)  # the first person of all also waits for the server's imports
         paints = [_first(browser, url) for _ in range(options.rounds)]
+        began_cpu_ms = _cpu_ms(process.pid)
         alone = _redraws(browser, url, users=1, rounds=options.rounds)
+        cpu_ms = (_cpu_ms(process.pid) - began_cpu_ms) / len(alone)
         together = _redraws(browser, url, users=options.users, rounds=options.rounds)
         held = _memory_bytes(process.pid)
+    print(f"the server takes {cpu_ms:.0f} ms of CPU for a redraw; load of the machine {os.getloadavg()[0]:.1f}")
     return _say(paints, alone, together, held, users=options.users)
 
 
@@ -102,6 +105,11 @@ def _redraws(browser: Any, url: str, *, users: int, rounds: int) -> list[float]:
     for page in pages:
         page.context.close()
     return found
+
+
+def _cpu_ms(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return 1000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory_bytes(pid: int) -> dict[str, int]:

@@ -213,7 +213,7 @@ def _canvas(drawn: scenes.Opened, marks: list[dict[str, Any]], go: Go | None, ke
         "matches": _matches(drawn, told.get("search")),
         "go": go.told(nonce) if go and nonce != went else None,
     }
-    timeline(data | _picked(drawn, told.get("picked")), key=key)
+    timeline(message.packed(data | _picked(drawn, told.get("picked"))), key=key)
     if view.seq:
         st.session_state[f"address-{key}"] = (view.start_ns, view.end_ns)
         _tell_address(view=view, finding=finding if finding != NO_FINDING else None)
@@ -249,11 +249,13 @@ def _view(drawn: scenes.Opened, told: Any, go: Go | None, key: str) -> View:
             seq, start_ns, end_ns, pixels = map(int, numbers)  # type: ignore[arg-type]
             start_ns = min(max(start_ns, 0), max(span_ns - 1, 0))
             end_ns = min(max(end_ns, start_ns + 1), span_ns)
-            return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS))
-    if go is not None:
-        return View(0, go.start_ns, go.end_ns, FIRST_PIXELS)
-    start_ns, end_ns = st.session_state.get(f"address-{key}") or _first_look(drawn.scene)
-    return View(0, start_ns, end_ns, FIRST_PIXELS)
+            return View(seq, start_ns, end_ns, min(max(pixels, 1), MAX_PIXELS), _tracks(told.get("tracks")))
+    part = (go.start_ns, go.end_ns) if go else st.session_state.get(f"address-{key}") or _first_look(drawn.scene)
+    return View(0, *part, FIRST_PIXELS, message.tracks_at_first(drawn.scene))
+
+
+def _tracks(told: Any) -> tuple[int, ...]:
+    return tuple(track for track in told if isinstance(track, int)) if isinstance(told, list) else ()
 
 
 def _first_look(scene: tiles.Scene) -> Window:
@@ -306,7 +308,7 @@ def _table(drawn: scenes.Opened, view: View) -> None:
     """Say in words and numbers what the canvas shows: the longest slices in view, and how many more there are."""
     origin_ns = drawn.scene.span[0]
     part = (origin_ns + view.start_ns, origin_ns + view.end_ns)
-    table = tiles.view(drawn.scene, part, view.pixels)
+    table = tiles.view(drawn.scene, part, view.pixels, view.tracks)
     longest = table.sort("dur_ns", descending=True).head(MAX_ROWS)
     named = longest.with_columns(
         name=pl.Series([markup.inert(n) for n in tiles.names(drawn.scene, longest["name_id"])])

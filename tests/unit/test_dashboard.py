@@ -159,7 +159,8 @@ def test_the_breakdown_can_be_seen_by_step(app, runs):
 
 
 def _told(shown):
-    return json.loads(shown.get("bidi_component")[0].proto.json)
+    sent = shown.get("bidi_component")[0].proto.bytes
+    return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
 
 
 def test_the_timeline_opens_on_the_whole_run_with_all_ranks_and_every_finding_marked(runs):

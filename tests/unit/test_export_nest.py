@@ -75,6 +75,15 @@ def test_a_chain_in_which_each_overlaps_the_next_needs_two_layers_however_long()
     assert nest.layers(*columns(spans)).tolist() == [0, 1] * 500
 
 
+def test_very_many_that_cross_need_a_layer_each_until_others_are_free():
+    count = 2000
+    spans = [(0, i, count) for i in range(count)] + [(0, 10 * count + i, 0) for i in range(5)]
+    assert nest.layers(*columns(spans)).tolist() == [*range(count), *([0] * 5)]
+    spans += [(0, 20 * count + i, 100) for i in range(70)]
+    found = nest.layers(*columns(spans))[-70:]
+    assert sorted(found.tolist()) == list(range(70))
+
+
 def test_slices_that_all_cross_need_a_layer_each_and_disturb_no_other_track():
     spans = [(7, i, 100) for i in range(50)] + [(8, i, 1) for i in range(50)]
     assert nest.layers(*columns(spans)).tolist() == [*range(50), *([0] * 50)]

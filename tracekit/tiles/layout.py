@@ -26,7 +26,6 @@ BANDS = {
 STEP, UNIT = "step", "unit"
 """Kinds of bands."""
 _ROLES = {"communication": "communication", "memcpy": "copy", "memset": "copy"}
-_PLACED = ("order", "source", "id", "name", "kind", "start_ns", "dur_ns")
 
 Moved = Callable[[Ints], Ints]
 

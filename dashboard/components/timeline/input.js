@@ -60,7 +60,7 @@ function listen(timeline) {
   canvas.addEventListener("pointercancel", () => (timeline.drag = null));
   canvas.addEventListener("pointerleave", () => timeline.panel.hideTip());
   canvas.addEventListener("dblclick", (event) => onDouble(timeline, event));
-  scroller.addEventListener("scroll", () => timeline.redraw());
+  scroller.addEventListener("scroll", () => timeline.scrolled());
 }
 
 function onKey(timeline, event) {

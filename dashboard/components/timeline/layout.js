@@ -82,6 +82,15 @@ class Layout {
     return { y: line.y + (role === "compute" ? 0 : half), heightPx: half - 1 };
   }
 
+  /** The tracks that are drawn between two heights. */
+  tracksBetween(top, bottom) {
+    const seen = [];
+    for (const [track, line] of this.lineOfTrack) {
+      if (line.y < bottom && line.y + line.heightPx > top) seen.push(track);
+    }
+    return seen;
+  }
+
   lineAt(y) {
     return this.lines.find((line) => y >= line.y && y < line.y + line.heightPx);
   }

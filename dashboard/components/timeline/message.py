@@ -1,15 +1,17 @@
 """What the timeline is told: a scene and a tile of it as plain numbers and text, times in ns from the scene's start.
 
-Columns travel as base64 of little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither side reads numbers
-from text.
+A message is JSON and, after it, the columns as little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither
+side reads its numbers from text.
 """
 
-import base64
+import functools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from tracekit import align, charts, markup, tiles, units
@@ -19,13 +21,15 @@ from tracekit.tiles import lookup
 
 MAX_NAME = 300
 MAX_VALUE = 2000
-MAX_BANDS = 4000
+MAX_BANDS = 2000
 MAX_MARKS = 1500
 MAX_MATCHES = 1000
 MAX_ROWS = 80
-MARGIN_RATIO = 0.5
+MAX_OPEN_HOSTS = 2  # as in layout.js
+MAX_FIRST_TRACKS = 64
+MARGIN_RATIO = 0.3
 """A tile is wider than the view by this share of it on each side, so that moving has something to show."""
-MIN_UNIT_PX = 4
+MIN_UNIT_PX = 6
 MERGED = -1
 TYPES = {
     "track": "<u2",
@@ -53,14 +57,38 @@ _SHOWN_ABOVE = ("rank", "on", "start", "duration")
 _INKS = {"evidence": "evidence", "match": "waiting"}
 
 
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+_ALIGNED = 8
+
+
 @dataclass(frozen=True)
 class View:
-    """What a browser shows: its number, the part of the run in ns from the scene's start, and how wide it is."""
+    """What a browser shows: its number, a part of the run in ns from the scene's start, how wide it is, what tracks."""
 
     seq: int
     start_ns: int
     end_ns: int
     pixels: int
+    tracks: tuple[int, ...]
+
+
+def packed(told: Mapping[str, Any]) -> bytes:
+    """Return a message as bytes: the length of its JSON (4 bytes), the JSON, the columns.
+
+    In the JSON a column is where its array begins, counted from the end of the JSON, and its length in bytes.
+    """
+    arrays: list[bytes] = []
+    at = 0
+
+    def placed(column: npt.NDArray[Any]) -> tuple[int, int]:
+        nonlocal at
+        data = column.tobytes()
+        arrays.append(data + bytes(-len(data) % _ALIGNED))
+        at += len(arrays[-1])
+        return at - len(arrays[-1]), len(data)
+
+    head = json.dumps(told, default=placed).encode()
+    return b"".join((len(head).to_bytes(4, "little"), head, *arrays))
 
 
 def scene(of: tiles.Scene) -> dict[str, Any]:
@@ -80,6 +108,13 @@ def scene(of: tiles.Scene) -> dict[str, Any]:
     }
 
 
+def tracks_at_first(of: tiles.Scene) -> tuple[int, ...]:
+    """Return the tracks that a browser asks for at first: of many ranks it folds the host's."""
+    tracks = of.tracks
+    shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
+    return tuple(shown["track"].head(MAX_FIRST_TRACKS))
+
+
 def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
     """Return the slices and bands of a view and its margins."""
     span_ns = of.span[1] - of.span[0]
@@ -87,21 +122,25 @@ def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
     start_ns, end_ns = max(view.start_ns - margin_ns, 0), min(view.end_ns + margin_ns, span_ns)
     pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
     part = (of.span[0] + start_ns, of.span[0] + end_ns)
-    table = tiles.view(of, part, pixels)
-    names, name = _names(of, table["name_id"])
+    table = tiles.view(of, part, pixels, view.tracks)
+    # From here on NumPy: these tables are small, and each step of Polars would wait for its threads.
+    of_table = {name: table[name].to_numpy() for name in table.columns if name != "id"}
+    distinct, name = np.unique(of_table["name_id"], return_inverse=True)
+    merged = of_table["count"] > 1
     columns = {
-        "track": table["track"],
-        "row": table["row"],
-        "start": table["start_ns"] - of.span[0],
-        "dur": table["dur_ns"],
+        "track": of_table["track"],
+        "row": of_table["row"],
+        "start": of_table["start_ns"] - of.span[0],
+        "dur": of_table["dur_ns"],
         "name": name,
-        "id": table["id"].fill_null(MERGED),
-        "kind": table["kind"],
-        "count": table["count"],
-        "fill": _fill(table),
+        "id": np.where(merged, MERGED, np.nan_to_num(table["id"].to_numpy(), nan=MERGED)),
+        "kind": of_table["kind"],
+        "count": of_table["count"],
+        "fill": np.rint(255 * np.clip(of_table["busy_ns"] / np.maximum(of_table["dur_ns"], 1), 0, 1)),
     }
-    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "names": names}
-    return told | {"columns": _packed(columns), "bands": _bands(of, part, pixels)}
+    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
+    told |= {"names": [_name(each) for each in tiles.names(of, distinct)]}
+    return told | {"columns": _columns(columns), "bands": _bands(of, part, pixels, view.tracks)}
 
 
 def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
@@ -110,16 +149,16 @@ def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
     distinct = table["name"].unique(maintain_order=True)
     name = table["name"].replace_strict(distinct, pl.Series(range(len(distinct))), return_dtype=pl.UInt32)
     columns = {
-        "track": table["track"],
-        "row": table["row"],
-        "start": table["start_ns"] - of.span[0],
-        "dur": table["dur_ns"],
-        "name": name,
-        "id": table["id"],
+        "track": table["track"].to_numpy(),
+        "row": table["row"].to_numpy(),
+        "start": table["start_ns"].to_numpy() - of.span[0],
+        "dur": table["dur_ns"].to_numpy(),
+        "name": name.to_numpy(),
+        "id": table["id"].to_numpy(),
     }
     names = [markup.inert(each, MAX_NAME) for each in distinct]
     told = {"text": text, "total": found.total, "total_ns": found.total_ns, "names": names}
-    return told | {"columns": _packed(columns)}
+    return told | {"columns": _columns(columns)}
 
 
 def findings(of: tiles.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
@@ -183,34 +222,37 @@ def _kind(name: str) -> dict[str, Any]:
     return told | {"role": _ROLES.get(name, "")}
 
 
-def _names(of: tiles.Scene, name_id: pl.Series) -> tuple[list[str], pl.Series]:
-    """Return the names in use, and for each slice the number of its own among them."""
-    distinct, number = np.unique(name_id.to_numpy(), return_inverse=True)
-    return [markup.inert(name, MAX_NAME) for name in tiles.names(of, distinct)], pl.Series(number)
+def _columns(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
+    return {name: np.ascontiguousarray(values, TYPES[name]) for name, values in columns.items()}
 
 
-def _fill(table: pl.DataFrame) -> pl.Series:
-    share = pl.col("busy_ns") / pl.col("dur_ns").clip(lower_bound=1)
-    return table.select((share.clip(0, 1) * 255).round().cast(pl.UInt8)).to_series()
+@functools.lru_cache(maxsize=1 << 16)
+def _name(text: str) -> str:
+    return markup.inert(text, MAX_NAME)
 
 
-def _packed(columns: Mapping[str, pl.Series]) -> dict[str, str]:
-    return {
-        name: base64.b64encode(np.ascontiguousarray(values.to_numpy(), TYPES[name])).decode()
-        for name, values in columns.items()
-    }
-
-
-def _bands(of: tiles.Scene, part: Window, pixels: int) -> list[dict[str, Any]]:
-    """Return the steps of a part, and of its units those that are wide enough to be seen."""
+def _bands(of: tiles.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the steps of a part, and of its units those that are wide enough to be seen, of the tracks' ranks."""
+    ranks, is_step, rank, start_ns, end_ns = _banded(of)
     min_unit_ns = (part[1] - part[0]) * MIN_UNIT_PX / pixels
-    inside = of.bands.filter(pl.col("start_ns") < part[1], pl.col("end_ns") > part[0])
-    seen = inside.filter((pl.col("kind") == "step") | (pl.col("end_ns") - pl.col("start_ns") >= min_unit_ns))
-    longest = seen.sort(pl.col("end_ns") - pl.col("start_ns"), descending=True).head(MAX_BANDS)
-    shown = longest.sort("rank", "kind", "start_ns").select(
-        "rank", "kind", "name", start=pl.col("start_ns") - of.span[0], end=pl.col("end_ns") - of.span[0]
-    )
-    return [row | {"name": markup.inert(row["name"], MAX_NAME)} for row in shown.iter_rows(named=True)]
+    is_seen = (start_ns < part[1]) & (end_ns > part[0]) & (is_step | (end_ns - start_ns >= min_unit_ns))
+    rows = np.flatnonzero(is_seen & np.isin(rank, ranks[[each for each in tracks if 0 <= each < len(ranks)]]))
+    if len(rows) > MAX_BANDS:
+        rows = np.sort(rows[np.argsort(start_ns[rows] - end_ns[rows], kind="stable")[:MAX_BANDS]])
+    names, kinds = (of.bands[name].gather(rows).to_list() for name in ("name", "kind"))
+    times = zip((start_ns[rows] - of.span[0]).tolist(), (end_ns[rows] - of.span[0]).tolist(), strict=True)
+    return [
+        {"rank": r, "kind": kind, "name": _name(name), "start": start, "end": end}
+        for r, kind, name, (start, end) in zip(rank[rows].tolist(), kinds, names, times, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _banded(of: tiles.Scene) -> tuple[npt.NDArray[Any], ...]:
+    """Return the rank of each track, and of each band whether it is a step, its rank, start and end."""
+    bands = of.bands
+    columns = (bands[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
+    return of.tracks["rank"].to_numpy(), (bands["kind"] == "step").to_numpy(), *columns
 
 
 def _marks(of: tiles.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:

@@ -101,7 +101,7 @@ function endsOfRanks(layout) {
 function paintTiles(timeline) {
   const { ctx, tile, whole } = timeline;
   if (!tile) return 0;
-  if (whole && whole !== tile && !tile.covers(timeline.view)) {
+  if (whole && whole !== tile && !tile.covers(timeline.view, [])) {
     ctx.save();
     ctx.beginPath();
     ctx.rect(GUTTER_PX, 0, timeline.xOf(tile.from) - GUTTER_PX, timeline.heightPx);

@@ -13,21 +13,25 @@ const TYPES = {
 };
 const MERGED = -1;
 
-/** Base64 to a typed array. The bytes are little-endian, as every browser's arrays are. */
-function decoded(text, type) {
-  const binary = atob(text);
-  const bytes = new Uint8Array(binary.length);
-  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
-  return new type(bytes.buffer);
+/** A message of message.py: JSON with, for each column, where its array lies behind the JSON. */
+function unpacked(bytes) {
+  const headLength = new DataView(bytes.buffer, bytes.byteOffset).getUint32(0, true);
+  const data = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + headLength)));
+  const body = bytes.subarray(4 + headLength);
+  for (const part of [data.tile, data.matches]) if (part) part.columns = columnsOf(part.columns, body);
+  return data;
 }
 
-function columnsOf(packed) {
-  return Object.fromEntries(Object.entries(packed).map(([name, text]) => [name, decoded(text, TYPES[name])]));
+/** Copied out, because an array must begin at a multiple of its element's size. */
+function columnsOf(places, body) {
+  const read = ([name, [at, length]]) => [name, new TYPES[name](body.slice(at, at + length).buffer)];
+  return Object.fromEntries(Object.entries(places).map(read));
 }
 
 class Tile {
   constructor(packed) {
-    Object.assign(this, columnsOf(packed.columns));
+    Object.assign(this, packed.columns);
+    this.tracks = new Set(packed.tracks);
     this.seq = packed.seq;
     this.from = packed.start;
     this.to = packed.end;
@@ -39,8 +43,8 @@ class Tile {
   }
 
   /** Whether a view shows nothing that the tile lacks. */
-  covers(view) {
-    return this.from <= view.from + 1 && this.to >= view.to - 1;
+  covers(view, tracks) {
+    return this.from <= view.from + 1 && this.to >= view.to - 1 && tracks.every((track) => this.tracks.has(track));
   }
 
   /** Whether a view at this scale could be drawn no sharper. */

@@ -79,7 +79,7 @@ class Timeline {
   takeMatches(found) {
     if (!found) this.matches = null;
     else if (found.text !== this.matches?.text) {
-      this.matches = { ...found, ...columnsOf(found.columns) };
+      this.matches = { ...found, ...found.columns };
       this.matchAt = -1;
     }
     this.panel.showCount(this.countText());
@@ -139,15 +139,23 @@ class Timeline {
     const [start, end] = [Math.floor(this.view.from), Math.ceil(this.view.to)];
     showInAddress(start, end);
     const pixels = Math.round(this.plotPx() * Math.min(this.dpr, 2));
-    this.send("view", { seq: this.seq, start, end, pixels, went: this.went, scene: this.scene });
+    this.send("view", { seq: this.seq, start, end, pixels, tracks: this.tracksAround(1), went: this.went, scene: this.scene });
   }
 
   isSharp() {
-    return Boolean(this.tile?.covers(this.view) && this.tile.isSharp(this.nsPerPx()));
+    return Boolean(this.tile?.covers(this.view, this.tracksAround(0)) && this.tile.isSharp(this.nsPerPx()));
+  }
+
+  /** The tracks on the screen, and those that scrolling by so many screens would bring there. */
+  tracksAround(screens) {
+    const seenPx = this.heightPx - this.headPx;
+    const { scrollTop } = this.scroller;
+    return this.layout.tracksBetween(scrollTop - screens * seenPx, scrollTop + (1 + screens) * seenPx);
   }
 
   address() {
-    return `${Math.floor(this.view.from)} ${Math.ceil(this.view.to)} ${this.plotPx()} ${this.went}`;
+    const rows = [this.scroller.scrollTop, this.layout.heightPx];
+    return [Math.floor(this.view.from), Math.ceil(this.view.to), this.plotPx(), this.went, ...rows].join(" ");
   }
 
   // Where things are --------------------------------------------------------------------------------------------------
@@ -253,11 +261,19 @@ class Timeline {
   fold(key) {
     this.layout.toggle(key);
     this.resize();
+    this.changed();
   }
 
   toggleAll() {
     this.layout.toggleAll();
     this.resize();
+    this.changed();
+  }
+
+  scrolled() {
+    if (!this.layout) return;
+    this.redraw();
+    if (!this.isSharp()) this.changed();
   }
 
   pick(slice) {
@@ -432,6 +448,6 @@ export default function ({ data, parentElement, setStateValue }) {
   if (!root || !data) return undefined;
   const timeline = entry(timelines, root, () => new Timeline(root, setStateValue));
   timeline.send = setStateValue;
-  timeline.take(data);
+  timeline.take(unpacked(data));
   return () => timeline.sizes.disconnect();
 }

@@ -27,14 +27,14 @@ _mount: Callable[..., Any] = st.components.v2.component(
 )
 
 
-def timeline(data: Mapping[str, Any], *, key: str) -> Mapping[str, Any]:
-    """Show the timeline and return what the browser told: view, picked, search, finding. `data`: see `message`.
+def timeline(data: bytes, *, key: str) -> Mapping[str, Any]:
+    """Show the timeline and return what the browser told: view, picked, search, finding. `data`: `message.packed`.
 
     The same mapping is at ``st.session_state[key]`` before the call, once the browser has told anything.
     """
     told: Mapping[str, Any] = _mount(
         key=key,
-        data=dict(data),
+        data=data,
         on_view_change=_nothing,
         on_picked_change=_nothing,
         on_search_change=_nothing,
