@@ -79,7 +79,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     changed_ns = max((file.changed_ns for file in held), default=None)
     manifest = _manifest(path / conventions.MANIFEST_FILE) if path.is_dir() and not outside(state, roots) else {}
     model, world_size, created_ns = (manifest.get(key) for key in ("model", "world_size", "created_ns"))
-    is_live = changed_ns is not None and time.time_ns() - changed_ns < LIVE_S * 1e9
+    is_live = not is_private and changed_ns is not None and time.time_ns() - changed_ns < LIVE_S * 1e9
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
     return Entry(
         name,
