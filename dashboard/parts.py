@@ -185,10 +185,8 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
             return scale
     if not series.name.endswith("bytes"):
         return None
-    # One unit for a column, so that it can be sorted by eye; the largest in which no size is nothing.
     least = float(str(series.abs().filter(series != 0).min() or 2**20))
-    units = ((2**20, "%.2f MiB"), (2**10, "%.2f KiB"), (1, "%d B"))
-    return next((scale for scale in units if least >= scale[0] / 100), units[-1])
+    return 2**20, "%.2f MiB" if least >= 2**20 / 100 else "%.4g MiB"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:
