@@ -27,6 +27,8 @@ KIND_LABELS = {
     "overhead": "profiler overhead",
     "evidence": "finding",
 }
+PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
+"""The kinds whose colour takes dark text."""
 PARTS = {
     "compute_ns": ("compute", "compute"),
     "exposed_communication_ns": ("exposed communication", "communication"),
@@ -34,6 +36,18 @@ PARTS = {
     "idle_ns": ("idle", "idle"),
 }
 """The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
+
+CAUSES = {
+    "host": ("host late", "#56B4E9"),
+    "preparation": ("preparation", "#F0E442"),
+    "contention": ("preparation held up", "#8E7CC3"),
+    "compute": ("waits for compute", COLOURS["compute"]),
+    "copy": ("copy", COLOURS["memcpy"]),
+    "collective": ("collective moves data", COLOURS["communication"]),
+    "peer": ("waits for a rank", COLOURS["waiting"]),
+    "unknown": ("not known", COLOURS["idle"]),
+}
+"""The causes of `analysis.causes`, each with its label and colour."""
 
 # The buttons are listed because one of Plotly's own sends the figure to its cloud.
 CONFIG = {
@@ -61,5 +75,5 @@ def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
         font={"size": 13},
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
     return figure
