@@ -1,5 +1,7 @@
 """Slices of one track must lie beside or inside each other: those that overlap otherwise go to tracks of their own."""
 
+import heapq
+
 import numpy as np
 import numpy.typing as npt
 
@@ -7,6 +9,7 @@ from tracekit.readers import nesting
 from tracekit.readers.nesting import Flags, Ints
 
 BEGIN, END = 1, 2
+_MAX_NESTING = 64
 
 
 def order(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
@@ -17,7 +20,8 @@ def order(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
 def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
     """Return, for each slice, the number of the layer of its track it goes to, from 0, so that each layer nests.
 
-    Each slice goes to the first layer where it crosses no slice that began before it.
+    Each slice goes to the first layer where it crosses no slice that began before it; beyond the 64th to one where it
+    overlaps none.
     """
     found = np.zeros(len(track), np.int64)
     sequence = order(track, start_ns, dur_ns)
@@ -115,14 +119,27 @@ def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
 def _first_fit(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
     # One by one: which layer has room depends on all slices before. Few tracks have a crossing at all.
     stacks: list[list[int]] = []
+    rest: list[tuple[int, int]] = []  # when each layer beyond is free again
     found = []
     for begins, ends in zip(start.tolist(), end.tolist(), strict=True):
         number = next((i for i, open_ends in enumerate(stacks) if _has_room(open_ends, begins, ends)), len(stacks))
-        if number == len(stacks):
+        if number == _MAX_NESTING:
+            number = _alone(rest, begins, ends)
+        elif number == len(stacks):
             stacks.append([])
-        stacks[number].append(ends)
+        if number < _MAX_NESTING:
+            stacks[number].append(ends)
         found.append(number)
     return found
+
+
+def _alone(rest: list[tuple[int, int]], begins: int, ends: int) -> int:
+    """Return a layer in which nothing overlaps the slice: to try all for a nest would take time without bound."""
+    number = _MAX_NESTING + len(rest)
+    if rest and rest[0][0] <= begins:
+        number = heapq.heappop(rest)[1]
+    heapq.heappush(rest, (max(ends, begins + 1), number))
+    return number
 
 
 def _has_room(open_ends: list[int], begins: int, ends: int) -> bool:

@@ -26,7 +26,6 @@ BANDS = {
 STEP, UNIT = "step", "unit"
 """Kinds of bands."""
 _ROLES = {"communication": "communication", "memcpy": "copy", "memset": "copy"}
-_PLACED = ("order", "source", "id", "name", "kind", "start_ns", "dur_ns")
 
 Moved = Callable[[Ints], Ints]
 
@@ -131,12 +130,13 @@ def _named(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
 
 
 def _tracks(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
-    lane = pl.col("order") % (1 << 32)
+    # What is on no lane is on lane -1 of its section.
+    lane = (pl.col("order") + 1) % (1 << 32) - 1
     found = slices.select("order", "source").unique().sort("order")
-    is_work = pl.col("source") == "activities"
+    is_work, is_save = pl.col("source") == "activities", pl.col("source") == "checkpoints"
     process = pl.concat_str(pl.lit("host"), pl.format("pid {}", "pid"), separator=" ", ignore_nulls=True)
     group = (
-        pl.when(pl.col("source") == "checkpoints")
+        pl.when(is_save)
         .then(pl.lit("checkpoints"))
         .when(pl.col("device").is_not_null())
         .then(pl.format("GPU {}", "device"))
@@ -144,20 +144,21 @@ def _tracks(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit("CPU work"))
         .otherwise(process)
     )
-    role = (
-        pl.when(pl.col("source") == "checkpoints")
-        .then(pl.lit("checkpoint"))
-        .when(is_work)
-        .then(pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String))
-        .otherwise(pl.lit("host"))
-    )
-    label = pl.when(pl.col("source") == "checkpoints").then(pl.lit("saves and loads")).otherwise("name")
+    of_work = pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String)
+    role = pl.when(is_save).then(pl.lit("checkpoint")).when(is_work).then(of_work).otherwise(pl.lit("host"))
+    label = pl.when(is_save).then(pl.lit("saves and loads")).otherwise("name")
     return (
         found.with_columns(lane.alias("lane"))
         .join(trace.lanes, on="lane", how="left", maintain_order="left")
-        .select("order", "source", group.alias("group"), label.fill_null(pl.format("lane {}", "lane")).alias("label"),
-                role.alias("role"), pl.when(pl.col("source") != "checkpoints").then("lane").alias("lane"))
-    )  # fmt: skip
+        .select(
+            "order",
+            "source",
+            group.alias("group"),
+            label.fill_null(pl.format("lane {}", "lane")).alias("label"),
+            role.alias("role"),
+            pl.when(~is_save & (pl.col("lane") >= 0)).then("lane").alias("lane"),
+        )
+    )
 
 
 # Bands ---------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import polars as pl
 
 from tracekit.analysis import dependencies
+from tracekit.analysis.once import once
 from tracekit.tiles import lookup
 from tracekit.tiles.peers import peers
 from tracekit.tiles.scene import Scene
@@ -76,7 +77,7 @@ def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
 
 
 def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
-    found = dependencies.dependencies(trace)
+    found = _dependencies(trace)
     if source == "activities":
         own = (pl.col("how") == EVENT) & ((pl.col("waiting_id") == id) | (pl.col("awaited_id") == id))
         synced = (pl.col("how") == SYNC) & (pl.col("awaited_id") == id)
@@ -87,6 +88,9 @@ def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
     return [
         ("activities", awaited, "activities" if how == EVENT else "ops", waits, how) for awaited, waits, how in rows
     ]
+
+
+_dependencies = once(dependencies.dependencies)
 
 
 def _own(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:

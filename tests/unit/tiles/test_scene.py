@@ -10,7 +10,7 @@ import pytest
 
 import tracekit
 from tests import drawn
-from tracekit import schema, tiles
+from tracekit import cache, schema, tiles
 from tracekit.errors import BadTraceError, InputError
 from tracekit.tiles import pyramid
 from tracekit.tiles import scene as scenes
@@ -136,6 +136,31 @@ def test_a_cache_that_is_no_folder_costs_the_file_only(run, folder):
     assert len(seen(opened(run, folder))) == 4
 
 
+def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypatch):
+    monkeypatch.setenv(cache.DIRECTORY, str(folder))
+    monkeypatch.setenv(cache.MAX_BYTES, "0")
+    assert len(seen(tiles.open_scene(tracekit.load(run)))) == 4
+    assert files(folder / "traces") == []
+
+
+def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder):
+    opened(run, folder)
+    (file,) = files(folder)
+    kept = cache.Cache(folder)
+    assert kept.size_bytes() == file.stat().st_size == kept.clear()
+    made: list = []
+    opened(run, folder, made)
+    assert made == [(1, 1)]
+
+
+def test_the_scene_used_least_goes_first_where_the_cache_is_full(run, folder):
+    opened(run, folder)
+    (old,) = files(folder)
+    with cache.Cache(folder, max_bytes=old.stat().st_size).writing("new.tiles") as file:
+        file.write(b"x")
+    assert [each.name for each in files(folder)] == ["new.tiles"]
+
+
 def test_a_run_without_files_is_laid_out_each_time(folder):
     run = drawn.run(drawn.trace("compute aa.b"), drawn.trace("compute aa.b", rank=1))
     first, second = (tiles.open_scene(run, folder=folder) for _ in range(2))
@@ -215,6 +240,7 @@ def test_tracks_stand_by_role_and_then_the_host_threads():
     assert tracks["label"].to_list() == ["compute", "comm", "copy", "lane 8", "lane 9"]
     assert tracks["source"].to_list() == ["activities"] * 3 + ["ops"] * 2
     assert tracks["rows"].to_list() == [1] * 5
+    assert tracks["lane"].to_list() == [2, 1, 0, 8, 9]
 
 
 def test_runs_of_slices_are_no_more_than_the_slices():

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[3]
 NAMES = ("aa", "bb", "Gemm <b>")
 TIMES = st.one_of(st.integers(0, 60), st.integers(0, 5000))
 SLICES = st.lists(st.tuples(st.sampled_from(NAMES), TIMES, st.one_of(st.integers(0, 9), TIMES)), max_size=40)
+EPOCH_NS = 1_790_000_000_000_000_000
+BASES = st.sampled_from([0, -2500, EPOCH_NS])
 VIEWS = st.lists(st.tuples(st.integers(-10, 6000), st.integers(1, 11_000), st.integers(1, 60)), min_size=1, max_size=6)
 
 
@@ -115,11 +117,13 @@ def test_recorded_traces_have_as_many_slices_as_their_tables_and_the_same_time_a
 
 
 @settings(deadline=None, max_examples=30)
-@given(SLICES, SLICES, VIEWS)
-def test_a_view_has_what_is_a_pixel_wide_as_it_is_and_of_the_rest_the_exact_time(first, second, views):
-    scene = scene_of(*(drawn.trace("compute a", rank=r, ops=host(*ops)) for r, ops in enumerate((first, second))))
+@given(SLICES, SLICES, VIEWS, BASES)
+def test_a_view_has_what_is_a_pixel_wide_as_it_is_and_of_the_rest_the_exact_time(first, second, views, base_ns):
+    ranks = [host(*((name, base_ns + start, dur) for name, start, dur in ops)) for ops in (first, second)]
+    scene = scene_of(*(drawn.trace("compute .", rank=rank, ops=ops) for rank, ops in enumerate(ranks)))
     slices = whole(scene)
-    for begin, length, pixels in views:
+    for first_ns, length, pixels in views:
+        begin = base_ns + first_ns
         found = tiles.view(scene, (begin, begin + length), pixels).to_dicts()
         check_rectangles(found, slices, (begin, begin + length), length / pixels)
         most = max(Counter(map(row_of, found)).values(), default=0)
