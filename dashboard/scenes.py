@@ -50,7 +50,7 @@ class Opened:
     run: Run
     scene: tiles.Scene
     window: int
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any
     _searches: _Kept = field(default_factory=lambda: _Kept(MAX_SEARCHES))
     _readings: _Kept = field(default_factory=lambda: _Kept(MAX_DETAILS))
     _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "timeline-details"))
@@ -88,7 +88,7 @@ class Opened:
 
 def run_of(entry: Entry) -> Run:
     """Return the run with its files listed and no trace of several read. Raises TracekitError."""
-    return _run(entry.path, entry.stamp)
+    return _loaded(entry.path, entry.stamp).run
 
 
 def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -> Opened:
@@ -100,15 +100,25 @@ def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -
     with shelf.lock_of(key):
         found: Opened | None = shelf.get(key)
         if found is None:
-            run = run_of(entry)
-            found = Opened(run, tiles.open_scene(run, window, on_progress=on_progress), window)
+            loaded = _loaded(entry.path, entry.stamp)
+            with loaded.lock:
+                scene = tiles.open_scene(loaded.run, window, on_progress=on_progress)
+            found = Opened(loaded.run, scene, window, loaded.lock)
             shelf.put(key, found)
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A run, and the lock to hold around what reads its traces: it serves one thread."""
+
+    run: Run
+    lock: Any = field(default_factory=threading.RLock)
+
+
 @st.cache_resource(max_entries=20, show_spinner=False)
-def _run(path: str, stamp: str) -> Run:  # noqa: ARG001  # the stamp is part of the cache's key
-    return loading.load(path)
+def _loaded(path: str, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is part of the cache's key
+    return _Loaded(loading.load(path))
 
 
 class _Shelf:
