@@ -25,7 +25,7 @@ from typing import Any
 
 from isal import igzip
 
-from tracekit import cache, conventions
+from tracekit import cache, conventions, tiles
 
 _BEGIN_US = 1_700_000_000_000_000
 _LAYERS, _OPS = 32, 14
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(run, asked.ranks, asked.events)
         read = _alone(_read, run)
         print(f"{read['events']:,} events on {asked.ranks} ranks; parsed by {read['cpu_s']:.0f} s of CPU")
-        for path in (folder / "cache").rglob(f"*{cache.TILES_SUFFIX}"):
-            path.unlink()
+        tiles.shelf().clear()
         built = _alone(_build, run)
         print(f"laid out by {built['cpu_s']:.1f} s of CPU, {built['peak_mib']:.0f} MiB at most; file of "
               f"{built['size_mib']:.0f} MiB")  # fmt: skip
@@ -96,8 +95,7 @@ def _build(path: str) -> dict[str, Any]:
     _ = run.offsets
     began = time.process_time()
     tiles.open_scene(run)
-    file = next(Path(os.environ[cache.DIRECTORY]).rglob(f"*{cache.TILES_SUFFIX}"))
-    return {"cpu_s": time.process_time() - began, "size_mib": file.stat().st_size / 2**20}
+    return {"cpu_s": time.process_time() - began, "size_mib": tiles.shelf().size_bytes() / 2**20}
 
 
 def _see(path: str) -> dict[str, Any]:

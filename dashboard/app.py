@@ -8,13 +8,29 @@ from pathlib import Path
 
 import streamlit as st
 
-from dashboard import catalog, parts
-from dashboard.views import checkpoints, compare, history, memory, overview, plan, ranks, runs, timeline
+from dashboard import address, catalog, parts, uploads
+from dashboard.views import (
+    checkpoints,
+    communication,
+    compare,
+    contention,
+    history,
+    kernels,
+    memory,
+    overview,
+    plan,
+    quality,
+    ranks,
+    runs,
+    sql,
+    timeline,
+)
 
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
 
 LISTING_LIVES_S = 3
+_DROPPED = "dropped_stamp"
 
 
 def main() -> None:
@@ -22,26 +38,53 @@ def main() -> None:
     st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
     st.html(parts.STYLE)
     words = tuple(sys.argv[1:])
-    listed = _listed(tuple(word for word in words if not word.startswith(catalog.HISTORY)))
+    paths = tuple(word for word in words if not word.startswith(catalog.HISTORY))
+    listed = _listed(paths)
     past = catalog.history_file(words)
     if not listed:
         parts.nothing_opened()
         return
-    chosen, others = parts.choose(listed)
+    # The pages speak of what is chosen below: the choice must know the page that it is made on.
     pages = {
+        "runs": st.Page(lambda: runs.page(lambda: _listed(paths), _listed.clear), title="Runs", url_path="runs"),
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
         "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
+        "communication": st.Page(lambda: communication.page(chosen), title="Communication", url_path="communication"),
+        "contention": st.Page(lambda: contention.page(chosen), title="Contention", url_path="contention"),
+        "kernels": st.Page(lambda: kernels.page(chosen), title="Kernels", url_path="kernels"),
         "memory": st.Page(lambda: memory.page(chosen), title="Memory", url_path="memory"),
         "checkpoints": st.Page(lambda: checkpoints.page(chosen), title="Checkpoints", url_path="checkpoints"),
+        "sql": st.Page(lambda: sql.page(chosen), title="SQL", url_path="sql"),
+        "quality": st.Page(lambda: quality.page(chosen), title="Data quality", url_path="quality"),
         "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
         "plan": st.Page(lambda: plan.page(chosen), title="Plan", url_path="plan"),
-        "runs": st.Page(lambda: runs.page(listed), title="Runs", url_path="runs"),
     }
     if past is not None:
         pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
     st.session_state[parts.PAGES] = pages
-    st.navigation(list(pages.values()), position="top").run()
+    shown = st.navigation(list(pages.values()), position="top")
+    is_bare = parts.RUN not in st.query_params and parts.RUN not in st.session_state
+    if is_bare and shown == pages["overview"] and len(listed) > 1:
+        st.switch_page(pages["runs"])  # nobody said which run to open
+    st.session_state[address.PAGE] = shown.url_path
+    before = st.session_state.get(_DROPPED)
+    chosen, others = _choose(listed)
+    if chosen.is_private and st.session_state[_DROPPED] != before and shown == pages["runs"]:
+        parts.go_to("overview")
+    shown.run()
+
+
+def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[catalog.Entry, ...]]:
+    with st.sidebar:
+        st.html('<div class="tk-title"><b>tracekit</b></div>')
+        place = st.container()
+        dropped = uploads.choose()
+        if dropped and st.session_state.get(_DROPPED) != dropped.stamp:
+            st.session_state[parts.RUN] = dropped.name  # who drops a trace wants to see it
+        st.session_state[_DROPPED] = dropped.stamp if dropped else None
+        with place:
+            return parts.choose((*listed, dropped) if dropped else listed)
 
 
 @st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)

@@ -1,19 +1,28 @@
-"""The runs that the dashboard was opened on, listed by their manifests and file sizes, without loading any."""
+"""The runs that the dashboard was opened on, listed by manifests, file sizes and kept reports, without loading any."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracekit import conventions
+from tracekit import checked, conventions, files
+from tracekit.checked import Summary, keys
+from tracekit.checked.keys import State
 from tracekit.history import store
 
 HISTORY = "--history="
 MAX_DEPTH = 3
 MAX_ENTRIES = 2000
+LIVE_S = 20.0
+"""A run whose files changed so lately is taken as being recorded."""
 _MAX_MANIFEST_BYTES = 1 << 20
-_TRACE_ENDINGS = (".json", ".json.gz")
+_WINDOW = re.compile(r"window\d+")
+_LOGS = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -29,23 +38,75 @@ class Entry:
     model: str = ""
     world_size: int | None = None
     created_ns: int | None = None
+    """When it was recorded: by its manifest, else by the newest of its files."""
     problem: str = ""
     """Why it cannot be opened, where that shows without reading a trace."""
+    is_live: bool = False
+    """Whether its files changed a moment ago: the training may still run."""
+    is_private: bool = False
+    """Whether somebody dropped it into a page: nobody else sees it, and nothing of it is kept."""
+    roots: tuple[str, ...] = ()
+    """The real paths that its files may lie in."""
+    summary: Summary | None = None
+    """What it came to when it was checked; None where it was not, as it lies there now."""
 
 
 def entries(paths: Iterable[str]) -> tuple[Entry, ...]:
     """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of them, up to three deep.
 
-    A path that is neither becomes an entry with a `problem`. Links that lead out of the folder given are not followed.
+    A path that is neither becomes an entry with a `problem`, and so does a run with a file that is a link to a place
+    outside of all `paths`. Folders that are such links are not followed.
     """
+    named = [Path(text) for text in paths]
+    roots = tuple({os.path.realpath(path if path.is_dir() else path.parent): None for path in named})
     found: dict[str, Entry] = {}
-    for text in paths:
-        for name, path in _runs_at(Path(text)):
+    for root in named:
+        for name, path in _runs_at(root, roots):
             name = _unused(name, found)
-            found[name] = _entry(name, path)
+            found[name] = entry(name, path, roots)
             if len(found) >= MAX_ENTRIES:
                 return tuple(found.values())
     return tuple(found.values())
+
+
+def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> Entry:
+    """Return what is known of one run without reading a trace of it."""
+    if not path.exists():
+        return Entry(name, str(path), problem=f"{path}: there is no such file or folder")
+    state = keys.state(str(path))
+    held = state.files if state else ()
+    traces = [file for file in held if _may_be_trace(file.path.rpartition("/")[2])]
+    changed_ns = max((file.changed_ns for file in held), default=None)
+    manifest = _manifest(path / conventions.MANIFEST_FILE) if path.is_dir() and not outside(state, roots) else {}
+    model, world_size, created_ns = (manifest.get(key) for key in ("model", "world_size", "created_ns"))
+    is_live = not is_private and changed_ns is not None and time.time_ns() - changed_ns < LIVE_S * 1e9
+    problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
+    return Entry(
+        name,
+        str(path),
+        stamp=_stamp(path, state),
+        files=len(traces),
+        size_bytes=sum(file.size_bytes for file in traces),
+        strategy=str(manifest.get("strategy") or ""),
+        model=str(model.get("name", "")) if isinstance(model, dict) else str(model or ""),
+        world_size=world_size if isinstance(world_size, int) else None,
+        created_ns=created_ns if isinstance(created_ns, int) else changed_ns,
+        problem=problem,
+        is_live=is_live,
+        is_private=is_private,
+        roots=roots,
+        summary=None if problem or is_private else checked.summary(str(path), state),
+    )
+
+
+def outside(state: State | None, roots: Sequence[str]) -> str:
+    """Return the file of a run that is a link to a place outside of `roots`; '' where none is."""
+    links = [file for file in (state.files if state else ()) if file.links_to is not None]
+    for file in links:
+        real = Path(str(file.links_to))
+        if not any(real.is_relative_to(root) for root in roots):
+            return file.path
+    return ""
 
 
 def history_file(words: Iterable[str]) -> Path | None:
@@ -55,59 +116,86 @@ def history_file(words: Iterable[str]) -> Path | None:
         if word.startswith(HISTORY):
             return Path(word.removeprefix(HISTORY))
     beside = (Path(word) / store.FILE for word in given)
-    return next((path for path in beside if path.is_file()), None)
+    return next((path for path in beside if path.is_file() and not path.is_symlink()), None)
 
 
-def _runs_at(root: Path) -> Iterator[tuple[str, Path]]:
-    below = list(_runs_below(root, root, depth=0))
+def _runs_at(root: Path, roots: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    below = list(_runs_below(root, root, roots, depth=0))
     if below:
         yield from below
     else:
         yield root.name or str(root), root
 
 
-def _runs_below(folder: Path, root: Path, *, depth: int) -> Iterator[tuple[str, Path]]:
-    if folder.is_file() or (folder.is_dir() and _trace_files(folder)):
-        yield (str(folder.relative_to(root)) if folder != root else root.resolve().name), folder
+def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -> Iterator[tuple[str, Path]]:
+    if folder.is_file():
+        yield root.resolve().name, folder
         return
-    if depth == MAX_DEPTH or not folder.is_dir():
+    try:
+        with os.scandir(folder) as listed:
+            children = sorted(listed, key=lambda each: files.natural(each.name))
+    except OSError:
         return
-    for child in sorted(folder.iterdir()):
-        if child.is_dir() and not child.name.startswith(".") and child.resolve().is_relative_to(root.resolve()):
-            yield from _runs_below(child, root, depth=depth + 1)
+    name = str(folder.relative_to(root)) if folder != root else root.resolve().name
+    sure = _holds_traces(children, _is_trace_by_name)
+    if sure:
+        yield name, folder
+        return
+    folders = [each for each in children if each.is_dir() and not each.name.startswith(".")] * (depth < MAX_DEPTH)
+    some = False
+    for child in folders:
+        if not child.is_symlink() or _leads_inside(Path(child.path), roots):
+            for found in _runs_below(Path(child.path), root, roots, depth=depth + 1):
+                some = True
+                yield found
+    # Any JSON file may be a trace, unless there are runs below; without one a training may not have written it yet.
+    if not some and (_holds_traces(children, _may_be_trace) or (depth and _logs(children))):
+        yield name, folder
 
 
-def _trace_files(folder: Path) -> list[Path]:
-    """Return the files of a run that lie in its folder, in order; those of further windows one folder below."""
-    windows = [child for child in folder.glob("window[0-9]*") if child.is_dir()]
-    return sorted(
-        file
-        for place in (folder, *windows)
-        for file in place.iterdir()
-        if file.name.endswith(_TRACE_ENDINGS) and file.name != conventions.MANIFEST_FILE and file.is_file()
-    )
+def _holds_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
+    if any(is_trace(each.name) and each.is_file() for each in children):
+        return True
+    windows = (each for each in children if _WINDOW.fullmatch(each.name) and each.is_dir(follow_symlinks=False))
+    return any(is_trace(file.name) for window in windows for file in Path(window.path).iterdir())
 
 
-def _entry(name: str, path: Path) -> Entry:
-    if not path.exists():
-        return Entry(name, str(path), problem=f"{path}: there is no such file or folder")
-    files = [path] if path.is_file() else _trace_files(path)
-    if not files:
-        return Entry(name, str(path), problem=f"{path}: no trace files (*.json, *.json.gz) here or in folders below")
-    stats = [file.stat() for file in files]
-    manifest = {} if path.is_file() else _manifest(path / conventions.MANIFEST_FILE)
-    model, world_size, created_ns = (manifest.get(key) for key in ("model", "world_size", "created_ns"))
-    return Entry(
-        name,
-        str(path),
-        stamp=f"{max(stat.st_mtime_ns for stat in stats)}-{len(files)}-{sum(stat.st_size for stat in stats)}",
-        files=len(files),
-        size_bytes=sum(stat.st_size for stat in stats),
-        strategy=str(manifest.get("strategy", "")),
-        model=str(model.get("name", "")) if isinstance(model, dict) else str(model or ""),
-        world_size=world_size if isinstance(world_size, int) else None,
-        created_ns=created_ns if isinstance(created_ns, int) else None,
-    )
+def _logs(children: Sequence[os.DirEntry[str]]) -> bool:
+    return any(each.name.endswith(_LOGS) for each in children)
+
+
+def _is_trace_by_name(name: str) -> bool:
+    return _may_be_trace(name) and ("trace" in name.lower() or "rank" in name.lower() or not name.endswith(".json"))
+
+
+def _may_be_trace(name: str) -> bool:
+    other = (conventions.MANIFEST_FILE, conventions.TRUTH_FILE)
+    return name.lower().endswith(files.TRACE_SUFFIXES) and not name.startswith(".") and name not in other
+
+
+def _leads_inside(link: Path, roots: Sequence[str]) -> bool:
+    """Return whether a linked folder lies in what was named, and not above itself."""
+    real = link.resolve()
+    return any(real.is_relative_to(root) for root in roots) and not link.parent.resolve().is_relative_to(real)
+
+
+def _problem(path: Path, state: State | None, roots: Sequence[str], *, has_traces: bool, is_live: bool) -> str:
+    linked = outside(state, roots)
+    if linked:
+        return (
+            f"{path}: {linked} is a link to a place that the dashboard was not opened on, so nothing of this run is "
+            "read; put the file itself there, or name that place, too"
+        )
+    if has_traces:
+        return ""
+    if is_live:
+        return f"{path}: no trace yet; the training is being recorded, so wait for its first profiled window"
+    return f"{path}: no trace files (*.json, *.json.gz) here or in folders below"
+
+
+def _stamp(path: Path, state: State | None) -> str:
+    told = f"{path}\0{state.stamp if state else ''}"
+    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -116,12 +204,14 @@ def _manifest(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             return {}
         manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:
+    # A name that is no text (bytes of another time's encoding) cannot be sent to a browser.
+    name = name.encode("utf-8", "replace").decode()
     names, number, chosen = set(taken), 2, name
     while chosen in names:
         chosen, number = f"{name} ({number})", number + 1

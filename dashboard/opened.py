@@ -1,29 +1,37 @@
-"""Runs that were opened: loaded and checked once, then kept for every page and every person looking.
+"""Runs that were opened: checked once, then kept for every page and every person looking, also after a restart.
 
-A run is read again when its files change. What a page draws is kept apart from the traces: tables are small, traces
-are not.
+A run is read again when its files change; one that is being recorded only when somebody asks, since its files change
+all the time. What a page draws is kept apart from the traces: tables are small, traces are not.
 """
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
 import streamlit as st
 
+from dashboard import catalog
 from dashboard.catalog import Entry
-from tracekit import checking, loading, replay
+from tracekit import checked, checking, loading, replay
 from tracekit.analysis import allocations, breakdown, held, samples, snapshot_history, snapshots
 from tracekit.analysis.beside import Beside
+from tracekit.checked import keys
+from tracekit.errors import InputError
+from tracekit.gate import baseline
 from tracekit.readers import memory_snapshot
 from tracekit.replay import History, Outcome
 from tracekit.reports import memory as memory_report
 from tracekit.rule import Report
 from tracekit.snapshot import MemorySnapshot
-from tracekit.trace import Run
+from tracekit.trace import Run, Source
 
 MAX_OPEN_RUNS = 3
-_FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
+_FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
+_SURVEYS = (samples.samples_across,)
+_READ_STAMPS = "stamps_read"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,31 +41,44 @@ class Opened:
     run: Run
     report: Report
     lock: Any = field(default_factory=threading.RLock)
+    read_s: float = field(default_factory=time.time)
+    """When it was opened, Unix time in seconds."""
 
 
 def opened(entry: Entry) -> Opened:
     """Return the run, loaded and checked. Raises TracekitError where that cannot be."""
-    return _open(entry.path, entry.stamp)
+    return _open_private(entry, entry.stamp) if entry.is_private else _open(entry, _stamp(entry))
+
+
+def check(entry: Entry, on_progress: Callable[[Source], None] | None = None) -> None:
+    """Check a run and keep its report, without holding it open. Raises TracekitError."""
+    _refuse_links(entry)
+    checked.report(entry.path, facts=_FACTS, surveys=_SURVEYS, on_progress=on_progress)
+
+
+def read_again(entry: Entry) -> None:
+    """From now on show a run that is being recorded as it is now."""
+    st.session_state.get(_READ_STAMPS, {}).pop(entry.path, None)
 
 
 def by_step(entry: Entry) -> pl.DataFrame:
     """Return the run's breakdown by step. Raises TracekitError."""
-    return _tables(entry.path, entry.stamp)["by_step"]
+    return _table(entry, "by_step")
 
 
 def by_rank(entry: Entry) -> pl.DataFrame:
     """Return the run's breakdown by rank. Raises TracekitError."""
-    return _tables(entry.path, entry.stamp)["by_rank"]
+    return _table(entry, "by_rank")
 
 
 def measured(entry: Entry) -> pl.DataFrame:
     """Return the run's per-step samples. Raises TracekitError."""
-    return _tables(entry.path, entry.stamp)["samples"]
+    return _table(entry, "samples")
 
 
 def memory_of_trace(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
     """Return the tables of one trace that pictures of memory are drawn from, by name. Raises TracekitError."""
-    return _memory_of_trace(entry.path, entry.stamp, rank, window)
+    return _memory_of_trace(entry, _stamp(entry), rank, window)
 
 
 def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFrame]:
@@ -69,26 +90,59 @@ def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFr
 
 
 @st.cache_resource(max_entries=MAX_OPEN_RUNS, show_spinner=False)
-def _open(path: str, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is part of the cache's key
-    run = loading.load(path)
-    run.measure(_FACTS)
-    return Opened(run, checking.check(run))
+def _open(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
+    _refuse_links(_entry)
+    report = checked.report(_entry.path, facts=_FACTS, surveys=_SURVEYS)
+    return Opened(report.run, report)
+
+
+@st.cache_resource(max_entries=1, show_spinner=False, scope="session")
+def _open_private(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
+    run = loading.load(_entry.path, cache=False)
+    return Opened(run, checking.check(run, facts=_FACTS))
+
+
+def _stamp(entry: Entry) -> str:
+    """Return the stamp of what this person sees of a run: while it is being recorded, that of when it was opened."""
+    seen: dict[str, str] = st.session_state.setdefault(_READ_STAMPS, {})
+    if not entry.is_live:
+        seen.pop(entry.path, None)
+        return entry.stamp
+    return seen.setdefault(entry.path, entry.stamp)
+
+
+def _refuse_links(entry: Entry) -> None:
+    # Also here, for a file may have become a link after the run was listed.
+    linked = catalog.outside(keys.state(entry.path), entry.roots)
+    if linked:
+        raise InputError(
+            f"{linked} is a link to a place that the dashboard was not opened on; put the file itself there"
+        )
+
+
+def _table(entry: Entry, name: str) -> pl.DataFrame:
+    if entry.is_private:
+        return _measured(opened(entry).run)[name]
+    return _tables(entry, _stamp(entry))[name]
 
 
 @st.cache_resource(max_entries=200, show_spinner=False)
-def _tables(path: str, stamp: str) -> dict[str, pl.DataFrame]:
-    run = _open(path, stamp).run  # its facts are measured: no lock is needed to read them
-    return {fact.__name__: run.table(fact) for fact in _FACTS}
+def _tables(_entry: Entry, stamp: str) -> dict[str, pl.DataFrame]:
+    return _measured(_open(_entry, stamp).run)  # its facts are measured: no lock is needed to read them
+
+
+def _measured(run: Run) -> dict[str, pl.DataFrame]:
+    return {fact.__name__: run.table(fact) for fact in (breakdown.by_step, breakdown.by_rank, samples.samples)}
 
 
 _OF_MEMORY = (held.over_time, held.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
 
 
 @st.cache_resource(max_entries=40, show_spinner=False)
-def _memory_of_trace(path: str, stamp: str, rank: int, window: int) -> dict[str, pl.DataFrame]:
-    opened = _open(path, stamp)
-    with opened.lock:
-        trace = opened.run.trace(rank, window)
+def _memory_of_trace(_entry: Entry, stamp: str, rank: int, window: int) -> dict[str, pl.DataFrame]:  # noqa: ARG001
+    held_open = opened(_entry)
+    with held_open.lock:
+        trace = held_open.run.trace(rank, window)
         return {fact.__name__: fact(trace) for fact in _OF_MEMORY}
 
 

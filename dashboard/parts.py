@@ -1,33 +1,46 @@
-"""Pieces that several pages show: the choice of runs, boxes for what went wrong, findings, tables in readable units."""
+"""Pieces that several pages show: the choice of runs, boxes for what went wrong, findings, tables in readable units.
+
+A widget whose choice belongs in the address takes its key from `kept` and its kin: see `dashboard.address`.
+"""
 
 import string
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from dashboard import opened
+from dashboard import address, downloads, opened
+from dashboard.address import kept, kept_flag, kept_number, kept_several, kept_text
 from dashboard.catalog import Entry
 from tracekit import charts, markup
 from tracekit.errors import RuleError, TracekitError
 from tracekit.reports import fragments, words
 from tracekit.rule import Finding
 
+__all__ = ["kept", "kept_flag", "kept_number", "kept_several", "kept_text"]
+
 PAGES = "pages"
 RUN = "run"
-OTHERS = "others"
+OTHERS = "compare"
 MISSING = "—"
-WANTED = "wanted_run"
 SHOWN_FINDING = "shown_finding"
 MAX_PRESELECTED = 4
+MAX_COMPARED = 8
+MAX_EVIDENCE_ROWS = 1000
 
 STYLE = f"""<style>{fragments.STYLE}
 [data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
 .tk-title {{display: flex; flex-wrap: wrap; gap: 14px; align-items: baseline; margin: 0}}
 .tk-title b {{font-size: 1.5rem; font-weight: 650; overflow-wrap: anywhere}}
 .tk-title span {{opacity: .75}}
+.tk-schema td:not(:last-child) {{overflow-wrap: normal; white-space: nowrap}}
+[class*="st-key-download-"] {{margin-top: -.9rem}}
+[class*="st-key-download-"] button {{min-height: 0; padding: 0; opacity: .7}}
+[class*="st-key-download-"] button p {{font-size: .8rem}}
+[class*="st-key-download-"] button:is(:hover, :focus-visible) {{opacity: 1}}
 </style>"""
 
 
@@ -39,34 +52,42 @@ def nothing_opened() -> None:
 
 
 def choose(listed: Sequence[Entry]) -> tuple[Entry, tuple[Entry, ...]]:
-    """Return the run chosen in the sidebar, and those chosen to compare it with. The address names the run."""
+    """Let a person choose a run; return it, and those chosen to compare it with. The address names the run."""
     by_name = {entry.name: entry for entry in listed}
     names = list(by_name)
-    asked = st.query_params.get(RUN, "") if RUN not in st.session_state else ""
-    wanted = st.session_state.pop(WANTED, asked)
-    if wanted in by_name:  # looked up among the listed, never taken as a path
-        st.session_state[RUN] = wanted
-    with st.sidebar:
-        st.html('<div class="tk-title"><b>tracekit</b></div>')
-        name = st.selectbox("Run", names, key=RUN, format_func=markup.inert)
-        rest = [other for other in names if other != name]
-        if OTHERS not in st.session_state:
-            usable = [other for other in rest if not by_name[other].problem]
-            st.session_state[OTHERS] = usable if len(names) <= MAX_PRESELECTED else []
-        st.session_state[OTHERS] = [other for other in st.session_state[OTHERS] if other in rest]
-        others = (
-            st.multiselect("Compare with", rest, key=OTHERS, format_func=markup.inert, placeholder="Choose runs")
-            if rest
-            else []
+    # A name in the address is looked up among the listed, never taken as a path.
+    name = st.selectbox("Run", names, key=kept(RUN, names), format_func=markup.inert)
+    rest = [other for other in names if other != name]
+    usable = [other for other in rest if not by_name[other].problem]
+    key = kept_several(OTHERS, rest, usable if len(names) <= MAX_PRESELECTED else ())
+    others = (
+        st.multiselect(
+            "Compare with",
+            rest,
+            key=key,
+            format_func=markup.inert,
+            placeholder="Choose runs",
+            max_selections=MAX_COMPARED,
         )
-    if len(names) > 1:
-        st.query_params[RUN] = name
+        if rest
+        else []
+    )
+    if len(names) > 1 and RUN not in st.query_params:
+        st.query_params[RUN] = name  # which run comes first is nothing that a link can rely on
     return by_name[name], tuple(by_name[other] for other in others)
 
 
-def go_to(page: str) -> None:
-    """Turn to another page."""
-    st.switch_page(st.session_state[PAGES][page])
+def go_to(page: str, **chosen: Any) -> None:
+    """Turn to another page, with widgets on it set by their names in the address: ``go_to("timeline", rank=3)``.
+
+    The run stays unless `chosen` names another.
+    """
+    told = {name: texts for name, texts in address.choices().items() if name in (RUN, OTHERS)}
+    told |= {
+        name: [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
+        for name, value in chosen.items()
+    }
+    st.switch_page(st.session_state[PAGES][page], query_params=told)
 
 
 def open_or_say(entry: Entry) -> opened.Opened | None:
@@ -88,9 +109,16 @@ def problem(message: str) -> None:
 
 
 def heading(entry: Entry, held: opened.Opened) -> None:
-    """Show which run a page is about."""
+    """Show which run a page is about and, while it is being recorded, as of when it is shown."""
     about = markup.escape(words.subtitle(held.run))
     st.html(f'<div class="tk-title"><b>{markup.escape(entry.name)}</b><span>{about}</span></div>')
+    if entry.is_live:
+        read_at = datetime.fromtimestamp(held.read_s, UTC).strftime("%H:%M:%S")
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.caption(f"Its files change: it is being recorded. What you see was read at {read_at} UTC.")
+            if st.button("Read again", key="read_again"):
+                opened.read_again(entry)
+                st.rerun()
 
 
 def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
@@ -101,10 +129,14 @@ def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
         if not rows:
             return
         with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
-            frame(words.readable(found.evidence, words.origins(held.run)))
+            shown = found.evidence.head(MAX_EVIDENCE_ROWS)
+            frame(words.readable(shown, words.origins(held.run)))
+            if rows > MAX_EVIDENCE_ROWS:
+                st.caption(f"The first {MAX_EVIDENCE_ROWS:,} rows of {rows:,}; the download has all.")
+            downloads.table(found.evidence, key=f"{found.id}-evidence-{key}")
             if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
                 st.session_state[SHOWN_FINDING] = key
-                go_to("timeline")
+                go_to("timeline", finding=key)
 
 
 def can_be_shown(found: Finding) -> bool:
@@ -118,28 +150,57 @@ def finding_keys(findings: Sequence[Finding]) -> dict[str, Finding]:
     return {f"{number}-{found.id}": found for number, found in enumerate(findings)}
 
 
-def frame(table: pl.DataFrame, **options: Any) -> None:
-    """Show a table with its numbers in readable units; it can be sorted, searched and downloaded."""
-    scales = {"_ns": (1e6, "%.3f ms"), "bytes": (2**20, "%.2f MiB"), "_ratio": (0.01, "%.1f %%")}
+def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any:
+    """Show a table with its numbers in readable units; it can be sorted and searched.
+
+    With a `key`, what was measured can be downloaded below it, in its own units. `options` are those of st.dataframe,
+    whose answer is returned.
+    """
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:
         label = markup.heading(series.name)
-        ending = next((ending for ending in scales if series.name.endswith(ending)), None)
-        if ending and series.dtype.is_numeric():
-            divisor, pattern = scales[ending]
+        scale = _scale(series) if series.dtype.is_numeric() else None
+        if scale:
+            divisor, pattern = scale
             series = series / divisor
             columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
         else:
             columns[series.name] = st.column_config.Column(label)
         shown.append(series)
-    st.dataframe(pl.DataFrame(shown), column_config=columns, hide_index=True, placeholder=MISSING, **options)
+    columns |= options.pop("column_config", {})
+    event = st.dataframe(
+        pl.DataFrame(shown), column_config=columns, hide_index=True, placeholder=MISSING, key=key, **options
+    )
+    if key is not None:
+        downloads.table(table, key=key)
+    return event
+
+
+def _scale(series: pl.Series) -> tuple[float, str] | None:
+    """Return what a column is divided by, and how it is written then, by the ending of its name."""
+    scales = {"_ns": (1e6, "%.3f ms"), "_ratio": (0.01, "%.1f %%"), "_bytes_per_s": (1e6, "%.2f MB/s")}
+    for ending, scale in scales.items():
+        if series.name.endswith(ending):
+            return scale
+    if not series.name.endswith("bytes"):
+        return None
+    least = float(str(series.abs().filter(series != 0).min() or 2**20))
+    return 2**20, "%.2f MiB" if least >= 2**20 / 100 else "%.4g MiB"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:
+    """Show a table of text, as `markup.html_table` makes it, with a download."""
+    st.html(markup.html_table(header, rows, right=right))
+    downloads.cells(header, rows, key=key)
 
 
 def chart(figure: go.Figure, *, key: str, **config: bool) -> None:
-    """Show a figure in the page's own colours and font; `config` adds to Plotly's configuration."""
+    """Show a figure in the page's own colours and font, with a download; `config` adds to Plotly's configuration."""
+    given = go.Figure(figure)
     figure.update_layout(font=font())
     st.plotly_chart(figure, theme=None, config={**charts.CONFIG, **config}, key=key)
+    downloads.figure(given, key=key)
 
 
 def font() -> dict[str, str | int]:

@@ -1,10 +1,7 @@
 """Parsed tables of traces in the user's cache directory, so that a trace file is parsed once.
 
 An entry is one trace: a zip archive of stored members, a Parquet file (zstd) for each table that has rows and a JSON
-file for the rest, so that a table is read only when somebody asks for it. An entry appears whole under its name or not
-at all, the least recently used go when the cache outgrows its bound, and a cache that cannot be used, or an entry that
-cannot be trusted, costs no more than the parsing that it would have saved. Tiles (`tracekit.tiles`) lie here too, under
-the same bound.
+file for the rest, so that a table is read only when somebody asks for it. How entries come and go is `tracekit.shelf`.
 
 What an entry is found by: the path, size, time of change and first and last MiB of the trace file and of the logs that
 are read beside it, the rank and window asked for, and the code that reads. A file that is changed in its middle, with
@@ -12,42 +9,33 @@ its size and its time of change kept as they were, is therefore not seen to have
 """
 
 import dataclasses
-import errno
 import functools
 import hashlib
 import io
 import json
-import logging
 import os
-import secrets
 import stat
-import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import polars as pl
 
-from tracekit import conventions, schema
+from tracekit import conventions, schema, shelf
 from tracekit.errors import BadTraceError
+from tracekit.shelf import DIRECTORY, Shelf
 from tracekit.trace import Source, Trace
 
-DIRECTORY = "TRACEKIT_CACHE_DIR"
+__all__ = ["DIRECTORY", "MAX_BYTES", "Cache", "StoredTrace", "bound", "cached"]
+
 MAX_BYTES = "TRACEKIT_CACHE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 10 << 30
 _SUFFIX = ".trace"
-TILES_SUFFIX = ".tiles"
-_SUFFIXES = (_SUFFIX, TILES_SUFFIX)
-_ABANDONED_S = 3600  # no writer takes that long: what it began was left behind by one that died
 _EDGE_BYTES = 1 << 20
 _FIELDS = "fields.json"
-_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in an entry's place must not hang the reader
 _READING_CODE = ("readers/*.py", "schema.py", "conventions.py", "intervals.py", "trace.py", "cache.py")
-
-log = logging.getLogger(__name__)
 
 Read = Callable[[], Trace]
 
@@ -60,29 +48,9 @@ def cached(source: Source) -> Source:
     return dataclasses.replace(source, read=partial(_read, source))
 
 
-def key_of(source: Source) -> str | None:
-    """Return what the entry of a trace is found by; None where it is no local file."""
-    trace = _state(Path(source.path))
-    if trace is None:
-        return None
-    logs = [_state(path) for path in _logs(Path(source.path), source.rank)]
-    told = json.dumps([_code(), source.path, source.rank, source.window, trace, logs])
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def hash_of_code(patterns: Iterable[str]) -> str:
-    """Return the hash of code of this package: a version number is forgotten sooner or later."""
-    package = Path(__file__).parent
-    digest = hashlib.sha256()
-    for pattern in patterns:
-        for file in sorted(package.glob(pattern)):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Entries in a folder of this user's own, by key. Nothing that fails in here raises: it is said once, to debug."""
+    """Traces in a folder of this user's own, by key. Nothing that fails in here raises: it is said once, to debug."""
 
     folder: Path
     max_bytes: int = DEFAULT_MAX_BYTES
@@ -90,137 +58,57 @@ class Cache:
     @classmethod
     def of_user(cls, environment: Mapping[str, str] = os.environ) -> "Cache | None":
         """Return the cache that the environment names, or the user's usual one; None for a user without a home."""
-        bound = environment.get(MAX_BYTES, "")
-        max_bytes = int(bound) if bound.isdecimal() else DEFAULT_MAX_BYTES
-        if named := environment.get(DIRECTORY):
-            return cls(Path(named) / "traces", max_bytes)
-        try:
-            usual = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        except RuntimeError:
-            return None
-        return cls(usual / "tracekit" / "traces", max_bytes)
+        folder = shelf.folder("traces", environment)
+        return None if folder is None else cls(folder, bound(environment))
 
     def get(self, key: str, again: Read) -> Trace | None:
         """Return the trace stored under `key`, None where there is none to trust.
 
         Should the entry be gone or damaged once a table of it is asked for, the tables come from `again()`.
         """
-        path = self._entry(key)
-        try:
-            _check_own(self.folder)
-        except OSError as error:
-            self._complain(error)
+        found = self._shelf.get(key, _fields)
+        if found is None:
             return None
-        try:
-            with _open_own(path) as file, zipfile.ZipFile(file) as entry:
-                fields, rows = json.loads(entry.read(_FIELDS))
-            os.utime(path)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # noqa: BLE001 whatever bytes lie there, the trace itself can be read
-            _drop(path, error)
-            return None
-        return StoredTrace.of(fields, partial(self._table, path, rows), again)
+        fields, rows = found
+        return StoredTrace.of(fields, partial(self._table, key, rows), again)
 
     def put(self, key: str, trace: Trace) -> None:
         """Store a trace under `key`, and let the least recently used go where the cache is full."""
-        if not self.max_bytes:
-            return
-        try:
-            with self.writing(f"{key}{_SUFFIX}") as file:
-                _write(file, trace)
-        except (OSError, TypeError, ValueError, pl.exceptions.PolarsError) as error:  # what JSON or Parquet cannot say
-            self._complain(error)
-
-    def file(self, name: str) -> BinaryIO | None:
-        """Return what lies here under `name`, open to be read and marked as used; None where there is none to trust."""
-        try:
-            _check_own(self.folder)
-            file = _open_own(self.folder / name)
-            os.utime(self.folder / name)
-        except OSError as error:
-            self._complain(error)
-            return None
-        return file
-
-    @contextmanager
-    def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Give a file to write and read, which lies here under `name` once the block has ended well.
-
-        What is larger than the cache may be is not kept. Raises OSError where nothing can be written.
-        """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_own(self.folder)
-        path = self.folder / f"{Path(name).stem}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
-        try:
-            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600), "w+b") as file:
-                yield file
-                file.flush()
-                size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes <= self.max_bytes:
-                path.replace(self.folder / name)
-        finally:
-            path.unlink(missing_ok=True)
-        self._shed()
-
-    def drop(self, name: str, error: Exception) -> None:
-        """Remove what lies under `name`, which cannot be trusted."""
-        _drop(self.folder / name, error)
+        # The errors are of what JSON or Parquet cannot say.
+        unsaid = (TypeError, ValueError, pl.exceptions.PolarsError)
+        self._shelf.put(key, partial(_write, trace), unless=unsaid)
 
     def size_bytes(self) -> int:
         """Return how much the entries take."""
-        return sum(size for _, size, _ in self._files())
+        return self._shelf.size_bytes()
 
     def clear(self) -> int:
         """Remove every entry and return how much that freed, in bytes."""
-        files = list(self._files())
-        for _, _, path in files:
-            with suppress(OSError):
-                path.unlink()
-        return sum(size for _, size, _ in files)
+        return self._shelf.clear()
 
-    def _entry(self, key: str) -> Path:
-        return self.folder / f"{key}{_SUFFIX}"
+    @property
+    def _shelf(self) -> Shelf:
+        return Shelf(self.folder, _SUFFIX, self.max_bytes)
 
-    def _table(self, path: Path, rows: Mapping[str, int], name: str) -> pl.DataFrame | None:
+    def _table(self, key: str, rows: Mapping[str, int], name: str) -> pl.DataFrame | None:
         """Return one table of an entry, None where it cannot be had."""
         if not rows[name]:
             return schema.TABLES[name].empty()
-        try:
-            with _open_own(path) as file, zipfile.ZipFile(file) as entry:
+
+        def read(file: BinaryIO) -> pl.DataFrame:
+            with zipfile.ZipFile(file) as entry:
                 table = pl.read_parquet(entry.read(f"{name}.parquet"))
             if table.schema != schema.TABLES[name].schema or table.height != rows[name]:
                 raise ValueError(f"{name}: not the table that was stored")
-        except Exception as error:  # noqa: BLE001 whatever bytes lie there, the trace itself can be read
-            _drop(path, error)
-            return None
-        return table
+            return table
 
-    def _complain(self, error: Exception) -> None:
-        if not isinstance(error, FileNotFoundError):
-            _say_once(f"{self.folder}: {getattr(error, 'strerror', None) or error}")
+        return self._shelf.get(key, read)
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield time of last use in ns, size in bytes and path of all that lies in the cache."""
-        try:
-            files = [file for file in self.folder.iterdir() if file.suffix in (*_SUFFIXES, conventions.PARTIAL_SUFFIX)]
-        except OSError:
-            return
-        for file in files:
-            with suppress(OSError):  # another process may remove it meanwhile
-                known = file.lstat()
-                yield known.st_mtime_ns, known.st_size, file
 
-    def _shed(self) -> None:
-        abandoned_ns = time.time_ns() - _ABANDONED_S * 10**9
-        files = sorted(self._files())
-        held = sum(size for _, size, _ in files)
-        for used_ns, size, path in files:
-            is_entry = path.suffix in _SUFFIXES
-            if (held > self.max_bytes and is_entry) or (used_ns < abandoned_ns and not is_entry):
-                with suppress(OSError):
-                    path.unlink()
-                held -= size
+def bound(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many bytes the environment lets the cache of traces take."""
+    told = environment.get(MAX_BYTES, "")
+    return int(told) if told.isdecimal() else DEFAULT_MAX_BYTES
 
 
 class StoredTrace(Trace):
@@ -266,6 +154,16 @@ def _read_again(source: Source, key: str) -> Trace:
     return source.read()
 
 
+def key_of(source: Source) -> str | None:
+    """Return what the entry of a trace is found by; None where it is no local file."""
+    trace = _state(Path(source.path))
+    if trace is None:
+        return None
+    logs = [_state(path) for path in _logs(Path(source.path), source.rank)]
+    told = json.dumps([_code(), source.path, source.rank, source.window, trace, logs])
+    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def _logs(trace: Path, rank: int) -> Iterator[Path]:
     """Yield where the logs that belong to a trace may lie: beside it or, for a window, in the folder above."""
     for folder in (trace.parent, trace.parent.parent):
@@ -290,11 +188,16 @@ def _state(path: Path) -> tuple[int, int, str] | None:
 
 @functools.cache
 def _code() -> str:
-    """Return the hash of the code that makes tables."""
-    return hash_of_code(_READING_CODE)
+    return shelf.hash_of_code(Path(__file__).parent, _READING_CODE)
 
 
-def _write(file: BinaryIO, trace: Trace) -> None:
+def _fields(file: BinaryIO) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    with zipfile.ZipFile(file) as entry:
+        fields, rows = json.loads(entry.read(_FIELDS))
+    return fields, rows
+
+
+def _write(trace: Trace, file: BinaryIO) -> None:
     tables = trace.tables
     fields = {f.name: getattr(trace, f.name) for f in dataclasses.fields(Trace) if f.name not in tables}
     rows = {name: table.height for name, table in tables.items()}
@@ -305,33 +208,3 @@ def _write(file: BinaryIO, trace: Trace) -> None:
                 table.write_parquet(packed, compression="zstd", compression_level=1, statistics=False)
                 entry.writestr(f"{name}.parquet", packed.getbuffer())
         entry.writestr(_FIELDS, json.dumps([fields, rows]))
-
-
-def _check_own(folder: Path) -> None:
-    """Raise OSError unless a folder is this user's own; close it to all others."""
-    known = folder.lstat()
-    if not stat.S_ISDIR(known.st_mode) or known.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, "not a folder of this user's own")
-    if stat.S_IMODE(known.st_mode) != 0o700:
-        folder.chmod(0o700)
-
-
-def _open_own(path: Path) -> io.BufferedReader:
-    """Open a file that this user wrote. Raises OSError where it is a link, no file, or somebody else's."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb")
-    known = os.fstat(file.fileno())
-    if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid():
-        file.close()
-        raise PermissionError(errno.EPERM, "not a file of this user's own")
-    return file
-
-
-def _drop(path: Path, error: Exception) -> None:
-    _say_once(f"{path}: not used ({error})")
-    with suppress(OSError):
-        path.unlink()
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.debug("cache: %s; going on without", message)

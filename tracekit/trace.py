@@ -1,6 +1,7 @@
 """Trace: one rank in one profiled window. Run: all that a job left behind."""
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -126,6 +127,7 @@ class Run:
         self._kept: dict[Source, Trace] = {}
         self._facts: dict[Fact, pl.DataFrame] = {}
         self._surveys: dict[Survey, pl.DataFrame] = {}
+        self._recall: Callable[[str], pl.DataFrame | None] = lambda _: None
 
     @property
     def name(self) -> str:
@@ -180,7 +182,8 @@ class Run:
     def across(self, survey: Survey) -> pl.DataFrame:
         """Return what is measured on the run as a whole, such as its collectives; one measurement, then kept."""
         if survey not in self._surveys:
-            self._surveys[survey] = survey(self)
+            known = self._recalled(survey)
+            self._surveys[survey] = survey(self) if known is None else known
         return self._surveys[survey]
 
     def measure(self, facts: Iterable[Fact], on_progress: Callable[[Source], None] | None = None) -> None:
@@ -190,6 +193,9 @@ class Run:
         Raises BadTraceError if no trace can be read.
         """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
+        known = {fact: table for fact in wanted if (table := self._recalled(fact)) is not None}
+        self._facts |= known
+        wanted = [fact for fact in wanted if fact not in known]
         if not wanted:
             return
         parts: dict[Fact, list[pl.DataFrame]] = {fact: [] for fact in wanted}
@@ -199,6 +205,19 @@ class Run:
             if on_progress:
                 on_progress(source)
         self._facts |= {fact: pl.concat(frames) for fact, frames in parts.items()}
+
+    @property
+    def measured(self) -> dict[str, pl.DataFrame]:
+        """Return what was measured so far, by the full names of facts and surveys; without what has no such name."""
+        both: list[tuple[Fact | Survey, pl.DataFrame]] = [*self._facts.items(), *self._surveys.items()]
+        return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
+
+    def recall(self, known: Callable[[str], pl.DataFrame | None]) -> None:
+        """From now on ask `known` for a fact or survey by its full name, and measure only what it does not know.
+
+        What it knows must have been measured on these very traces, by the same code.
+        """
+        self._recall = known
 
     def keep(self, traces: Mapping[Source, Trace]) -> None:
         """Take traces that were read already, so that they are not read again while they fit in `keep_bytes`."""
@@ -223,6 +242,10 @@ class Run:
                 else:
                     self._take(source, trace)
                 yield source, measured
+
+    def _recalled(self, measure: Fact | Survey) -> pl.DataFrame | None:
+        name = _full_name(measure)
+        return None if name is None else self._recall(name)
 
     def _has_room(self, source: Source, running: list[Source]) -> bool:
         ahead_bytes = sum(other.size_bytes for other in running)
@@ -295,6 +318,13 @@ OFFSETS = schema.Table(
         schema.Column("how", pl.String(), "", "seq, order: how collectives were matched; none: on its own clock."),
     ),
 )
+
+
+def _full_name(measure: Fact | Survey) -> str | None:
+    """Return the name that leads to a function from anywhere; None for one that was made on the way."""
+    module, name = getattr(measure, "__module__", ""), getattr(measure, "__qualname__", "")
+    is_reached = getattr(sys.modules.get(module), name, None) is measure
+    return f"{module}.{name}" if is_reached else None
 
 
 def _unaligned(run: Run) -> pl.DataFrame:

@@ -1,46 +1,63 @@
-"""Compare: several runs side by side, judged as `tracekit compare` judges them."""
+"""Compare: several runs side by side, judged as `tracekit compare` judges them, with the cause of what is worse."""
 
 from collections.abc import Sequence
 
 import streamlit as st
 
-from dashboard import opened, parts
+from dashboard import downloads, opened, parts
 from dashboard.catalog import Entry
 from tracekit import charts, markup
 from tracekit.change import Change
 from tracekit.compare import Comparison, Side, compare
 from tracekit.errors import NotComparableError, RuleError, TracekitError
-from tracekit.reports import comparison
+from tracekit.gate import Gate, judging
+from tracekit.gate import baseline as baselines
+from tracekit.reports import comparison, fragments
 
 
 def page(chosen: Sequence[Entry]) -> None:
-    """Show the mean step of each chosen run, and how the others differ from the first."""
+    """Show how each chosen run differs from the first, why, and the mean step of all."""
     st.html('<div class="tk-title"><b>Compare</b></div>')
     if len(chosen) < 2:
-        st.info("Pick one or more runs under 'Compare with' in the sidebar.")
+        st.info("Pick one or more runs under 'Compare with' in the sidebar, or select several on the page Runs.")
         return
     usable = [entry for entry in chosen if _opens(entry)]
+    if len(usable) >= 2:
+        _differences(usable)
     steps = {entry.name: opened.by_step(entry) for entry in usable}
     drawn = {name: table for name, table in steps.items() if table.height}
     st.subheader("The mean step")
     if drawn:
         parts.chart(charts.comparison(drawn), key="comparison")
     else:
-        st.info("None of these runs has a step to break down.")
-    if len(usable) < 2:
-        return
-    st.subheader(f"Against {parts.plain(usable[0].name)}")
+        st.info("None of these runs has a step to break down. Record with profiler.step() after each optimizer step.")
+
+
+def _differences(usable: Sequence[Entry]) -> None:
+    reference = usable[0]
+    st.subheader(f"Against {parts.plain(reference.name)}")
+    found = [(entry, each) for entry in usable[1:] if (each := _compared(reference, entry))]
+    for entry, each in found:
+        gate = _judged(reference, entry)
+        st.html(fragments.difference(each, gate))
+    if found:
+        only = st.toggle("Only what changed for certain", key=parts.kept_flag("changed"))
+        header, rows, classes = _table([each for _, each in found], only_changed=only)
+        right = [False, *(True for _ in header[1:])]
+        if rows:
+            st.html(fragments.coloured_table(header, rows, classes, right=right))
+            downloads.cells(header, rows, key="comparison")
+        else:
+            st.info("No metric changed for certain.")
     st.caption(
         "Medians over steps; the interval holds 95% of the changes that other steps of the same runs would have shown. "
         "Another run of the same program may differ by more."
     )
-    reference = _side(usable[0])
-    found = [each for entry in usable[1:] if (each := _compared(reference, _side(entry)))]
-    if found:
-        header, rows = _table(found)
-        st.html(markup.html_table(header, rows, right=[False, *(True for _ in header[1:])]))
-    for note in dict.fromkeys(note for each in found for note in each.notes):
-        st.caption(parts.plain(note))
+    notes = list(dict.fromkeys(note for _, each in found for note in each.notes))
+    if notes:
+        with st.expander(f"What else differs between these runs ({len(notes)})"):
+            for note in notes:
+                st.markdown("- " + parts.plain(note))
 
 
 def _opens(entry: Entry) -> bool:
@@ -56,34 +73,63 @@ def _opens(entry: Entry) -> bool:
     return True
 
 
-def _side(entry: Entry) -> Side:
-    return Side(entry.name, opened.opened(entry).run.manifest, opened.measured(entry))
-
-
-def _compared(reference: Side, candidate: Side) -> Comparison | None:
+def _compared(reference: Entry, candidate: Entry) -> Comparison | None:
     """Return the comparison; runs of different kind are compared too, with a word on it."""
     try:
-        return compare(reference, candidate, allow_different=True)
+        return _comparison(reference, candidate, _both(reference, candidate))
     except NotComparableError as error:
         parts.problem(str(error))
         return None
 
 
-def _table(found: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: one row per metric that any two runs share, the reference's median, then each other's."""
+def _judged(reference: Entry, candidate: Entry) -> Gate | None:
+    """Return what a check of one run against the other comes to, for its causes; None where it cannot be made."""
+    try:
+        return _gate(reference, candidate, _both(reference, candidate))
+    except TracekitError:  # said by the comparison already
+        return None
+
+
+def _both(reference: Entry, candidate: Entry) -> str:
+    return " ".join((reference.name, reference.stamp, candidate.name, candidate.stamp))
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _comparison(_reference: Entry, _candidate: Entry, both: str) -> Comparison:  # noqa: ARG001  # the cache's key
+    return compare(_side(_reference), _side(_candidate), allow_different=True)
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _gate(_reference: Entry, _candidate: Entry, both: str) -> Gate:  # noqa: ARG001  # the cache's key
+    a, b = opened.opened(_reference), opened.opened(_candidate)
+    with a.lock:
+        held = baselines.of_reports([(a.report, a.run)])
+    with b.lock:
+        return judging.judge(b.report, None, baseline=held, allow_different=True)
+
+
+def _side(entry: Entry) -> Side:
+    return Side(entry.name, opened.opened(entry).run.manifest, opened.measured(entry))
+
+
+def _table(found: Sequence[Comparison], *, only_changed: bool) -> tuple[list[str], list[list[str]], list[list[str]]]:
+    """Return header, rows and the class of each cell: one row per metric that any two runs share."""
     by_metric = [{change.metric: change for change in each.changes} for each in found]
     metrics = dict.fromkeys(change.metric for each in found for change in each.changes)
     header = ["metric", found[0].reference, *(each.candidate for each in found)]
-    rows = []
+    rows, classes = [], []
     for metric in metrics:
         changes = [of_run.get(metric) for of_run in by_metric]
+        if only_changed and not any(change and fragments.is_decided(change) for change in changes):
+            continue
         reference = next(change.reference for change in changes if change)
         rows.append([comparison.label(metric), markup.cell(metric, reference), *(_cell(change) for change in changes)])
-    return header, rows
+        classes.append(["", "", *(change.verdict.value.replace(" ", "-") if change else "" for change in changes)])
+    return header, rows, classes
 
 
 def _cell(change: Change | None) -> str:
     if change is None:
         return parts.MISSING
-    told = f"{markup.cell(change.metric, change.candidate)}  {comparison.change_in_words(change)}"
+    told = f"{markup.cell(change.metric, change.candidate)} · {comparison.change_in_words(change)}"
     return f"{told}: {change.verdict.value}".replace("-", "−")

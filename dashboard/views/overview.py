@@ -1,54 +1,122 @@
-"""Overview: whether to worry, what it costs, what to change, where the time goes."""
+"""Overview: whether to worry, what it costs, what to change, where the time goes, and how far to trust it."""
 
+import plotly.graph_objects as go
+import polars as pl
 import streamlit as st
 
 from dashboard import opened, parts
 from dashboard.catalog import Entry
 from tracekit import charts
-from tracekit.reports import fragments
+from tracekit.analysis import summary as facts
+from tracekit.checked.summary import is_of_data
+from tracekit.reports import fragments, html
+from tracekit.reports import json as report_json
+from tracekit.rule import Finding, Severity
 
 BY_RANK, BY_STEP = "by rank", "by step"
 
 
 def page(entry: Entry) -> None:
-    """Show the verdict, the findings by impact, and the breakdown."""
+    """Show the verdict, what there is to gain, the breakdown, the findings by impact, and the trust in the data."""
     held = parts.open_or_say(entry)
     if held is None:
         return
     parts.heading(entry, held)
-    st.html(fragments.verdict(held.report.findings))
+    keyed = parts.finding_keys(held.report.findings)
+    judged = {key: found for key, found in keyed.items() if not is_of_data(found.code)}
+    of_data = {key: found for key, found in keyed.items() if key not in judged}
+    st.html(fragments.verdict(list(judged.values())) + fragments.trust(list(of_data.values())))
     st.html(fragments.numbers(fragments.headline_numbers(held.run)))
-    st.subheader("Findings")
-    for key, found in parts.finding_keys(held.report.findings).items():
-        parts.finding(found, held, key=key)
-    if not held.report.findings:
-        st.caption("No rule fired on this run.")
-    _breakdown(entry)
+    gains = fragments.gains(list(judged.values()), facts.step_time_ns(held.run))
+    left, right = st.columns([3, 2]) if gains else (st.container(), None)
+    with left:
+        table, figure = _breakdown(entry)
+    if right is not None:
+        with right:
+            st.subheader("What there is to gain")
+            st.html(gains)
+    _findings(judged, held)
+    if of_data:
+        st.subheader("About the data")
+        _cards(of_data, held)
+    _steps(entry, table, figure)
     _notes(held)
+    _report(entry, held)
 
 
-def _breakdown(entry: Entry) -> None:
+def _findings(judged: dict[str, Finding], held: opened.Opened) -> None:
+    st.subheader("Findings")
+    grave = {key: found for key, found in judged.items() if found.severity > Severity.INFO}
+    rest = {key: found for key, found in judged.items() if key not in grave}
+    if not judged:
+        st.caption("No rule fired on this run.")
+    _cards(grave, held)
+    if grave and rest:
+        with st.expander(f"{len(rest)} more for information"):
+            _cards(rest, held)
+    else:
+        _cards(rest, held)
+
+
+def _cards(findings: dict[str, Finding], held: opened.Opened) -> None:
+    for key, found in findings.items():
+        parts.finding(found, held, key=key)
+
+
+def _breakdown(entry: Entry) -> tuple[pl.DataFrame, go.Figure | None]:
+    """Draw where the time goes; return the table drawn, and the figure that belongs below."""
     st.subheader("Where the time goes")
     by_step, by_rank = opened.by_step(entry), opened.by_rank(entry)
     if by_rank.is_empty():
         st.info("The traces hold no work to break down: no kernels, and no operators on a CPU run.")
-        return
-    choice = st.segmented_control("Bars", [BY_RANK, BY_STEP], default=BY_RANK, label_visibility="collapsed")
-    if choice == BY_STEP and by_step.height:
-        ranks = by_step["rank"].unique().sort().to_list()
-        rank = st.selectbox("Rank", ranks, key="breakdown_rank", width=160) if len(ranks) > 1 else ranks[0]
-        table = by_step.filter(by_step["rank"] == rank)
-        parts.chart(charts.breakdown(table), key="breakdown_by_step")
-        parts.chart(charts.step_times(by_step), key="step_times")
-    else:
-        table = by_rank
-        parts.chart(charts.breakdown(table), key="breakdown_by_rank")
-    with st.expander("The same in numbers"):
-        parts.frame(table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns"))
+        return by_rank, None
+    bars = [BY_RANK, BY_STEP]
+    choice = st.segmented_control("Bars", bars, key=parts.kept("bars", bars), label_visibility="collapsed")
+    if choice != BY_STEP or by_step.is_empty():
+        parts.chart(charts.breakdown(by_rank), key="breakdown_by_rank")
+        return by_rank, None
+    ranks = by_step["rank"].unique().sort().to_list()
+    rank = st.selectbox("Rank", ranks, key=parts.kept("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
+    table = by_step.filter(by_step["rank"] == rank)
+    parts.chart(charts.breakdown(table), key="breakdown_by_step")
+    return table, charts.step_times(by_step)
+
+
+def _steps(entry: Entry, table: pl.DataFrame, figure: go.Figure | None) -> None:
+    if figure is not None:
+        st.subheader("Step times")
+        parts.chart(figure, key="step_times")
+    if table.height:
+        with st.expander("Where the time goes, in numbers"):
+            shown = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")
+            parts.frame(shown, key=f"breakdown-{entry.name}")
 
 
 def _notes(held: opened.Opened) -> None:
     if held.report.notes:
-        st.subheader("Notes")
-    for note in held.report.notes:
-        st.markdown("- " + parts.plain(note))
+        with st.expander(f"{len(held.report.notes)} rules could not judge this run, or not wholly"):
+            for note in held.report.notes:
+                st.markdown("- " + parts.plain(note))
+
+
+def _report(entry: Entry, held: opened.Opened) -> None:
+    """Offer the whole report as files."""
+
+    def page() -> bytes:
+        with held.lock:
+            return html.render(held.report, held.run).encode()
+
+    def document() -> bytes:
+        with held.lock:
+            return report_json.render(held.report, held.run).encode()
+
+    with st.container(horizontal=True):
+        for label, made, mime in (("HTML", page, "text/html"), ("JSON", document, "application/json")):
+            st.download_button(
+                f"Report as {label}",
+                made,
+                file_name=f"report.{label.lower()}",
+                mime=mime,
+                key=f"report-{label}-{entry.name}",
+                on_click="ignore",
+            )

@@ -1,49 +1,200 @@
-"""Runs: what there is, listed without loading any of it."""
+"""Runs: what there is, what it came to, listed without loading any of it."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-import polars as pl
 import streamlit as st
 
-from dashboard import parts
+from dashboard import listing, opened, parts
 from dashboard.catalog import Entry
-from tracekit import markup
+from dashboard.listing import Wanted
+from tracekit import charts, markup, units
+from tracekit.errors import RuleError, TracekitError
+from tracekit.watch.run import Watch
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
+REFRESH_S = 3.0
+MOST_WATCHED = 16
+_COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", listing.GOOD: "#009E73"}
+
+Relist = Callable[[], Sequence[Entry]]
 
 
-def page(listed: Sequence[Entry]) -> None:
-    """List the runs; a click on a row opens that run."""
-    st.html(f'<div class="tk-title"><b>Runs</b><span>{len(listed):,} listed, none loaded for it</span></div>')
-    table = pl.DataFrame(
-        {
-            "run": [markup.inert(entry.name) for entry in listed],
-            "strategy": [entry.strategy or None for entry in listed],
-            "model": [entry.model or None for entry in listed],
-            "ranks": pl.Series([entry.world_size for entry in listed], dtype=pl.Int64),
-            "trace files": [entry.files for entry in listed],
-            "size": [entry.size_bytes / 2**20 for entry in listed],
-            "recorded": pl.Series([entry.created_ns for entry in listed], dtype=pl.Int64).cast(pl.Datetime("ns")),
-            "problem": [entry.problem for entry in listed],
-        }
+def page(relist: Relist, forget: Callable[[], None]) -> None:
+    """List the runs, to be looked through, opened, compared and checked.
+
+    `relist` lists them as they are now, `forget` makes it look again.
+    """
+    is_live = any(entry.is_live for entry in relist())
+    # Only what is being recorded changes by itself.
+    st.fragment(_shown, run_every=REFRESH_S if is_live else None)(relist, forget)
+
+
+def _shown(relist: Relist, forget: Callable[[], None]) -> None:
+    listed = relist()
+    title = st.empty()
+    shown = listing.found(listed, _wanted(listed))
+    count = f"{len(shown):,} of {len(listed):,} shown" if len(shown) < len(listed) else f"{len(listed):,}"
+    title.html(f'<div class="tk-title"><b>Runs</b><span>{count}</span></div>')
+    if not shown:
+        st.info("No run is like that. Take a filter back, or write less into the search.")
+        return
+    chosen = _table(shown)
+    _actions(shown, chosen, forget)
+    _live([entry for entry in shown if entry.is_live])
+
+
+def _wanted(listed: Sequence[Entry]) -> Wanted:
+    strategies, models = (
+        sorted({getattr(entry, name) or listing.NOT_SAID for entry in listed}) for name in ("strategy", "model")
     )
-    if not any(entry.problem for entry in listed):
-        table = table.drop("problem")
-    chosen = st.dataframe(
+    verdicts = [each for each in listing.VERDICTS if any(listing.verdict(entry) == each for entry in listed)]
+    first, second = st.columns([3, 1]), st.columns([1, 1, 1, 1, 1])
+    text = first[0].text_input(
+        "Find", key=parts.kept_text("find"), placeholder="Find by name, strategy, model, verdict", max_chars=200,
+        label_visibility="collapsed",
+    )  # fmt: skip
+    orders = list(listing.ORDERS)
+    order = first[1].selectbox("Order", orders, key=parts.kept("order", orders), label_visibility="collapsed")
+    several = {
+        name: second[place].multiselect(
+            name.capitalize(), options, key=parts.kept_several(name, options), placeholder="All",
+            format_func=markup.inert,
+        )
+        for place, (name, options) in enumerate(
+            {"strategy": strategies, "model": models, "verdict": verdicts}.items()
+        )
+    }  # fmt: skip
+    periods = list(listing.PERIODS)
+    since = second[3].selectbox("Recorded", periods, key=parts.kept("recorded", periods))
+    with second[4]:
+        step_ms = _step_range(listed)
+    return Wanted(
+        text,
+        several["strategy"],
+        several["model"],
+        several["verdict"],
+        listing.PERIODS[since],
+        step_ms,
+        order,
+    )
+
+
+def _step_range(listed: Sequence[Entry]) -> tuple[float, float] | None:
+    known = [entry.summary.step_time_ns / 1e6 for entry in listed if entry.summary and entry.summary.step_time_ns]
+    if not known or max(known) <= min(known):
+        return None
+    whole = (float(int(min(known))), float(int(max(known)) + 1))
+    step_ms = max(0.01, round((whole[1] - whole[0]) / 200, 2))
+    key = parts.kept_number("step", *whole, whole)
+    chosen: tuple[float, float] = st.slider("Step time, ms", *whole, key=key, step=step_ms)
+    return None if chosen == whole else chosen
+
+
+def _table(shown: Sequence[Entry]) -> list[Entry]:
+    """Show the runs and return those selected."""
+    table = listing.table(shown)
+    told = sorted({chip for chips in table["verdict"].to_list() for chip in chips})
+    config = st.column_config
+    event = st.dataframe(
         table,
         hide_index=True,
         placeholder=parts.MISSING,
         on_select="rerun",
-        selection_mode="single-row",
+        selection_mode="multi-row",
         column_config={
-            "size": st.column_config.NumberColumn(format="%.1f MiB"),
-            "recorded": st.column_config.DatetimeColumn("recorded (UTC)", format="YYYY-MM-DD HH:mm"),
+            "run": config.TextColumn(width="medium", pinned=True),
+            "verdict": config.MultiselectColumn(options=told, color=[_colour(chip) for chip in told]),
+            "step_ms": config.NumberColumn("step time", format="%.4g ms"),
+            "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
+            "exposed": config.NumberColumn(
+                "exposed", format="percent", help="Share of the time in communication that no compute hides"
+            ),
+            "gain": config.NumberColumn(
+                "to gain", format="percent", help="Share of the step that the costliest finding takes"
+            ),
+            "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
+            "size": config.NumberColumn(format="%.1f MiB"),
         },
-        height=min(ROW_PX * (len(listed) + 1) + 3, MAX_HEIGHT_PX),
-        key="runs_table",
+        height=min(ROW_PX * (len(shown) + 1) + 3, MAX_HEIGHT_PX),
+        key=f"runs-{hash(tuple(entry.name for entry in shown))}",  # rows are selected by their number
     )
-    rows = chosen["selection"]["rows"]
-    if rows and st.button("Open this run", type="primary"):
-        st.session_state[parts.WANTED] = listed[rows[0]].name
-        parts.go_to("overview")
+    return [shown[row] for row in event["selection"]["rows"] if row < len(shown)]
+
+
+def _colour(chip: str) -> str:
+    return next((colour for word, colour in _COLOURS.items() if word in chip), "#7D8796")
+
+
+def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[], None]) -> None:
+    unchecked = [entry for entry in chosen or shown if entry.summary is None and not entry.problem]
+    columns = st.columns([1, 1, 1, 3])
+    if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
+        parts.go_to("overview", run=chosen[0].name)
+    if columns[1].button(
+        f"Compare {len(chosen)}" if len(chosen) > 1 else "Compare",
+        disabled=not 2 <= len(chosen) <= 1 + parts.MAX_COMPARED,
+        width="stretch",
+    ):
+        names = [entry.name for entry in chosen]
+        parts.go_to("compare", run=names[0], compare=names[1:])
+    if columns[2].button(
+        f"Check these {len(unchecked)}" if unchecked else "All are checked", disabled=not unchecked, width="stretch"
+    ):
+        _check(unchecked)
+        forget()
+        st.rerun()
+    columns[3].caption(
+        "Select a run by the box before it to open it, several to compare them. Checking reads the traces once; what "
+        "it finds is kept until they change."
+    )
+    for message in st.session_state.pop("check_failed", ()):
+        parts.problem(message)
+
+
+def _check(unchecked: Sequence[Entry]) -> None:
+    """Check runs one after the other; what cannot be is said after the page was made anew."""
+    failed: list[str] = []
+    bar = st.progress(0.0)
+    for number, entry in enumerate(unchecked):
+        bar.progress(number / len(unchecked), f"{number + 1} of {len(unchecked)}: {parts.plain(entry.name)}")
+        try:
+            opened.check(entry)
+        except (TracekitError, RuleError) as error:
+            failed.append(f"{entry.name}: {error}")
+    bar.empty()
+    st.session_state["check_failed"] = failed
+
+
+def _live(recording: Sequence[Entry]) -> None:
+    """Say where trainings are that write at this moment."""
+    for entry in recording[:MOST_WATCHED]:
+        told = _watched(entry.path)
+        if told:
+            st.caption(f"**{parts.plain(entry.name)}** {parts.plain(told)}")
+
+
+def _watched(path: str) -> str:
+    watch, lock = _watch(path)
+    now_s = time.time()
+    with lock:
+        watch.poll(now_s)
+        picture = watch.picture(now_s)
+    if not picture.steps_done:
+        return "is being recorded; no step is logged yet"
+    parts_of = [f"is at step {picture.steps_done:,}"]
+    if picture.median_step_ns:
+        parts_of.append(f"{units.duration(picture.median_step_ns)} a step")
+    if picture.loss is not None:
+        parts_of.append(f"loss {picture.loss:.4g}")
+    if picture.out_of_line_count:
+        parts_of.append(f"{picture.out_of_line_count} steps out of line")
+    return ", ".join(parts_of) + (", and has ended" if picture.is_over else "")
+
+
+@st.cache_resource(max_entries=MOST_WATCHED, show_spinner=False)
+def _watch(path: str) -> tuple[Watch, threading.Lock]:
+    return Watch(Path(path)), threading.Lock()

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import time
 from pathlib import Path
 
 STEPS = (3, 4, 5)
@@ -33,6 +35,8 @@ def write_run(
     for rank in ranks:
         trace = _trace(rank, kernel, communication_us, thread)
         (folder / f"rank{rank:05d}.pt.trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - 3600,) * 2)  # what changed a moment ago is taken as being recorded
 
 
 def _trace(rank: int, kernel: str, communication_us: int, thread: str) -> dict:

@@ -313,7 +313,7 @@ def test_a_file_that_changed_under_a_held_trace_is_not_mixed_with_it(folder, run
 def test_a_cache_that_cannot_be_written_is_gone_without_and_said_once(run, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
     monkeypatch.setenv(cache.DIRECTORY, str(tmp_path / "cache"))
-    caplog.set_level(logging.DEBUG, "tracekit.cache")
+    caplog.set_level(logging.DEBUG, "tracekit.shelf")
     for _ in range(3):
         assert loading.load(run).trace(0).ops.height == 2
     assert len(caplog.records) == 1

@@ -32,6 +32,11 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
 def _keep_main(monkeypatch):
     """Streamlit puts the page it runs in the place of __main__, which spawned processes of later tests would import."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -39,9 +44,11 @@ def _keep_main(monkeypatch):
 
 @pytest.fixture
 def app(monkeypatch):
-    def opened_on(*paths):
+    def opened_on(*paths, **params):
         monkeypatch.setattr(sys, "argv", ["app.py", *map(str, paths)])
-        return testing.AppTest.from_file(APP, default_timeout=TIMEOUT_S).run()
+        shown = testing.AppTest.from_file(APP, default_timeout=TIMEOUT_S)
+        shown.query_params.update(params)
+        return shown.run()
 
     return opened_on
 
@@ -87,8 +94,7 @@ def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, ru
 
 
 def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs):
-    shown = app(runs)
-    shown.selectbox(key="run").select(recorded.TRUNCATED).run()
+    shown = app(runs, run=recorded.TRUNCATED)
     assert len(shown.error) == 1
     assert not shown.exception
     shown.selectbox(key="run").select(recorded.GOOD).run()

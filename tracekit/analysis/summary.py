@@ -50,9 +50,25 @@ def step_time_ns(run: Run) -> float | None:
 
     None where no trace marks steps.
     """
-    steps = run.table(breakdown.by_step).drop_nulls("step")
-    slowest = steps.group_by("window", "step").agg(pl.col("duration_ns").max())
+    slowest = step_times(run)
     return None if slowest.is_empty() else float(slowest.select(pl.col("duration_ns").median()).item())
+
+
+def step_times(run: Run) -> pl.DataFrame:
+    """Return the slowest rank's device window of each step. Columns window, step, duration_ns; in order."""
+    steps = run.table(breakdown.by_step).drop_nulls("step")
+    return steps.group_by("window", "step").agg(pl.col("duration_ns").max()).sort("window", "step")
+
+
+def exposed_communication_ratio(run: Run) -> float | None:
+    """Return the share of all ranks' time, steps where there are any, in communication that no compute hides.
+
+    None where no time was traced.
+    """
+    steps = run.table(breakdown.by_step)
+    table = steps if steps.height else run.table(breakdown.by_rank)
+    exposed_ns, whole_ns = table.select(pl.col("exposed_communication_ns", "duration_ns").sum()).row(0)
+    return exposed_ns / whole_ns if whole_ns else None
 
 
 def _slowest_device(table: pl.DataFrame) -> pl.DataFrame:

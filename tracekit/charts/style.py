@@ -37,6 +37,18 @@ PARTS = {
 }
 """The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
 
+CAUSES = {
+    "host": ("host late", "#56B4E9"),
+    "preparation": ("preparation", "#F0E442"),
+    "contention": ("preparation held up", "#8E7CC3"),
+    "compute": ("waits for compute", COLOURS["compute"]),
+    "copy": ("copy", COLOURS["memcpy"]),
+    "collective": ("collective moves data", COLOURS["communication"]),
+    "peer": ("waits for a rank", COLOURS["waiting"]),
+    "unknown": ("not known", COLOURS["idle"]),
+}
+"""The causes of `analysis.causes`, each with its label and colour."""
+
 # The buttons are listed because one of Plotly's own sends the figure to its cloud.
 CONFIG = {
     "displaylogo": False,
@@ -63,5 +75,5 @@ def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
         font={"size": 13},
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
     return figure

@@ -8,9 +8,12 @@ from typing import Annotated
 
 import typer
 
+from tracekit.cli import output
 from tracekit.errors import InputError, MissingExtraError
 
 DEFAULT_PORT = 8501
+THIS_MACHINE = "127.0.0.1"
+_OF_THIS_MACHINE = (THIS_MACHINE, "localhost", "::1")
 
 
 def dashboard(
@@ -20,30 +23,46 @@ def dashboard(
         Path | None,
         typer.Option("--history", metavar="FILE", help="A history; by default history.duckdb in a folder named."),
     ] = None,
+    host: Annotated[
+        str,
+        typer.Option("--host", metavar="ADDRESS", help="Address to listen at; others than this machine's are open."),
+    ] = THIS_MACHINE,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine.")] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
     """Open the dashboard on one or several runs, or on a folder of them.
 
-    It binds 127.0.0.1 only, sends no statistics and fetches nothing from a network.
+    It binds 127.0.0.1 unless --host names another address, sends no statistics and fetches nothing from a network.
+    There is no password: whoever reaches the address sees the runs. Only the runs and folders named are read.
     """
     for run in [*runs, *([str(history)] if history else [])]:
         if not Path(run).exists():
             raise InputError(f"{run}: there is no such file or folder")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
+    if host not in _OF_THIS_MACHINE:
+        output.say(
+            f"warning: listening at {host}, port {port}, without a password or encryption: whoever reaches it can "
+            f"read {', '.join(runs)}; leave --host out where only you look, and forward the port: "
+            f"ssh -L {port}:127.0.0.1:{port}"
+        )
     # Streamlit takes over this very process: Ctrl-C and signals reach it, and its exit code is ours.
-    os.execv(sys.executable, command(runs, port=port, browser=browser, history=history))  # noqa: S606 no shell
+    words = command(runs, host=host, port=port, browser=browser, history=history)
+    os.execv(sys.executable, words)  # noqa: S606 no shell
 
 
-def command(runs: list[str], *, port: int, browser: bool, history: Path | None = None) -> list[str]:
+def command(
+    runs: list[str], *, port: int, browser: bool, history: Path | None = None, host: str = THIS_MACHINE
+) -> list[str]:
     """Return the command that serves the dashboard. What follows ``--`` is for the app."""
     options = {
-        "server.address": "127.0.0.1",
+        "server.address": host,
         "server.port": str(port),
         "server.headless": "false" if browser else "true",
         "browser.gatherUsageStats": "false",
     }
+    if host not in _OF_THIS_MACHINE:  # whatever name leads to it from elsewhere
+        options |= {"server.allowedHosts": "*"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     paths = [str(Path(run).resolve()) for run in runs]
     paths += [f"--history={history.resolve()}"] if history else []

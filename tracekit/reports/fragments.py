@@ -9,11 +9,15 @@ import polars as pl
 
 from tracekit import charts, markup, units
 from tracekit.analysis import breakdown, summary
-from tracekit.reports import words
-from tracekit.rule import Finding
+from tracekit.change import Change, Verdict
+from tracekit.compare import Comparison
+from tracekit.gate import Gate, Standing
+from tracekit.reports import comparison, words
+from tracekit.rule import Finding, Severity
 from tracekit.trace import Run
 
 MAX_EVIDENCE_ROWS = 8
+MAX_GAINS = 8
 
 STYLE = """
 .tk-verdict{border-left:6px solid #009E73;border-radius:6px;padding:14px 18px;background:rgba(128,138,150,.1)}
@@ -39,8 +43,20 @@ table.tracekit td.number{text-align:right;white-space:nowrap}table.tracekit th.n
 .tk-pill{font-size:.72rem;font-weight:650;letter-spacing:.02em;border-radius:99px;padding:2px 9px;color:#10151c;
 background:#56B4E9}
 .tk-pill.warning{background:#E69F00}.tk-pill.error{background:#D55E00;color:#fff}
+.tk-trust{margin:10px 0 0;padding-left:14px;border-left:6px solid #009E73;overflow-wrap:anywhere;max-width:120ch}
+.tk-trust.doubtful{border-color:#D55E00}
+.tk-verdict p{margin:6px 0 0}.tk-verdict p b{display:inline;font-size:inherit;margin-right:.5em}
+.tk-gains p{font-size:.82rem;opacity:.75;margin:8px 0 0}
+.tk-gain{display:grid;grid-template-columns:1fr auto;gap:2px 12px;margin:0 0 10px;font-variant-numeric:tabular-nums}
+.tk-gain>i{grid-column:1/-1;height:8px;border-radius:4px;background:rgba(128,138,150,.2);overflow:hidden}
+.tk-gain>i>i{display:block;height:100%;background:#56B4E9}
+.tk-gain>i.warning>i{background:#E69F00}.tk-gain>i.error>i{background:#D55E00}
+table.tracekit td.better{color:#009E73;font-weight:600}table.tracekit td.worse{color:#D55E00;font-weight:650}
+table.tracekit td.same,table.tracekit td.cannot-tell{opacity:.7}
 .tk-code{font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:.85rem;opacity:.75}
 """
+
+_OF_VERDICT = {Verdict.WORSE: "error", Verdict.BETTER: "good", Verdict.SAME: "good", Verdict.CANNOT_TELL: "info"}
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -82,6 +98,87 @@ def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
         hidden = total["overlapped_ns"] / total["communication_ns"]
         shown["of communication hidden"] = (units.share(hidden), "")
     return shown
+
+
+def trust(doubts: Sequence[Finding]) -> str:
+    """Return in one line how far the data can be trusted, from the findings that are of the data."""
+    grave = [found for found in doubts if found.severity > Severity.INFO]
+    if not grave:
+        more = f", {words.counted(doubts)}" if doubts else ""
+        return f'<p class="tk-trust good"><b>Data: good</b>{markup.escape(more)}</p>'
+    first = max(grave, key=lambda found: found.severity)
+    more = f" And {len(grave) - 1} more, below." if len(grave) > 1 else ""
+    because = markup.escape(f"because {first.message}{more}", 600)
+    return f'<p class="tk-trust doubtful"><b>Data: doubtful</b> {because}</p>'
+
+
+def gains(findings: Sequence[Finding], step_ns: float | None) -> str:
+    """Return what each finding costs a step as bars, the most first; '' where none costs time.
+
+    What two findings cost may be the same time, so the bars are not added up. `step_ns` is the step that they are of.
+    """
+    costly = sorted((found for found in findings if found.cost_ns), key=lambda found: -found.cost_ns)[:MAX_GAINS]
+    if not costly:
+        return ""
+    whole_ns = max(step_ns or 0, costly[0].cost_ns)
+    rows = "".join(
+        f'<div class="tk-gain"><span>{markup.escape(words.rule_name(found.code))} '
+        f'<span class="tk-code">{markup.escape(found.id)}</span></span>'
+        f"<b>{markup.escape(units.duration(found.cost_ns))}</b>"
+        f'<i class="{found.severity.label}"><i style="width:{100 * found.cost_ns / whole_ns:.1f}%"></i></i></div>'
+        for found in costly
+    )
+    of = f" of {units.duration(step_ns)}" if step_ns else ""
+    note = f"Time a step{of} that would be saved without each; they may overlap, so do not add them up."
+    return f'<div class="tk-gains">{rows}<p>{markup.escape(note)}</p></div>'
+
+
+def difference(found: Comparison, gate: Gate | None) -> str:
+    """Return what one run is to another in a coloured box: its step time, what else changed, the likely cause."""
+    by_metric = {change.metric: change for change in found.changes}
+    first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
+    headline = f"{found.candidate}: {comparison.label(first.metric)} {comparison.change_in_words(first)}"
+    decided = [change for change in found.changes if is_decided(change) and change is not first]
+    told = [
+        f"{word}: {', '.join(comparison.label(change.metric) for change in decided if change.verdict is verdict)}"
+        for verdict, word in ((Verdict.WORSE, "worse"), (Verdict.BETTER, "better"))
+        if any(change.verdict is verdict for change in decided)
+    ]
+    causes = [(cause.name, cause.message) for cause in (gate.causes if gate else ())]
+    standing = gate.findings if gate else ()
+    new = [words.rule_name(each.finding.code) for each in standing if each.standing is Standing.NEW]
+    gone = [words.rule_name(each.code) for each in (gate.fixed if gate else ())]
+    lines = [("likely cause, " + name, text) for name, text in causes]
+    lines += [("new findings", ", ".join(dict.fromkeys(new)))] if new else []
+    lines += [("gone findings", ", ".join(dict.fromkeys(gone)))] if gone else []
+    body = "".join(f"<p><b>{markup.escape(name)}</b> {markup.escape(text, 1000)}</p>" for name, text in lines)
+    return (
+        f'<div class="tk-verdict {_OF_VERDICT[first.verdict]}"><b>{markup.escape(headline, 500)}: '
+        f"{markup.escape(first.verdict.value)}</b><span>{markup.escape(' · '.join(told), 1000)}</span>{body}</div>"
+    )
+
+
+def is_decided(change: Change) -> bool:
+    """Return whether a metric got better or worse for certain."""
+    return change.verdict in (Verdict.BETTER, Verdict.WORSE)
+
+
+def coloured_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], classes: Sequence[Sequence[str]], *, right: Sequence[bool]
+) -> str:
+    """Return an HTML table of plain strings, all escaped here; a cell's class is better, worse, same or cannot-tell."""
+    sides = ["number" if side else "" for side in right]
+    head = "".join(f'<th class="{side}">{markup.escape(name)}</th>' for side, name in zip(sides, header, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{side} {markup.escape(kind)}">{markup.escape(cell)}</td>'
+            for side, cell, kind in zip(sides, row, kinds, strict=True)
+        )
+        + "</tr>"
+        for row, kinds in zip(rows, classes, strict=True)
+    )
+    return f'<table class="tracekit"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def moments(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFrame:

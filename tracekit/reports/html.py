@@ -12,7 +12,14 @@ from plotly.offline import get_plotlyjs
 from tracekit import charts, markup, units
 from tracekit.analysis import breakdown, slices
 from tracekit.gate import Gate
-from tracekit.reports import fragments, gate_fragments, memory_figures, save_figures, words
+from tracekit.reports import (
+    communication_figures,
+    fragments,
+    gate_fragments,
+    memory_figures,
+    save_figures,
+    words,
+)
 from tracekit.rule import Finding, Report
 from tracekit.trace import Run
 
@@ -53,6 +60,20 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] 
         style=_STYLE + fragments.STYLE + gate_fragments.STYLE,
         body="\n".join([*body, f"<footer>tracekit {markup.escape(reports[0][0].tool_version)}</footer>"]),
         figures=_json({name: json.loads(plotly.io.to_json(figure)) for name, figure in figures.items()}),
+        config=_json(charts.CONFIG),
+        scripts="".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def of_figure(figure: go.Figure, title: str) -> str:
+    """Return one figure as an HTML page of its own, which holds its scripts and fetches nothing."""
+    scripts = (get_plotlyjs(), _BOOT)
+    return _PAGE.format(
+        title=markup.escape(title),
+        policy=_policy(scripts),
+        style=_STYLE,
+        body=_figure("only", title, ""),
+        figures=_json({"only": json.loads(plotly.io.to_json(figure))}),
         config=_json(charts.CONFIG),
         scripts="".join(f"<script>{script}</script>" for script in scripts),
     )
@@ -105,7 +126,8 @@ def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, g
     if typical:
         figures[f"{place}timeline"] = _timeline(run, report, typical)
         parts += [_figure(f"{place}timeline", "A typical step", _timeline_caption(typical))]
-    for picture in (*memory_figures.of_run(run), *save_figures.of_run(run)):
+    pictures = (*communication_figures.of_run(run), *memory_figures.of_run(run), *save_figures.of_run(run))
+    for picture in pictures:
         figures[f"{place}{picture.name}"] = picture.figure
         parts += [_figure(f"{place}{picture.name}", picture.heading, picture.caption)]
     return [*parts, *_notes(report), "<h2>Inputs</h2>", _inputs(report)]

@@ -6,7 +6,7 @@ tiles.view(scene, scene.span, pixels=1400)
 
 from tracekit.tiles.finding import Matches, find
 from tracekit.tiles.pointing import ARROWS, HOWS, arrows
-from tracekit.tiles.scene import KINDS, Scene, open_scene
+from tracekit.tiles.scene import KINDS, Scene, open_scene, shelf
 from tracekit.tiles.telling import Details, Told, details
 from tracekit.tiles.viewing import VIEW, names, view
 
@@ -24,5 +24,6 @@ __all__ = [
     "find",
     "names",
     "open_scene",
+    "shelf",
     "view",
 ]

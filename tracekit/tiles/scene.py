@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-import logging
+import os
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,17 +16,19 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit import cache
-from tracekit.cache import TILES_SUFFIX, Cache
+from tracekit import shelf as shelves
 from tracekit.errors import BadTraceError, InputError
 from tracekit.export import perfetto
 from tracekit.export.perfetto import Clock
 from tracekit.intervals import Window
+from tracekit.shelf import Shelf
 from tracekit.tiles import layout
 from tracekit.tiles.layout import BANDS, Laid
 from tracekit.tiles.part import Part, part
 from tracekit.tiles.stored import Stored, Writer
 from tracekit.trace import Run, Source
 
+SUFFIX = ".tiles"
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
 _CODE = (
     "tiles/*.py",
@@ -45,8 +47,6 @@ KINDS = (
 """What the numbers in the column kind of a view stand for."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,18 +102,24 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
     if not sources:
         known = sorted({source.window for source in run.sources})
         raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, known))}")
-    kept = Cache(folder) if folder is not None else Cache.of_user()
+    kept = shelf(folder)
     key = _key(sources)
     if kept is None or key is None:
         return _temporary(run, window, on_progress)
-    found = _opened(kept, key, window)
+    found = kept.get(key, lambda file: _scene(Stored(file), key, window))
     if found is not None:
         return found
     try:
         return _kept(run, window, kept, key, on_progress)
     except OSError as error:
-        log.debug("%s: no tiles kept (%s); going on without", kept.folder, error)
+        kept.complain(error)
         return _temporary(run, window, on_progress)
+
+
+def shelf(folder: Path | None = None) -> Shelf | None:
+    """Return where scenes are kept: in `folder`, or beside the user's parsed traces; None for a user without a home."""
+    place = folder or shelves.folder("tiles", os.environ)
+    return None if place is None else Shelf(place, SUFFIX, cache.bound())
 
 
 def _key(sources: Sequence[Source]) -> str | None:
@@ -121,25 +127,17 @@ def _key(sources: Sequence[Source]) -> str | None:
     keys = [cache.key_of(source) for source in sources]
     if None in keys:
         return None
-    return hashlib.sha256(json.dumps([cache.hash_of_code(_CODE), keys]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_code(), keys]).encode()).hexdigest()
 
 
-def _opened(kept: Cache, key: str, window: int) -> Scene | None:
-    name = key + TILES_SUFFIX
-    file = kept.file(name)
-    if file is None:
-        return None
-    try:
-        with file:
-            return _scene(Stored(file), key, window)
-    except Exception as error:  # noqa: BLE001 whatever bytes lie there, the scene can be made again
-        kept.drop(name, error)
-        return None
+@functools.cache
+def _code() -> str:
+    return shelves.hash_of_code(Path(__file__).parents[1], _CODE)
 
 
-def _kept(run: Run, window: int, kept: Cache, key: str, on_progress: Progress | None) -> Scene:
+def _kept(run: Run, window: int, kept: Shelf, key: str, on_progress: Progress | None) -> Scene:
     named = [source for source in run.sources if source.window == window]
-    with kept.writing(key + TILES_SUFFIX) as file:
+    with kept.writing(key) as file:
         found = _made(run, window, file, key, on_progress)
         if _key(named) != key:
             raise OSError("files of the run changed while they were read")

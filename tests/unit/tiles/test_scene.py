@@ -1,5 +1,6 @@
 """Scenes in the cache: made once, made again when stale or damaged, whoever else writes there."""
 
+import dataclasses
 import json
 import multiprocessing
 import stat
@@ -80,7 +81,7 @@ def test_a_scene_is_made_again_when_a_file_of_the_run_changes(run, folder):
 def test_a_scene_is_made_again_when_the_code_that_draws_it_changes(run, folder, monkeypatch):
     made: list = []
     opened(run, folder, made)
-    monkeypatch.setattr(scenes.cache, "hash_of_code", lambda _: "the next version")
+    monkeypatch.setattr(scenes, "_code", lambda: "the next version")
     opened(run, folder, made)
     assert made == [(1, 1), (1, 1)]
 
@@ -140,13 +141,13 @@ def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypa
     monkeypatch.setenv(cache.DIRECTORY, str(folder))
     monkeypatch.setenv(cache.MAX_BYTES, "0")
     assert len(seen(tiles.open_scene(tracekit.load(run)))) == 4
-    assert files(folder / "traces") == []
+    assert files(folder / "tiles") == []
 
 
 def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder):
     opened(run, folder)
     (file,) = files(folder)
-    kept = cache.Cache(folder)
+    kept = tiles.shelf(folder)
     assert kept.size_bytes() == file.stat().st_size == kept.clear()
     made: list = []
     opened(run, folder, made)
@@ -156,7 +157,7 @@ def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder
 def test_the_scene_used_least_goes_first_where_the_cache_is_full(run, folder):
     opened(run, folder)
     (old,) = files(folder)
-    with cache.Cache(folder, max_bytes=old.stat().st_size).writing("new.tiles") as file:
+    with dataclasses.replace(tiles.shelf(folder), max_bytes=old.stat().st_size).writing("new") as file:
         file.write(b"x")
     assert [each.name for each in files(folder)] == ["new.tiles"]
 

@@ -1,0 +1,148 @@
+"""Screenshots of every page of the dashboard: python -m benchmarks.screenshots [--out DIR] [--dark] [--runs DIR].
+
+The runs are those in sample_traces unless others are named. Pictures for docs/images are made in the light theme, in as
+few colours as keep them under 150 kB.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+ROOT = Path(__file__).parents[1]
+WIDTH, HEIGHT = 1400, 900
+MOST_BYTES = 150_000
+WAIT_MS = 120_000
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture: its name, the page and the run it shows, how high it is and the heading it begins with."""
+
+    name: str
+    page: str
+    run: str
+    height: int = HEIGHT
+    scroll_to: str = ""
+
+
+SHOTS = (
+    Shot("overview", "", "demo-yafsdp"),
+    Shot("communication", "communication", "demo-yafsdp", 1250),
+    Shot("kernels", "kernels", "demo-yafsdp", 1000),
+    Shot("ranks", "ranks", "demo-yafsdp", 1000),
+    Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),
+    Shot("checkpoints", "checkpoints", "demo-yafsdp", 1000, "Training blocked"),
+    Shot("sql", "sql", "demo-yafsdp"),
+    Shot("quality", "quality", "demo-yafsdp", 1000),
+    Shot("compare", "compare", "demo-yafsdp&compare=demo-fsdp2", 1000),
+    Shot("plan", "plan", "demo-yafsdp"),
+    Shot("runs", "runs", "demo-yafsdp"),  # the last, so that runs looked at before have their verdict
+)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Take all pictures, or those named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="pictures to take; all where none is named")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--runs", type=Path, default=ROOT / "sample_traces")
+    parser.add_argument("--run", help="show this run on all pages")
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="pages from top to bottom, in full colour")
+    asked = parser.parse_args(words)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    shots = [shot for shot in SHOTS if not asked.names or shot.name in asked.names]
+    with served(asked.runs) as url:
+        for shot, picture in taken(url, shots, run=asked.run, dark=asked.dark, whole=asked.whole):
+            path = asked.out / f"dashboard_{shot.name}.png"
+            path.write_bytes(picture if asked.whole else small(picture))
+            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+@contextlib.contextmanager
+def served(runs: Path) -> Iterator[str]:
+    """Give the address of the dashboard opened on a folder of runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "streamlit", "run", str(ROOT / "dashboard" / "app.py")]
+    command += ["--server.port", str(port), "--", str(runs)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    try:
+        _wait_until_healthy(port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _wait_until_healthy(port: int) -> None:
+    for _ in range(300):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=2):
+            return
+        time.sleep(0.2)
+    raise SystemExit("the dashboard did not start")
+
+
+def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole: bool) -> Iterator[tuple[Shot, bytes]]:
+    """Yield each shot with its PNG."""
+    from playwright.sync_api import sync_playwright
+
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        raise SystemExit("no Chromium on this machine (Debian: apt install chromium)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, chromium_sandbox=False)
+        page = browser.new_page(color_scheme="dark" if dark else "light")
+        page.set_default_timeout(WAIT_MS)
+        for shot in shots:
+            page.set_viewport_size({"width": WIDTH, "height": shot.height})
+            page.goto(f"{url}/{shot.page}?run={quote(run or shot.run, safe='&=')}")
+            _settle(page)
+            if whole:
+                height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
+                page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
+                _settle(page)
+            elif shot.scroll_to:
+                page.get_by_role("heading", name=shot.scroll_to).first.scroll_into_view_if_needed()
+            yield shot, page.screenshot()
+        browser.close()
+
+
+def _settle(page: object) -> None:
+    """Wait until the page runs no script any more and its figures are drawn."""
+    page.locator("[data-testid=stMain]").wait_for()
+    page.wait_for_function(
+        "() => document.querySelector('[data-testid=stApp]')?.dataset.testScriptState === 'notRunning'"
+    )
+    page.wait_for_timeout(1500)
+
+
+def small(picture: bytes) -> bytes:
+    """Return a PNG in as many colours as keep it under 150 kB."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    for colours in (256, 128, 64, 32):
+        out = io.BytesIO()
+        image.quantize(colours, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+        if out.tell() <= MOST_BYTES:
+            break
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    main()

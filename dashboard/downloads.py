@@ -1,0 +1,78 @@
+"""Tables and figures as files: what a page shows, to keep or to send.
+
+The camera among a figure's own buttons makes a PNG of what is seen; these buttons make the rest. Nothing is made before
+somebody clicks.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+
+from tracekit import markup
+from tracekit.reports import html
+
+_NESTED = (pl.List, pl.Array, pl.Struct)
+# What begins like this is a formula to a spreadsheet, and names in tables come from traces.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_MAX_NAME = 60
+
+
+def table(rows: pl.DataFrame, *, key: str) -> None:
+    """Offer a table as CSV, its numbers in the units that its columns' names end with; `key` names the file."""
+    _button("CSV", lambda: as_csv(rows).encode(), key=key, ending="csv", mime="text/csv")
+
+
+def cells(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str) -> None:
+    """Offer a table of text, as a page shows it, as CSV."""
+
+    def made() -> bytes:
+        out = io.StringIO()
+        csv.writer(out).writerows([[_inert(cell) for cell in row] for row in (header, *rows)])
+        return out.getvalue().encode()
+
+    _button("CSV", made, key=key, ending="csv", mime="text/csv")
+
+
+def figure(drawn: go.Figure, *, key: str) -> None:
+    """Offer a figure as a page of HTML that needs nothing else, and can still be zoomed."""
+    _button("HTML", lambda: html.of_figure(drawn, key).encode(), key=key, ending="html", mime="text/html")
+
+
+def as_csv(rows: pl.DataFrame) -> str:
+    r"""Return a table as CSV that a spreadsheet takes as text and numbers; lists become text.
+
+    >>> as_csv(pl.DataFrame({"name": ["=1+1"], "dur_ns": [5]}))
+    "name,dur_ns\n'=1+1,5\n"
+    """
+    nested = [name for name, dtype in rows.schema.items() if isinstance(dtype, _NESTED) or dtype == pl.Object]
+    flat = rows.with_columns(_texts(rows[name]) for name in nested)
+    begins = pl.col(pl.String).str.slice(0, 1).is_in(_FORMULA)
+    inert = pl.when(begins).then(pl.lit("'") + pl.col(pl.String)).otherwise(pl.col(pl.String)).name.keep()
+    return flat.with_columns(inert).write_csv() if pl.String in flat.dtypes else flat.write_csv()
+
+
+def _texts(nested: pl.Series) -> pl.Series:
+    return pl.Series(nested.name, [None if value is None else str(value) for value in nested.to_list()], pl.String)
+
+
+def _inert(cell: str) -> str:
+    # A figure with its sign is a number, not a formula.
+    return f"'{cell}" if cell.startswith(_FORMULA) and not re.match(r"[+-]\d", cell) else cell
+
+
+def _button(label: str, made: object, *, key: str, ending: str, mime: str) -> None:
+    name = re.sub(r"[^\w.-]+", "-", markup.inert(key, _MAX_NAME)).strip("-.") or "tracekit"
+    st.download_button(
+        f"Download {label}",
+        made,
+        file_name=f"{name}.{ending}",
+        mime=mime,
+        key=f"download-{ending}-{key}",
+        on_click="ignore",
+        type="tertiary",
+    )
