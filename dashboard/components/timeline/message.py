@@ -268,20 +268,25 @@ def moments(of: tiles.Scene, window: int, found: Finding) -> pl.DataFrame:
     rows = found.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
         return pl.DataFrame(schema=_MOMENTS)
-    known = rows.drop_nulls(["rank", "start_ns", "dur_ns"])
+    return placed(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
+
+
+def placed(of: tiles.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `moments` does."""
+    known = rows
     if "window" in rows.columns:
         known = known.filter(pl.col("window").fill_null(0) == window)
     elif window:
         return pl.DataFrame(schema=_MOMENTS)
     lane = pl.col("lane") if "lane" in rows.columns else pl.lit(None)
-    placed = known.select(
+    times = known.select(
         pl.lit(window, pl.Int64).alias("window"),
         "rank",
         "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         lane.cast(pl.Int64).alias("lane"),
     )
-    return align.shifted(placed, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+    return align.shifted(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
 
 
 _MOMENTS: Mapping[str, type[pl.DataType]] = {
