@@ -27,17 +27,20 @@ WAIT_MS = 120_000
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture: its name, the page and the run it shows, how high it is and the heading it begins with."""
+    """One picture: its name, the page and the run it shows, how high it is, the heading it begins with."""
 
     name: str
     page: str
     run: str
     height: int = HEIGHT
     scroll_to: str = ""
+    search: str = ""
+    """What to look for on the timeline: the first match is picked."""
 
 
 SHOTS = (
     Shot("overview", "", "demo-yafsdp"),
+    Shot("timeline", "timeline", "demo-yafsdp&from=1130000000&to=1400000000", 960, search="gloo:all_gather"),
     Shot("communication", "communication", "demo-yafsdp", 1250),
     Shot("kernels", "kernels", "demo-yafsdp", 1000),
     Shot("ranks", "ranks", "demo-yafsdp", 1000),
@@ -63,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     asked.out.mkdir(parents=True, exist_ok=True)
     shots = [shot for shot in SHOTS if not asked.names or shot.name in asked.names]
-    with served(asked.runs) as url:
+    with served(asked.runs) as (url, _):
         for shot, picture in taken(url, shots, run=asked.run, dark=asked.dark, whole=asked.whole):
             path = asked.out / f"dashboard_{shot.name}.png"
             path.write_bytes(picture if asked.whole else small(picture))
@@ -71,8 +74,8 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def served(runs: Path) -> Iterator[str]:
-    """Give the address of the dashboard opened on a folder of runs."""
+def served(runs: Path) -> Iterator[tuple[str, int]]:
+    """Give the address of the dashboard opened on a folder of runs, and the number of its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,7 +86,7 @@ def served(runs: Path) -> Iterator[str]:
     )
     try:
         _wait_until_healthy(port)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait(20)
@@ -101,11 +104,8 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
     """Yield each shot with its PNG."""
     from playwright.sync_api import sync_playwright
 
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if binary is None:
-        raise SystemExit("no Chromium on this machine (Debian: apt install chromium)")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, chromium_sandbox=False)
+        browser = playwright.chromium.launch(executable_path=chromium(), chromium_sandbox=False)
         page = browser.new_page(color_scheme="dark" if dark else "light")
         page.set_default_timeout(WAIT_MS)
         for shot in shots:
@@ -116,10 +116,24 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
                 page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
                 _settle(page)
+            elif shot.search:
+                page.locator(".timeline input").fill(shot.search)
+                page.locator(".timeline .count", has_text="·").wait_for()
+                page.keyboard.press("Enter")
+                page.locator(".timeline .details table").wait_for()
+                _settle(page)
             elif shot.scroll_to:
                 page.get_by_role("heading", name=shot.scroll_to).first.scroll_into_view_if_needed()
             yield shot, page.screenshot()
         browser.close()
+
+
+def chromium() -> str:
+    """Return the path of an installed Chromium. Raises SystemExit where there is none."""
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        raise SystemExit("no Chromium on this machine (Debian: apt install chromium)")
+    return binary
 
 
 def _settle(page: object) -> None:
