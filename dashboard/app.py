@@ -67,7 +67,7 @@ def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[cat
             return parts.choose((*listed, dropped) if dropped else listed)
 
 
-@st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)
+@st.cache_resource(ttl=LISTING_LIVES_S, max_entries=4, show_spinner=False)
 def _listed(paths: tuple[str, ...]) -> tuple[catalog.Entry, ...]:
     return catalog.entries(paths)
 
