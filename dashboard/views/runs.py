@@ -126,7 +126,7 @@ def _table(shown: Sequence[Entry]) -> list[Entry]:
 
 
 def _colour(chip: str) -> str:
-    return next((colour for word, colour in _COLOURS.items() if word in chip), "#7D8796")
+    return next((colour for word, colour in _COLOURS.items() if word in chip), charts.COLOURS["phase"])
 
 
 def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[], None]) -> None:
