@@ -17,7 +17,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 ROOT = Path(__file__).parents[1]
 WIDTH, HEIGHT = 1400, 900
@@ -122,13 +126,17 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
         browser.close()
 
 
-def _settle(page: object) -> None:
+_SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testScriptState === "notRunning"
+    && !document.querySelector("[data-testid=stSkeleton]")
+    && [...document.querySelectorAll("[data-testid=stPlotlyChart]")].every((each) => each.querySelector(".main-svg"))"""
+
+
+def _settle(page: "Page") -> None:
     """Wait until the page runs no script any more and its figures are drawn."""
     page.locator("[data-testid=stMain]").wait_for()
-    page.wait_for_function(
-        "() => document.querySelector('[data-testid=stApp]')?.dataset.testScriptState === 'notRunning'"
-    )
-    page.wait_for_timeout(1500)
+    page.wait_for_timeout(500)
+    page.wait_for_function(_SETTLED)
+    page.wait_for_timeout(1000)
 
 
 def small(picture: bytes) -> bytes:

@@ -6,10 +6,10 @@ from typing import Any
 import polars as pl
 import streamlit as st
 
-from dashboard import opened, parts
+from dashboard import facts, opened, parts
 from dashboard.catalog import Entry
 from tracekit import align
-from tracekit.analysis import breakdown
+from tracekit.analysis import contents
 
 FROM, TO, RANK = "from", "to", "rank"
 """Keys of the address: a part of the run in ns from its start, and the rank to look at."""
@@ -28,12 +28,17 @@ def table(entry: Entry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) ->
 
 def show(entry: Entry, row: Mapping[str, Any]) -> None:
     """Turn to the timeline at a moment: window, rank, start_ns (on the clock of the rank's trace) and dur_ns."""
+    parts.go_to("timeline", **part(entry, row))
+
+
+def part(entry: Entry, row: Mapping[str, Any]) -> dict[str, int]:
+    """Return the part of the run around a moment as the timeline's address tells it, and the rank."""
     held = opened.opened(entry)
+    begins = facts.table(entry, contents.contents).filter(pl.col("window") == row["window"])
     with held.lock:
-        offsets, whole = held.run.offsets, held.run.table(breakdown.by_rank)
-    first_ns = align.shifted(whole, offsets, ("start_ns",))["start_ns"].min()
+        offsets = held.run.offsets
+    first_ns = align.shifted(begins.drop_nulls("first_ns"), offsets, ("first_ns",))["first_ns"].min()
     moment = pl.DataFrame({name: [row[name]] for name in ("window", "rank", "start_ns")})
-    begin_ns = align.shifted(moment, offsets, ("start_ns",))["start_ns"].item() - int(str(first_ns))
+    begin_ns = int(align.shifted(moment, offsets, ("start_ns",))["start_ns"].item()) - int(str(first_ns))
     around_ns = int(_AROUND * row["dur_ns"])
-    asked = {FROM: max(begin_ns - around_ns, 0), TO: begin_ns + row["dur_ns"] + around_ns, RANK: row["rank"]}
-    parts.go_to("timeline", **asked)
+    return {FROM: max(begin_ns - around_ns, 0), TO: begin_ns + row["dur_ns"] + around_ns, RANK: row["rank"]}
