@@ -31,23 +31,24 @@ WAIT_MS = 120_000
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture: its name, the page and the run it shows, how high it is and the heading it begins with."""
+    """One picture: its name, the page and the run it shows, how high it is, a heading it shows and a button pressed first."""
 
     name: str
     page: str
     run: str
     height: int = HEIGHT
     scroll_to: str = ""
+    press: str = ""
 
 
 SHOTS = (
     Shot("overview", "", "demo-yafsdp"),
     Shot("communication", "communication", "demo-yafsdp", 1250),
     Shot("kernels", "kernels", "demo-yafsdp", 1000),
-    Shot("ranks", "ranks", "demo-yafsdp", 1000),
+    Shot("ranks", "ranks", "faults/slow-rank&colour=waited_ratio", 1000),
     Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),
     Shot("checkpoints", "checkpoints", "demo-yafsdp", 1000, "Training blocked"),
-    Shot("sql", "sql", "demo-yafsdp"),
+    Shot("sql", "sql", "demo-yafsdp", press="Run"),
     Shot("quality", "quality", "demo-yafsdp", 1000),
     Shot("compare", "compare", "demo-yafsdp&compare=demo-fsdp2", 1000),
     Shot("plan", "plan", "demo-yafsdp"),
@@ -116,6 +117,9 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
             page.set_viewport_size({"width": WIDTH, "height": shot.height})
             page.goto(f"{url}/{shot.page}?run={quote(run or shot.run, safe='&=')}")
             _settle(page)
+            if shot.press:
+                page.get_by_role("button", name=shot.press, exact=True).click()
+                _settle(page)
             if whole:
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
                 page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
