@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import streamlit as st
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 PAGE = "page_shown"
 MAX_TEXT = 200
@@ -160,4 +161,5 @@ def _value(name: str, default: Any, asked: Texts, last: _Told | None, *, parse: 
 
 
 def _is_stale(asked: Texts, last: _Told) -> bool:
-    return asked == last.before and time.monotonic() - last.at_s < _STALE_S
+    went_back = getattr(get_script_run_ctx(suppress_warning=True), "is_history_navigation", False)
+    return not went_back and asked == last.before and time.monotonic() - last.at_s < _STALE_S

@@ -30,6 +30,7 @@ from dashboard.views import (
 ICON = Path(__file__).with_name("icon.svg")
 
 LISTING_LIVES_S = 3
+_DROPPED = "dropped_stamp"
 
 
 def main() -> None:
@@ -67,7 +68,10 @@ def main() -> None:
     if is_bare and shown == pages["overview"] and len(listed) > 1:
         st.switch_page(pages["runs"])  # nobody said which run to open
     st.session_state[address.PAGE] = shown.url_path
+    before = st.session_state.get(_DROPPED)
     chosen, others = _choose(listed)
+    if chosen.is_private and st.session_state[_DROPPED] != before and shown == pages["runs"]:
+        parts.go_to("overview")
     shown.run()
 
 
@@ -76,11 +80,14 @@ def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[cat
         st.html('<div class="tk-title"><b>tracekit</b></div>')
         place = st.container()
         dropped = uploads.choose()
+        if dropped and st.session_state.get(_DROPPED) != dropped.stamp:
+            st.session_state[parts.RUN] = dropped.name  # who drops a trace wants to see it
+        st.session_state[_DROPPED] = dropped.stamp if dropped else None
         with place:
             return parts.choose((*listed, dropped) if dropped else listed)
 
 
-@st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)
+@st.cache_resource(ttl=LISTING_LIVES_S, max_entries=4, show_spinner=False)
 def _listed(paths: tuple[str, ...]) -> tuple[catalog.Entry, ...]:
     return catalog.entries(paths)
 

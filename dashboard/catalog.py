@@ -79,7 +79,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     changed_ns = max((file.changed_ns for file in held), default=None)
     manifest = _manifest(path / conventions.MANIFEST_FILE) if path.is_dir() and not outside(state, roots) else {}
     model, world_size, created_ns = (manifest.get(key) for key in ("model", "world_size", "created_ns"))
-    is_live = changed_ns is not None and time.time_ns() - changed_ns < LIVE_S * 1e9
+    is_live = not is_private and changed_ns is not None and time.time_ns() - changed_ns < LIVE_S * 1e9
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
     return Entry(
         name,
@@ -133,7 +133,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
         return
     try:
         with os.scandir(folder) as listed:
-            children = sorted(listed, key=lambda each: files.natural(each.name))
+            children = list(listed)
     except OSError:
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
@@ -142,6 +142,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
         yield name, folder
         return
     folders = [each for each in children if each.is_dir() and not each.name.startswith(".")] * (depth < MAX_DEPTH)
+    folders.sort(key=lambda each: files.natural(each.name))
     some = False
     for child in folders:
         if not child.is_symlink() or _leads_inside(Path(child.path), roots):

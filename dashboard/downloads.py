@@ -49,15 +49,15 @@ def as_csv(rows: pl.DataFrame) -> str:
     >>> as_csv(pl.DataFrame({"name": ["=1+1"], "dur_ns": [5]}))
     "name,dur_ns\n'=1+1,5\n"
     """
-    texts = [
-        pl.col(name).map_elements(str, return_dtype=pl.String)
-        for name, dtype in rows.schema.items()
-        if isinstance(dtype, _NESTED) or dtype == pl.Object
-    ]
-    flat = rows.with_columns(texts)
+    nested = [name for name, dtype in rows.schema.items() if isinstance(dtype, _NESTED) or dtype == pl.Object]
+    flat = rows.with_columns(_texts(rows[name]) for name in nested)
     begins = pl.col(pl.String).str.slice(0, 1).is_in(_FORMULA)
     inert = pl.when(begins).then(pl.lit("'") + pl.col(pl.String)).otherwise(pl.col(pl.String)).name.keep()
     return flat.with_columns(inert).write_csv() if pl.String in flat.dtypes else flat.write_csv()
+
+
+def _texts(nested: pl.Series) -> pl.Series:
+    return pl.Series(nested.name, [None if value is None else str(value) for value in nested.to_list()], pl.String)
 
 
 def _inert(cell: str) -> str:

@@ -79,7 +79,7 @@ def safe_name(name: str) -> str:
     >>> safe_name("../../rank00001.<b>.pt.trace.json.gz")
     'rank00001._b_.pt.trace.json.gz'
     """
-    last = re.sub(r"[^A-Za-z0-9._=+-]", "_", name.replace("\\", "/").rpartition("/")[2]).lstrip(".")
+    last = re.sub(r"[^A-Za-z0-9._-]", "_", name.replace("\\", "/").rpartition("/")[2]).lstrip(".")
     stem, dot, ending = last.rpartition(".json")
     if not dot or ending not in ("", ".gz", ".zst"):
         raise InputError("is no trace by its name; a trace ends with .json, .json.gz or .json.zst")

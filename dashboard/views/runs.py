@@ -132,7 +132,7 @@ def _colour(chip: str) -> str:
 def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[], None]) -> None:
     unchecked = [entry for entry in chosen or shown if entry.summary is None and not entry.problem]
     columns = st.columns([1, 1, 1, 3])
-    if columns[0].button("Open", type="primary", disabled=len(chosen) != 1, width="stretch"):
+    if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
         parts.go_to("overview", run=chosen[0].name)
     if columns[1].button(
         f"Compare {len(chosen)}" if len(chosen) > 1 else "Compare",

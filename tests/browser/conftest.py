@@ -114,6 +114,8 @@ class Server:
     url: str
     port: int
     runs: Path
+    temporary: Path
+    """Where its temporary files go."""
 
 
 @pytest.fixture(scope="session")
@@ -127,18 +129,20 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "streamlit", "run", app, "--server.port", str(port), "--", str(runs)]
     # Another folder, so that no configuration but the dashboard's own is found.
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    log = elsewhere / "log"
+    log, temporary = elsewhere / "log", elsewhere / "temporary"
+    temporary.mkdir()
+    environment = {"PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(elsewhere / "cache"), "TMPDIR": str(temporary)}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             cwd=elsewhere,
             stdout=out,
             stderr=out,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(elsewhere / "cache")},
+            env=os.environ | environment,
         )
         try:
             _wait_until_healthy(process, port, log)
-            yield Server(f"http://127.0.0.1:{port}", port, runs)
+            yield Server(f"http://127.0.0.1:{port}", port, runs, temporary)
         finally:
             process.terminate()
             process.wait(20)

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.rotation import modules_in_turns
 from tracekit.capture import Recorder, agent
 from tracekit.capture.settings import Settings
+
+pytestmark = modules_in_turns(2, "ranks")
 
 TIMEOUT_S = 30.0
 STEPS = 12

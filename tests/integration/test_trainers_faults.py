@@ -16,7 +16,10 @@ from tests import ranks
 from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import named, stage
 from tests.integration.trainings import case, micro
+from tests.rotation import modules_in_turns
 from tracekit import conventions
+
+pytestmark = modules_in_turns(2, "ranks")
 
 STEPS, LAYERS, ACTIVE = 5, 2, 2
 PLAIN = (1, 3)

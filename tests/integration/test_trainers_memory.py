@@ -20,6 +20,9 @@ from instrumented_trainers.strategies import STRATEGIES
 from tests import ranks
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
+from tests.rotation import modules_in_turns
+
+pytestmark = modules_in_turns(2, "ranks")
 
 REPORTED = {"steps": 3, "profile_wait": 9, "memory_report": True}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

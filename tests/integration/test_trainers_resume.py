@@ -16,6 +16,9 @@ from instrumented_trainers.stop import StopRequest
 from tests import ranks
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
+from tests.rotation import modules_in_turns
+
+pytestmark = modules_in_turns(2, "ranks")
 
 STEPS = 7
 THIRD = "step-000003"

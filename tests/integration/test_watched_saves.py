@@ -24,8 +24,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tests import ranks
+from tests.rotation import modules_in_turns
 from tracekit import conventions
 from tracekit.capture.checkpoints import watching
+
+pytestmark = modules_in_turns(2, "ranks")
 
 ROWS = 256
 Lines = list[dict[str, Any]]

@@ -51,3 +51,21 @@ def test_one_that_is_asked_for_by_itself_is_run(collected: Callable[..., list[py
 def test_all_are_run_if_told_so(collected: Callable[..., list[pytest.Item]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rotation.THOROUGH, "1")
     assert rotation.of_this_run(collected())[1] == []
+
+
+def test_modules_take_turns_whole(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(rotation.THOROUGH, raising=False)
+    items = []
+    for number in range(4):
+        path = tmp_path / f"test_module_{number}_of_{tmp_path.name}.py"
+        path.write_text(
+            "from tests.rotation import modules_in_turns\npytestmark = modules_in_turns(2, 'all')\n"
+            "def test_one(): pass\ndef test_two(): pass\n"
+        )
+        items += list(request.session.genitems(pytest.Module.from_parent(request.session, path=path)))
+    taken, left = rotation.of_this_run(items)
+    assert (len(taken), len(left)) == (4, 4)
+    assert not {item.path for item in taken} & {item.path for item in left}
+    assert rotation.of_this_run(items[:2]) == (items[:2], [])

@@ -13,46 +13,56 @@ class Block:
     """A piece of a segment: one that the program holds, or a free one; or address space without memory behind it."""
 
     __slots__ = (
-        "active", "address", "allocated", "base", "born", "bytes", "mapped", "next", "pool", "previous",
+        "active", "address", "allocated", "base", "born", "bytes", "key", "mapped", "next", "pool", "previous",
         "requested_bytes", "shared",
     )  # fmt: skip
+    requested_bytes: int
+    """Set where the program holds the block."""
+    born: int
+    """How often the pool had been asked when the block became free; set where it is free."""
 
-    def __init__(self, address: int, size_bytes: int, pool: "Pool", base: int | None = None) -> None:
-        """Make a free block; `base` is the start of the expandable segment that it is part of."""
+    def __init__(
+        self,
+        address: int,
+        size_bytes: int,
+        pool: "Pool",
+        base: int | None = None,
+        previous: "Block | None" = None,
+        following: "Block | None" = None,
+    ) -> None:
+        """Make a free block between two neighbours; `base` is the start of the expandable segment that it is in."""
         self.address = address
         self.bytes = size_bytes
         self.pool = pool
         self.base = base
-        self.requested_bytes = 0
-        self.allocated = False
-        self.active = False  # allocated, or freed but still used by another stream
+        self.key = 0  # its place in the order of its pool; 0 while it is not there
+        self.active = self.allocated = False  # active: allocated, or freed but still used by another stream
         self.shared = False  # used by another stream than its own
         self.mapped = True
-        self.born = 0  # how often the pool had been asked when the block became free
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous = previous
+        self.next = following
+        if previous is not None:
+            previous.next = self
+        if following is not None:
+            following.previous = self
 
     @property
     def whole(self) -> bool:
         """Whether the block is its whole segment."""
         return self.previous is None and self.next is None
 
-    def insert(self, previous: "Block | None", following: "Block | None") -> None:
-        """Put the block between two neighbours."""
-        self.previous, self.next = previous, following
-        if previous is not None:
-            previous.next = self
-        if following is not None:
-            following.previous = self
-
     def absorb(self, other: "Block") -> None:
         """Take over a neighbour's bytes and its other neighbour."""
+        self.bytes += other.bytes
         if other is self.previous:
             self.address = other.address
-            self.insert(other.previous, self.next)
+            self.previous = further = other.previous
+            if further is not None:
+                further.next = self
         else:
-            self.insert(self.previous, other.next)
-        self.bytes += other.bytes
+            self.next = further = other.next
+            if further is not None:
+                further.previous = self
 
 
 class Pool:
@@ -77,25 +87,14 @@ class Pool:
             raise Overlap(f"two free blocks at {block.address:#x}")
         insort(self.keys, key)
         self.by_key[key] = block
+        block.key = key
         block.born = self.asked
 
     def remove(self, block: Block) -> None:
         """Take a free block out."""
-        key = block.bytes << ADDRESS_BITS | block.address
-        del self.keys[bisect_left(self.keys, key)]
-        del self.by_key[key]
-
-    def first(self, size_bytes: int) -> int:
-        """Return the place of the smallest block of at least `size_bytes`, at the lowest address of those."""
-        return bisect_left(self.keys, size_bytes << ADDRESS_BITS)
-
-    def at(self, place: int) -> Block | None:
-        """Return the block at a place of the order; None past the end."""
-        return self.by_key[self.keys[place]] if place < len(self.keys) else None
-
-    def take(self, place: int) -> Block:
-        """Take out the block at a place."""
-        return self.by_key.pop(self.keys.pop(place))
+        del self.keys[bisect_left(self.keys, block.key)]
+        del self.by_key[block.key]
+        block.key = 0
 
     def blocks(self) -> list[Block]:
         """Return the free blocks, in order."""

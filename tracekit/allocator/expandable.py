@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def preferred(pool: Pool, place: int, *, in_use: bool) -> int:
-    """Return the place of the block to take, where the best fit at `place` is part of an expandable segment.
+    """Return the place of the block to take, where the best fit, at `place`, is part of an expandable segment.
 
     A block at the end of its segment counts with the space that it can grow into: such a one is taken last. Where
     expandable segments were turned off again, none of theirs is taken.
     """
+    keys, by_key = pool.keys, pool.by_key
     if not in_use:
-        while (block := pool.at(place)) is not None and block.base is not None:
+        while place < len(keys) and by_key[keys[place]].base is not None:
             place += 1
         return place
-    keys, by_key = pool.keys, pool.by_key
     best = by_key[keys[place]]
     for further in range(place + 1, len(keys)):
         # Only a block that can grow is worth passing over: the others come in order of size.
@@ -61,9 +61,10 @@ def unmap(allocator: "Allocator", block: Block) -> None:
         return
     pool.remove(block)
     if begin > block.address:
-        _leave(pool, Block(block.address, begin - block.address, pool, block.base), block.previous, block)
+        pool.add(Block(block.address, begin - block.address, pool, block.base, block.previous, block))
     if block.address + block.bytes > end:
-        _leave(pool, Block(end, block.address + block.bytes - end, pool, block.base), block, block.next)
+        past = block.address + block.bytes
+        pool.add(Block(end, past - end, pool, block.base, block, block.next))
     block.address, block.bytes, block.mapped = begin, end - begin, False
     for neighbour in (block.previous, block.next):
         if neighbour is not None and not neighbour.mapped:
@@ -89,9 +90,8 @@ def reach(space: Block | None, address: int) -> Block | None:
 def beyond(block: Block, end: int) -> Block:
     """Return the space from the end of a mapped range to the end of its segment."""
     begin = block.address + block.bytes
-    space = Block(begin, max(end - begin, 0), block.pool, block.base)
+    space = Block(begin, max(end - begin, 0), block.pool, block.base, block, None)
     space.mapped = False
-    space.insert(block, None)
     block.pool.unmapped[begin] = space
     return space
 
@@ -141,17 +141,11 @@ def _map(allocator: "Allocator", block: Block, size: int) -> bool:
     address = block.address
     del pool.unmapped[address]
     if size < block.bytes:
-        rest = Block(address + size, block.bytes - size, pool, block.base)
+        rest = Block(address + size, block.bytes - size, pool, block.base, block, block.next)
         rest.mapped = False
-        rest.insert(block, block.next)
         pool.unmapped[rest.address] = rest
         block.bytes = size
     block.mapped = True
     allocator.give(block)
     allocator.reserve("segment_map", address, size, pool)
     return True
-
-
-def _leave(pool: Pool, block: Block, previous: Block | None, following: Block | None) -> None:
-    block.insert(previous, following)
-    pool.add(block)

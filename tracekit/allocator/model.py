@@ -1,10 +1,11 @@
 """The allocator: what it does with each request, free and return of memory."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tracekit.allocator import expandable
-from tracekit.allocator.blocks import Block, Overlap, Pool
+from tracekit.allocator.blocks import ADDRESS_BITS, Block, Overlap, Pool
 from tracekit.allocator.settings import (
     BLOCK_BYTES,
     LARGE_SEGMENT_BYTES,
@@ -104,13 +105,12 @@ class Allocator:
         size = self._rounded.get(requested_bytes)
         if size is None:
             size = self._rounded[requested_bytes] = self.settings.rounded(requested_bytes)
-        free = self.pool(pool, size <= SMALL_BYTES, stream)
+        free = self._pools.get((pool, size <= SMALL_BYTES, stream)) or self.pool(pool, size <= SMALL_BYTES, stream)
         block = self._best_fit(free, size) or self._grown(free, size)
-        if self._splits(free, size, block.bytes - size):
-            rest = Block(block.address + size, block.bytes - size, free, block.base)
-            rest.insert(block, block.next)
+        rest = block.bytes - size
+        if rest >= BLOCK_BYTES and self._splits(free, size, rest):
             block.bytes = size
-            free.add(rest)
+            free.add(Block(block.address + size, rest, free, block.base, block, block.next))
         block.requested_bytes = requested_bytes
         block.allocated = block.active = True
         block.shared = False
@@ -128,9 +128,12 @@ class Allocator:
 
     def free(self, block: Block) -> None:
         """Free a block: at once, unless another stream uses it; then `complete_free` has to come."""
-        self.request_free(block)
+        block.allocated = False
+        self.allocated_bytes -= block.bytes
         if not block.shared:
-            self.complete_free(block)
+            del self.active[block.address]
+            block.active = False
+            self.give(block)
 
     def request_free(self, block: Block) -> None:
         """Take the block from the program."""
@@ -146,10 +149,13 @@ class Allocator:
     def give(self, block: Block) -> None:
         """Join a free block with its free neighbours and add it to its pool."""
         pool = block.pool
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and not neighbour.active and neighbour.mapped:
-                pool.remove(neighbour)
-                block.absorb(neighbour)
+        before, after = block.previous, block.next
+        if before is not None and before.key:
+            pool.remove(before)
+            block.absorb(before)
+        if after is not None and after.key:
+            pool.remove(after)
+            block.absorb(after)
         pool.add(block)
 
     def pool(self, number: int, small: bool, stream: int) -> Pool:
@@ -162,25 +168,31 @@ class Allocator:
 
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
         if pool.small or self.settings.expandable:
-            return rest >= BLOCK_BYTES
+            return True
         return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         if self.collects:
             pool.asked += 1
-        place = pool.first(size)
-        block = pool.at(place)
-        if block is not None and block.base is not None:
-            place = expandable.preferred(pool, place, in_use=self.settings.expandable)
-            block = pool.at(place)
-        if block is None:
+        keys = pool.keys
+        place = bisect_left(keys, size << ADDRESS_BITS)
+        if place == len(keys):
             return None
+        block = pool.by_key[keys[place]]
         settings = self.settings
-        if size < settings.max_split_bytes <= block.bytes:
+        if block.base is not None and not (settings.expandable and (block.next is None or block.next.mapped)):
+            place = expandable.preferred(pool, place, in_use=settings.expandable)
+            if place == len(keys):
+                return None
+            block = pool.by_key[keys[place]]
+        limit = settings.max_split_bytes
+        if size < limit <= block.bytes:
             return None
-        if size >= settings.max_split_bytes and block.bytes >= size + settings.max_non_split_rounding_bytes:
+        if size >= limit and block.bytes >= size + settings.max_non_split_rounding_bytes:
             return None
-        return pool.take(place)
+        del pool.by_key[keys.pop(place)]
+        block.key = 0
+        return block
 
     # Memory of the device ---------------------------------------------------------------------------------------------
     def _grown(self, pool: Pool, size: int) -> Block:
@@ -255,9 +267,9 @@ class Allocator:
         if limit == UNLIMITED:
             return False
         wanted = max(size, limit)
-        block = pool.at(pool.first(wanted))
-        if block is not None:
-            self.release(block)
+        place = bisect_left(pool.keys, wanted << ADDRESS_BITS)
+        if place < len(pool.keys):
+            self.release(pool.by_key[pool.keys[place]])
             return True
         given = 0
         for block in reversed(pool.blocks()):
@@ -326,8 +338,7 @@ class Allocator:
         self.peak_reserved_bytes, self.peak_allocated_bytes = self.reserved_bytes, self.allocated_bytes
 
     def _adopted(self, told: BlockState, pool: Pool, base: int | None, previous: Block | None) -> Block:
-        block = Block(told.address, told.bytes, pool, base)
-        block.insert(previous, None)
+        block = Block(told.address, told.bytes, pool, base, previous, None)
         block.requested_bytes = told.requested_bytes
         block.active = told.state != "free"
         block.allocated = told.state == "allocated"

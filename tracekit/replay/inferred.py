@@ -70,13 +70,18 @@ def _unplayable(trace: Trace, events: pl.DataFrame) -> str | None:
 
 def _played(events: pl.DataFrame) -> pl.DataFrame:
     """Return what is played: allocations, frees in their two parts, and a return of memory before its first sign."""
-    freed = pl.col("delta_bytes") < 0
-    given = pl.col("reserved_bytes").diff().fill_null(0) < 0
-    codes = pl.concat_list(
-        pl.when(given).then(RELEASE), pl.when(freed).then(REQUEST).otherwise(ALLOC), pl.when(freed).then(COMPLETE)
-    )
-    wide = events.select("address", "at_ns", codes.alias("code"), pl.col("delta_bytes").abs().alias("bytes"))
-    return wide.explode("code").drop_nulls("code").with_columns(pl.col("code").cast(pl.Int64))
+    delta_bytes = events["delta_bytes"].to_numpy()
+    freed = delta_bytes < 0
+    given = (events["reserved_bytes"].diff().fill_null(0) < 0).to_numpy()
+    parts = 1 + given + freed
+    event = np.repeat(np.arange(len(events)), parts)
+    first = np.cumsum(parts) - parts
+    code = np.full(len(event), ALLOC)
+    code[(first + given)[freed]] = REQUEST
+    code[(first + given + 1)[freed]] = COMPLETE
+    code[first[given]] = RELEASE
+    told = {name: events[name].to_numpy()[event] for name in ("address", "at_ns")}
+    return pl.DataFrame({**told, "code": code, "bytes": np.abs(delta_bytes)[event]})
 
 
 def _start(events: pl.DataFrame) -> tuple[SegmentState, ...]:

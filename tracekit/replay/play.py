@@ -1,6 +1,9 @@
 """Playing a history: every request and free in the recorded order, through the model of the allocator."""
 
+import contextlib
+import gc
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +16,8 @@ from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST
 
 _WARMING_EVENTS = 300_000
 _APART_BYTES = 1 << 40
+_FREE = -1
+"""A free whose two parts follow each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,15 +141,18 @@ class _Player:
         self.moved = [0] * len(history.action)
         self.mismatches = self.failed = 0
         self.begun = len(allocator.events)
+        self._releases = iter(history.releases)
 
     def run(self, most: int | None = None) -> None:
         """Play all events, or so many."""
-        history, live, moved = self.history, self.live, self.moved
-        allocator, releases = self.allocator, iter(self.history.releases)
-        malloc, request, complete = allocator.malloc, allocator.request_free, allocator.complete_free
-        columns = (history.action, history.address, history.bytes, history.stream, history.pool)
-        listed = zip(*(column[:most].tolist() for column in columns), strict=True)
-        for number, (action, address, size, stream, pool) in enumerate(listed):
+        with _uncollected():
+            self._run(most)
+
+    def _run(self, most: int | None) -> None:
+        live, moved, allocator = self.live, self.moved, self.allocator
+        malloc, free = allocator.malloc, allocator.free
+        mismatches = 0
+        for number, action, address, size, stream, pool in self._listed(most):
             if action == ALLOC:
                 try:
                     block = live[address] = malloc(size, stream, pool)
@@ -152,19 +160,40 @@ class _Player:
                     self.failed += 1
                     continue
                 moved[number] = block.bytes
-                self.mismatches += block.address != address
-            elif action == REQUEST:
-                wanted = live.get(address)
-                if wanted is not None:
-                    moved[number] = -wanted.bytes
-                    request(wanted)
-            elif action == COMPLETE:
+                mismatches += block.address != address
+            elif action == _FREE:
                 freed = live.pop(address, None)
-                # Else it was given back already, when memory was short.
-                if freed is not None and freed.active and not freed.allocated:
-                    complete(freed)
+                if freed is not None and freed.active:
+                    moved[number] = -freed.bytes
+                    free(freed)
             else:
-                self._release(*next(releases))
+                self._play_apart(number, action, address)
+        self.mismatches += mismatches
+
+    def _listed(self, most: int | None) -> Iterable[tuple[int, int, int, int, int, int]]:
+        """Return number, action, address, bytes, stream and pool of each event, the two parts of a free as one."""
+        history = self.history
+        action, address = history.action[:most], history.address[:most]
+        at_once = (action[:-1] == REQUEST) & (action[1:] == COMPLETE) & (address[:-1] == address[1:])
+        played = np.concatenate(([True], ~at_once))[: len(action)]
+        action = np.where(np.concatenate((at_once, [False]))[: len(action)], _FREE, action)
+        columns = (np.arange(len(action)), action, address, history.bytes[:most], history.stream[:most])
+        return zip(*(column[played].tolist() for column in (*columns, history.pool[:most])), strict=True)
+
+    def _play_apart(self, number: int, action: int, address: int) -> None:
+        """Play one part of a free whose other part comes later, or a return of memory."""
+        if action == REQUEST:
+            wanted = self.live.get(address)
+            if wanted is not None:
+                self.moved[number] = -wanted.bytes
+                self.allocator.request_free(wanted)
+        elif action == COMPLETE:
+            freed = self.live.pop(address, None)
+            # Else it was given back already, when memory was short.
+            if freed is not None and freed.active and not freed.allocated:
+                self.allocator.complete_free(freed)
+        else:
+            self._release(*next(self._releases))
 
     def _release(self, why: str, given: tuple[int, ...]) -> None:
         """Give memory back where the record did: all that is cached, or only what was."""
@@ -218,3 +247,15 @@ class _Player:
             tuple(self.allocator.segments()),
             np.array(self.moved, np.int64),
         )
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from walking over all blocks again and again: what is dropped is in no cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

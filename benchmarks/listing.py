@@ -1,0 +1,130 @@
+"""How long the dashboard takes to list a folder of runs, in a real browser.
+
+python benchmarks/listing.py [--runs 500] [--ranks 8] writes so many small run folders (made by hand, not recorded) with
+manifests and traces, keeps a report of each, starts `tracekit dashboard` and measures, in headless Chromium, the time
+from opening the address to the first paint of the table: in a new process, then again; and what the catalog takes
+without a browser.
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+AGAIN = 5
+STRATEGIES = ("ddp", "fsdp2", "yafsdp")
+# The canvas has been painted with rows once their text is there for screen readers.
+PAINTED = "() => document.querySelectorAll('[data-testid=stDataFrame] canvas table tbody tr').length > 5"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=500)
+    parser.add_argument("--ranks", type=int, default=8)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tracekit-listing-") as place:
+        os.environ["TRACEKIT_CACHE_DIR"] = str(Path(place) / "cache")
+        runs = Path(place) / "runs"
+        write_runs(runs, asked.runs, asked.ranks)
+        kept = keep_reports(runs)
+        print(f"{asked.runs} runs of {asked.ranks} ranks, {kept} of them checked")
+        catalog_s = [timed_catalog(runs) for _ in range(AGAIN)]
+        print(f"catalog without a browser: {statistics.median(catalog_s):.3f} s median of {AGAIN}")
+        for label, seconds in painted(runs):
+            print(f"{label}: {seconds:.2f} s to the first paint of the table")
+
+
+def write_runs(runs: Path, count: int, ranks: int) -> None:
+    """Write one run, and copies of it whose manifests differ."""
+    import json
+
+    from tests.browser import recorded
+
+    runs.mkdir()
+    first = runs / "run-0000"
+    recorded.write_run(first, kernel="gemm_kernel", ranks=tuple(range(ranks)))
+    manifest = json.loads((first / "run.json").read_text())
+    for number in range(1, count):
+        folder = runs / f"run-{number:04d}"
+        shutil.copytree(first, folder)
+        created_ns = manifest["created_ns"] + number * 3_600 * 10**9
+        told = manifest | {"strategy": STRATEGIES[number % len(STRATEGIES)], "created_ns": created_ns}
+        (folder / "run.json").write_text(json.dumps(told))
+
+
+def keep_reports(runs: Path) -> int:
+    """Keep the first run's report as that of every run: what is listed is as large as if each had been checked."""
+    from tracekit import checked
+    from tracekit.analysis import breakdown, samples
+    from tracekit.checked import keys, store
+
+    folders = sorted(runs.iterdir())
+    report = checked.report(str(folders[0]), facts=(breakdown.by_step, breakdown.by_rank, samples.samples))
+    for folder in folders[1:]:
+        store.put(str(keys.of_run(str(folder))), report)
+    return sum(checked.summary(str(folder)) is not None for folder in folders)
+
+
+def timed_catalog(runs: Path) -> float:
+    from dashboard import catalog
+
+    start = time.perf_counter()
+    listed = catalog.entries([str(runs)])
+    assert all(entry.summary for entry in listed)
+    return time.perf_counter() - start
+
+
+def painted(runs: Path) -> list[tuple[str, float]]:
+    """Return how long it took until the table was painted, by which visit it was."""
+    from playwright.sync_api import sync_playwright
+
+    found = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tracekit", "dashboard", str(runs), "--port", str(port), "--no-browser"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait(f"http://127.0.0.1:{port}/_stcore/health")
+        binary = shutil.which("chromium") or shutil.which("google-chrome")
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=binary, chromium_sandbox=False, args=["--disable-gpu"])
+            for visit in range(1 + AGAIN):
+                page = browser.new_context(viewport={"width": 1400, "height": 1000}).new_page()
+                start = time.perf_counter()
+                page.goto(f"http://127.0.0.1:{port}/runs")
+                page.wait_for_function(PAINTED, polling="raf", timeout=120_000)
+                found.append((f"visit {visit + 1}", time.perf_counter() - start))
+                page.context.close()
+                time.sleep(4)  # until the server looks at the folder again
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait(20)
+    return found
+
+
+def _wait(url: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit("the dashboard did not start")
+
+
+if __name__ == "__main__":
+    main()
