@@ -31,7 +31,7 @@ WAIT_MS = 120_000
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture: its name, the page and the run it shows, how high it is, a heading it shows and a button pressed first."""
+    """One picture: its name, page and run (and choices on it), its height, a heading to show, a button to press."""
 
     name: str
     page: str
@@ -45,7 +45,7 @@ SHOTS = (
     Shot("overview", "", "demo-yafsdp"),
     Shot("communication", "communication", "demo-yafsdp", 1250),
     Shot("kernels", "kernels", "demo-yafsdp", 1000),
-    Shot("ranks", "ranks", "faults/slow-rank&colour=waited_ratio", 1000),
+    Shot("ranks", "ranks", "demo-yafsdp&colour=waited_ratio", 1000),
     Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),
     Shot("checkpoints", "checkpoints", "demo-yafsdp", 1000, "Training blocked"),
     Shot("sql", "sql", "demo-yafsdp", press="Run"),
@@ -119,6 +119,7 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
             _settle(page)
             if shot.press:
                 page.get_by_role("button", name=shot.press, exact=True).click()
+                page.mouse.move(0, 0)
                 _settle(page)
             if whole:
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
