@@ -1,7 +1,7 @@
 """Screenshots of every page of the dashboard: python -m benchmarks.screenshots [--out DIR] [--dark] [--runs DIR].
 
-The runs are those in sample_traces unless others are named. Pictures for docs/images are made in the light theme, in as
-few colours as keep them under 150 kB.
+The runs are those in sample_traces unless others are named, and a simulated one for what needs devices. Pictures for
+docs/images are made in the light theme, in as few colours as keep them under 150 kB.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ ROOT = Path(__file__).parents[1]
 WIDTH, HEIGHT = 1400, 900
 MOST_BYTES = 150_000
 WAIT_MS = 120_000
+
+SIMULATED = "simulated"
+_GIVE_WAY = ("--gpus", "16", "--layers", "6", "--ranks-written", "4", "--fault", "give-way")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Shot:
 SHOTS = (
     Shot("overview", "", "demo-yafsdp"),
     Shot("communication", "communication", "demo-yafsdp", 1250),
+    Shot("contention", "contention", SIMULATED, 1150),
     Shot("kernels", "kernels", "demo-yafsdp", 1000),
     Shot("ranks", "ranks", "demo-yafsdp&colour=waited_ratio", 1000),
     Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),
@@ -68,24 +73,36 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     asked.out.mkdir(parents=True, exist_ok=True)
     shots = [shot for shot in SHOTS if not asked.names or shot.name in asked.names]
-    with served(asked.runs) as url:
+    with tempfile.TemporaryDirectory() as folder, served(asked.runs, simulated(Path(folder))) as url:
         for shot, picture in taken(url, shots, run=asked.run, dark=asked.dark, whole=asked.whole):
             path = asked.out / f"dashboard_{shot.name}.png"
             path.write_bytes(picture if asked.whole else small(picture))
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
+def simulated(folder: Path) -> Path:
+    """Simulate a run on devices, for the pages that need them."""
+    run = folder / SIMULATED
+    command = [sys.executable, "-m", "tracekit", "simulate", *_GIVE_WAY, "--out", str(run)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment())
+    for file in run.iterdir():
+        os.utime(file, (0, 0))  # it is not being recorded
+    return run
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 @contextlib.contextmanager
-def served(runs: Path) -> Iterator[str]:
-    """Give the address of the dashboard opened on a folder of runs."""
+def served(*runs: Path) -> Iterator[str]:
+    """Give the address of the dashboard opened on runs, or folders of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "streamlit", "run", str(ROOT / "dashboard" / "app.py")]
-    command += ["--server.port", str(port), "--", str(runs)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    command += ["--server.port", str(port), "--", *map(str, runs)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment())
     try:
         _wait_until_healthy(port)
         yield f"http://127.0.0.1:{port}"
