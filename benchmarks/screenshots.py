@@ -43,10 +43,13 @@ class Shot:
     height: int = HEIGHT
     scroll_to: str = ""
     press: str = ""
+    search: str = ""
+    """What to look for on the timeline: the first match is picked."""
 
 
 SHOTS = (
     Shot("overview", "", "demo-yafsdp"),
+    Shot("timeline", "timeline", "demo-yafsdp&from=1130000000&to=1400000000", 960, search="gloo:all_gather"),
     Shot("communication", "communication", "demo-yafsdp", 1250),
     Shot("contention", "contention", SIMULATED, 1150),
     Shot("kernels", "kernels", "demo-yafsdp", 1000),
@@ -73,7 +76,10 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     asked.out.mkdir(parents=True, exist_ok=True)
     shots = [shot for shot in SHOTS if not asked.names or shot.name in asked.names]
-    with tempfile.TemporaryDirectory() as folder, served(asked.runs, simulated(Path(folder))) as url:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(asked.runs, simulated(Path(folder))) as (url, _),
+    ):
         for shot, picture in taken(url, shots, run=asked.run, dark=asked.dark, whole=asked.whole):
             path = asked.out / f"dashboard_{shot.name}.png"
             path.write_bytes(picture if asked.whole else small(picture))
@@ -95,8 +101,8 @@ def _environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(*runs: Path) -> Iterator[str]:
-    """Give the address of the dashboard opened on runs, or folders of them."""
+def served(*runs: Path) -> Iterator[tuple[str, int]]:
+    """Give the address of the dashboard opened on runs, or folders of them, and the number of its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,7 +111,7 @@ def served(*runs: Path) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment())
     try:
         _wait_until_healthy(port)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait(20)
@@ -123,11 +129,8 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
     """Yield each shot with its PNG."""
     from playwright.sync_api import sync_playwright
 
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if binary is None:
-        raise SystemExit("no Chromium on this machine (Debian: apt install chromium)")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, chromium_sandbox=False)
+        browser = playwright.chromium.launch(executable_path=chromium(), chromium_sandbox=False)
         page = browser.new_page(color_scheme="dark" if dark else "light")
         page.set_default_timeout(WAIT_MS)
         for shot in shots:
@@ -142,10 +145,24 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
                 height = page.locator("[data-testid=stMainBlockContainer]").evaluate("e => e.scrollHeight")
                 page.set_viewport_size({"width": WIDTH, "height": int(height) + 80})
                 _settle(page)
+            elif shot.search:
+                page.locator(".timeline input").fill(shot.search)
+                page.locator(".timeline .count", has_text="·").wait_for()
+                page.keyboard.press("Enter")
+                page.locator(".timeline .details table").wait_for()
+                _settle(page)
             elif shot.scroll_to:
                 page.get_by_role("heading", name=shot.scroll_to).first.scroll_into_view_if_needed()
             yield shot, page.screenshot()
         browser.close()
+
+
+def chromium() -> str:
+    """Return the path of an installed Chromium. Raises SystemExit where there is none."""
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        raise SystemExit("no Chromium on this machine (Debian: apt install chromium)")
+    return binary
 
 
 _SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testScriptState === "notRunning"

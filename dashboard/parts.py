@@ -27,6 +27,7 @@ RUN = "run"
 OTHERS = "compare"
 MISSING = "—"
 SHOWN_FINDING = "shown_finding"
+SHOWN_MOMENT = "shown_moment"
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 MAX_EVIDENCE_ROWS = 1000

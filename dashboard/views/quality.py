@@ -50,7 +50,7 @@ def _ranks(entry: Entry, held: opened.Opened) -> None:
     table = table.join(reasons, on=place, how="left", maintain_order="left").with_columns(pl.col("doubts").fill_null(0))
     whole = files["window"].n_unique() == 1
     where = pl.when("on_device").then(pl.lit("device")).otherwise(pl.lit("CPU")).alias("work_on")
-    shown = (table.drop("window") if whole else table).with_columns(where).drop("on_device", "first_ns")
+    shown = (table.drop("window") if whole else table).with_columns(where).drop("on_device")
     st.caption(
         "Rows of each table by rank. linked: device work whose launch is known; phased: launched in a known phase; "
         "shaped, stacked: ops with input shapes, Python frames; sized, grouped, sequenced: collectives of known size, "

@@ -2,7 +2,6 @@
 
 import sys
 
-import polars as pl
 import pytest
 
 from tests.browser import recorded
@@ -136,17 +135,6 @@ def test_kernels_are_added_up_as_the_address_says(runs):
     assert table["kind"].tolist() == ["compute"]
     assert table["count"].tolist() == [6]
     assert table["delay_p50_ns"].notna().all()
-
-
-def test_a_moment_is_told_from_the_runs_first_slice_with_its_surroundings(runs):
-    from dashboard import catalog, moments
-    from tracekit import loading
-
-    entry = catalog.entries([str(runs / recorded.GOOD)])[0]
-    kernel = loading.load(entry.path).trace(1).activities.filter(pl.col("step") == recorded.STEPS[1]).row(0, named=True)
-    row = {"window": 0, "rank": 1, "start_ns": kernel["start_ns"], "dur_ns": 1_000_000}
-    # The host begins the first step at 0, and the second 10 ms later; its first kernel starts 0.2 ms after that.
-    assert moments.part(entry, row) == {"from": 8_200_000, "to": 13_200_000, "rank": 1}
 
 
 def test_a_finding_of_a_family_stands_on_its_page(runs):

@@ -6,7 +6,7 @@ from tracekit.analysis import beside
 from tracekit.trace import Fact, Run, Trace
 
 COLUMNS = {
-    "first_ns": pl.Int64, "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
+    "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
     "span_ns": pl.Int64, "activities": pl.Int64, "linked": pl.Int64, "phased": pl.Int64, "ops": pl.Int64,
     "shaped": pl.Int64, "stacked": pl.Int64, "collectives": pl.Int64, "sized": pl.Int64, "grouped": pl.Int64,
     "sequenced": pl.Int64, "syncs": pl.Int64, "allocations": pl.Int64, "checkpoints": pl.Int64, "metrics": pl.Int64,
@@ -19,8 +19,7 @@ MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
 def contents(trace: Trace) -> pl.DataFrame:
     """Return how much of what a trace holds. Columns COLUMNS; one row.
 
-    first_ns is when the first slice of any kind begins, on the device, on the host or in the checkpoint log. span_ns is
-    from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
+    span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
     (launched in a known phase); ops, shaped (with input shapes), stacked (Python frames); collectives, sized, grouped
     (of a known group), sequenced (with a number within the group); and rows of the other tables.
     """
@@ -28,7 +27,6 @@ def contents(trace: Trace) -> pl.DataFrame:
     steps = trace.steps["step"].drop_nulls()
     start_ns, end_ns = work["start_ns"].min(), (work["start_ns"] + work["dur_ns"]).max()
     row = {
-        "first_ns": pl.concat([table["start_ns"] for table in (work, ops, trace.checkpoints)]).min(),
         "on_device": trace.on_device,
         "steps": steps.n_unique(),
         "first_step": steps.min(),

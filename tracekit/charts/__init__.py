@@ -15,7 +15,7 @@ from tracekit.charts.ranks import ranks
 from tracekit.charts.replayed import reserved
 from tracekit.charts.spread import MEASURES, spread
 from tracekit.charts.standing import communication, standing, waits
-from tracekit.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, PARTS
+from tracekit.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, PALE, PARTS
 from tracekit.charts.timeline import EVIDENCE_TRACK, MAX_SLICES, timeline
 from tracekit.charts.tops import tops
 from tracekit.charts.traffic import ALGORITHM, BUS, bandwidth
@@ -31,6 +31,7 @@ __all__ = [
     "LOST",
     "MAX_SLICES",
     "MEASURES",
+    "PALE",
     "PARTS",
     "REPEATED",
     "SAVING",

@@ -31,6 +31,8 @@ KIND_LABELS = {
     "overhead": "profiler overhead",
     "evidence": "finding",
 }
+PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
+"""The kinds whose colour takes dark text."""
 PARTS = {
     "compute_ns": ("compute", "compute"),
     "exposed_communication_ns": ("exposed communication", "communication"),
