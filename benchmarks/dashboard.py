@@ -6,23 +6,17 @@ key to the sharper picture on the canvas, of the first paint from the start of t
 
 import argparse
 import os
-import shutil
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import screenshots
 from tracekit import loading, tiles
 
-ROOT = Path(__file__).parents[1]
-APP = ROOT / "dashboard" / "app.py"
 ZOOM_IN, ZOOM_OUT, LATER, EARLIER = "w", "s", "d", "a"
 ROUND = (ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, LATER, LATER, LATER, LATER, LATER, EARLIER) + (ZOOM_OUT,) * 5
 BARS_MS = {"first paint": 2000, "redraw, median": 300, "redraw, p95": 800, "four users, p95": 2000}
@@ -42,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     scene = tiles.open_scene(run)
     print(f"{options.run}: {scene.tracks.height} tracks, opened in {time.monotonic() - began_s:.1f} s", flush=True)
-    with _server(options.run) as (url, process), _browser() as browser:
+    with screenshots.served(options.run.resolve()) as (url, pid), _browser() as browser:
         _first(browser, url)  # the first person of all also waits for the server's imports
         paints = [_first(browser, url) for _ in range(options.rounds)]
-        began_cpu_ms = _cpu_ms(process.pid)
+        began_cpu_ms = _cpu_ms(pid)
         alone = _redraws(browser, url, users=1, rounds=options.rounds)
-        cpu_ms = (_cpu_ms(process.pid) - began_cpu_ms) / len(alone)
+        cpu_ms = (_cpu_ms(pid) - began_cpu_ms) / len(alone)
         together = _redraws(browser, url, users=options.users, rounds=options.rounds)
-        held = _memory_bytes(process.pid)
+        held = _memory_bytes(pid)
     print(f"the server takes {cpu_ms:.0f} ms of CPU for a redraw; load of the machine {os.getloadavg()[0]:.1f}")
     return _say(paints, alone, together, held, users=options.users)
 
@@ -120,41 +114,12 @@ def _memory_bytes(pid: int) -> dict[str, int]:
 
 
 @contextmanager
-def _server(run: Path) -> Iterator[tuple[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "streamlit", "run", str(APP), "--server.port", str(port), "--", str(run.resolve())]
-    with tempfile.TemporaryDirectory() as elsewhere, tempfile.TemporaryFile() as log:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, cwd=elsewhere, stdout=log, stderr=log, env=environment)
-        try:
-            _wait_until_healthy(port)
-            yield f"http://127.0.0.1:{port}", process
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def _wait_until_healthy(port: int) -> None:
-    for _ in range(600):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit("the dashboard did not start")
-
-
-@contextmanager
 def _browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if binary is None:
-        raise SystemExit("no Chromium on this machine")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--disable-gpu"], chromium_sandbox=False)
+        path = screenshots.chromium()
+        browser = playwright.chromium.launch(executable_path=path, args=["--disable-gpu"], chromium_sandbox=False)
         yield browser
         browser.close()
 

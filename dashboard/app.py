@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import streamlit as st
+from streamlit.navigation.page import StreamlitPage
+from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from dashboard import address, catalog, parts, uploads
 from dashboard.views import (
@@ -29,7 +31,7 @@ from dashboard.views import (
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
 
-LISTING_LIVES_S = 3
+LISTING_LIVES_S = REFRESH_S = 3.0
 _DROPPED = "dropped_stamp"
 
 
@@ -68,11 +70,35 @@ def main() -> None:
     if is_bare and shown == pages["overview"] and len(listed) > 1:
         st.switch_page(pages["runs"])  # nobody said which run to open
     st.session_state[address.PAGE] = shown.url_path
+    is_changing = shown == pages["runs"] and any(entry.is_live for entry in listed)
+    with st.sidebar:
+        _refresh(shown, every_s=REFRESH_S if is_changing else None)
     before = st.session_state.get(_DROPPED)
     chosen, others = _choose(listed)
     if chosen.is_private and st.session_state[_DROPPED] != before and shown == pages["runs"]:
         parts.go_to("overview")
     shown.run()
+
+
+def _refresh(shown: StreamlitPage, *, every_s: float | None) -> None:
+    """Make the page anew from time to time, where `every_s` says so.
+
+    On every page, for a browser that has just turned to another may still ask once for the page before: to that page
+    there must be an answer, and it is to show the one that the person turned to.
+    """
+    page_hash = get_script_run_ctx().page_script_hash
+    is_made = False
+
+    def tick() -> None:
+        nonlocal is_made
+        if not is_made:
+            is_made = True  # the first call belongs to the page itself
+        elif get_script_run_ctx().page_script_hash != page_hash:
+            st.switch_page(shown, query_params=address.choices())
+        elif every_s is not None:
+            st.rerun(scope="app")
+
+    st.fragment(tick, run_every=every_s)()
 
 
 def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[catalog.Entry, ...]]:
@@ -87,7 +113,7 @@ def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[cat
             return parts.choose((*listed, dropped) if dropped else listed)
 
 
-@st.cache_data(ttl=LISTING_LIVES_S, show_spinner=False)
+@st.cache_resource(ttl=LISTING_LIVES_S, max_entries=4, show_spinner=False)
 def _listed(paths: tuple[str, ...]) -> tuple[catalog.Entry, ...]:
     return catalog.entries(paths)
 

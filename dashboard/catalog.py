@@ -133,7 +133,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
         return
     try:
         with os.scandir(folder) as listed:
-            children = sorted(listed, key=lambda each: files.natural(each.name))
+            children = list(listed)
     except OSError:
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
@@ -142,6 +142,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
         yield name, folder
         return
     folders = [each for each in children if each.is_dir() and not each.name.startswith(".")] * (depth < MAX_DEPTH)
+    folders.sort(key=lambda each: files.natural(each.name))
     some = False
     for child in folders:
         if not child.is_symlink() or _leads_inside(Path(child.path), roots):

@@ -13,7 +13,8 @@ from tracekit import markup
 from tracekit.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, DOUBTFUL = "not checked", "good", "cannot be opened", "doubtful data"
-VERDICTS = (*(severity.label for severity in sorted(Severity)[::-1]), GOOD, DOUBTFUL, UNCHECKED, BROKEN)
+AWAITED = "no trace yet"
+VERDICTS = (*(severity.label for severity in sorted(Severity)[::-1]), GOOD, DOUBTFUL, UNCHECKED, AWAITED, BROKEN)
 """What a run can come to: the gravest of its findings that are not of the data, or why there is none."""
 NOT_SAID = "not said"
 DAY_S = 86_400
@@ -51,7 +52,7 @@ class Wanted:
 def verdict(entry: Entry) -> str:
     """Return one of VERDICTS."""
     if entry.problem:
-        return BROKEN
+        return AWAITED if entry.is_live and not entry.files else BROKEN
     if entry.summary is None:
         return UNCHECKED
     worst = next((label for label in VERDICTS[: len(Severity)] if entry.summary.findings.get(label)), None)

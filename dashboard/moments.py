@@ -6,14 +6,8 @@ from typing import Any
 import polars as pl
 import streamlit as st
 
-from dashboard import opened, parts
+from dashboard import parts
 from dashboard.catalog import Entry
-from tracekit import align
-from tracekit.analysis import breakdown
-
-FROM, TO, RANK = "from", "to", "rank"
-"""Keys of the address: a part of the run in ns from its start, and the rank to look at."""
-_AROUND = 2.0  # times the moment's own length is shown on each side
 
 
 def table(entry: Entry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) -> None:
@@ -28,12 +22,7 @@ def table(entry: Entry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) ->
 
 def show(entry: Entry, row: Mapping[str, Any]) -> None:
     """Turn to the timeline at a moment: window, rank, start_ns (on the clock of the rank's trace) and dur_ns."""
-    held = opened.opened(entry)
-    with held.lock:
-        offsets, whole = held.run.offsets, held.run.table(breakdown.by_rank)
-    first_ns = align.shifted(whole, offsets, ("start_ns",))["start_ns"].min()
-    moment = pl.DataFrame({name: [row[name]] for name in ("window", "rank", "start_ns")})
-    begin_ns = align.shifted(moment, offsets, ("start_ns",))["start_ns"].item() - int(str(first_ns))
-    around_ns = int(_AROUND * row["dur_ns"])
-    asked = {FROM: max(begin_ns - around_ns, 0), TO: begin_ns + row["dur_ns"] + around_ns, RANK: row["rank"]}
-    parts.go_to("timeline", **asked)
+    st.session_state[parts.SHOWN_MOMENT] = {"run": entry.name} | {
+        name: row[name] for name in ("window", "rank", "start_ns", "dur_ns")
+    }
+    parts.go_to("timeline", **({"window": row["window"]} if row["window"] else {}))

@@ -27,6 +27,7 @@ RUN = "run"
 OTHERS = "compare"
 MISSING = "—"
 SHOWN_FINDING = "shown_finding"
+SHOWN_MOMENT = "shown_moment"
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 MAX_EVIDENCE_ROWS = 1000
@@ -186,7 +187,7 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     if not series.name.endswith("bytes"):
         return None
     least = float(str(series.abs().filter(series != 0).min() or 2**20))
-    return 2**20, "%.2f MiB" if least >= 2**20 / 100 else "%.4g MiB"
+    return 2**20, "%.2f MiB" if least >= 2**20 / 100 else "%.6g MiB"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:

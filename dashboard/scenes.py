@@ -1,15 +1,19 @@
 """Scenes that were opened: laid out once, then shared by all who look at the run. What each sees is their own."""
 
+import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
+from dashboard import opened as runs
 from dashboard.catalog import Entry
 from dashboard.components.timeline import message
 from tracekit import loading, tiles
@@ -50,7 +54,9 @@ class Opened:
     run: Run
     scene: tiles.Scene
     window: int
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any
+    read_s: float = field(default_factory=time.time)
+    """When it was opened, Unix time in seconds."""
     _searches: _Kept = field(default_factory=lambda: _Kept(MAX_SEARCHES))
     _readings: _Kept = field(default_factory=lambda: _Kept(MAX_DETAILS))
     _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "timeline-details"))
@@ -88,7 +94,7 @@ class Opened:
 
 def run_of(entry: Entry) -> Run:
     """Return the run with its files listed and no trace of several read. Raises TracekitError."""
-    return _run(entry.path, entry.stamp)
+    return _run_of(entry).run
 
 
 def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -> Opened:
@@ -96,19 +102,50 @@ def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -
 
     `on_progress(done, total)` is called for each trace that is laid out.
     """
-    shelf, key = _shelf(), (entry.path, entry.stamp, window)
+    shelf = st.session_state.setdefault("own_scenes", _Shelf()) if entry.is_private else _shelf()
+    key = (entry.path, runs.stamp_seen(entry), window)
     with shelf.lock_of(key):
         found: Opened | None = shelf.get(key)
         if found is None:
-            run = run_of(entry)
-            found = Opened(run, tiles.open_scene(run, window, on_progress=on_progress), window)
+            loaded = _run_of(entry)
+            with loaded.lock:
+                scene = _laid_out(loaded.run, window, on_progress, is_private=entry.is_private)
+            found = Opened(loaded.run, scene, window, loaded.lock)
             shelf.put(key, found)
         return found
 
 
+def _laid_out(run: Run, window: int, on_progress: Callable[[int, int], None], *, is_private: bool) -> tiles.Scene:
+    if not is_private:
+        return tiles.open_scene(run, window, on_progress=on_progress)
+    # The file is mapped: it lasts as long as the scene, and nobody finds it.
+    with tempfile.TemporaryDirectory() as folder:
+        return tiles.open_scene(run, window, folder=Path(folder), on_progress=on_progress)
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A run, and the lock to hold around what reads its traces: it serves one thread."""
+
+    run: Run
+    lock: Any = field(default_factory=threading.RLock)
+
+
+def _run_of(entry: Entry) -> _Loaded:
+    if entry.is_private:
+        return _loaded_private(entry, entry.stamp)
+    runs.refuse_links(entry)
+    return _loaded(entry, runs.stamp_seen(entry))
+
+
 @st.cache_resource(max_entries=20, show_spinner=False)
-def _run(path: str, stamp: str) -> Run:  # noqa: ARG001  # the stamp is part of the cache's key
-    return loading.load(path)
+def _loaded(_entry: Entry, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is the cache's key
+    return _Loaded(loading.load(_entry.path))
+
+
+@st.cache_resource(max_entries=1, show_spinner=False, scope="session")
+def _loaded_private(_entry: Entry, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is the cache's key
+    return _Loaded(loading.load(_entry.path, cache=False))
 
 
 class _Shelf:

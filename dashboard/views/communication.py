@@ -97,7 +97,7 @@ def _waits(entry: Entry, held: opened.Opened) -> None:
         return
     st.caption(
         "Time in which a rank computes nothing and all its collectives wait for a rank that has not come: no moment "
-        "counts twice. A dark column is a rank that the others wait for."
+        "counts twice. A strong column is a rank that the others wait for."
     )
     parts.chart(charts.waits(waited, held.run.ranks), key="communication-waits")
 

@@ -1,6 +1,5 @@
 """Handing the aligned run over to Perfetto: as a file to keep, or into a tab of the person's own browser."""
 
-import hashlib
 import io
 import re
 
@@ -43,9 +42,7 @@ def _offer(entry: Entry, drawn: scenes.Opened, findings: list[Finding]) -> None:
     columns = st.columns([1, 1, 3], vertical_alignment="bottom")
     with columns[0]:
         rank = st.selectbox("Ranks", [ALL, *ranks], key=f"perfetto-rank-{entry.name}") if ranks[1:] else ALL
-    # Streamlit refuses a component whose key holds two underscores, as a name may.
-    told = f"{entry.name}\0{entry.stamp}\0{drawn.window}\0{rank}"
-    key = f"perfetto-{hashlib.sha256(told.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+    key = f"perfetto-{drawn.scene.key[:16]}-{rank}"
     with columns[1]:
         if st.button("Make the file", key=f"make-{key}"):
             _make(drawn, findings, rank, key)

@@ -16,7 +16,6 @@ from tracekit.watch.run import Watch
 
 ROW_PX = 35
 MAX_HEIGHT_PX = 740
-REFRESH_S = 3.0
 MOST_WATCHED = 16
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", listing.GOOD: "#009E73"}
 
@@ -28,9 +27,7 @@ def page(relist: Relist, forget: Callable[[], None]) -> None:
 
     `relist` lists them as they are now, `forget` makes it look again.
     """
-    is_live = any(entry.is_live for entry in relist())
-    # Only what is being recorded changes by itself.
-    st.fragment(_shown, run_every=REFRESH_S if is_live else None)(relist, forget)
+    st.fragment(_shown)(relist, forget)  # what one looks for or selects needs no other part of the page made anew
 
 
 def _shown(relist: Relist, forget: Callable[[], None]) -> None:
@@ -126,7 +123,7 @@ def _table(shown: Sequence[Entry]) -> list[Entry]:
 
 
 def _colour(chip: str) -> str:
-    return next((colour for word, colour in _COLOURS.items() if word in chip), "#7D8796")
+    return next((colour for word, colour in _COLOURS.items() if word in chip), charts.COLOURS["phase"])
 
 
 def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[], None]) -> None:

@@ -64,14 +64,14 @@ def page(entry: Entry) -> None:
     except TracekitError as error:
         parts.problem(f"{entry.name}: {error}")
         return
-    _title(entry, drawn)
+    parts.heading(entry, drawn)
     if drawn.scene.tracks.is_empty():
         st.info("The traces hold no work to draw: no kernels, and no operators on a CPU run.")
         return
     found = _findings(entry)
     key = _key(entry, drawn.window)
     chosen = _choose_finding(found, key)
-    go = _wanted(drawn, found, chosen, key)
+    go = _wanted(entry, drawn, found, chosen, key)
     marks = message.findings(drawn.scene, drawn.window, found)
     _canvas(drawn, marks, go, key)
     if chosen in found:
@@ -81,7 +81,7 @@ def page(entry: Entry) -> None:
 
 def _key(entry: Entry, window: int) -> str:
     # Hashed: Streamlit refuses a component whose key holds two underscores.
-    told = f"{entry.name}\0{entry.stamp}\0{window}"
+    told = f"{entry.name}\0{opened.stamp_seen(entry)}\0{window}"
     return f"timeline-{hashlib.sha256(told.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
@@ -89,7 +89,7 @@ def _opened(entry: Entry) -> scenes.Opened:
     run = scenes.run_of(entry)
     windows = sorted({source.window for source in run.sources})
     window = (
-        st.selectbox("Window", windows, key=f"timeline-window-{entry.name}", width=160) if windows[1:] else windows[0]
+        st.selectbox("Window", windows, key=parts.kept("window", windows), width=160) if windows[1:] else windows[0]
     )
     many = sum(source.window == window for source in run.sources)
     place = st.empty()
@@ -103,17 +103,11 @@ def _opened(entry: Entry) -> scenes.Opened:
     return drawn
 
 
-def _title(entry: Entry, drawn: scenes.Opened) -> None:
-    length = units.duration(drawn.scene.span[1] - drawn.scene.span[0])
-    about = f"{words.subtitle(drawn.run)} · {length} on one clock"
-    st.html(f'<div class="tk-title"><b>{markup.escape(entry.name)}</b><span>{markup.escape(about)}</span></div>')
-
-
 def _findings(entry: Entry) -> dict[str, Finding]:
     """Return what was found in the run, by key. A large run is checked only where somebody asks for it."""
-    asked = f"checked-{entry.name}-{entry.stamp}"
+    asked = f"checked-{entry.name}-{opened.stamp_seen(entry)}"
     wants = parts.SHOWN_FINDING in st.session_state or FINDING in st.query_params
-    if wants or entry.size_bytes <= CHECKED_AT_ONCE_BYTES:
+    if wants or entry.summary is not None or entry.size_bytes <= CHECKED_AT_ONCE_BYTES:
         st.session_state[asked] = True
     if not st.session_state.get(asked) and st.button("Check this run and mark what is found", key=f"button-{asked}"):
         st.session_state[asked] = True
@@ -157,8 +151,12 @@ def _label(found: Finding) -> str:
     return markup.inert(f"{found.id}  {words.cost(found)}  {found.message}", 120)
 
 
-def _wanted(drawn: scenes.Opened, found: Mapping[str, Finding], chosen: str, key: str) -> Go | None:
-    """Return where to go now: the finding just chosen, else the part of the run that a link names."""
+def _wanted(entry: Entry, drawn: scenes.Opened, found: Mapping[str, Finding], chosen: str, key: str) -> Go | None:
+    """Return where to go now: a row chosen on another page, the finding just chosen, the part that a link names."""
+    shown = st.session_state.pop(parts.SHOWN_MOMENT, None)
+    if shown and shown["run"] == entry.name and shown["window"] == drawn.window:
+        row = pl.DataFrame([{name: shown[name] for name in ("window", "rank", "start_ns", "dur_ns")}])
+        return _at(drawn, message.placed(drawn.scene, drawn.window, row))
     linked = _linked(drawn)
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
     if chosen in found and st.session_state.get(f"seen-{key}") != chosen:
@@ -182,19 +180,25 @@ def _linked(drawn: scenes.Opened) -> Go | None:
 
 def _moment(drawn: scenes.Opened, key: str, found: Finding) -> Go | None:
     """Return the longest moment of a finding's evidence, with its rank and lane."""
-    rows = message.moments(drawn.scene, drawn.window, found)
-    if rows.is_empty():
+    go = _at(drawn, message.moments(drawn.scene, drawn.window, found), key)
+    if go is None:
+        st.caption(f"None of its evidence lies in window {drawn.window}.")
+    return go
+
+
+def _at(drawn: scenes.Opened, moments: pl.DataFrame, finding: str | None = None) -> Go | None:
+    """Return the way to the longest of moments on the clock of the run."""
+    if moments.is_empty():
         return None
-    row = rows.sort(pl.col("end_ns") - pl.col("start_ns"), "start_ns", descending=[True, False]).row(0, named=True)
+    length_ns = pl.col("end_ns") - pl.col("start_ns")
+    row = moments.sort(length_ns, "start_ns", descending=[True, False]).row(0, named=True)
     around_ns = max(int((row["end_ns"] - row["start_ns"]) * _CONTEXT_RATIO), _CONTEXT_NS)
     origin_ns, end_ns = drawn.scene.span
-    start_ns = max(row["start_ns"] - around_ns, origin_ns)
+    start_ns, past_ns = max(row["start_ns"] - around_ns, origin_ns), min(row["end_ns"] + around_ns, end_ns)
     tracks = drawn.scene.tracks.filter(pl.col("rank") == row["rank"])
     of_lane = tracks.filter(pl.col("lane") == pl.lit(row["lane"], pl.Int64))
     track = (of_lane if of_lane.height else tracks)["track"].head(1).to_list()
-    return Go(
-        start_ns - origin_ns, min(row["end_ns"] + around_ns, end_ns) - origin_ns, track[0] if track else None, key
-    )
+    return Go(start_ns - origin_ns, past_ns - origin_ns, track[0] if track else None, finding)
 
 
 @st.fragment

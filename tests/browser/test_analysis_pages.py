@@ -123,7 +123,8 @@ def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
     cells = page.locator("[class*=st-key-ranks-map] .barlayer .point path")
     expect(cells).to_have_count(2 * len(recorded.STEPS))
     cells.nth(1).click(force=True)
-    expect(page.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline"))).to_be_visible()
+    page.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline")).click()
+    expect(page).to_have_url(re.compile(r"timeline\?.*from=\d+"))
     assert_clean(page)
 
 

@@ -283,10 +283,13 @@ def _damaged(raw, at, how):
 def test_a_damaged_entry_is_made_anew(run, reports):
     made = checked.report(str(run), facts=FACTS)
     (path,) = _entries(reports)
-    raw = path.read_bytes()
-    for at in (0.0, 0.03, 0.3, 0.6, 0.97):
+    raw, told = path.read_bytes(), checked.summary(str(run))
+    assert told is not None
+    for at in (0.0, 0.0002, 0.03, 0.3, 0.6, 0.97):
         for how in ("flipped", "cut"):
             path.write_bytes(_damaged(raw, at, how))
+            assert checked.summary(str(run)) in (told, None)
+            path.write_bytes(_damaged(raw, at, how))  # if it was dropped
             found = store.get(path.stem, str(run))
             if found is None:
                 assert not path.exists()

@@ -9,6 +9,7 @@ from tracekit.trace import Trace
 
 def test_a_trace_is_counted_by_what_each_row_knows():
     columns = {"a": {"phase": "forward"}, "b": {"launch_id": None}}
+    # Counted by hand: a, b, x and y; a alone is of a known phase, b alone has no launch.
     trace = drawn.trace("step 0011\ncompute ab..\ncomm ..xy", columns=columns, metrics=proofs.metrics("loss", 1.0))
     row = contents.contents(trace).row(0, named=True)
     assert (row["steps"], row["first_step"], row["last_step"], row["span_ns"]) == (2, 0, 1, 4)

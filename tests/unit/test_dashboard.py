@@ -53,14 +53,17 @@ def app(monkeypatch):
     return opened_on
 
 
-def _timeline(path):
+def _timeline(path, **state):
     def script(path):
         from dashboard import catalog
         from dashboard.views import timeline
 
         timeline.page(catalog.entries([path])[0])
 
-    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+    page = testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S)
+    for name, value in state.items():
+        page.session_state[name] = value
+    return page.run()
 
 
 def _checkpoints(path):
@@ -189,6 +192,14 @@ def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
     track = next(track for track in told["tracks"] if track["track"] == told["go"]["track"])
     assert track["rank"] in {mark["rank"] for mark in shown_in_it}
     assert "COMM001" in _html(shown)
+
+
+def test_a_moment_chosen_on_another_page_is_shown_on_the_clock_of_the_run(runs):
+    begun_ns = 1_790_000_000_000_000_000  # of the trace, and the run's clock is rank 0's
+    row = {"run": recorded.GOOD, "window": 0, "rank": 1, "start_ns": begun_ns + 200_000, "dur_ns": 5_000_000}
+    told = _told(_timeline(runs / recorded.GOOD, shown_moment=row))
+    assert told["go"]["start"] < 200_000 < 5_200_000 < told["go"]["end"] < 20_000_000
+    assert next(track for track in told["tracks"] if track["track"] == told["go"]["track"])["rank"] == 1
 
 
 def test_names_reach_the_timeline_inert_and_short(runs):

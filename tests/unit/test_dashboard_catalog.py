@@ -77,6 +77,7 @@ def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     assert entries["new"].is_live
     assert "no trace yet" in entries["new"].problem
     assert not entries["a"].is_live
+    assert [listing.verdict(entries[name]) for name in ("new", "a")] == [listing.AWAITED, listing.UNCHECKED]
 
 
 @pytest.mark.parametrize("name", HOSTILE_FOLDERS, ids=range(len(HOSTILE_FOLDERS)))

@@ -6,10 +6,10 @@ from tracekit.analysis import beside
 from tracekit.trace import Fact, Run, Trace
 
 COLUMNS = {
-    "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64, "span_ns": pl.Int64,
-    "activities": pl.Int64, "linked": pl.Int64, "phased": pl.Int64, "ops": pl.Int64, "shaped": pl.Int64,
-    "stacked": pl.Int64, "collectives": pl.Int64, "sized": pl.Int64, "grouped": pl.Int64, "sequenced": pl.Int64,
-    "syncs": pl.Int64, "allocations": pl.Int64, "checkpoints": pl.Int64, "metrics": pl.Int64,
+    "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
+    "span_ns": pl.Int64, "activities": pl.Int64, "linked": pl.Int64, "phased": pl.Int64, "ops": pl.Int64,
+    "shaped": pl.Int64, "stacked": pl.Int64, "collectives": pl.Int64, "sized": pl.Int64, "grouped": pl.Int64,
+    "sequenced": pl.Int64, "syncs": pl.Int64, "allocations": pl.Int64, "checkpoints": pl.Int64, "metrics": pl.Int64,
 }  # fmt: skip
 MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
     "missing": pl.String, "ranks": pl.List(pl.Int64), "without_it": pl.String, "to_record": pl.String,

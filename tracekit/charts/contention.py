@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit import markup, units
 from tracekit.analysis import overlap
-from tracekit.charts.style import COLOURS, dressed
+from tracekit.charts.style import COLOURS, dressed, powers
 
 KIND_COLOURS = {
     overlap.COMPUTE: COLOURS["compute"],
@@ -118,17 +118,17 @@ def give_way(preparation: pl.DataFrame) -> go.Figure:
         if rows.is_empty():
             continue
         figure.add_scatter(
-            x=(rows["alone_ns"] / 1e3).to_list(),
-            y=(rows["dur_ns"] / 1e3).to_list(),
+            x=rows["alone_ns"].to_list(),
+            y=rows["dur_ns"].to_list(),
             mode="markers",
             name=label,
             marker={"color": colour, "size": 7, "opacity": 0.65},
             customdata=[[_of_preparation(row)] for row in rows.iter_rows(named=True)],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
-    _diagonal(figure, [*(most["alone_ns"] / 1e3), *(most["dur_ns"] / 1e3)])
-    figure.update_xaxes(title="takes alone", type="log", ticksuffix=" µs")
-    figure.update_yaxes(title="took", type="log", ticksuffix=" µs")
+    _diagonal(figure, [*most["alone_ns"], *most["dur_ns"]])
+    figure.update_xaxes(title="takes alone", **powers(most["alone_ns"], units.duration))
+    figure.update_yaxes(title="took", **powers(most["dur_ns"], units.duration))
     return dressed(figure, height_px=380)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from tracekit import markup, units
+from tracekit.charts.memory import scaled
 from tracekit.charts.style import COLOURS, dressed
 
 
@@ -15,28 +16,30 @@ def reserved(peaks: Mapping[str, tuple[int, bool]], *, held_bytes: int | None = 
     """
     figure = go.Figure()
     names = list(peaks)
+    divisor, unit = scaled(max((size for size, _ in peaks.values()), default=0))
     figure.add_bar(
         orientation="h",
         y=list(range(len(names))),
-        x=[size / 2**20 for size, _ in peaks.values()],
+        x=[size / divisor for size, _ in peaks.values()],
         marker={
             "color": COLOURS["compute"],
             "line": {"width": 0},
             "pattern": {"shape": ["/" if predicted else "" for _, predicted in peaks.values()], "fgopacity": 0.5},
         },
         text=[units.size(size) for size, _ in peaks.values()],
-        textposition="auto",
+        textposition="outside",
+        cliponaxis=False,
         hovertemplate="%{text}<extra></extra>",
         showlegend=False,
     )
     if held_bytes:
         figure.add_vline(
-            x=held_bytes / 2**20,
+            x=held_bytes / divisor,
             line={"color": COLOURS["phase"], "dash": "dot"},
             annotation={"text": f"held at most {units.size(held_bytes)}", "yanchor": "bottom", "y": 1},
         )
     figure.update_layout(bargap=0.35)
-    figure.update_xaxes(title="reserved at most", ticksuffix=" MiB", rangemode="tozero")
+    figure.update_xaxes(title="reserved at most", ticksuffix=f" {unit}", rangemode="tozero")
     figure.update_yaxes(
         autorange="reversed",
         tickvals=list(range(len(names))),

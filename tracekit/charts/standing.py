@@ -72,6 +72,7 @@ def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
         colorscale=[[0, COLOURS["idle"]], [1, COLOURS["waiting"]]],
         textfont={"color": "#10151c"},
         zmin=0,
+        zmax=max(known.values(), default=1) / 1e6,
         xgap=2,
         ygap=2,
         colorbar={"ticksuffix": " ms", "thickness": 14, "nticks": 4, "outlinewidth": 0},
@@ -83,6 +84,7 @@ def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
         tickvals=places[1],
         ticktext=[f"rank {rank} waits" for rank in ranks],
         range=[len(ranks) - 0.5, -0.5],
+        ticks="",
         showgrid=False,
         fixedrange=True,
     )

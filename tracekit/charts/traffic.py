@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit import markup, units
-from tracekit.charts.style import dressed
+from tracekit.charts.style import dressed, powers
 
 ALGORITHM, BUS = "algorithm", "bus"
 MAX_POINTS = 3000
@@ -56,8 +56,8 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
             hovertemplate=f"<b>{markup.escape(_spoken(str(op)))}</b> of %{{customdata[0]}} in %{{customdata[3]}}<br>"
             f"{'' if is_whole else 'at least '}%{{customdata[1]}} algorithm, %{{customdata[2]}} bus<extra></extra>",
         )
-    _powers(figure, speeds["bytes"], 2, units.size, axis="x", title="size of the message")
-    _powers(figure, speeds[column], 10, units.rate, axis="y", title=f"{kind} bandwidth")
+    figure.update_xaxes(title="size of the message", **powers(speeds["bytes"], units.size, base=2))
+    figure.update_yaxes(title=f"{kind} bandwidth", **powers(speeds[column], units.rate))
     return dressed(figure, height_px=420)
 
 
@@ -73,15 +73,3 @@ def _named(op: str, group: str | None, axis: str | None, size: int | None) -> st
 
 def _spoken(op: str) -> str:
     return op.replace("_", "-")
-
-
-def _powers(figure: go.Figure, values: pl.Series, base: int, write: object, *, axis: str, title: str) -> None:
-    """Give an axis of powers ticks at whole ones, written in units."""
-    known = values.drop_nulls().filter(values.drop_nulls() > 0)
-    ticks: list[int] = []
-    if known.len():
-        low, high = (float(str(edge)) for edge in (known.min(), known.max()))
-        ticks = [base**power for power in range(70) if low / base**2 <= base**power <= high * base**2]
-        ticks = ticks[:: max(1, -(-len(ticks) // 12))]
-    update = figure.update_xaxes if axis == "x" else figure.update_yaxes
-    update(title=title, type="log", tickvals=ticks, ticktext=[write(tick) for tick in ticks])  # type: ignore[operator]

@@ -1,9 +1,13 @@
-"""One kept report as bytes: a zip archive of JSON and Arrow files, which hold no code."""
+"""One kept report as bytes: a line of JSON, its summary, and a zip archive of JSON and Arrow files. None holds code.
+
+The summary stands before the archive so that a list of hundreds of runs reads a line of each.
+"""
 
 import dataclasses
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -19,7 +23,8 @@ MOST_BYTES = 64 << 20
 """Of all facts of a run together; what goes beyond is measured anew where a page asks for it."""
 UNSAYABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 """What is raised where a manifest or a table holds what JSON or Arrow cannot say."""
-_SUMMARY, _REPORT, _DOUBTS = "summary.json", "report.json", "doubts.arrow"
+_REPORT, _DOUBTS = "report.json", "doubts.arrow"
+_MAX_LINE_BYTES = 1 << 16
 
 Reader = Callable[[int, int, str], Callable[[], Trace]]
 """From window, rank and path of a trace to what reads it."""
@@ -43,8 +48,9 @@ def write(report: Report, file: BinaryIO) -> None:
         "blind_spots": dict(report.blind_spots),
         "facts": list(facts),
     }
+    line = json.dumps(dataclasses.asdict(of_report(report))).encode()
+    file.write(b"%08x %s\n" % (zlib.crc32(line), line))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(_SUMMARY, json.dumps(dataclasses.asdict(of_report(report))))
         archive.writestr(_REPORT, json.dumps(told))
         archive.writestr(_DOUBTS, _packed(report.run.doubts))
         for number, found in enumerate(report.findings):
@@ -55,8 +61,10 @@ def write(report: Report, file: BinaryIO) -> None:
 
 def read_summary(file: BinaryIO) -> Summary:
     """Return the summary of an entry. Raises where it is none."""
-    with zipfile.ZipFile(file) as archive:
-        told = json.loads(archive.read(_SUMMARY))
+    checksum, _, line = file.readline(_MAX_LINE_BYTES).rstrip(b"\n").partition(b" ")
+    if int(checksum, 16) != zlib.crc32(line):
+        raise ValueError("the summary is damaged")
+    told = json.loads(line)
     return Summary(**told | {"steps_ns": tuple(told["steps_ns"])})
 
 

@@ -46,7 +46,8 @@ class State:
     @functools.cached_property
     def stamp(self) -> str:
         """Return a short text that is another where a file is."""
-        return hashlib.sha256(repr(self.files).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        told = "\0".join(f"{f.path}\0{f.size_bytes} {f.changed_ns} {f.touched_ns} {f.links_to}" for f in self.files)
+        return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def state(path: str) -> State | None:
@@ -57,7 +58,7 @@ def state(path: str) -> State | None:
     """
     root = Path(path)
     found: list[File] = []
-    walk = _in_folder(root, root, 0) if root.is_dir() else _beside(root)
+    walk = _in_folder(path, "", 0) if root.is_dir() else _beside(root)
     for file in walk:
         found.append(file)
         if len(found) > MOST_FILES:
@@ -81,7 +82,8 @@ def of_run(path: str, known: State | None = None) -> str | None:
     return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _in_folder(folder: Path, root: Path, depth: int) -> Iterator[File]:
+def _in_folder(folder: str, above: str, depth: int) -> Iterator[File]:
+    """Yield the files of a folder, and of those in it; `above` is what leads to it from the run's folder."""
     try:
         with os.scandir(folder) as entries:
             listed = sorted(entries, key=lambda each: each.name)
@@ -90,12 +92,17 @@ def _in_folder(folder: Path, root: Path, depth: int) -> Iterator[File]:
     if depth and any(each.name == ".metadata" or each.name.endswith(".distcp") for each in listed):
         return
     for each in listed:
-        place = os.path.relpath(each.path, root) if depth else each.name
+        place = above + each.name
         if each.is_dir(follow_symlinks=False):
             if depth < _MAX_DEPTH and not each.name.startswith("."):
-                yield from _in_folder(Path(each.path), root, depth + 1)
-        elif seen := _seen(Path(each.path), place, is_link=each.is_symlink()):
-            yield seen
+                yield from _in_folder(each.path, f"{place}/", depth + 1)
+            continue
+        try:
+            known, links = each.stat(), each.is_symlink()
+        except OSError:
+            continue
+        real = os.path.realpath(each.path) if links else None
+        yield File(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
 
 
 def _beside(file: Path) -> Iterator[File]:
@@ -105,10 +112,9 @@ def _beside(file: Path) -> Iterator[File]:
             yield seen
 
 
-def _seen(path: Path, place: str, *, is_link: bool | None = None) -> File | None:
+def _seen(path: Path, place: str) -> File | None:
     try:
-        links = path.is_symlink() if is_link is None else is_link
-        real = os.path.realpath(path) if links else None
+        real = os.path.realpath(path) if path.is_symlink() else None
         known = path.stat()
     except OSError:
         return None

@@ -29,7 +29,7 @@ MAX_OPEN_HOSTS = 2  # as in layout.js
 MAX_FIRST_TRACKS = 64
 MARGIN_RATIO = 0.3
 """A tile is wider than the view by this share of it on each side, so that moving has something to show."""
-MIN_UNIT_PX = 6
+MIN_STEP_PX, MIN_UNIT_PX = 3, 6
 MERGED = -1
 TYPES = {
     "track": "<u2",
@@ -42,7 +42,7 @@ TYPES = {
     "count": "<u4",
     "fill": "u1",
 }
-_LIKE = {"python": "phase", "checkpoint": "waiting", "?": "idle"}
+_LIKE = {"python": "idle", "checkpoint": "phase", "?": "idle"}
 """Kinds that only the timeline has, with the kind whose colour they take."""
 _LABELS = {"python": "Python frame", "checkpoint": "checkpoint", "?": "other"}
 _ROLES = {
@@ -217,7 +217,7 @@ def _kind(name: str) -> dict[str, Any]:
         "name": name,
         "label": label,
         "colour": charts.COLOURS[like],
-        "pale": like in charts.PALE or like == "waiting",
+        "pale": like in charts.PALE,
     }
     return told | {"role": _ROLES.get(name, "")}
 
@@ -232,10 +232,10 @@ def _name(text: str) -> str:
 
 
 def _bands(of: tiles.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the steps of a part, and of its units those that are wide enough to be seen, of the tracks' ranks."""
+    """Return the steps and units of a part that are wide enough to be seen, of the tracks' ranks."""
     ranks, is_step, rank, start_ns, end_ns = _banded(of)
-    min_unit_ns = (part[1] - part[0]) * MIN_UNIT_PX / pixels
-    is_seen = (start_ns < part[1]) & (end_ns > part[0]) & (is_step | (end_ns - start_ns >= min_unit_ns))
+    least_ns = np.where(is_step, MIN_STEP_PX, MIN_UNIT_PX) * ((part[1] - part[0]) / pixels)
+    is_seen = (start_ns < part[1]) & (end_ns > part[0]) & (end_ns - start_ns >= least_ns)
     rows = np.flatnonzero(is_seen & np.isin(rank, ranks[[each for each in tracks if 0 <= each < len(ranks)]]))
     if len(rows) > MAX_BANDS:
         rows = np.sort(rows[np.argsort(start_ns[rows] - end_ns[rows], kind="stable")[:MAX_BANDS]])
@@ -268,20 +268,25 @@ def moments(of: tiles.Scene, window: int, found: Finding) -> pl.DataFrame:
     rows = found.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
         return pl.DataFrame(schema=_MOMENTS)
-    known = rows.drop_nulls(["rank", "start_ns", "dur_ns"])
+    return placed(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
+
+
+def placed(of: tiles.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `moments` does."""
+    known = rows
     if "window" in rows.columns:
         known = known.filter(pl.col("window").fill_null(0) == window)
     elif window:
         return pl.DataFrame(schema=_MOMENTS)
     lane = pl.col("lane") if "lane" in rows.columns else pl.lit(None)
-    placed = known.select(
+    times = known.select(
         pl.lit(window, pl.Int64).alias("window"),
         "rank",
         "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         lane.cast(pl.Int64).alias("lane"),
     )
-    return align.shifted(placed, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+    return align.shifted(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
 
 
 _MOMENTS: Mapping[str, type[pl.DataType]] = {

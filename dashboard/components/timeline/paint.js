@@ -5,6 +5,7 @@ const RULER_PX = 26;
 const FINDING_PX = 17;
 const MAX_FINDING_ROWS = 6;
 const MIN_LABEL_PX = 26;
+const MIN_EDGED_PX = 14;
 const LETTER_PX = 5.2;
 const FONT = '11px "Source Sans", "Source Sans Pro", system-ui, sans-serif';
 const BOLD = `600 12px "Source Sans", "Source Sans Pro", system-ui, sans-serif`;
@@ -79,7 +80,7 @@ function paintBands(timeline) {
     ctx.fillStyle = inks.text;
     if (band.kind === "step") {
       ctx.fillStyle = inks.edge;
-      ctx.fillRect(Math.round(left), y, 1, ends.get(band.rank) - line.y);
+      if (right - left > MIN_EDGED_PX) ctx.fillRect(Math.round(left), y, 1, ends.get(band.rank) - line.y);
       ctx.fillStyle = inks.text;
     }
     label(timeline, fitting(band.name, right - left), left, right, y + line.heightPx / 2 - 0.5);
