@@ -1,17 +1,21 @@
 """Five questions that people bring to a trace, asked of tracekit and of HolisticTraceAnalysis, with what each answers.
 
-    python -m benchmarks.five_questions
+    python -m benchmarks.five_questions [--browser]
+
+With --browser the dashboard is asked instead, in Chromium: each click or choice is a step.
 
 The runs are **simulated** (8 GPUs, so that the truth is known), but for memory, which is asked of a recorded sample.
 HTA gets the same files written as torch writes them (it tells ranks by a pattern with blanks in it). A step is a call,
 or a choice that the person has to make in its answer; what a person then has to find by eye is said and not counted.
 """
 
+import argparse
 import contextlib
 import gzip
 import io
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +24,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from benchmarks import screenshots
 
 ROOT = Path(__file__).parents[1]
 MEMORY = ROOT / "sample_traces" / "demo-fsdp2"
@@ -44,28 +51,118 @@ class Answer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Ask and print; return the exit code."""
-    del arguments
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.five_questions", description=__doc__.splitlines()[0])
+    parser.add_argument("--browser", action="store_true", help="ask the dashboard, in a headless Chromium")
+    asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        runs = _simulated(Path(folder))
-        for question, asked in _questions(runs).items():
+        runs = _simulated(Path(folder), spaced=not asked.browser)
+        if asked.browser:
+            shutil.copytree(MEMORY, Path(folder) / "memory")
+            _browse(Path(folder))
+            return 0
+        for question, answers in _questions(runs).items():
             print(f"\n# {question}")
-            for answer in asked:
+            for answer in answers:
                 print(f"## {answer.tool}: {answer.calls} calls, {answer.seconds:.1f} s\n{answer.said.strip()[:2400]}")
     return 0
 
 
-def _simulated(folder: Path) -> dict[str, Path]:
+def _simulated(folder: Path, *, spaced: bool) -> dict[str, Path]:
     runs = {"healthy": folder / "healthy"} | {name: folder / name for name in FAULTS}
     for name, run in runs.items():
         fault = ("--fault", FAULTS[name]) if name in FAULTS else ()
         _tracekit("simulate", *OPTIONS, *fault, "--out", str(run))
-        spaced = run.with_name(f"{name}-spaced")
-        spaced.mkdir()
-        for file in run.glob("*.json.gz"):
-            # As torch writes it: one item a line, a blank after each colon.
-            text = json.dumps(json.loads(gzip.decompress(file.read_bytes())), indent=1)
-            (spaced / file.name.removesuffix(".gz")).write_text(text)
+        if spaced:
+            _write_spaced(run, run.with_name(f"{name}-spaced"))
     return runs
+
+
+def _write_spaced(run: Path, folder: Path) -> None:
+    """Write traces as torch does: one item a line, a blank after each colon."""
+    folder.mkdir()
+    for file in run.glob("*.json.gz"):
+        text = json.dumps(json.loads(gzip.decompress(file.read_bytes())), indent=1)
+        (folder / file.name.removesuffix(".gz")).write_text(text)
+
+
+def _browse(runs: Path) -> None:
+    """Ask the dashboard, and print how many clicks and choices each answer took."""
+    from playwright.sync_api import sync_playwright
+
+    with screenshots.served(runs) as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), chromium_sandbox=False)
+        for question, ask in _ASKED.items():
+            page = browser.new_page(viewport={"width": 2000, "height": 1000})
+            page.set_default_timeout(120_000)
+            page.goto(url)
+            person = _Person(page)
+            began = time.perf_counter()
+            said = ask(person)
+            print(f"{question}: {person.steps} clicks, {time.perf_counter() - began:.1f} s: {' '.join(said.split())}")
+            page.close()
+        browser.close()
+
+
+class _Person:
+    """Somebody at the dashboard, whose clicks and choices are counted."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.steps = 0
+
+    def choose(self, run: str) -> "_Person":
+        self._option("Run", run)
+        return self
+
+    def compare_with(self, run: str) -> "_Person":
+        box = self.page.locator("[data-testid=stSidebar] [data-testid=stMultiSelect] input")
+        box.click()
+        box.press_sequentially(run)
+        box.press("Enter")
+        box.press("Escape")
+        self.steps += 1
+        return self
+
+    def turn_to(self, page: str) -> "_Person":
+        return self.click("[data-testid=stTopNavLink]", page)
+
+    def click(self, selector: str, text: str) -> "_Person":
+        self.page.locator(selector).filter(has_text=text, visible=True).first.click()
+        self.steps += 1
+        return self
+
+    def read(self, selector: str, text: str) -> str:
+        found = self.page.locator(selector).filter(has_text=text, visible=True).first
+        return str(found.inner_text())
+
+    def _option(self, label: str, name: str) -> None:
+        self.page.locator("[data-testid=stSidebar]").get_by_label(label).first.click()
+        self.page.get_by_role("option", name=name, exact=True).click()
+        self.page.keyboard.press("Escape")
+        self.steps += 1
+
+
+_ASKED: dict[str, Callable[[_Person], str]] = {
+    "Which rank is late?": lambda person: (
+        person.choose("late").turn_to("Overview").read(".tk-verdict", "Rank 5 comes late")
+    ),
+    "Why is there a gap here?": lambda person: (
+        person.choose("gap")
+        .turn_to("Overview")
+        .click("[data-testid=stExpander] summary", "Evidence")
+        .click("[data-testid=stExpander] button", "Show in the timeline")
+        .read(".timeline .details", "Loading data holds up")
+    ),
+    "What would prefetch give?": lambda person: (
+        person.choose("prefetch").compare_with("healthy").turn_to("Compare").read("table.tracekit", "step time")
+    ),
+    "Where does memory peak?": lambda person: (
+        person.choose("memory").turn_to("Memory").read("[data-testid=stMain]", "at the peak")
+    ),
+    "What did this commit change?": lambda person: (
+        person.choose("commit").compare_with("healthy").turn_to("Compare").read("table.tracekit", "operations")
+    ),
+}
 
 
 def _questions(runs: dict[str, Path]) -> dict[str, tuple[Answer, ...]]:

@@ -11,7 +11,22 @@ from streamlit.navigation.page import StreamlitPage
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
 from dashboard import address, catalog, parts, uploads
-from dashboard.views import checkpoints, compare, history, memory, overview, plan, ranks, runs, timeline
+from dashboard.views import (
+    checkpoints,
+    communication,
+    compare,
+    contention,
+    history,
+    kernels,
+    memory,
+    overview,
+    plan,
+    quality,
+    ranks,
+    runs,
+    sql,
+    timeline,
+)
 
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
@@ -37,8 +52,13 @@ def main() -> None:
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
         "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
+        "communication": st.Page(lambda: communication.page(chosen), title="Communication", url_path="communication"),
+        "contention": st.Page(lambda: contention.page(chosen), title="Contention", url_path="contention"),
+        "kernels": st.Page(lambda: kernels.page(chosen), title="Kernels", url_path="kernels"),
         "memory": st.Page(lambda: memory.page(chosen), title="Memory", url_path="memory"),
         "checkpoints": st.Page(lambda: checkpoints.page(chosen), title="Checkpoints", url_path="checkpoints"),
+        "sql": st.Page(lambda: sql.page(chosen), title="SQL", url_path="sql"),
+        "quality": st.Page(lambda: quality.page(chosen), title="Data quality", url_path="quality"),
         "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
         "plan": st.Page(lambda: plan.page(chosen), title="Plan", url_path="plan"),
     }

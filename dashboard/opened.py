@@ -47,12 +47,12 @@ class Opened:
 
 def opened(entry: Entry) -> Opened:
     """Return the run, loaded and checked. Raises TracekitError where that cannot be."""
-    return _open_private(entry, entry.stamp) if entry.is_private else _open(entry, _stamp(entry))
+    return _open_private(entry, entry.stamp) if entry.is_private else _open(entry, stamp_seen(entry))
 
 
 def check(entry: Entry, on_progress: Callable[[Source], None] | None = None) -> None:
     """Check a run and keep its report, without holding it open. Raises TracekitError."""
-    _refuse_links(entry)
+    refuse_links(entry)
     checked.report(entry.path, facts=_FACTS, surveys=_SURVEYS, on_progress=on_progress)
 
 
@@ -78,7 +78,7 @@ def measured(entry: Entry) -> pl.DataFrame:
 
 def memory_of_trace(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
     """Return the tables of one trace that pictures of memory are drawn from, by name. Raises TracekitError."""
-    return _memory_of_trace(entry, _stamp(entry), rank, window)
+    return _memory_of_trace(entry, stamp_seen(entry), rank, window)
 
 
 def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFrame]:
@@ -91,7 +91,7 @@ def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFr
 
 @st.cache_resource(max_entries=MAX_OPEN_RUNS, show_spinner=False)
 def _open(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
-    _refuse_links(_entry)
+    refuse_links(_entry)
     report = checked.report(_entry.path, facts=_FACTS, surveys=_SURVEYS)
     return Opened(report.run, report)
 
@@ -102,7 +102,7 @@ def _open_private(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the s
     return Opened(run, checking.check(run, facts=_FACTS))
 
 
-def _stamp(entry: Entry) -> str:
+def stamp_seen(entry: Entry) -> str:
     """Return the stamp of what this person sees of a run: while it is being recorded, that of when it was opened."""
     seen: dict[str, str] = st.session_state.setdefault(_READ_STAMPS, {})
     if not entry.is_live:
@@ -111,7 +111,8 @@ def _stamp(entry: Entry) -> str:
     return seen.setdefault(entry.path, entry.stamp)
 
 
-def _refuse_links(entry: Entry) -> None:
+def refuse_links(entry: Entry) -> None:
+    """Raise InputError where a file of the run is a link to a place that the dashboard was not opened on."""
     # Also here, for a file may have become a link after the run was listed.
     linked = catalog.outside(keys.state(entry.path), entry.roots)
     if linked:
@@ -123,7 +124,7 @@ def _refuse_links(entry: Entry) -> None:
 def _table(entry: Entry, name: str) -> pl.DataFrame:
     if entry.is_private:
         return _measured(opened(entry).run)[name]
-    return _tables(entry, _stamp(entry))[name]
+    return _tables(entry, stamp_seen(entry))[name]
 
 
 @st.cache_resource(max_entries=200, show_spinner=False)

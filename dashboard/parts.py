@@ -27,6 +27,7 @@ RUN = "run"
 OTHERS = "compare"
 MISSING = "—"
 SHOWN_FINDING = "shown_finding"
+SHOWN_MOMENT = "shown_moment"
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 MAX_EVIDENCE_ROWS = 1000
@@ -36,6 +37,7 @@ STYLE = f"""<style>{fragments.STYLE}
 .tk-title {{display: flex; flex-wrap: wrap; gap: 14px; align-items: baseline; margin: 0}}
 .tk-title b {{font-size: 1.5rem; font-weight: 650; overflow-wrap: anywhere}}
 .tk-title span {{opacity: .75}}
+.tk-schema td:not(:last-child) {{overflow-wrap: normal; white-space: nowrap}}
 [class*="st-key-download-"] {{margin-top: -.9rem}}
 [class*="st-key-download-"] button {{min-height: 0; padding: 0; opacity: .7}}
 [class*="st-key-download-"] button p {{font-size: .8rem}}
@@ -155,14 +157,13 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
     With a `key`, what was measured can be downloaded below it, in its own units. `options` are those of st.dataframe,
     whose answer is returned.
     """
-    scales = {"_ns": (1e6, "%.3f ms"), "bytes": (2**20, "%.2f MiB"), "_ratio": (0.01, "%.1f %%")}
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
     for series in table:
         label = markup.heading(series.name)
-        ending = next((ending for ending in scales if series.name.endswith(ending)), None)
-        if ending and series.dtype.is_numeric():
-            divisor, pattern = scales[ending]
+        scale = _scale(series) if series.dtype.is_numeric() else None
+        if scale:
+            divisor, pattern = scale
             series = series / divisor
             columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
         else:
@@ -175,6 +176,18 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
     if key is not None:
         downloads.table(table, key=key)
     return event
+
+
+def _scale(series: pl.Series) -> tuple[float, str] | None:
+    """Return what a column is divided by, and how it is written then, by the ending of its name."""
+    scales = {"_ns": (1e6, "%.3f ms"), "_ratio": (0.01, "%.1f %%"), "_bytes_per_s": (1e6, "%.2f MB/s")}
+    for ending, scale in scales.items():
+        if series.name.endswith(ending):
+            return scale
+    if not series.name.endswith("bytes"):
+        return None
+    least = float(str(series.abs().filter(series != 0).min() or 2**20))
+    return 2**20, "%.2f MiB" if least >= 2**20 / 100 else "%.6g MiB"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:

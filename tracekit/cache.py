@@ -135,7 +135,7 @@ class StoredTrace(Trace):
 
 
 def _read(source: Source) -> Trace:
-    key, cache = _key(source), Cache.of_user()
+    key, cache = key_of(source), Cache.of_user()
     if key is None or cache is None:
         return source.read()
     return cache.get(key, partial(_read_again, source, key)) or _read_and_keep(source, cache, key)
@@ -143,18 +143,18 @@ def _read(source: Source) -> Trace:
 
 def _read_and_keep(source: Source, cache: Cache, key: str) -> Trace:
     trace = source.read()
-    if _key(source) == key:  # else it was written to while it was read
+    if key_of(source) == key:  # else it was written to while it was read
         cache.put(key, trace)
     return trace
 
 
 def _read_again(source: Source, key: str) -> Trace:
-    if _key(source) != key:
+    if key_of(source) != key:
         raise BadTraceError(f"{source.path}: changed while it was being analysed; run the command again")
     return source.read()
 
 
-def _key(source: Source) -> str | None:
+def key_of(source: Source) -> str | None:
     """Return what the entry of a trace is found by; None where it is no local file."""
     trace = _state(Path(source.path))
     if trace is None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -21,7 +22,7 @@ from tracekit import align, schema, sealed
 from tracekit.analysis import beside, breakdown, doubts, instances
 from tracekit.errors import InputError
 from tracekit.schema import Column, Table
-from tracekit.trace import OFFSETS, RUN_DOUBTS, Run, Source
+from tracekit.trace import OFFSETS, RUN_DOUBTS, Run, Source, Survey
 
 TIMEOUT_S = 60.0
 MEMORY_BYTES = 4 << 30
@@ -69,7 +70,7 @@ TABLES: Mapping[str, Table] = {
 }
 """Every table that a query can name, with its columns as a query sees them."""
 
-_MEASURED: Mapping[str, Callable[[Run], pl.DataFrame]] = {
+_MEASURED: dict[str, Survey] = {
     "doubts": lambda run: run.table(doubts.doubts),
     BREAKDOWN.name: lambda run: run.table(breakdown.by_step),
     OFFSETS.name: lambda run: run.offsets,
@@ -79,6 +80,33 @@ _MEASURED: Mapping[str, Callable[[Run], pl.DataFrame]] = {
     **{told: beside.table(name) for name, told in _OF_SNAPSHOTS.items()},
 }
 """Tables that are measured rather than read, and how."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table of another distribution, named by the entry point group ``tracekit.tables``: what it is, and of a run."""
+
+    table: Table
+    measure: Survey
+
+
+def tables() -> Mapping[str, Table]:
+    """Return TABLES and those that other distributions add by the entry point group ``tracekit.tables``.
+
+    Raises InputError where one of those has the name of another table.
+    """
+    return {**TABLES, **{name: told.table for name, told in _of_others().items()}}
+
+
+def _of_others() -> dict[str, Measured]:
+    found: dict[str, Measured] = {}
+    for point in entry_points(group="tracekit.tables"):
+        told: Measured = point.load()
+        name = told.table.name
+        if name in TABLES or name in found:
+            raise InputError(f"{point.value}: another table is called {name} already; remove one of the two packages")
+        found[name] = told
+    return found
 
 
 def query(
@@ -107,9 +135,10 @@ def check(sql: str) -> None:
 
 def find_table(name: str) -> Table:
     """Return the table of a name. Raises InputError, with the names near it, if there is none."""
-    if name.lower() in TABLES:
-        return TABLES[name.lower()]
-    raise InputError(f"{name}: no such table{_near(name, list(TABLES))}; the tables are {', '.join(TABLES)}")
+    known = tables()
+    if name.lower() in known:
+        return known[name.lower()]
+    raise InputError(f"{name}: no such table{_near(name, list(known))}; the tables are {', '.join(known)}")
 
 
 @contextlib.contextmanager
@@ -141,12 +170,14 @@ class Question:
         )
         self._is_late = False
         self._named: list[str] = []
+        self._tables = tables()
 
     def check(self) -> None:
         """Find out which tables the query names. Raises InputError where it cannot be asked."""
         limits = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes, "max_rows": self._max_rows}
         with self._in_time():
-            self._send({"sql": self._sql, "tables": list(TABLES), **limits}, [t.empty() for t in TABLES.values()])
+            empty = [table.empty() for table in self._tables.values()]
+            self._send({"sql": self._sql, "tables": list(self._tables), **limits}, empty)
             self._named = self._line()["named"]
 
     def of(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
@@ -232,7 +263,7 @@ class Question:
             return InputError(
                 f"query: its process ended with exit code {message}, which is no answer; write the query another way"
             )
-        return InputError(_explained(kind, message, self._sql))
+        return InputError(_explained(kind, message, self._sql, self._tables))
 
 
 def _environment() -> dict[str, str]:
@@ -246,7 +277,9 @@ def _frames(
     run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None
 ) -> Iterator[tuple[str, pl.DataFrame]]:
     """Yield the tables named, put together in one pass over the traces."""
-    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in _MEASURED}
+    others = _of_others()
+    measured = _MEASURED | {name: told.measure for name, told in others.items()}
+    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in measured}
     sources = {(source.window, source.rank): source for source in run.sources}
     if parts:
         for trace in run.traces():
@@ -259,7 +292,8 @@ def _frames(
         if name in parts:
             yield name, pl.concat(parts.pop(name))
         else:
-            yield name, _MEASURED[name](run)
+            found = measured[name](run)
+            yield name, others[name].table.conform(found) if name in others else found
 
 
 def _readable(found: pa.Table) -> pl.DataFrame:
@@ -283,20 +317,20 @@ def _narrowed(found: pl.DataFrame) -> pl.DataFrame:
     return narrow.with_columns(found[name] for name in wide)
 
 
-def _explained(kind: str, told: str, sql: str) -> str:
+def _explained(kind: str, told: str, sql: str, known: Mapping[str, Table]) -> str:
     """Return DuckDB's complaint on one line, with what to try next."""
     first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", told)[0].split())
     reason = re.sub(r"^\w+(?: \w+)* Error: ", "", first).rstrip("!")
     table = re.search(r"Table with name (\S+) does not exist", told)
     if table:
-        return f"query: no table {table[1]}{_near(table[1], list(TABLES))}; the tables are {', '.join(TABLES)}"
+        return f"query: no table {table[1]}{_near(table[1], list(known))}; the tables are {', '.join(known)}"
     if kind == "ParserException" and _RESERVED.search(sql):
         return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
     near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", told)
     if near:
         return f"query: {reason}; did you mean {near[1]}? tracekit schema lists tables and columns"
     column = re.search(r'column named "(\w+)"', told)
-    columns = sorted({column.name for table in TABLES.values() for column in table.columns})
+    columns = sorted({column.name for table in known.values() for column in table.columns})
     hint = _near(column[1], columns) if column else ""
     return f"query: {reason}{hint}; tracekit schema lists tables and columns"
 

@@ -14,7 +14,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -62,21 +62,32 @@ class Shelf:
         if not self.max_bytes:
             return
         expected: tuple[type[Exception], ...] = (OSError, *unless)
-        partial_path = self.folder / f"{key}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_own(self.folder)
-            try:
-                created = os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
-                with os.fdopen(created, "wb") as file:
-                    write(file)
-                if partial_path.stat().st_size <= self.max_bytes:
-                    partial_path.replace(self.path(key))
-            finally:
-                partial_path.unlink(missing_ok=True)
-            self._shed()
+            with self.writing(key) as file:
+                write(file)
         except expected as error:
             self.complain(error)
+
+    @contextmanager
+    def writing(self, key: str) -> Iterator[BinaryIO]:
+        """Give a file to write and read, which is the entry of `key` once the block has ended well.
+
+        What is larger than the shelf is not kept. Raises OSError where nothing can be written.
+        """
+        partial_path = self.folder / f"{key}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(self.folder)
+        try:
+            created = os.open(partial_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
+            with os.fdopen(created, "w+b") as file:
+                yield file
+                file.flush()
+                size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes <= self.max_bytes:
+                partial_path.replace(self.path(key))
+        finally:
+            partial_path.unlink(missing_ok=True)
+        self._shed()
 
     def size_bytes(self) -> int:
         """Return how much the entries take."""

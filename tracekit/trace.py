@@ -162,6 +162,10 @@ class Run:
                 return self._open(source)
         raise KeyError(f"no trace of rank {rank}" + ("" if window is None else f" in window {window}"))
 
+    def once(self, source: Source) -> Trace:
+        """Return the trace of a source without keeping it: who goes through large traces holds one at a time."""
+        return self._kept.get(source) or source.read()
+
     def traces(self) -> Iterator[Trace]:
         """Yield every trace, by window and rank, one at a time."""
         for source in self.sources:

@@ -29,16 +29,19 @@ def page(entry: Entry) -> None:
         st.info(HOW_TO_RECORD)
         return
     _all(held, each, tables["clocks"])
+    st.subheader("The stages of one save")
     longest = int(str(each["written_ns"].arg_max()))
-    chosen = st.selectbox(
-        "Save", each["save"].to_list(), index=longest, key=f"checkpoints-{entry.name}", format_func=markup.inert
-    )
+    names = each["save"].to_list()
+    chosen = st.selectbox("Save", names, key=parts.kept("save", names, names[longest]), format_func=markup.inert)
     lines = tables["stages"].filter(pl.col("save") == chosen)
     parts.chart(charts.save_stages(lines), key="save_stages")
     st.caption("Stages take turns, tensor by tensor: a bar puts the time of each together, in order of first entry.")
     st.subheader("What it is made of, on the way that all ranks wait for")
-    columns = ("clock", "kind", "rank", "stage", "dur_ns", "ratio")
-    parts.frame(words.readable(made_of.filter(pl.col("save") == chosen).select(columns), {}))
+    columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
+    st.caption("Of the clock named: the time that training was blocked, or until all was written; shares of it.")
+    parts.frame(words.readable(made_of.filter(pl.col("save") == chosen).select(columns), {}), key="save-parts")
+    if st.button("Plan the interval between checkpoints with these numbers", key="checkpoints-plan"):
+        parts.go_to("plan", **{"plan-measured": True})
 
 
 def _all(held: opened.Opened, each: pl.DataFrame, clocks: pl.DataFrame) -> None:

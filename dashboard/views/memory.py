@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import opened, parts
+from dashboard import families, opened, parts, replaying
 from dashboard.catalog import Entry
 from tracekit import charts, markup, units
 from tracekit.analysis import beside
@@ -25,8 +25,9 @@ def page(entry: Entry) -> None:
     if held is None:
         return
     parts.heading(entry, held)
+    families.show(held, "MEM")
     found = beside.files(held.run)
-    source = _choose_source(entry, found)
+    source = _choose_source(found)
     try:
         if source is None:
             _of_traces(entry, held, has_snapshots=bool(found))
@@ -36,11 +37,12 @@ def page(entry: Entry) -> None:
         parts.problem(str(error))
 
 
-def _choose_source(entry: Entry, found: tuple[Beside, ...]) -> Beside | None:
+def _choose_source(found: tuple[Beside, ...]) -> Beside | None:
     if not found:
         return None
     names = {_name(each): each for each in found}
-    chosen = st.selectbox("From", [TRACES, *names], key=f"memory-source-{entry.name}", format_func=markup.inert)
+    choices = [TRACES, *names]
+    chosen = st.selectbox("From", choices, key=parts.kept("source", choices), format_func=markup.inert)
     return names.get(chosen)
 
 
@@ -53,10 +55,11 @@ def _of_traces(entry: Entry, held: opened.Opened, *, has_snapshots: bool) -> Non
     sources = {(source.rank, source.window): source for source in held.run.sources}
     columns = st.columns([1, 1, 1, 3])
     with columns[0]:
-        rank = st.selectbox("Rank", sorted({rank for rank, _ in sources}), key=f"memory-rank-{entry.name}")
+        ranks = sorted({rank for rank, _ in sources})
+        rank = st.selectbox("Rank", ranks, key=parts.kept("rank", ranks))
     windows = sorted(window for of_rank, window in sources if of_rank == rank)
     with columns[1]:
-        window = st.selectbox("Window", windows, key=f"memory-window-{entry.name}") if windows[1:] else windows[0]
+        window = st.selectbox("Window", windows, key=parts.kept("window", windows)) if windows[1:] else windows[0]
     with st.spinner("Measuring"):
         tables = opened.memory_of_trace(entry, rank, window)
     devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
@@ -64,17 +67,21 @@ def _of_traces(entry: Entry, held: opened.Opened, *, has_snapshots: bool) -> Non
         st.info("The traces have no memory events; a snapshot can be chosen above." if has_snapshots else HOW_TO_RECORD)
         return
     with columns[2]:
-        device = st.selectbox("Memory", devices, key=f"memory-device-{entry.name}", format_func=_device)
+        named = {_device(each): each for each in devices}
+        device = named[st.selectbox("Memory", list(named), key=parts.kept("device", list(named)))]
     mine = {name: table.filter(_of(device)) for name, table in tables.items()}
     st.html(fragments.numbers(_numbers(mine["peaks"])))
     st.subheader("Held over time")
-    choice = st.segmented_control("Owners", list(BY), default="phase", format_func=BY.get, key="memory_by")
-    parts.chart(charts.held(mine["over_time"].filter(pl.col("by") == (choice or "phase"))), key="memory_held")
+    owners = list(BY)
+    choice = st.segmented_control("Owners", owners, format_func=BY.get, key=parts.kept("owners", owners), required=True)
+    parts.chart(charts.held(mine["over_time"].filter(pl.col("by") == choice)), key="memory_held")
     _lifetimes(mine["lifetimes"])
     st.subheader("Who holds the peak")
-    parts.frame(mine["at_peak"].drop("device", "at_ns", "peak_bytes"))
+    parts.frame(_known(mine["at_peak"].drop("device", "at_ns", "peak_bytes")), key="memory-at-peak")
     st.subheader("What each step takes")
-    parts.frame(mine["churn"].drop("device"))
+    parts.frame(mine["churn"].drop("device"), key="memory-churn")
+    if device is not None:
+        replaying.of_trace(entry, rank, window)
 
 
 def _of_snapshot(entry: Entry, found: Beside) -> None:
@@ -94,7 +101,8 @@ def _of_snapshot(entry: Entry, found: Beside) -> None:
     if tables["lifetimes"].height:
         _lifetimes(tables["lifetimes"])
     st.subheader("Who holds the peak")
-    parts.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"))
+    parts.frame(tables["at_peak"].select("op", "count", "bytes", "peak_ratio"), key="snapshot-at-peak")
+    replaying.of_snapshot(entry, found, tables["fragmentation"]["device"].first() or 0)
 
 
 def _lifetimes(table: pl.DataFrame) -> None:
@@ -113,6 +121,10 @@ def _numbers(peaks: pl.DataFrame) -> dict[str, tuple[str, str]]:
     }
     row = peaks.row(0, named=True)
     return {label: (units.size(row[name]), "") for name, label in labels.items() if row[name] is not None}
+
+
+def _known(table: pl.DataFrame) -> pl.DataFrame:
+    return table.select(name for name in table.columns if table[name].null_count() < table.height)
 
 
 def _device(device: int | None) -> str:

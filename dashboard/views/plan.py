@@ -19,6 +19,8 @@ FAILURES_S = tuple(hours * HOUR_S for hours in (0.5, 1, 2, 3.093, 6, 12, 24, 72,
 RATES = sorted((*(base * 10.0**power for power in range(8, 13) for base in (1, 2, 5)), 273e9))
 POWERS = tuple(2**power for power in range(13))
 CURVE_S = tuple(30 * 1.12**n for n in range(72))
+TOKENS = (*POWERS[9:], 8192, 16_384, 32_768)
+CHUNKS = (2, 3, 4, 6, 8)
 STRATEGIES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP (ZeRO-3)": 3}
 DEVICE_GIB = (16, 24, 40, 48, 80, 96, 141, 192, 288)
 
@@ -52,15 +54,16 @@ def _choose() -> Chosen:
     columns = st.columns(6)
     names = list(models.MODELS)
     with columns[0]:
-        model = models.find(st.selectbox("Model", names, index=names.index("70b"), key="plan-model"))
+        model = models.find(st.selectbox("Model", names, key=parts.kept("plan-model", names, "70b")))
     with columns[1]:
-        tp = st.select_slider("Tensor parallel", POWERS[:5], 8, key="plan-tp")
+        tp = st.select_slider("Tensor parallel", POWERS[:5], key=parts.kept("plan-tp", POWERS[:5], 8))
     with columns[2]:
-        pp = st.select_slider("Pipeline stages", POWERS[:8], 4, key="plan-pp")
+        pp = st.select_slider("Pipeline stages", POWERS[:8], key=parts.kept("plan-pp", POWERS[:8], 4))
     with columns[3]:
-        dp = st.select_slider("Data parallel", POWERS, 8, key="plan-dp")
+        dp = st.select_slider("Data parallel", POWERS, key=parts.kept("plan-dp", POWERS, 8))
     with columns[4]:
-        zero = STRATEGIES[st.selectbox("Sharding", list(STRATEGIES), index=1, key="plan-zero")]
+        strategies = list(STRATEGIES)
+        zero = STRATEGIES[st.selectbox("Sharding", strategies, key=parts.kept("plan-zero", strategies, "ZeRO-1"))]
     with columns[5]:
         st.metric("GPUs", f"{tp * pp * dp:,}")
     return Chosen(model, Layout(tp, pp, dp, zero))
@@ -72,7 +75,7 @@ def _checkpoints(chosen: Chosen, entry: Entry) -> None:
         measured = _measured(entry)
         write = _rate("Storage writes", 273e9, key="plan-write", disabled=measured is not None)
         read = _rate("Storage reads", 1e12, key="plan-read")
-        with_buffer = st.toggle("Burst buffer before storage", key="plan-buffered")
+        with_buffer = st.toggle("Burst buffer before storage", key=parts.kept_flag("plan-buffered"))
         burst = _rate("Burst buffer writes", 2e12, key="plan-burst") if with_buffer else None
         interval_s = _time("A checkpoint every", INTERVALS_S, HOUR_S, key="plan-interval")
         failures_s = _time("A failure every", FAILURES_S, 3.093 * HOUR_S, key="plan-failures")
@@ -98,7 +101,7 @@ def _checkpoints(chosen: Chosen, entry: Entry) -> None:
 
 
 def _measured(entry: Entry) -> Constants | None:
-    if not st.toggle("As the chosen run measured it", key="plan-measured"):
+    if not st.toggle("As the chosen run measured it", key=parts.kept_flag("plan-measured")):
         return None
     held = parts.open_or_say(entry)
     if held is None:
@@ -143,11 +146,13 @@ def _numbers(told: CheckpointPlan) -> None:
 def _memory(chosen: Chosen) -> None:
     left, right = st.columns([1, 2])
     with left:
-        sequence = st.select_slider("Tokens of a sequence", (*POWERS[9:], 8192, 16_384, 32_768), 4096, key="plan-seq")
-        batch = st.select_slider("Sequences of a micro-batch", POWERS[:7], 1, key="plan-batch")
-        recomputation = st.selectbox("Recomputed", memory.RECOMPUTATIONS, key="plan-recomputed")
-        with_sequence = st.toggle("Sequence parallel", value=True, key="plan-sp")
-        device_gib = st.select_slider("Memory of a device, GiB", DEVICE_GIB, 80, key="plan-device")
+        sequence = st.select_slider("Tokens of a sequence", TOKENS, key=parts.kept("plan-seq", TOKENS, 4096))
+        batch = st.select_slider("Sequences of a micro-batch", POWERS[:7], key=parts.kept("plan-batch", POWERS[:7], 1))
+        recomputed = memory.RECOMPUTATIONS
+        recomputation = st.selectbox("Recomputed", recomputed, key=parts.kept("plan-recomputed", recomputed))
+        with_sequence = st.toggle("Sequence parallel", key=parts.kept_flag("plan-sp", default=True))
+        device_key = parts.kept("plan-device", DEVICE_GIB, 80)
+        device_gib = st.select_slider("Memory of a device, GiB", DEVICE_GIB, key=device_key)
     layout = chosen.layout
     work = memory.Work(sequence, batch, layout.pp, recomputation, with_sequence)
     plans = {
@@ -169,8 +174,9 @@ def _pipeline(chosen: Chosen) -> None:
     left, right = st.columns([1, 2])
     stages = chosen.layout.pp
     with left:
-        micro_batches = st.select_slider("Micro-batches of a step", POWERS[:11], 32, key="plan-micro")
-        chunks = st.select_slider("Chunks of a rank, interleaved", (2, 3, 4, 6, 8), 2, key="plan-chunks")
+        micro_key, chunks_key = parts.kept("plan-micro", POWERS[:11], 32), parts.kept("plan-chunks", CHUNKS, 2)
+        micro_batches = st.select_slider("Micro-batches of a step", POWERS[:11], key=micro_key)
+        chunks = st.select_slider("Chunks of a rank, interleaved", CHUNKS, key=chunks_key)
     schedules = {
         "1F1B": (pipeline.PLAIN, 1),
         f"interleaved, {chunks} chunks": (pipeline.INTERLEAVED, chunks),
@@ -193,11 +199,12 @@ def _pipeline(chosen: Chosen) -> None:
 
 
 def _rate(label: str, value: float, *, key: str, disabled: bool = False) -> float:
-    return float(st.select_slider(label, RATES, value, format_func=units.rate, key=key, disabled=disabled))
+    bound = parts.kept(key, RATES, value)
+    return float(st.select_slider(label, RATES, format_func=units.rate, key=bound, disabled=disabled))
 
 
 def _time(label: str, values: tuple[float, ...], value: float, *, key: str) -> float:
-    return float(st.select_slider(label, values, value, format_func=_duration, key=key))
+    return float(st.select_slider(label, values, format_func=_duration, key=parts.kept(key, values, value)))
 
 
 def _duration(seconds: float) -> str:

@@ -1,12 +1,12 @@
-"""Ranks: one step of all ranks beside each other, and who waits for whom."""
+"""Ranks: a map of ranks and steps, one step of all ranks beside each other, and who waits for whom."""
 
 import polars as pl
 import streamlit as st
 
-from dashboard import opened, parts
+from dashboard import facts, moments, opened, parts
 from dashboard.catalog import Entry
 from tracekit import align, charts, units
-from tracekit.analysis import lockstep, slices
+from tracekit.analysis import communication, lockstep, slices
 from tracekit.intervals import Window
 
 WHOLE = "all"
@@ -23,6 +23,8 @@ def page(entry: Entry) -> None:
         return
     with held.lock, st.spinner("Measuring"):
         doings, offsets = held.run.across(lockstep.doings), held.run.offsets
+    _map(entry)
+    st.subheader("One step, rank by rank")
     window, step = _choose(entry)
     mine = doings.filter(pl.col("window") == window)
     whole = _span(entry, offsets, window, step)
@@ -37,7 +39,51 @@ def page(entry: Entry) -> None:
         "then the others wait for that rank. What compute hides is drawn as compute."
     )
     st.subheader("Where the time of this part goes, and for which rank each waits")
-    parts.frame(lockstep.totals(mine, part))
+    parts.frame(lockstep.totals(mine, part), key="ranks-totals")
+
+
+def _map(entry: Entry) -> None:
+    """Draw the map of ranks and steps; a click on a cell chooses that step below, and leads to the timeline."""
+    whole = facts.across(entry, communication.spread)
+    if whole.is_empty():
+        st.caption("The traces mark no steps, so ranks cannot be compared step by step.")
+        return
+    windows = whole["window"].unique().sort().to_list()
+    shown = st.session_state.get("window")
+    table = whole.filter(pl.col("window") == (shown if shown in windows else windows[0]))
+    st.subheader("Ranks against steps")
+    measures = list(charts.MEASURES)
+    measure = st.segmented_control(
+        "Colour",
+        measures,
+        format_func=charts.MEASURES.get,
+        key=parts.kept("colour", measures),
+        label_visibility="collapsed",
+        required=True,
+    )
+    figure = charts.spread(table, measure)
+    figure.update_layout(font=parts.font())
+    event = st.plotly_chart(
+        figure, theme=None, config=charts.CONFIG, key=f"ranks-map-{entry.name}", on_select="rerun",
+        selection_mode="points",
+    )  # fmt: skip
+    points = event["selection"]["points"] if event else []
+    chosen = [point["customdata"][:2] for point in points if point.get("customdata")]
+    _chosen(entry, table, tuple(chosen[0]) if chosen else None)
+
+
+def _chosen(entry: Entry, table: pl.DataFrame, cell: tuple[int, int] | None) -> None:
+    if cell is None:
+        st.caption("Click on a cell to choose its step below, and to see it in the timeline.")
+        st.session_state.pop(f"ranks-cell-{entry.name}", None)
+        return
+    rank, step = cell
+    if st.session_state.get(f"ranks-cell-{entry.name}") != cell:
+        st.session_state[f"ranks-cell-{entry.name}"] = cell
+        st.session_state["step"] = step
+    row = table.filter(pl.col("rank") == rank, pl.col("step") == step)
+    if row.height and st.button(f"Show rank {rank}, step {step} in the timeline", key="ranks-show"):
+        moments.show(entry, row.rename({"duration_ns": "dur_ns"}).row(0, named=True))
 
 
 def _choose(entry: Entry) -> tuple[int, int | None]:
@@ -46,13 +92,12 @@ def _choose(entry: Entry) -> tuple[int, int | None]:
     typical = slices.typical_step(by_step)
     columns = st.columns([1, 1, 4])
     with columns[1]:
-        window = st.selectbox("Window", windows, key=f"ranks-window-{entry.name}") if windows[1:] else windows[0]
+        window = st.selectbox("Window", windows, key=parts.kept("window", windows)) if windows[1:] else windows[0]
     steps = by_step.filter(pl.col("window") == window)["step"].unique().sort().to_list()
     first = typical["step"] if typical and typical["step"] in steps else None
     with columns[0]:
-        chosen = st.selectbox(
-            "Step", [WHOLE, *steps], index=1 + steps.index(first) if first is not None else 0, key=f"ranks-{entry.name}"
-        )
+        choices = [WHOLE, *steps]
+        chosen = st.selectbox("Step", choices, key=parts.kept("step", choices, WHOLE if first is None else first))
     return window, None if chosen == WHOLE else chosen
 
 

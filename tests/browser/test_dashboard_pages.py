@@ -40,18 +40,6 @@ def test_overview_shows_verdict_findings_and_breakdown(page, server):
     assert_clean(page)
 
 
-def test_a_finding_leads_to_its_moment_in_the_timeline(page, server):
-    _open(page, server, recorded.GOOD)
-    code = re.findall(r"[A-Z]+\d{3}", _visible(page, ".tk-finding h3").inner_text())[0]
-    _visible(page, "[data-testid=stExpander] summary", "Evidence").click()
-    _visible(page, "[data-testid=stExpander] button", "Show in the timeline").click()
-    _visible(page, ".js-plotly-plot .ytick", "findings")
-    _visible(page, ".js-plotly-plot .ytick", "communication")
-    assert re.search(r"rank \d · step \d", _visible(page, "[data-testid=stCaptionContainer]", "rank").inner_text())
-    assert code in _visible(page, ".tk-finding h3").inner_text()
-    assert_clean(page)
-
-
 def test_several_runs_are_compared(page, server):
     _open(page, server, recorded.GOOD)
     _turn_to(page, "Compare")
@@ -74,9 +62,6 @@ def test_names_from_a_trace_run_nothing_and_fetch_nothing(page, server):
     _open(page, server, recorded.HOSTILE)
     _visible(page, ".js-plotly-plot .barlayer")
     _visible(page, "[data-testid=stExpander] summary", "Evidence").click()
-    _turn_to(page, "Timeline")
-    _visible(page, ".js-plotly-plot .ytick", "compute")
-    _visible(page, ".js-plotly-plot .barlayer text", "<script>")
     assert page.evaluate("window.hacked") is None
     assert_clean(page)
 

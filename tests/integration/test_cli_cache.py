@@ -32,7 +32,7 @@ def test_a_command_keeps_what_it_parsed_unless_told_not_to(command, run, tmp_pat
 
 def test_the_cache_tells_where_it_is_and_what_it_holds_and_can_be_cleared(run, tmp_path):
     own = {"TRACEKIT_CACHE_DIR": str(tmp_path)}
-    assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/traces\n"
+    assert tracekit("cache", **own).stdout == f"0 B of 10 GiB in {tmp_path}/traces; timelines 0 B; reports 0 B\n"
     tracekit("summary", run, **own)
     assert tracekit("cache", "path", **own).stdout == f"{tmp_path}/traces\n"
     assert " KiB of 10 GiB in " in tracekit("cache", "size", **own).stdout

@@ -1,5 +1,6 @@
 """The dashboard's pages without a browser: what they show, and what a choice changes."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -52,14 +53,17 @@ def app(monkeypatch):
     return opened_on
 
 
-def _timeline(path):
+def _timeline(path, **state):
     def script(path):
         from dashboard import catalog
         from dashboard.views import timeline
 
         timeline.page(catalog.entries([path])[0])
 
-    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+    page = testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S)
+    for name, value in state.items():
+        page.session_state[name] = value
+    return page.run()
 
 
 def _checkpoints(path):
@@ -157,31 +161,66 @@ def test_the_breakdown_can_be_seen_by_step(app, runs):
     assert len(shown.get("plotly_chart")) == 2
 
 
-def test_the_timeline_opens_on_a_typical_step(runs):
+def _told(shown):
+    sent = shown.get("bidi_component")[0].proto.bytes
+    return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
+
+
+def test_the_timeline_opens_on_the_whole_run_with_all_ranks_and_every_finding_marked(runs):
     shown = _timeline(runs / recorded.GOOD)
     assert not shown.exception
-    assert len(shown.get("plotly_chart")) == 1
-    rank, step = (next(box for box in shown.selectbox if box.label == label).value for label in ("Rank", "Step"))
-    assert rank in (0, 1)
-    assert step in recorded.STEPS
+    told = _told(shown)
+    assert {track["rank"] for track in told["tracks"]} == {0, 1}
+    assert told["view"] == {"from": 0, "to": told["span_ns"]}
+    assert told["tile"]["start"] == 0
+    assert told["tile"]["end"] == told["span_ns"]
+    assert {band["name"] for band in told["tile"]["bands"] if band["kind"] == "step"} == {"step 3", "step 4", "step 5"}
+    assert "COMM001" in {mark["finding"] for mark in told["findings"]}
+    assert {mark["rank"] for mark in told["findings"]} == {0, 1}
 
 
 def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
     shown = _timeline(runs / recorded.GOOD)
     finding = next(box for box in shown.selectbox if box.label == "Finding")
-    whole = shown.slider[0].value
     finding.select(next(option for option in finding.options if "COMM001" in option)).run()
     assert not shown.exception
-    left_ms, right_ms = shown.slider[0].value
-    assert whole[0] < left_ms < right_ms
+    told = _told(shown)
+    marks = [mark for mark in told["findings"] if mark["finding"] == "COMM001"]
+    longest_ns = max(mark["end"] - mark["start"] for mark in marks)
+    shown_in_it = [mark for mark in marks if told["go"]["start"] < mark["start"] and mark["end"] < told["go"]["end"]]
+    assert longest_ns in {mark["end"] - mark["start"] for mark in shown_in_it}
+    track = next(track for track in told["tracks"] if track["track"] == told["go"]["track"])
+    assert track["rank"] in {mark["rank"] for mark in shown_in_it}
     assert "COMM001" in _html(shown)
 
 
-def test_all_steps_of_a_rank_can_be_drawn_at_once(runs):
-    shown = _timeline(runs / recorded.GOOD)
-    next(box for box in shown.selectbox if box.label == "Step").select("all").run()
+def test_a_moment_chosen_on_another_page_is_shown_on_the_clock_of_the_run(runs):
+    begun_ns = 1_790_000_000_000_000_000  # of the trace, and the run's clock is rank 0's
+    row = {"run": recorded.GOOD, "window": 0, "rank": 1, "start_ns": begun_ns + 200_000, "dur_ns": 5_000_000}
+    told = _told(_timeline(runs / recorded.GOOD, shown_moment=row))
+    assert told["go"]["start"] < 200_000 < 5_200_000 < told["go"]["end"] < 20_000_000
+    assert next(track for track in told["tracks"] if track["track"] == told["go"]["track"])["rank"] == 1
+
+
+def test_names_reach_the_timeline_inert_and_short(runs):
+    told = _told(_timeline(runs / recorded.HOSTILE))
+    names = [*told["tile"]["names"], *(track["label"] for track in told["tracks"])]
+    assert any("<script>" in name for name in names)
+    assert not any("\u202e" in name or len(name) > 300 for name in names)
+
+
+def test_a_timeline_that_cannot_be_read_says_why(runs):
+    shown = _timeline(runs / recorded.TRUNCATED)
     assert not shown.exception
-    assert "all steps" in shown.caption[0].value
+    assert "truncated" in shown.error[0].value
+
+
+def test_a_timeline_without_a_slice_says_so(tmp_path):
+    trace = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": []}
+    (tmp_path / "rank0.json").write_text(json.dumps(trace))
+    shown = _timeline(tmp_path)
+    assert not shown.exception
+    assert len(shown.info) + len(shown.error) == 1
 
 
 def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(runs):

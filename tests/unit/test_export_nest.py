@@ -46,6 +46,21 @@ def test_a_stack_that_reads_the_events_of_a_layer_gets_every_slice_back(spans):
     assert sorted(read) == sorted(spans)
 
 
+@settings(deadline=None)
+@given(SPANS)
+def test_in_a_row_slices_follow_each_other_and_all_but_the_top_of_a_layer_lie_below_what_encloses_them(spans):
+    track, start, dur = columns(spans)
+    row, layer = nest.rows(track, start, dur), nest.layers(track, start, dur)
+    for i, (own, begin, length) in enumerate(spans):
+        same = [j for j in range(len(spans)) if track[j] == own and j != i]
+        for j in same:
+            assert row[i] != row[j] or begin + length <= start[j] or start[j] + dur[j] <= begin
+        around = [j for j in same if start[j] <= begin and begin + length <= start[j] + dur[j] and layer[j] == layer[i]]
+        top = min(row[track == own][layer[track == own] == layer[i]])
+        assert row[i] == top or any(row[j] == row[i] - 1 for j in around)
+    assert sorted(set(row[track == 1])) == list(range(len(set(row[track == 1]))))
+
+
 def test_slices_that_nest_need_one_layer():
     # time   0 1 2 3 4 5 6 7
     #        # # # # # # # #
@@ -58,6 +73,15 @@ def test_slices_that_nest_need_one_layer():
 def test_a_chain_in_which_each_overlaps_the_next_needs_two_layers_however_long():
     spans = [(0, 10 * i, 11) for i in range(1000)]
     assert nest.layers(*columns(spans)).tolist() == [0, 1] * 500
+
+
+def test_very_many_that_cross_need_a_layer_each_until_others_are_free():
+    count = 2000
+    spans = [(0, i, count) for i in range(count)] + [(0, 10 * count + i, 0) for i in range(5)]
+    assert nest.layers(*columns(spans)).tolist() == [*range(count), *([0] * 5)]
+    spans += [(0, 20 * count + i, 100) for i in range(70)]
+    found = nest.layers(*columns(spans))[-70:]
+    assert sorted(found.tolist()) == list(range(70))
 
 
 def test_slices_that_all_cross_need_a_layer_each_and_disturb_no_other_track():

@@ -83,6 +83,51 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     return table.with_columns(waited_ns).select(*STEP_COLUMNS)
 
 
+def by_rank(run: Run) -> pl.DataFrame:
+    """Return how much of each rank's communication in steps is hidden, moves unhidden or waits; by ``run.across``.
+
+    Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (something
+    computes meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Of several devices all are summed.
+    """
+    steps = run.across(exposed_by_step)
+    sums = steps.group_by("rank").agg(
+        pl.col("duration_ns", "communication_ns").sum(),
+        pl.col("overlapped_ns").sum().alias("hidden_ns"),
+        pl.col("exposed_ns", "waited_ns").sum(),
+    )
+    return sums.sort("rank")
+
+
+def spread(run: Run) -> pl.DataFrame:
+    """Return each rank's steps beside those of the other ranks; ask by ``run.across``.
+
+    Columns window, step, rank, start_ns, duration_ns (of its slowest device), median_ns (over ranks), longer_ratio
+    (by how much of that it takes longer than the median), exposed_ratio and waited_ratio (shares of the step in which
+    communication moves unhidden, and waits for a rank); one row per step and rank.
+    """
+    slowest = pl.col("duration_ns").arg_max()
+    steps = run.across(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
+    each = steps.group_by("window", "step", "rank").agg(
+        pl.col("start_ns", "duration_ns", "exposed_ns", "waited_ns").get(slowest)
+    )
+    median = pl.col("duration_ns").median().over("window", "step")
+    return (
+        each.with_columns(
+            median.round().cast(pl.Int64).alias("median_ns"),
+            (pl.col("duration_ns") / median - 1).alias("longer_ratio"),
+            (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
+            (pl.col("waited_ns") / pl.col("duration_ns")).alias("waited_ratio"),
+        )
+        .select(*SPREAD_COLUMNS)
+        .sort("window", "step", "rank")
+    )
+
+
+SPREAD_COLUMNS = (
+    "window", "step", "rank", "start_ns", "duration_ns", "median_ns", "longer_ratio", "exposed_ratio", "waited_ratio",
+)  # fmt: skip
+
+
 def saving(trace: Trace) -> pl.DataFrame:
     """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
     return _with_device(trace.activities.filter(pl.col("phase") == conventions.CHECKPOINT), trace).select(*SPAN_COLUMNS)

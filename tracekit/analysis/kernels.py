@@ -33,6 +33,49 @@ def kernels(
     return found.with_columns(time_ratio.alias("time_ratio"))
 
 
+def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
+    """Return how long after their launch the activities of `kernels` began.
+
+    Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: from the end of the
+    runtime call that launched one to its start, the median and the 95th percentile. Short delays say that the device
+    waited for the host; long ones, that work stood in the queue. One row per combination of which a launch is known;
+    empty on a CPU run. Raises ConfigError on an unknown key.
+    """
+    totals.check("--by", by, KEYS)
+    keys = tuple(dict.fromkeys((*by, "kind")))
+    fact = _delays(tuple(key for key in keys if key != "rank"))
+    ordered = pl.col("delay_ns").sort()
+    return (
+        run.table(fact)
+        .select(*keys, "delay_ns")
+        .explode("delay_ns")
+        .group_by(keys)
+        .agg(
+            pl.len().cast(pl.Int64).alias("launched"),
+            *(
+                ordered.get((pl.len() * share).ceil().cast(pl.Int64) - 1).alias(f"delay_{name}_ns")
+                for name, share in (("p50", 0.5), ("p95", 0.95))
+            ),
+        )
+        .sort(keys)
+    )
+
+
+@functools.cache
+def _delays(keys: tuple[str, ...]) -> Fact:
+    def fact(trace: Trace) -> pl.DataFrame:
+        work = _described(trace, keys)
+        launched_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("launched_ns")
+        calls = trace.ops.select(pl.col("id").alias("launch_id"), launched_ns)
+        known = work.clear() if not trace.on_device else work.drop_nulls("launch_id")
+        delayed = known.join(calls, on="launch_id", maintain_order="left").with_columns(
+            (pl.col("start_ns") - pl.col("launched_ns")).clip(0).alias("delay_ns")
+        )
+        return delayed.group_by(keys, maintain_order=True).agg("delay_ns")
+
+    return fact
+
+
 @functools.cache
 def _collected(keys: tuple[str, ...]) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:

@@ -59,6 +59,16 @@ def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     return table.with_columns(idle_ns).select(*of, *own, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
 
 
+def waited(run: Run) -> pl.DataFrame:
+    """Return how long each rank stood still for which other; ask by ``run.across``.
+
+    Columns rank, peer_rank (who came last; null where that is not known), waited_ns: the doings of kind waiting, so
+    that no moment counts twice and what compute hides counts for nothing. One row per pair that occurs.
+    """
+    waits = run.across(doings).filter(pl.col("doing") == WAITING)
+    return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
+
+
 def _calls(run: Run) -> pl.DataFrame:
     key = ["window", "instance"]
     last = run.across(instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))

@@ -7,39 +7,60 @@ own, so that a figure fits a light page and a dark one.
 
 from tracekit.charts.bars import breakdown, comparison, step_times
 from tracekit.charts.checkpoints import save_bandwidth, save_clocks, save_stages
+from tracekit.charts.contention import give_way, shared, slowdowns
 from tracekit.charts.history import Level, Mark, Point, history
 from tracekit.charts.memory import held, lifetimes, segment_map
 from tracekit.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
 from tracekit.charts.ranks import ranks
-from tracekit.charts.style import COLOURS, CONFIG, KIND_LABELS, PARTS
+from tracekit.charts.replayed import reserved
+from tracekit.charts.spread import MEASURES, spread
+from tracekit.charts.standing import communication, standing, waits
+from tracekit.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, PALE, PARTS
 from tracekit.charts.timeline import EVIDENCE_TRACK, MAX_SLICES, timeline
+from tracekit.charts.tops import tops
+from tracekit.charts.traffic import ALGORITHM, BUS, bandwidth
 
 __all__ = [
+    "ALGORITHM",
+    "BUS",
+    "CAUSES",
     "COLOURS",
     "CONFIG",
     "EVIDENCE_TRACK",
     "KIND_LABELS",
     "LOST",
     "MAX_SLICES",
+    "MEASURES",
+    "PALE",
     "PARTS",
     "REPEATED",
     "SAVING",
     "Level",
     "Mark",
     "Point",
+    "bandwidth",
     "breakdown",
     "bubbles",
+    "communication",
     "comparison",
+    "give_way",
     "held",
     "history",
     "lifetimes",
     "lost_time",
     "memory_by_strategy",
     "ranks",
+    "reserved",
     "save_bandwidth",
     "save_clocks",
     "save_stages",
     "segment_map",
+    "shared",
+    "slowdowns",
+    "spread",
+    "standing",
     "step_times",
     "timeline",
+    "tops",
+    "waits",
 ]

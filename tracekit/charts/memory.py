@@ -45,7 +45,7 @@ def held(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
         return dressed(figure, height_px=160)
     begin_ns = int(str(table["at_ns"].min())) if origin_ns is None else origin_ns
     moments = table.unique("at_ns", keep="first", maintain_order=True).sort("at_ns", maintain_order=True)
-    divisor, unit = _scale(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
+    divisor, unit = scaled(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
     owners = table["owner"].unique(maintain_order=True).to_list()
     for owner, colour in zip(owners, _colours(owners), strict=True):
         rows = table.filter(pl.col("owner") == owner)
@@ -127,7 +127,7 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
     row_bytes = _row_bytes(table)
     placed = _in_rows(table, row_bytes)
     drawn = _joined(placed, row_bytes / _CELLS)
-    divisor, unit = _scale(row_bytes)
+    divisor, unit = scaled(row_bytes)
     for label, (colour, states) in _STATES.items():
         rows = drawn.filter(pl.col("state").is_in(states))
         figure.add_bar(
@@ -207,8 +207,8 @@ def _log(size_bytes: int) -> int:
     return max(size_bytes, 1).bit_length() - 1
 
 
-def _scale(largest_bytes: int) -> tuple[int, str]:
-    """Return the unit in which bytes up to so many are drawn."""
+def scaled(largest_bytes: int) -> tuple[int, str]:
+    """Return the unit in which bytes up to so many are drawn: its bytes and its name."""
     power = min(max((largest_bytes.bit_length() - 1) // 10, 0), 4)
     return 1 << (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]
 

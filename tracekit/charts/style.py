@@ -1,5 +1,9 @@
 """What all figures share: colours, Plotly's configuration, backgrounds."""
 
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import plotly.graph_objects as go
 
 # Okabe and Ito's palette, told apart with any colour vision; one kind of work has one colour everywhere.
@@ -27,6 +31,8 @@ KIND_LABELS = {
     "overhead": "profiler overhead",
     "evidence": "finding",
 }
+PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
+"""The kinds whose colour takes dark text."""
 PARTS = {
     "compute_ns": ("compute", "compute"),
     "exposed_communication_ns": ("exposed communication", "communication"),
@@ -34,6 +40,18 @@ PARTS = {
     "idle_ns": ("idle", "idle"),
 }
 """The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
+
+CAUSES = {
+    "host": ("host late", "#56B4E9"),
+    "preparation": ("preparation", "#F0E442"),
+    "contention": ("preparation held up", "#8E7CC3"),
+    "compute": ("waits for compute", COLOURS["compute"]),
+    "copy": ("copy", COLOURS["memcpy"]),
+    "collective": ("collective moves data", COLOURS["communication"]),
+    "peer": ("waits for a rank", COLOURS["waiting"]),
+    "unknown": ("not known", COLOURS["idle"]),
+}
+"""The causes of `analysis.causes`, each with its label and colour."""
 
 # The buttons are listed because one of Plotly's own sends the figure to its cloud.
 CONFIG = {
@@ -61,5 +79,26 @@ def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
         font={"size": 13},
     )
     figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
     return figure
+
+
+def powers(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:
+    """Return an axis of powers around `values`: its range, and ticks at powers of `base`, written in units.
+
+    >>> powers([30, 4000], str)["ticktext"]
+    ['10', '20', '50', '100', '200', '500', '1000', '2000', '5000', '10000']
+    """
+    known = [value for value in values if value is not None and value > 0] or [1]
+    first, last = (round_to(math.log(edge(known), base) + 1e-9 * sign) for edge, round_to, sign in _EDGES)
+    last = max(last, first + 1)
+    steps = (1, 2, 5) if base == 10 and last - first <= _FEW_POWERS else (1,)
+    every = max(1, -(-(last - first + 1) // _MOST_TICKS))
+    ticks = [step * base**power for power in range(first, last, every) for step in steps] + [base**last]
+    # Plotly tells the range of such an axis by powers of ten.
+    ends = [math.log10(base) * first - 0.03, math.log10(base) * last + 0.03]
+    return {"type": "log", "range": ends, "tickvals": ticks, "ticktext": [write(tick) for tick in ticks]}
+
+
+_EDGES = ((min, math.floor, 1), (max, math.ceil, -1))
+_FEW_POWERS, _MOST_TICKS = 3, 12

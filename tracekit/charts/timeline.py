@@ -8,7 +8,7 @@ import polars as pl
 
 from tracekit import markup, units
 from tracekit.analysis import slices
-from tracekit.charts.style import COLOURS, KIND_LABELS, dressed
+from tracekit.charts.style import COLOURS, KIND_LABELS, PALE, dressed
 from tracekit.intervals import Window
 from tracekit.trace import Trace
 
@@ -18,7 +18,6 @@ MAX_MARKS = 500
 MAX_BANDS = 40
 EVIDENCE_TRACK = "findings"
 
-_PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
 _EVIDENCE_PX = 31
 _ROW_PX = 22
 
@@ -118,7 +117,7 @@ def _draw(figure: go.Figure, drawn: pl.DataFrame, *, kind: str) -> None:
         insidetextanchor="start",
         textangle=0,
         constraintext="inside",
-        insidetextfont={"color": "#10151c" if kind in _PALE else "#ffffff", "size": 11},
+        insidetextfont={"color": "#10151c" if kind in PALE else "#ffffff", "size": 11},
         customdata=[[markup.escape(row["name"], 160), _detail(row)] for row in drawn.iter_rows(named=True)],
         hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<extra></extra>",
     )

@@ -20,19 +20,23 @@ class What(StrEnum):
 def cache(what: Annotated[What, typer.Argument(help="Show its size or its path, or clear it.")] = What.SIZE) -> None:
     """Show how much the parsed traces take and where they lie, or remove them.
 
-    TRACEKIT_CACHE_DIR names another folder, TRACEKIT_CACHE_MAX_BYTES another bound than 10 GiB (0: keep nothing). The
-    reports that the dashboard keeps lie beside them, bound to a tenth as much, and are removed with them.
+    TRACEKIT_CACHE_DIR names another folder, TRACEKIT_CACHE_MAX_BYTES another bound than 10 GiB (0: keep nothing). What
+    the dashboard keeps lies beside them, and is removed with them: timelines, bound to as much again, and reports, to a
+    tenth of it.
     """
-    from tracekit import units
+    from tracekit import tiles, units
     from tracekit.cache import Cache
     from tracekit.checked import store
 
     found = Cache.of_user()
     if found is None:
         raise InputError("there is no home directory to keep a cache in; name a folder by TRACEKIT_CACHE_DIR")
+    beside = {"timelines": tiles.shelf(), "reports": store.shelf()}
     if what is What.PATH:
         output.emit(f"{found.folder}\n")
     elif what is What.CLEAR:
-        output.emit(f"freed {units.size(found.clear() + store.shelf().clear())}\n")
+        freed_bytes = found.clear() + sum(shelf.clear() for shelf in beside.values() if shelf)
+        output.emit(f"freed {units.size(freed_bytes)}\n")
     else:
-        output.emit(f"{units.size(found.size_bytes())} of {units.size(found.max_bytes)} in {found.folder}\n")
+        more = "".join(f"; {name} {units.size(shelf.size_bytes())}" for name, shelf in beside.items() if shelf)
+        output.emit(f"{units.size(found.size_bytes())} of {units.size(found.max_bytes)} in {found.folder}{more}\n")

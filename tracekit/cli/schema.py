@@ -27,7 +27,9 @@ def schema(
     from tracekit import querying
     from tracekit.reports import columns
 
-    tables = [querying.find_table(table)] if table else list(querying.TABLES.values())
+    # The page in docs/ is of our own tables, whatever is installed beside.
+    known = querying.TABLES if schema_format is SchemaFormat.MARKDOWN else querying.tables()
+    tables = [querying.find_table(table)] if table else list(known.values())
     if schema_format is SchemaFormat.JSON:
         output.emit(columns.as_json(tables), out)
     elif schema_format is SchemaFormat.MARKDOWN:

@@ -46,7 +46,7 @@ COUNTERS = {"track": pl.Int64, "track_name": pl.String, "at_ns": pl.Int64, "valu
 FLOWS = {"launch_id": pl.Int64, "activity_id": pl.Int64}
 
 # Tracks stand in this order; lanes of one section by their number.
-_FINDINGS, _STEPS, _COMPUTE, _COMMUNICATION, _COPIES, _CHECKPOINT, _HOST, _MEMORY = range(0, 8 << 32, 1 << 32)
+_FINDINGS, _STEPS, _COMPUTE, _COMMUNICATION, _COPIES, CHECKPOINT_TRACK, _HOST, _MEMORY = range(0, 8 << 32, 1 << 32)
 _SECTIONS = {"compute": _COMPUTE, "communication": _COMMUNICATION, "memcpy": _COPIES, "memset": _COPIES}
 
 
@@ -79,6 +79,29 @@ def timeline(trace: Trace, findings: Iterable[Finding] = (), *, step: int | None
     return Timeline(slices, counters, _flows(trace, slices))
 
 
+def on_tracks(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
+    """Return rows of a trace's table `source` (activities or ops) with columns track and track_name, by their lane.
+
+    Tracks are numbered in the order in which they stand. A lane that no table lists still is one: nothing may fall out
+    of the picture for want of a name.
+    """
+    lane = pl.col("lane").fill_null(-1)
+    known = trace.lanes.select("lane", "role", "name")
+    used = rows.select(lane).unique().join(known, on="lane", how="left")
+    role = pl.col("role").replace({"memcpy": "copies", "memset": "copies"})
+    section, name = pl.lit(_HOST), pl.format("host · {}", "name")
+    if source == "activities":
+        section = pl.col("role").replace_strict(_SECTIONS, default=_COMPUTE, return_dtype=pl.Int64)
+        name = pl.format("{} · {}", role, "name")
+    tracks = used.select(
+        pl.col("lane").alias("_lane"),
+        (section + pl.col("lane")).alias("track"),
+        name.fill_null(pl.format("lane {}", "lane")).alias("track_name"),
+    )
+    keyed = rows.with_columns(lane.alias("_lane"))
+    return keyed.join(tracks, on="_lane", how="left", maintain_order="left").drop("_lane")
+
+
 def _stacked(parts: Sequence[pl.DataFrame], types: dict[str, type[pl.DataType]]) -> pl.DataFrame:
     empty = pl.DataFrame(schema=types)
     if not parts:
@@ -105,22 +128,17 @@ def _steps(trace: Trace) -> pl.DataFrame:
 
 
 def _work(trace: Trace) -> pl.DataFrame:
-    role = pl.col("role").replace({"memcpy": "copies", "memset": "copies"})
-    section = pl.col("role").replace_strict(_SECTIONS, default=_COMPUTE, return_dtype=pl.Int64)
-    lanes = trace.lanes.select(
-        "lane", (section + pl.col("lane")).alias("track"), pl.format("{} · {}", role, "name").alias("track_name")
-    )
     known = trace.collectives.rename({"activity_id": "id"})
     return (
-        trace.activities.join(lanes, on="lane", how="left", maintain_order="left")
+        on_tracks(trace.activities, trace, "activities")
         .join(known, on="id", how="left", maintain_order="left")
-        .with_columns(*_known_track(_COMPUTE), pl.col("kind").alias("category"), pl.lit("activities").alias("source"))
+        .with_columns(pl.col("kind").alias("category"), pl.lit("activities").alias("source"))
     )
 
 
 def _checkpoints(trace: Trace) -> pl.DataFrame:
     return trace.checkpoints.select(
-        pl.lit(_CHECKPOINT).alias("track"),
+        pl.lit(CHECKPOINT_TRACK).alias("track"),
         pl.lit("checkpoint").alias("track_name"),
         pl.format("{} · {}", "operation", "stage").alias("name"),
         pl.lit("checkpoint").alias("category"),
@@ -137,18 +155,9 @@ def _checkpoints(trace: Trace) -> pl.DataFrame:
 
 
 def _host(trace: Trace) -> pl.DataFrame:
-    threads = trace.lanes.select(
-        "lane", (_HOST + pl.col("lane")).alias("track"), pl.format("host · {}", "name").alias("track_name")
+    return on_tracks(trace.ops, trace, "ops").with_columns(
+        pl.col("kind").alias("category"), pl.lit("ops").alias("source")
     )
-    return trace.ops.join(threads, on="lane", how="left", maintain_order="left").with_columns(
-        *_known_track(_HOST), pl.col("kind").alias("category"), pl.lit("ops").alias("source")
-    )
-
-
-def _known_track(section: int) -> tuple[pl.Expr, pl.Expr]:
-    # A lane that no table lists still is one: nothing may fall out of the picture for want of a name.
-    lane = pl.col("lane").fill_null(-1)
-    return pl.col("track").fill_null(section + lane), pl.col("track_name").fill_null(pl.format("lane {}", lane))
 
 
 def _findings(trace: Trace, findings: Iterable[Finding], slices: pl.DataFrame) -> pl.DataFrame:

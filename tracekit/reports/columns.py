@@ -27,7 +27,7 @@ def as_text(tables: Iterable[Table], *, width: int, color: bool = False) -> str:
     for table in tables:
         parts += [paper.line((table.name, paper.BOLD), ("  one row per " + table.grain, paper.DIM))]
         cells = [
-            [paper.line(column.name), paper.line((_type(column), paper.DIM)), paper.line(column.meaning)]
+            [paper.line(column.name), paper.line((kind(column), paper.DIM)), paper.line(column.meaning)]
             for column in table.columns
         ]
         parts += [paper.indented(paper.grid(cells)), ""]
@@ -69,7 +69,8 @@ def tables_as_markdown(tables: Sequence[Table], heading: str = "##") -> str:
     return "\n".join(parts)
 
 
-def _type(column: Column) -> str:
+def kind(column: Column) -> str:
+    """Return a column's unit, or its type where it has none, in a word or two."""
     return column.unit or _dtype(column)
 
 

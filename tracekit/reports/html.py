@@ -12,7 +12,14 @@ from plotly.offline import get_plotlyjs
 from tracekit import charts, markup, units
 from tracekit.analysis import breakdown, slices
 from tracekit.gate import Gate
-from tracekit.reports import fragments, gate_fragments, memory_figures, save_figures, words
+from tracekit.reports import (
+    communication_figures,
+    fragments,
+    gate_fragments,
+    memory_figures,
+    save_figures,
+    words,
+)
 from tracekit.rule import Finding, Report
 from tracekit.trace import Run
 
@@ -119,7 +126,8 @@ def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, g
     if typical:
         figures[f"{place}timeline"] = _timeline(run, report, typical)
         parts += [_figure(f"{place}timeline", "A typical step", _timeline_caption(typical))]
-    for picture in (*memory_figures.of_run(run), *save_figures.of_run(run)):
+    pictures = (*communication_figures.of_run(run), *memory_figures.of_run(run), *save_figures.of_run(run))
+    for picture in pictures:
         figures[f"{place}{picture.name}"] = picture.figure
         parts += [_figure(f"{place}{picture.name}", picture.heading, picture.caption)]
     return [*parts, *_notes(report), "<h2>Inputs</h2>", _inputs(report)]

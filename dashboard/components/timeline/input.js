@@ -1,0 +1,166 @@
+// Keys, mouse and wheel. Everything here ends in a call of `Timeline`, which redraws.
+
+const ZOOM_STEP = 0.7;
+const PAN_SHARE = 0.15;
+const SCROLL_PX = 60;
+const CLICK_PX = 4;
+const WHEEL_ZOOM = 0.0022;
+const PIXELS_OF_LINE = 16;
+
+const KEYS = [
+  ["W  S", "zoom in and out at the pointer", "ws"],
+  ["A  D   ← →", "earlier and later", "ad"],
+  ["↑ ↓", "scroll the tracks"],
+  ["Ctrl + wheel, or wheel over the ruler", "zoom at the pointer"],
+  ["Wheel, Shift + wheel", "scroll the tracks, move in time"],
+  ["Drag", "move"],
+  ["Shift + drag, or drag the ruler", "measure a range; F zooms to it"],
+  ["Double click, Home", "fit the whole run"],
+  ["Click, [ ]", "pick a slice, its neighbours in the row"],
+  ["F", "fit what is picked"],
+  ["/", "search; Enter next, Shift + Enter previous"],
+  ["Z", "fold or open all ranks"],
+  ["Esc", "let go of what is picked"],
+  ["?", "this list"],
+];
+
+/** What each key does, by KeyboardEvent.key in lower case. */
+const ACTIONS = {
+  w: (timeline) => timeline.zoom(ZOOM_STEP),
+  "+": (timeline) => timeline.zoom(ZOOM_STEP),
+  "=": (timeline) => timeline.zoom(ZOOM_STEP),
+  s: (timeline) => timeline.zoom(1 / ZOOM_STEP),
+  "-": (timeline) => timeline.zoom(1 / ZOOM_STEP),
+  a: (timeline) => timeline.pan(-PAN_SHARE),
+  arrowleft: (timeline) => timeline.pan(-PAN_SHARE),
+  d: (timeline) => timeline.pan(PAN_SHARE),
+  arrowright: (timeline) => timeline.pan(PAN_SHARE),
+  arrowup: (timeline) => timeline.scrollBy(-SCROLL_PX),
+  arrowdown: (timeline) => timeline.scrollBy(SCROLL_PX),
+  pageup: (timeline) => timeline.scrollBy(-timeline.heightPx / 2),
+  pagedown: (timeline) => timeline.scrollBy(timeline.heightPx / 2),
+  home: (timeline) => timeline.fitAll(),
+  0: (timeline) => timeline.fitAll(),
+  f: (timeline) => timeline.fitPicked(),
+  z: (timeline) => timeline.toggleAll(),
+  "[": (timeline) => timeline.pickNeighbour(-1),
+  "]": (timeline) => timeline.pickNeighbour(1),
+  "/": (timeline) => timeline.panel.focusSearch(),
+  "?": (timeline) => timeline.panel.toggleHelp(),
+  escape: (timeline) => timeline.letGo(),
+};
+
+function listen(timeline) {
+  const { canvas, root, scroller } = timeline;
+  root.addEventListener("keydown", (event) => onKey(timeline, event));
+  canvas.addEventListener("wheel", (event) => onWheel(timeline, event), { passive: false });
+  canvas.addEventListener("pointerdown", (event) => onDown(timeline, event));
+  canvas.addEventListener("pointermove", (event) => onMove(timeline, event));
+  canvas.addEventListener("pointerup", (event) => onUp(timeline, event));
+  canvas.addEventListener("pointercancel", () => (timeline.drag = null));
+  canvas.addEventListener("pointerleave", () => timeline.panel.hideTip());
+  canvas.addEventListener("dblclick", (event) => onDouble(timeline, event));
+  scroller.addEventListener("scroll", () => timeline.scrolled());
+}
+
+function onKey(timeline, event) {
+  const isTyping = event.composedPath()[0] instanceof HTMLInputElement;
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+  const action = ACTIONS[event.key.toLowerCase()];
+  if (!action) return;
+  // The page has keys of its own, such as R and C.
+  event.preventDefault();
+  event.stopPropagation();
+  action(timeline);
+}
+
+function onWheel(timeline, event) {
+  const { x, y } = pointOf(timeline, event);
+  const unitPx = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? PIXELS_OF_LINE : 1;
+  const [sidewards, down] = event.shiftKey && !event.deltaX ? [event.deltaY, 0] : [event.deltaX, event.deltaY];
+  if (event.ctrlKey || event.metaKey || (y < timeline.headPx && !sidewards)) {
+    event.preventDefault();
+    timeline.zoom(Math.exp(clamp(down * unitPx, -400, 400) * WHEEL_ZOOM), timeline.nsAt(x));
+  } else if (sidewards) {
+    event.preventDefault();
+    timeline.pan((sidewards * unitPx) / (timeline.widthPx - GUTTER_PX));
+  }
+}
+
+function onDown(timeline, event) {
+  if (event.button !== 0) return;
+  const { x, y } = pointOf(timeline, event);
+  timeline.root.focus({ preventScroll: true });
+  timeline.canvas.setPointerCapture(event.pointerId);
+  const measures = x >= GUTTER_PX && (event.shiftKey || y < RULER_PX);
+  timeline.drag = { x, y, lastX: x, lastY: y, measures, fromNs: timeline.nsAt(x), moved: false };
+  timeline.panel.hideTip();
+}
+
+function onMove(timeline, event) {
+  const point = pointOf(timeline, event);
+  timeline.pointer = point;
+  const { drag } = timeline;
+  if (!drag) return onHover(timeline, point);
+  drag.moved ||= Math.hypot(point.x - drag.x, point.y - drag.y) > CLICK_PX;
+  if (!drag.moved) return;
+  if (drag.measures) {
+    timeline.measure(drag.fromNs, timeline.nsAt(point.x));
+  } else {
+    timeline.pan((drag.lastX - point.x) / (timeline.widthPx - GUTTER_PX));
+    timeline.scroller.scrollTop += drag.lastY - point.y;
+  }
+  [drag.lastX, drag.lastY] = [point.x, point.y];
+}
+
+function onUp(timeline, event) {
+  const { drag } = timeline;
+  timeline.drag = null;
+  if (drag && !drag.moved) onClick(timeline, pointOf(timeline, event));
+}
+
+function onClick(timeline, point) {
+  const line = point.y >= timeline.headPx ? timeline.layout.lineAt(timeline.contentY(point.y)) : null;
+  if (line?.key && (point.x < GUTTER_PX || line.what === "group")) return timeline.fold(line.key);
+  const end = timeline.arrowEndAt(point);
+  if (end) return timeline.goToSlice(end.slice);
+  const mark = timeline.findingAt(point);
+  if (mark) return timeline.goToFinding(mark);
+  const slice = timeline.sliceAt(point);
+  slice ? timeline.pick(slice) : timeline.letGo();
+}
+
+function onDouble(timeline, event) {
+  const point = pointOf(timeline, event);
+  if (point.x < GUTTER_PX) return;
+  const slice = timeline.sliceAt(point);
+  slice ? timeline.fit(slice) : timeline.fitAll();
+}
+
+function onHover(timeline, point) {
+  const mark = timeline.findingAt(point);
+  const slice = mark ? null : timeline.sliceAt(point);
+  const line = timeline.layout.lineAt(timeline.contentY(point.y));
+  const isLink = mark || timeline.arrowEndAt(point) || (line?.key && point.x < GUTTER_PX && point.y > timeline.headPx);
+  timeline.canvas.style.cursor = isLink || slice ? "pointer" : point.y < RULER_PX ? "text" : "grab";
+  if (mark) timeline.panel.showTip(point, [mark.finding, mark.title, durationText(mark.end - mark.start)]);
+  else if (slice) timeline.panel.showTip(point, aboutSlice(timeline, slice));
+  else if (line && point.x < GUTTER_PX && point.y > timeline.headPx) timeline.panel.showTip(point, [line.label]);
+  else timeline.panel.hideTip();
+}
+
+/** What a tooltip says of a slice, line by line. */
+function aboutSlice(timeline, slice) {
+  const track = timeline.trackOf(slice.track);
+  const place = `rank ${track.rank} · ${track.group} · ${track.label}`;
+  const time = `${durationText(slice.dur)} from ${momentText(slice.start)}`;
+  if (slice.id !== MERGED) return [slice.name, time, place];
+  const busy = Math.round((100 * slice.fill) / 255);
+  const many = `${slice.count.toLocaleString("en")} slices too short to see apart, busy ${busy}% of the time`;
+  return [slice.name, many, time, place];
+}
+
+function pointOf(timeline, event) {
+  const box = timeline.canvas.getBoundingClientRect();
+  return { x: event.clientX - box.left, y: event.clientY - box.top };
+}

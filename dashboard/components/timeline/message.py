@@ -1,0 +1,297 @@
+"""What the timeline is told: a scene and a tile of it as plain numbers and text, times in ns from the scene's start.
+
+A message is JSON and, after it, the columns as little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither
+side reads its numbers from text.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import align, charts, markup, tiles, units
+from tracekit.intervals import Window
+from tracekit.rule import Finding
+from tracekit.tiles import lookup
+
+MAX_NAME = 300
+MAX_VALUE = 2000
+MAX_BANDS = 2000
+MAX_MARKS = 1500
+MAX_MATCHES = 1000
+MAX_ROWS = 80
+MAX_OPEN_HOSTS = 2  # as in layout.js
+MAX_FIRST_TRACKS = 64
+MARGIN_RATIO = 0.3
+"""A tile is wider than the view by this share of it on each side, so that moving has something to show."""
+MIN_STEP_PX, MIN_UNIT_PX = 3, 6
+MERGED = -1
+TYPES = {
+    "track": "<u2",
+    "row": "<u2",
+    "start": "<f8",
+    "dur": "<f8",
+    "name": "<u4",
+    "id": "<i4",
+    "kind": "u1",
+    "count": "<u4",
+    "fill": "u1",
+}
+_LIKE = {"python": "idle", "checkpoint": "phase", "?": "idle"}
+"""Kinds that only the timeline has, with the kind whose colour they take."""
+_LABELS = {"python": "Python frame", "checkpoint": "checkpoint", "?": "other"}
+_ROLES = {
+    "compute": "compute",
+    "communication": "communication",
+    "memcpy": "copy",
+    "cpu_op": "host",
+    "checkpoint": "checkpoint",
+}
+_SHOWN_ABOVE = ("rank", "on", "start", "duration")
+"""What the panel says of every slice before the server has answered."""
+_INKS = {"evidence": "evidence", "match": "waiting"}
+
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+_ALIGNED = 8
+
+
+@dataclass(frozen=True)
+class View:
+    """What a browser shows: its number, a part of the run in ns from the scene's start, how wide it is, what tracks."""
+
+    seq: int
+    start_ns: int
+    end_ns: int
+    pixels: int
+    tracks: tuple[int, ...]
+
+
+def packed(told: Mapping[str, Any]) -> bytes:
+    """Return a message as bytes: the length of its JSON (4 bytes), the JSON, the columns.
+
+    In the JSON a column is where its array begins, counted from the end of the JSON, and its length in bytes.
+    """
+    arrays: list[bytes] = []
+    at = 0
+
+    def placed(column: npt.NDArray[Any]) -> tuple[int, int]:
+        nonlocal at
+        data = column.tobytes()
+        arrays.append(data + bytes(-len(data) % _ALIGNED))
+        at += len(arrays[-1])
+        return at - len(arrays[-1]), len(data)
+
+    head = json.dumps(told, default=placed).encode()
+    return b"".join((len(head).to_bytes(4, "little"), head, *arrays))
+
+
+def scene(of: tiles.Scene) -> dict[str, Any]:
+    """Return what stays the same while a scene is looked at: its length, tracks, colours."""
+    tracks = of.tracks.select("track", "rank", "group", "label", "role", "rows").to_dicts()
+    for track in tracks:
+        track |= {"group": markup.inert(track["group"], MAX_NAME), "label": markup.inert(track["label"], MAX_NAME)}
+        track["rows"] = min(track["rows"], MAX_ROWS)
+    units = of.bands.filter(pl.col("kind") == "unit")
+    return {
+        "scene": of.key,
+        "span_ns": of.span[1] - of.span[0],
+        "tracks": tracks,
+        "unit_ranks": units["rank"].unique().sort().to_list(),
+        "kinds": [_kind(name) for name in tiles.KINDS],
+        "colours": {ink: charts.COLOURS[kind] for ink, kind in _INKS.items()},
+    }
+
+
+def tracks_at_first(of: tiles.Scene) -> tuple[int, ...]:
+    """Return the tracks that a browser asks for at first: of many ranks it folds the host's."""
+    tracks = of.tracks
+    shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
+    return tuple(shown["track"].head(MAX_FIRST_TRACKS))
+
+
+def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
+    """Return the slices and bands of a view and its margins."""
+    span_ns = of.span[1] - of.span[0]
+    margin_ns = int((view.end_ns - view.start_ns) * MARGIN_RATIO)
+    start_ns, end_ns = max(view.start_ns - margin_ns, 0), min(view.end_ns + margin_ns, span_ns)
+    pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
+    part = (of.span[0] + start_ns, of.span[0] + end_ns)
+    table = tiles.view(of, part, pixels, view.tracks)
+    # From here on NumPy: these tables are small, and each step of Polars would wait for its threads.
+    of_table = {name: table[name].to_numpy() for name in table.columns if name != "id"}
+    distinct, name = np.unique(of_table["name_id"], return_inverse=True)
+    merged = of_table["count"] > 1
+    columns = {
+        "track": of_table["track"],
+        "row": of_table["row"],
+        "start": of_table["start_ns"] - of.span[0],
+        "dur": of_table["dur_ns"],
+        "name": name,
+        "id": np.where(merged, MERGED, np.nan_to_num(table["id"].to_numpy(), nan=MERGED)),
+        "kind": of_table["kind"],
+        "count": of_table["count"],
+        "fill": np.rint(255 * np.clip(of_table["busy_ns"] / np.maximum(of_table["dur_ns"], 1), 0, 1)),
+    }
+    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
+    told |= {"names": [_name(each) for each in tiles.names(of, distinct)]}
+    return told | {"columns": _columns(columns), "bands": _bands(of, part, pixels, view.tracks)}
+
+
+def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
+    """Return what a search found: how many, how long together, and the first of them by time."""
+    table = found.table.head(MAX_MATCHES)
+    distinct = table["name"].unique(maintain_order=True)
+    name = table["name"].replace_strict(distinct, pl.Series(range(len(distinct))), return_dtype=pl.UInt32)
+    columns = {
+        "track": table["track"].to_numpy(),
+        "row": table["row"].to_numpy(),
+        "start": table["start_ns"].to_numpy() - of.span[0],
+        "dur": table["dur_ns"].to_numpy(),
+        "name": name.to_numpy(),
+        "id": table["id"].to_numpy(),
+    }
+    names = [markup.inert(each, MAX_NAME) for each in distinct]
+    told = {"text": text, "total": found.total, "total_ns": found.total_ns, "names": names}
+    return told | {"columns": _columns(columns)}
+
+
+def findings(of: tiles.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
+    """Return the longest moments that the findings' evidence names in this window, the findings in their order."""
+    marks = [mark for key, each in found.items() for mark in _marks(of, window, key, each)]
+    longest = sorted(marks, key=lambda mark: mark["start"] - mark["end"])[:MAX_MARKS]
+    order = {key: number for number, key in enumerate(found)}
+    return sorted(longest, key=lambda mark: (order[mark["key"]], mark["start"] - mark["end"]))
+
+
+def details(of: tiles.Scene, told: tiles.Details) -> list[dict[str, Any]]:
+    """Return what is known of a slice as rows of text, each with the slice that it leads to where there is one."""
+    rows = [
+        _row(fact.label, fact.value, _slice(of, fact.track, fact.id) if fact.track is not None else None)
+        for fact in told.facts
+        if fact.label not in _SHOWN_ABOVE
+    ]
+    if told.stack:
+        rows.append(_row("stack", "\n".join(markup.inert(name, MAX_NAME) for name in told.stack)))
+    for peer in told.peers.iter_rows(named=True):
+        time = f"{units.duration(peer['dur_ns'])} from {units.duration(peer['start_ns'] - of.span[0])}"
+        waits = f", waits {units.duration(peer['wait_ns'])}" if peer["wait_ns"] else ""
+        rows.append(_row(f"rank {peer['rank']}", time + waits, _slice(of, peer["track"], peer["id"])))
+    return rows
+
+
+def arrows(of: tiles.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return arrows with both of their slices."""
+    origin_ns = of.span[0]
+    return [
+        {
+            "how": row["how"],
+            **{f"{side}_ns": row[f"{side}_ns"] - origin_ns for side in ("from", "to")},
+            **{side: _slice(of, row[f"{side}_track"], row[f"{side}_id"]) for side in ("from", "to")},
+        }
+        for row in table.iter_rows(named=True)
+    ]
+
+
+def _row(label: str, value: str, leads_to: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    lines = [markup.inert(line, MAX_VALUE) for line in value.split("\n")]
+    return {"label": markup.inert(label), "value": "\n".join(lines), "slice": leads_to}
+
+
+def _slice(of: tiles.Scene, track: int, slice_id: int) -> dict[str, Any]:
+    found = lookup.slice_at(of, track, slice_id)
+    place = {"track": track, "row": int(found["row"]), "id": slice_id}
+    times = {"start": int(found["start_ns"]) - of.span[0], "dur": int(found["dur_ns"])}
+    return {**place, **times, "name": markup.inert(tiles.names(of, [found["name_id"]])[0], MAX_NAME)}
+
+
+def _kind(name: str) -> dict[str, Any]:
+    like = _LIKE.get(name, name)
+    label = _LABELS.get(name) or charts.KIND_LABELS.get(name, name)
+    told = {
+        "name": name,
+        "label": label,
+        "colour": charts.COLOURS[like],
+        "pale": like in charts.PALE,
+    }
+    return told | {"role": _ROLES.get(name, "")}
+
+
+def _columns(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
+    return {name: np.ascontiguousarray(values, TYPES[name]) for name, values in columns.items()}
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _name(text: str) -> str:
+    return markup.inert(text, MAX_NAME)
+
+
+def _bands(of: tiles.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the steps and units of a part that are wide enough to be seen, of the tracks' ranks."""
+    ranks, is_step, rank, start_ns, end_ns = _banded(of)
+    least_ns = np.where(is_step, MIN_STEP_PX, MIN_UNIT_PX) * ((part[1] - part[0]) / pixels)
+    is_seen = (start_ns < part[1]) & (end_ns > part[0]) & (end_ns - start_ns >= least_ns)
+    rows = np.flatnonzero(is_seen & np.isin(rank, ranks[[each for each in tracks if 0 <= each < len(ranks)]]))
+    if len(rows) > MAX_BANDS:
+        rows = np.sort(rows[np.argsort(start_ns[rows] - end_ns[rows], kind="stable")[:MAX_BANDS]])
+    names, kinds = (of.bands[name].gather(rows).to_list() for name in ("name", "kind"))
+    times = zip((start_ns[rows] - of.span[0]).tolist(), (end_ns[rows] - of.span[0]).tolist(), strict=True)
+    return [
+        {"rank": r, "kind": kind, "name": _name(name), "start": start, "end": end}
+        for r, kind, name, (start, end) in zip(rank[rows].tolist(), kinds, names, times, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _banded(of: tiles.Scene) -> tuple[npt.NDArray[Any], ...]:
+    """Return the rank of each track, and of each band whether it is a step, its rank, start and end."""
+    bands = of.bands
+    columns = (bands[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
+    return of.tracks["rank"].to_numpy(), (bands["kind"] == "step").to_numpy(), *columns
+
+
+def _marks(of: tiles.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:
+    rows = moments(of, window, found)
+    title = markup.inert(found.message, MAX_NAME)
+    about = {"key": key, "finding": found.id, "severity": found.severity.label, "title": title}
+    for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
+        yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
+
+
+def moments(of: tiles.Scene, window: int, found: Finding) -> pl.DataFrame:
+    """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: not known)."""
+    rows = found.evidence
+    if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
+        return pl.DataFrame(schema=_MOMENTS)
+    return placed(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
+
+
+def placed(of: tiles.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `moments` does."""
+    known = rows
+    if "window" in rows.columns:
+        known = known.filter(pl.col("window").fill_null(0) == window)
+    elif window:
+        return pl.DataFrame(schema=_MOMENTS)
+    lane = pl.col("lane") if "lane" in rows.columns else pl.lit(None)
+    times = known.select(
+        pl.lit(window, pl.Int64).alias("window"),
+        "rank",
+        "start_ns",
+        (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
+        lane.cast(pl.Int64).alias("lane"),
+    )
+    return align.shifted(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+
+
+_MOMENTS: Mapping[str, type[pl.DataType]] = {
+    "rank": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "lane": pl.Int64,
+}

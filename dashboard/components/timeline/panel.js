@@ -1,0 +1,157 @@
+// What stands around the canvas: search, tooltip, the details of a slice, the list of keys. All text is textContent.
+
+const SEARCH_WAITS_MS = 250;
+const TIP_LETTERS = 400;
+
+/** A new element with attributes and children; strings become text. */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+class Panel {
+  constructor(timeline) {
+    this.timeline = timeline;
+    const find = (selector) => timeline.root.querySelector(selector);
+    this.tip = find(".tip");
+    this.details = find(".details");
+    this.help = find(".help");
+    this.search = find(".search input");
+    this.count = find(".search .count");
+    this.legend = find(".legend");
+    this.live = find(".live");
+    this.status = find(".status");
+    this.listenToSearch();
+    const actions = {
+      previous: () => timeline.walk(-1),
+      next: () => timeline.walk(1),
+      in: () => timeline.zoom(ZOOM_STEP),
+      out: () => timeline.zoom(1 / ZOOM_STEP),
+      fit: () => timeline.fitAll(),
+      fold: () => timeline.toggleAll(),
+      keys: () => this.toggleHelp(),
+    };
+    for (const [name, act] of Object.entries(actions)) find(`button.${name}`).addEventListener("click", act);
+    const rows = KEYS.map(([keys, what]) => make("tr", {}, make("th", { scope: "row" }, keys), make("td", {}, what)));
+    this.help.querySelector("table").replaceChildren(...rows);
+    this.help.querySelector("button").addEventListener("click", () => this.toggleHelp());
+  }
+
+  listenToSearch() {
+    let waiting = 0;
+    this.search.addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => this.timeline.find(this.search.value), SEARCH_WAITS_MS);
+    });
+    this.search.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.timeline.walk(event.shiftKey ? -1 : 1);
+      else if (event.key === "Escape") this.timeline.root.focus();
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+  }
+
+  focusSearch() {
+    this.search.focus();
+    this.search.select();
+  }
+
+  showCount(text) {
+    this.count.textContent = text;
+  }
+
+  say(text) {
+    this.live.textContent = text;
+  }
+
+  showStatus(text) {
+    this.status.textContent = text;
+  }
+
+  toggleHelp() {
+    this.help.hidden = !this.help.hidden;
+    if (this.help.hidden) this.timeline.root.focus({ preventScroll: true });
+    else this.help.querySelector("button").focus({ preventScroll: true });
+  }
+
+  showTip(point, lines) {
+    const parts = lines.map((line, number) => make(number ? "span" : "b", {}, shortened(line, TIP_LETTERS)));
+    this.tip.replaceChildren(...parts);
+    this.tip.hidden = false;
+    const { widthPx, heightPx } = this.timeline;
+    const left = Math.min(point.x + 14, widthPx - this.tip.offsetWidth - 8);
+    const below = point.y + 18 + this.tip.offsetHeight < heightPx;
+    this.tip.style.left = `${Math.max(left, 4)}px`;
+    this.tip.style.top = `${below ? point.y + 18 : Math.max(point.y - this.tip.offsetHeight - 8, 0)}px`;
+  }
+
+  hideTip() {
+    this.tip.hidden = true;
+  }
+
+  showLegend(kinds) {
+    this.legend.replaceChildren(
+      ...kinds.map((kind) => {
+        const mark = make("i");
+        mark.style.background = kind.colour;
+        return make("span", {}, mark, kind.label);
+      }),
+    );
+  }
+
+  /** Show what was picked: at once what the picture knows of it, and the rest when the server has answered. */
+  showDetails(slice, details, arrows) {
+    this.details.hidden = !slice;
+    if (!slice) return;
+    const close = make("button", { class: "close", "aria-label": "Close the details", onclick: () => this.timeline.letGo() }, "×");
+    const [, ...known] = aboutSlice(this.timeline, slice);
+    const parts = [make("header", {}, make("h4", {}, slice.name), close), ...known.map((line) => make("p", {}, line))];
+    if (slice.id === MERGED) {
+      parts.push(make("button", { onclick: () => this.timeline.fit(slice) }, "Zoom in to see them apart"));
+    } else if (!details) {
+      parts.push(make("p", { class: "waiting" }, "Reading what the trace knows of it …"));
+    } else {
+      parts.push(this.tableOf(details), ...this.linksOf(slice, arrows));
+    }
+    this.details.replaceChildren(...parts);
+  }
+
+  showFinding(mark) {
+    this.details.hidden = false;
+    const close = make("button", { class: "close", "aria-label": "Close the finding", onclick: () => this.timeline.letGo() }, "×");
+    const place = mark.rank === null ? "" : `rank ${mark.rank} · `;
+    const time = `${place}${durationText(mark.end - mark.start)} from ${momentText(mark.start)}`;
+    const head = make("header", {}, make("h4", {}, `${mark.severity} ${mark.finding}`), close);
+    this.details.replaceChildren(head, make("p", {}, mark.title), make("p", {}, time));
+  }
+
+  tableOf(details) {
+    const rows = details.map(({ label, value, slice }) => {
+      const cell = slice ? this.linkTo(slice, value) : value;
+      return make("tr", {}, make("th", { scope: "row" }, label), make("td", {}, cell));
+    });
+    return make("table", {}, ...rows);
+  }
+
+  /** The other ends of the arrows, as buttons. */
+  linksOf(slice, arrows) {
+    const links = arrows.map((arrow) => {
+      const isFrom = isSame(arrow.from, slice);
+      const other = isFrom ? arrow.to : arrow.from;
+      const track = this.timeline.trackOf(other.track);
+      const text = `${isFrom ? "→" : "←"} rank ${track.rank} · ${track.label} · ${other.name}`;
+      return make("li", {}, make("small", {}, `${arrow.how} `), this.linkTo(other, text));
+    });
+    return links.length ? [make("h5", {}, "Arrows"), make("ul", {}, ...links)] : [];
+  }
+
+  linkTo(slice, text) {
+    return make("button", { class: "link", onclick: () => this.timeline.goToSlice(slice) }, text);
+  }
+}

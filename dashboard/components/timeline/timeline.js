@@ -1,0 +1,453 @@
+// The timeline itself: what is in view, what is picked, and the talk with the server.
+
+const PATIENCE_MS = 8000;
+const SETTLED_MS = 350;
+const AGAIN_MS = 400;
+const CONTEXT = 4; // a slice that is gone to fills this share of the view
+const MAX_DPR = 3;
+const LEAST_HEIGHT_PX = 320;
+const SHARE_OF_SCREEN = 0.66;
+
+class Timeline {
+  constructor(root, send) {
+    Object.assign(this, { root, send, view: null, tile: null, whole: null, picked: null, range: null, drag: null });
+    Object.assign(this, { matches: null, matchAt: -1, arrows: [], arrowEnds: [], findings: [], finding: null });
+    Object.assign(this, { seq: 0, asked: null, changedAt: null, settling: 0, went: null, pointer: null, frame: 0 });
+    this.canvas = root.querySelector("canvas");
+    this.scroller = root.querySelector(".scroller");
+    this.spacer = root.querySelector(".spacer");
+    this.ctx = this.canvas.getContext("2d");
+    this.panel = new Panel(this);
+    this.sizes = new ResizeObserver(() => requestAnimationFrame(() => this.resize()));
+    this.sizes.observe(this.scroller);
+    listen(this);
+  }
+
+  // What the server says ----------------------------------------------------------------------------------------------
+
+  take(data) {
+    this.takeFindings(data.findings);
+    if (data.scene !== this.scene) this.takeScene(data);
+    this.finding = data.finding;
+    this.inks = inksOf(this.root, data.colours);
+    this.takeTile(data.tile);
+    this.takeMatches(data.matches);
+    this.takeDetails(data);
+    if (data.go && data.go.nonce !== this.went) this.takeTo(data.go);
+    this.redraw();
+  }
+
+  takeScene(data) {
+    this.scene = data.scene;
+    this.spanNs = data.span_ns;
+    this.tracks = new Map(data.tracks.map((track) => [track.track, track]));
+    this.roles = data.tracks.map((track) => track.role);
+    this.kinds = data.kinds;
+    this.layout = new Layout(data.tracks, data.unit_ranks);
+    this.view = withinRun(data.view, this.spanNs);
+    this.tile = this.whole = null;
+    this.seq = data.tile.seq;
+    this.shown = new Set();
+    this.panel.showStatus("");
+    this.resize();
+  }
+
+  takeFindings(findings) {
+    this.findings = stacked(findings);
+    this.findingRows = [];
+    for (const { row, finding } of this.findings) this.findingRows[row] ??= finding;
+    const keys = new Set(this.findings.map((mark) => mark.key));
+    if (keys.size > MAX_FINDING_ROWS) this.findingRows[MAX_FINDING_ROWS - 1] = "other findings";
+  }
+
+  takeTile(packed) {
+    if (this.tile && packed.seq <= this.tile.seq) return;
+    this.tile = new Tile(packed);
+    if (this.tile.from <= 0 && this.tile.to >= this.spanNs) this.whole = this.tile;
+    this.addToLegend(this.tile.kind);
+    if (this.asked && packed.seq >= this.asked.seq) this.asked = null;
+    if (!this.asked) this.ask();
+  }
+
+  /** The legend names what was seen so far, so that it doesn't jump about while somebody zooms. */
+  addToLegend(kinds) {
+    const before = this.shown.size;
+    for (const kind of kinds) this.shown.add(kind);
+    if (this.shown.size > before) this.panel.showLegend(this.kinds.filter((_, number) => this.shown.has(number)));
+  }
+
+  takeMatches(found) {
+    if (!found) this.matches = null;
+    else if (found.text !== this.matches?.text) {
+      this.matches = { ...found, ...found.columns };
+      this.matchAt = -1;
+    }
+    this.panel.showCount(this.countText());
+  }
+
+  takeDetails({ details, arrows, picked }) {
+    const isShown = this.root.dataset.details === "shown";
+    if (!this.picked || isShown || !isSame(this.picked, picked ?? {})) return;
+    if (!details) return this.askAgain();
+    this.arrows = arrows;
+    this.panel.showDetails(this.picked, details, arrows);
+    this.root.dataset.details = "shown";
+  }
+
+  /** The server goes on reading the tables of that rank; it answers at once, so that the picture can be moved. */
+  askAgain() {
+    clearTimeout(this.again);
+    this.again = setTimeout(() => {
+      if (this.picked && this.picked.id !== MERGED) this.sendPicked(this.picked);
+    }, AGAIN_MS);
+  }
+
+  takeTo(go) {
+    this.went = go.nonce;
+    this.view = withinRun({ from: go.start, to: go.end }, this.spanNs);
+    const track = this.tracks.get(go.track);
+    if (track) this.reveal(track);
+    const mark = this.findings.find((mark) => mark.key === go.finding && mark.start < go.end && mark.end > go.start);
+    if (mark) this.panel.showFinding(mark);
+    this.changed();
+  }
+
+  // What the server is asked ------------------------------------------------------------------------------------------
+
+  /** Redraw what there is at once; ask for a sharper tile where there can be one, else tell the view when it rests. */
+  changed() {
+    this.changedAt = performance.now();
+    this.root.dataset.sharp = false;
+    this.redraw();
+    this.ask();
+  }
+
+  ask() {
+    clearTimeout(this.settling);
+    const isWaiting = this.asked && performance.now() - this.asked.sentAt < PATIENCE_MS;
+    if (isWaiting || !this.view || this.told === this.address()) return;
+    if (this.isSharp()) this.settling = setTimeout(() => this.tell(), SETTLED_MS);
+    else this.tell();
+  }
+
+  /** Send the view. One question at a time: the answer to the last one is worth more than a queue of old ones. */
+  tell() {
+    if (!this.root.isConnected) return;
+    this.seq += 1;
+    this.told = this.address();
+    this.asked = { seq: this.seq, sentAt: performance.now() };
+    const [start, end] = [Math.floor(this.view.from), Math.ceil(this.view.to)];
+    showInAddress(start, end);
+    const pixels = Math.round(this.plotPx() * Math.min(this.dpr, 2));
+    this.send("view", { seq: this.seq, start, end, pixels, tracks: this.tracksAround(1), went: this.went, scene: this.scene });
+  }
+
+  isSharp() {
+    return Boolean(this.tile?.covers(this.view, this.tracksAround(0)) && this.tile.isSharp(this.nsPerPx()));
+  }
+
+  /** The tracks on the screen, and those that scrolling by so many screens would bring there. */
+  tracksAround(screens) {
+    const seenPx = this.heightPx - this.headPx;
+    const { scrollTop } = this.scroller;
+    return this.layout.tracksBetween(scrollTop - screens * seenPx, scrollTop + (1 + screens) * seenPx);
+  }
+
+  address() {
+    const rows = [this.scroller.scrollTop, this.layout.heightPx];
+    return [Math.floor(this.view.from), Math.ceil(this.view.to), this.plotPx(), this.went, ...rows].join(" ");
+  }
+
+  // Where things are --------------------------------------------------------------------------------------------------
+
+  plotPx() {
+    return Math.max(this.widthPx - GUTTER_PX, 100);
+  }
+
+  nsPerPx() {
+    return (this.view.to - this.view.from) / this.plotPx();
+  }
+
+  xOf(ns) {
+    return GUTTER_PX + (ns - this.view.from) / this.nsPerPx();
+  }
+
+  nsAt(x) {
+    return this.view.from + (x - GUTTER_PX) * this.nsPerPx();
+  }
+
+  yOf(contentPx) {
+    return this.headPx + contentPx - this.scroller.scrollTop;
+  }
+
+  contentY(y) {
+    return y - this.headPx + this.scroller.scrollTop;
+  }
+
+  trackOf(track) {
+    return this.tracks.get(track) ?? { rank: "?", group: "", label: "", role: "" };
+  }
+
+  sliceAt(point) {
+    if (!this.tile || point.x < GUTTER_PX || point.y < this.headPx) return null;
+    const y = this.contentY(point.y);
+    const reachNs = this.nsPerPx();
+    const at = this.nsAt(point.x);
+    for (let i = this.tile.length - 1; i >= 0; i--) {
+      if (this.tile.start[i] > at + reachNs || this.tile.start[i] + this.tile.dur[i] < at - reachNs) continue;
+      const place = this.layout.placeOf(this.tile.track[i], this.tile.row[i], this.roles[this.tile.track[i]]);
+      if (place && y >= place.y && y < place.y + place.heightPx) return this.tile.slice(i);
+    }
+    return null;
+  }
+
+  findingAt({ x, y }) {
+    if (y < RULER_PX || y >= this.headPx) return null;
+    const row = Math.floor((y - RULER_PX) / FINDING_PX);
+    if (x < GUTTER_PX) return this.findings.find((mark) => mark.row === row);
+    return this.findings.find((mark) => mark.row === row && x >= this.xOf(mark.start) - 2 && x <= Math.max(this.xOf(mark.end), this.xOf(mark.start) + 4));
+  }
+
+  arrowEndAt({ x, y }) {
+    return this.arrowEnds.find((end) => Math.hypot(end.x - x, end.y - y) <= ARROW_END_PX + 3 && !isSame(end.slice, this.picked ?? {}));
+  }
+
+  // What a person does ------------------------------------------------------------------------------------------------
+
+  zoom(factor, atNs) {
+    const at = atNs ?? (this.pointer && this.pointer.x > GUTTER_PX ? this.nsAt(this.pointer.x) : (this.view.from + this.view.to) / 2);
+    this.view = zoomed(this.view, factor, at, this.spanNs);
+    this.changed();
+  }
+
+  pan(share) {
+    this.view = panned(this.view, share, this.spanNs);
+    this.changed();
+  }
+
+  scrollBy(px) {
+    this.scroller.scrollTop += px;
+  }
+
+  fitAll() {
+    this.view = { from: 0, to: this.spanNs };
+    this.changed();
+  }
+
+  fitPicked() {
+    if (this.range) this.fitSpan(this.range.from, this.range.to, 1);
+    else if (this.picked) this.fit(this.picked);
+    else this.fitAll();
+  }
+
+  fit(slice) {
+    this.fitSpan(slice.start, slice.start + slice.dur, 1.1);
+  }
+
+  fitSpan(from, to, factor) {
+    const middle = (from + to) / 2;
+    const half = (Math.max(to - from, MIN_VIEW_NS) * factor) / 2;
+    this.view = withinRun({ from: middle - half, to: middle + half }, this.spanNs);
+    this.changed();
+  }
+
+  measure(fromNs, toNs) {
+    const [from, to] = [Math.min(fromNs, toNs), Math.max(fromNs, toNs)].map((ns) => clamp(ns, 0, this.spanNs));
+    this.range = { from, to };
+    this.panel.say(`Range of ${durationText(to - from)} from ${momentText(from)}`);
+    this.redraw();
+  }
+
+  fold(key) {
+    this.layout.toggle(key);
+    this.resize();
+    this.changed();
+  }
+
+  toggleAll() {
+    this.layout.toggleAll();
+    this.resize();
+    this.changed();
+  }
+
+  scrolled() {
+    if (!this.layout) return;
+    this.redraw();
+    if (!this.isSharp()) this.changed();
+  }
+
+  pick(slice) {
+    this.picked = slice;
+    this.arrows = [];
+    this.root.dataset.details = "";
+    this.panel.showDetails(slice, null, []);
+    this.panel.say(aboutSlice(this, slice).join(", "));
+    this.resize();
+    if (slice.id === MERGED) this.send("picked", null);
+    else this.sendPicked(slice);
+  }
+
+  /** Each time with another number: Streamlit hands no answer on that is the same, letter by letter, as the last. */
+  sendPicked({ track, row, id }) {
+    this.picks = (this.picks ?? 0) + 1;
+    this.send("picked", { track, row, id, number: this.picks });
+  }
+
+  letGo() {
+    if (!this.panel.help.hidden) return this.panel.toggleHelp();
+    const hadPicked = this.picked;
+    Object.assign(this, { picked: null, range: null, arrows: [] });
+    this.panel.showDetails(null);
+    this.resize();
+    if (hadPicked) this.send("picked", null);
+  }
+
+  pickNeighbour(direction) {
+    const at = this.picked ?? this.firstInView();
+    if (!at || !this.tile) return;
+    const next = this.picked ? this.tile.neighbour(at.track, at.row, at.start, direction) : at;
+    if (next) this.goToSlice(next);
+  }
+
+  firstInView() {
+    for (let i = 0; i < (this.tile?.length ?? 0); i++) {
+      const isIn = this.tile.start[i] >= this.view.from && this.tile.start[i] < this.view.to;
+      if (isIn && this.tile.id[i] !== MERGED && this.layout.lineOfTrack.has(this.tile.track[i])) return this.tile.slice(i);
+    }
+    return null;
+  }
+
+  /** Bring a slice into view, no farther in than needed to see it, and pick it. */
+  goToSlice(slice) {
+    const track = this.tracks.get(slice.track);
+    if (track) this.reveal(track, slice.row);
+    const length = this.view.to - this.view.from;
+    const isSmall = slice.dur < length / 200;
+    const wanted = isSmall || slice.dur > length ? Math.max(slice.dur, 1) * CONTEXT * (isSmall ? 5 : 1) : length;
+    const isSeen = slice.start >= this.view.from && slice.start + slice.dur <= this.view.to;
+    if (wanted !== length || !isSeen) {
+      const middle = slice.start + slice.dur / 2;
+      this.view = withinRun({ from: middle - wanted / 2, to: middle + wanted / 2 }, this.spanNs);
+      this.changed();
+    }
+    this.pick({ kind: 0, count: 1, fill: 255, ...slice });
+  }
+
+  goToFinding(mark) {
+    this.finding = mark.key;
+    this.send("finding", mark.key);
+    this.fitSpan(mark.start, mark.end, 3);
+    this.panel.showFinding(mark);
+    this.resize();
+  }
+
+  find(text) {
+    this.panel.showCount(!text ? "" : text === this.matches?.text ? this.countText() : "…");
+    this.send("search", { text });
+  }
+
+  /** Go to the next match (1) or the previous one (-1): from what is in view at first, then one by one. */
+  walk(direction) {
+    const many = this.matches?.start.length ?? 0;
+    if (!many) return;
+    if (this.matchAt < 0) {
+      const first = this.matches.start.findIndex((start) => start >= this.view.from);
+      this.matchAt = direction > 0 ? Math.max(first, 0) : (first > 0 ? first : many) - 1;
+    } else {
+      this.matchAt = (this.matchAt + direction + many) % many;
+    }
+    const at = this.matchAt;
+    const { track, row, id, start, dur, names } = this.matches;
+    this.goToSlice({ track: track[at], row: row[at], id: id[at], start: start[at], dur: dur[at], name: names[this.matches.name[at]] });
+    this.panel.showCount(this.countText());
+  }
+
+  countText() {
+    if (!this.matches) return "";
+    const { total } = this.matches;
+    if (!total) return "no match";
+    const many = total.toLocaleString("en");
+    const shown = this.matches.start.length;
+    const at = this.matchAt < 0 ? "" : `${(this.matchAt + 1).toLocaleString("en")} of `;
+    return `${at}${many} · ${durationText(this.matches.total_ns)}${shown < total ? ` (first ${shown.toLocaleString("en")} shown)` : ""}`;
+  }
+
+  reveal(track, row = 0) {
+    if (this.layout.lineOfTrack.get(track.track)?.what !== "track") this.layout.reveal(track);
+    this.resize();
+    const line = this.layout.lineOfTrack.get(track.track);
+    if (!line) return;
+    const top = line.y + row * ROW_PX;
+    const seenPx = this.heightPx - this.headPx;
+    const { scrollTop } = this.scroller;
+    if (top < scrollTop || top + ROW_PX > scrollTop + seenPx) this.scroller.scrollTop = Math.max(top - seenPx / 3, 0);
+  }
+
+  // Drawing -----------------------------------------------------------------------------------------------------------
+
+  resize() {
+    if (!this.layout) return;
+    this.headPx = RULER_PX + this.findingRows.length * FINDING_PX + 1;
+    const wholePx = this.headPx + this.layout.heightPx;
+    this.heightPx = clamp(wholePx, LEAST_HEIGHT_PX, Math.max(LEAST_HEIGHT_PX, window.innerHeight * SHARE_OF_SCREEN));
+    this.scroller.style.height = `${this.heightPx}px`;
+    this.spacer.style.height = `${Math.max(wholePx - this.heightPx, 0)}px`;
+    this.widthPx = this.scroller.clientWidth;
+    this.dpr = Math.min(window.devicePixelRatio || 1, MAX_DPR);
+    this.sizeCanvas(Math.round(this.widthPx * this.dpr), Math.round(this.heightPx * this.dpr));
+    this.redraw();
+  }
+
+  sizeCanvas(width, height) {
+    // To set a size, even the same, wipes the canvas.
+    if (this.canvas.width !== width) this.canvas.width = width;
+    if (this.canvas.height !== height) this.canvas.height = height;
+    this.canvas.style.height = `${this.heightPx}px`;
+  }
+
+  redraw() {
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      if (!this.tile || !this.inks || !this.widthPx) return;
+      this.ticks = ticks(this.view, this.plotPx());
+      this.report(paint(this));
+    });
+  }
+
+  /** Tell tests, benchmarks and other programs what is drawn. */
+  report(drawn) {
+    const { dataset } = this.root;
+    const now = performance.now();
+    const told = { from: Math.floor(this.view.from), to: Math.ceil(this.view.to), seq: this.tile.seq, asked: this.seq };
+    Object.assign(dataset, told, { rectangles: drawn, matches: this.matches?.total ?? "", match: this.matchAt + 1 });
+    dataset.picked = this.picked ? `${this.picked.track}/${this.picked.row}/${this.picked.id}` : "";
+    dataset.range = this.range ? Math.round(this.range.to - this.range.from) : "";
+    dataset.arrows = this.arrows.length;
+    const isSharp = this.isSharp();
+    dataset.sharp = isSharp;
+    dataset.paintedMs ??= now.toFixed(1);
+    if (isSharp && this.changedAt) {
+      dataset.latencyMs = (now - this.changedAt).toFixed(1);
+      dataset.redraws = 1 + Number(dataset.redraws ?? 0);
+      this.changedAt = null;
+    }
+    dataset.left = GUTTER_PX;
+    dataset.frameMs = (performance.now() - now).toFixed(2);
+  }
+}
+
+function isSame(one, other) {
+  return one.track === other.track && one.row === other.row && one.id === other.id;
+}
+
+// Streamlit calls the function below once when the component appears, and again with each message.
+const timelines = new WeakMap();
+
+export default function ({ data, parentElement, setStateValue }) {
+  const root = parentElement.querySelector(".timeline");
+  if (!root || !data) return undefined;
+  const timeline = entry(timelines, root, () => new Timeline(root, setStateValue));
+  timeline.send = setStateValue;
+  timeline.take(unpacked(data));
+  return () => timeline.sizes.disconnect();
+}

@@ -1,0 +1,69 @@
+"""Rules by family: the letters of their codes, as the registry lists them, those of plugins among them."""
+
+import re
+from collections.abc import Sequence
+
+import polars as pl
+import streamlit as st
+
+from dashboard import opened, parts
+from tracekit.analysis import breakdown
+from tracekit.rule import Finding, Report
+from tracekit.rules import all_rules
+
+WITH_A_PAGE = ("COMM", "RANK", "STREAM", "HOST", "MEM", "CKPT", "DATA")
+"""Families that a page of their own tells of."""
+COLUMNS = {
+    "family": pl.String, "code": pl.String, "rule": pl.String, "findings": pl.Int64, "impact_ratio": pl.Float64,
+    "cost_ns": pl.Int64, "could not judge": pl.String,
+}  # fmt: skip
+
+
+def family(code: str) -> str:
+    """Return the letters before a code's number.
+
+    >>> family("COMM001")
+    'COMM'
+    """
+    return re.sub(r"\d+$", "", code)
+
+
+def judged(report: Report) -> pl.DataFrame:
+    """Return each rule of the registry with what it found: columns COLUMNS; one row per rule that was asked."""
+    rows = []
+    for rule in all_rules():
+        if report.rules and rule.code not in report.rules:
+            continue
+        own = [found for found in report.findings if found.code == rule.code]
+        worst = max((found.impact for found in own), default=None)
+        cost_ns = max((found.cost_ns for found in own), default=None)
+        blind = report.blind_spots.get(rule.code)
+        rows.append((family(rule.code), rule.code, rule.name(), len(own), worst, cost_ns, blind))
+    return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+def of_families(findings: Sequence[Finding], families: Sequence[str]) -> dict[str, Finding]:
+    """Return the findings of some families by their keys on the overview."""
+    return {key: found for key, found in parts.finding_keys(findings).items() if family(found.code) in families}
+
+
+def show(held: opened.Opened, *families: str) -> None:
+    """Show the findings of some families, folded: what they cost stands on the overview too."""
+    found = of_families(held.report.findings, families)
+    if not found:
+        return
+    codes = ", ".join(dict.fromkeys(each.code for each in found.values()))
+    with st.expander(f"{len(found)} finding{'s' * (len(found) > 1)}: {parts.plain(codes)}"):
+        for key, each in found.items():
+            parts.finding(each, held, key=key)
+
+
+def holds_work(held: opened.Opened) -> bool:
+    """Return whether the traces hold any work; say so where not."""
+    with held.lock:
+        empty = held.run.table(breakdown.by_rank).is_empty()
+    if empty:
+        st.info(
+            "The traces hold no work: no kernels, and no operators on a CPU run. Data quality says what is missing."
+        )
+    return not empty

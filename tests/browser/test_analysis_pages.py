@@ -1,0 +1,150 @@
+"""The pages made of the analyses, in a real browser: on a recorded run, and on one full of hostile names."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import conftest, recorded
+from tests.browser.conftest import WAIT_MS, assert_clean, heard
+
+pytestmark = pytest.mark.browser
+expect.set_options(timeout=WAIT_MS)
+TEXT = "[data-testid=stMain]"
+PLOT = ".js-plotly-plot .main-svg"
+ROWS = "[data-testid=stDataFrame]"
+
+
+@pytest.fixture(scope="module")
+def shown(chromium, server):
+    """Return one page for all tests of this module, opened on the recorded run."""
+    for context in conftest._context(chromium):
+        page = context.new_page()
+        page.goto(f"{server.url}/?run={recorded.GOOD}")
+        page.locator(".tk-verdict").wait_for()
+        yield page
+
+
+def _turn_to(page, name):
+    """Turn to a page by the navigation; those for which it has no room are behind its last button."""
+    told = re.compile(f"^{name}$")
+    page.locator("[data-testid=stTopNavLink]").first.wait_for()
+    link = page.locator("[data-testid=stTopNavLink]:not([inert] *)").filter(has_text=told, visible=True)
+    if not link.count():
+        page.get_by_text(re.compile(r"^\d+ more$")).click()
+        link = page.locator("[data-testid=stTopNavDropdownLink]").filter(has_text=told, visible=True)
+    link.first.click()
+
+
+def _heading(page, text):
+    return page.locator(f"{TEXT} h3").filter(has_text=text)
+
+
+def _says(page, text):
+    expect(page.locator(TEXT)).to_contain_text(text)
+
+
+@pytest.fixture
+def at(shown):
+    """Return what turns the page to another, with what was heard before forgotten."""
+
+    def turned(name):
+        heard(shown)
+        _turn_to(shown, name)
+        return shown
+
+    return turned
+
+
+def test_communication_is_told_by_what_is_hidden_why_it_pauses_and_who_waits(at):
+    page = at("Communication")
+    for heading in ("How much of it is hidden", "Why no collective runs", "Why nothing computes", "Collectives"):
+        expect(_heading(page, heading)).to_be_visible()
+    hidden = page.locator(".st-key-communication-hidden .barlayer .point")
+    expect(hidden).to_have_count(3 * 2)  # parts by ranks
+    _says(page, "Data quality says what to record")  # this run tells no sizes
+    assert_clean(page)
+
+
+def test_contention_says_that_nothing_ran_at_the_same_time(at):
+    page = at("Contention")
+    _says(page, "No two kinds of work ran at the same time")
+    assert_clean(page)
+
+
+def test_kernels_are_listed_searched_and_drawn(at):
+    page = at("Kernels")
+    tick = page.locator(".st-key-kernels-top .ytick text")
+    expect(tick).to_have_count(3)
+    page.get_by_placeholder("part of a name").fill("GEMM")
+    page.get_by_placeholder("part of a name").press("Enter")
+    expect(tick).to_have_count(1)
+    expect(page).to_have_url(re.compile("search=GEMM"))
+    page.get_by_text("operators", exact=True).click()
+    _says(page, "Nothing has such a name")
+    page.get_by_placeholder("part of a name").fill("")
+    page.get_by_placeholder("part of a name").press("Enter")
+    expect(tick.filter(has_text="aten::mm")).to_be_visible()
+    assert_clean(page)
+
+
+def test_a_query_runs_when_it_is_told_to_and_what_it_must_not_do_is_said(at, server, shown):
+    page = at("SQL")
+    page.get_by_text("step times", exact=True).click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    _says(page, "6 rows")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download CSV").click()
+    assert download.value.path().read_text().startswith("step,rank,step_ms,idle_ms")
+    box = page.get_by_label("One SELECT")
+    box.fill("COPY activities TO '/tmp/out.csv'")
+    box.press("Control+Enter")
+    expect(page.locator("[data-testid=stAlert]")).to_contain_text("query:")
+    assert_clean(page)
+    page.goto(f"{server.url}/sql?run={recorded.GOOD}&sql=SELECT+42+AS+answer")
+    _says(page, "came with the address")
+    expect(page.locator(TEXT)).not_to_contain_text("1 row")
+    page.get_by_role("button", name="Run", exact=True).click()
+    _says(page, "1 row")
+    assert_clean(page)
+
+
+def test_data_quality_says_what_is_missing_and_what_was_judged(at):
+    page = at("Data quality")
+    table = page.locator("table.tracekit").filter(has_text="without it")
+    expect(table).to_contain_text("memory events")
+    expect(table).to_contain_text("profile_memory=True")
+    _says(page, "rules, those of plugins too")
+    assert_clean(page)
+
+
+def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
+    page = at("Ranks")
+    cells = page.locator("[class*=st-key-ranks-map] .barlayer .point path")
+    expect(cells).to_have_count(2 * len(recorded.STEPS))
+    cells.nth(1).click(force=True)
+    page.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline")).click()
+    expect(page).to_have_url(re.compile(r"timeline\?.*from=\d+"))
+    assert_clean(page)
+
+
+def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
+    page = at("Memory")
+    _says(page, "profile_memory=True")
+    _turn_to(page, "Checkpoints")
+    _says(page, "record_save")
+    assert_clean(page)
+
+
+def test_names_run_nothing_on_any_page(shown, server):
+    heard(shown)
+    shown.goto(f"{server.url}/communication?run={recorded.HOSTILE}")
+    shown.locator(".st-key-communication-hidden .barlayer").wait_for()
+    for name in ("Contention", "Kernels", "SQL", "Data quality", "Ranks"):
+        _turn_to(shown, name)
+        found = shown.locator(f"{TEXT} h3, {TEXT} [data-testid=stAlert], {TEXT} label").filter(visible=True)
+        found.first.wait_for()
+        if name == "Kernels":
+            expect(shown.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()
+    assert shown.evaluate("window.hacked") is None
+    assert_clean(shown)

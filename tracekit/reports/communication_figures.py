@@ -1,0 +1,29 @@
+"""The pictures of communication in a report: what is hidden, why nothing computes, and who waits for whom."""
+
+from collections.abc import Iterator
+
+import polars as pl
+
+from tracekit import charts
+from tracekit.analysis import communication, lockstep, standing
+from tracekit.reports.memory_figures import Picture
+from tracekit.trace import Run
+
+
+def of_run(run: Run) -> Iterator[Picture]:
+    """Yield how much communication is hidden, why nothing computes, who waits for whom; nothing where none is known."""
+    by_rank = run.across(communication.by_rank)
+    if int(by_rank["communication_ns"].sum()):
+        told = "Communication in steps: beside compute, moving while nothing computes, or waiting for a rank."
+        yield Picture("communication", "How much communication is hidden", told, charts.communication(by_rank))
+    idle = run.across(standing.idle_by_rank)
+    if idle.height:
+        told = "Time in steps in which nothing computes, split by cause: the parts of a bar sum to it, exactly."
+        yield Picture("standing", "Why nothing computes", told, charts.standing(idle))
+    waited = run.across(lockstep.waited)
+    if waited.filter(pl.col("peer_rank").is_not_null()).height and len(run.ranks) <= _MOST_RANKS:
+        told = "Time in which a rank computes nothing and waits in a collective for a rank that has not come."
+        yield Picture("waits", "Who waits for whom", told, charts.waits(waited, run.ranks))
+
+
+_MOST_RANKS = 64
