@@ -22,6 +22,8 @@ def inert(text: str, limit: int = MAX_TEXT) -> str:
     if len(text) > limit:
         kept = limit - 1
         text = text[: kept - kept // 2] + "…" + text[len(text) - kept // 2 :]
+    if text.isprintable():  # nothing of _INVISIBLE is
+        return text
     return "".join(" " if c in "\n\r\t" else "�" if unicodedata.category(c) in _INVISIBLE else c for c in text)
 
 
