@@ -124,7 +124,7 @@ class _Person:
         return self
 
     def turn_to(self, page: str) -> "_Person":
-        return self.click("[data-testid=stTopNavLink]", page)
+        return self.click("[data-testid=stSidebarNavLink]", page)
 
     def click(self, selector: str, text: str) -> "_Person":
         self.page.locator(selector).filter(has_text=text, visible=True).first.click()

@@ -5,6 +5,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 from streamlit.navigation.page import StreamlitPage
@@ -38,6 +39,7 @@ _DROPPED = "dropped_stamp"
 def main() -> None:
     """Show the chosen page for the chosen run."""
     st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
+    st.logo(str(ICON), size="large")
     st.html(parts.STYLE)
     words = tuple(sys.argv[1:])
     paths = tuple(word for word in words if not word.startswith(catalog.HISTORY))
@@ -65,7 +67,7 @@ def main() -> None:
     if past is not None:
         pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
     st.session_state[parts.PAGES] = pages
-    shown = st.navigation(list(pages.values()), position="top")
+    shown = st.navigation(_in_sections(pages), expanded=True)
     is_bare = parts.RUN not in st.query_params and parts.RUN not in st.session_state
     if is_bare and shown == pages["overview"] and len(listed) > 1:
         st.switch_page(pages["runs"])  # nobody said which run to open
@@ -101,9 +103,16 @@ def _refresh(shown: StreamlitPage, *, every_s: float | None) -> None:
     st.fragment(tick, run_every=every_s)()
 
 
+def _in_sections(pages: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the pages as the sidebar lists them: of all runs, of the chosen one, and beyond it."""
+    beyond = [name for name in ("compare", "plan", "history") if name in pages]
+    of_run = [name for name in pages if name not in ("runs", *beyond)]
+    sections = {"": ["runs"], "The run": of_run, "Beyond it": beyond}
+    return {title: [pages[name] for name in names] for title, names in sections.items()}
+
+
 def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[catalog.Entry, ...]]:
     with st.sidebar:
-        st.html('<div class="tk-title"><b>tracekit</b></div>')
         place = st.container()
         dropped = uploads.choose()
         if dropped and st.session_state.get(_DROPPED) != dropped.stamp:

@@ -187,7 +187,11 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
     if not series.name.endswith("bytes"):
         return None
     least = float(str(series.abs().filter(series != 0).min() or 2**20))
-    return 2**20, "%.2f MiB" if least >= 2**20 / 100 else "%.6g MiB"
+    # One unit for all of a column, small enough for its smallest size to have digits.
+    for unit_bytes, pattern in ((2**20, "%.2f MiB"), (2**10, "%.2f KiB")):
+        if least >= unit_bytes / 100:
+            return unit_bytes, pattern
+    return 1, "%d B"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:

@@ -7,8 +7,9 @@ from playwright.sync_api import expect
 
 from tests.browser import conftest, recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard
+from tests.rotation import in_turns
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
 expect.set_options(timeout=WAIT_MS)
 TEXT = "[data-testid=stMain]"
 PLOT = ".js-plotly-plot .main-svg"
@@ -26,14 +27,7 @@ def shown(chromium, server):
 
 
 def _turn_to(page, name):
-    """Turn to a page by the navigation; those for which it has no room are behind its last button."""
-    told = re.compile(f"^{name}$")
-    page.locator("[data-testid=stTopNavLink]").first.wait_for()
-    link = page.locator("[data-testid=stTopNavLink]:not([inert] *)").filter(has_text=told, visible=True)
-    if not link.count():
-        page.get_by_text(re.compile(r"^\d+ more$")).click()
-        link = page.locator("[data-testid=stTopNavDropdownLink]").filter(has_text=told, visible=True)
-    link.first.click()
+    page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{name}$")).click()
 
 
 def _heading(page, text):

@@ -27,7 +27,7 @@ def _open(page, server, run):
 
 
 def _turn_to(page, name):
-    _visible(page, "[data-testid=stTopNavLink]", name).click()
+    _visible(page, "[data-testid=stSidebarNavLink]", name).click()
 
 
 def test_overview_shows_verdict_findings_and_breakdown(page, server):
