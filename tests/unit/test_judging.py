@@ -284,3 +284,34 @@ def test_a_slow_creep_is_seen_at_last_since_the_baseline_does_not_move_along() -
         (change,) = judging.compare(base, [candidate], min_effect=0.03).changes
         nights.append(change.verdict.value)
     assert nights == ["same", "same", "worse", "worse", "worse"]
+
+
+def starved(share_before: float, share_after: float, **fingerprint: object) -> dict[str, str]:
+    """Return the verdicts where a step takes twice as long and the process runs for so much of it."""
+    steps = [held.steps(100e6, seed=seed) for seed in range(6)]
+    times = [*steps[:5], 2 * steps[5]]
+    shares = [share_before] * 5 + [share_after]
+    made = [
+        held.recording(
+            {"step_time_ns": time, "cpu_time_ns": share * time, "sent_bytes": [1000.0 + 500 * (n == 5)] * 20}
+        )
+        for n, (time, share) in enumerate(zip(times, shares, strict=True))
+    ]
+    before = held.baseline(*made[:5], fingerprint=held.FINGERPRINT | fingerprint)
+    told = judging.compare(before, made[5:], min_effect=0.03)
+    assert any("another program" in note for note in told.notes) == (told.changes[0].verdict.value == "cannot tell")
+    return {change.metric: change.verdict.value for change in told.changes}
+
+
+def test_times_of_a_recording_that_got_no_processors_cannot_tell_and_counters_still_do() -> None:
+    told = starved(0.85, 0.43)
+    assert (told["step_time_ns"], told["sent_bytes"]) == ("cannot tell", "worse")
+    assert told["cpu_time_ns"] != "worse"
+
+
+def test_times_of_a_recording_that_ran_as_the_baseline_did_are_held_against_it() -> None:
+    assert starved(0.85, 0.8) == {"step_time_ns": "worse", "cpu_time_ns": "worse", "sent_bytes": "worse"}
+
+
+def test_on_a_device_the_hosts_processors_say_nothing_of_times() -> None:
+    assert starved(0.85, 0.43, device="cuda")["step_time_ns"] == "worse"

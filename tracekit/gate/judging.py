@@ -12,9 +12,10 @@ from tracekit.change import Change, Values, Verdict
 from tracekit.compare import Comparison, job_samples
 from tracekit.config import Against
 from tracekit.errors import ConfigError, NotComparableError
-from tracekit.gate import Gate, Gone, Judged, Standing, blaming, budgeting, repeats
+from tracekit.gate import Gate, Gone, Judged, Standing, blaming, budgeting, repeats, starving
 from tracekit.gate import baseline as baselines
 from tracekit.gate.baseline import Baseline, Known, Recording
+from tracekit.gate.starving import OF_PROCESSORS
 from tracekit.rule import Finding, Report, Severity
 from tracekit.trace import Fact, Run
 
@@ -27,7 +28,6 @@ _MIN_BYTES_GROWTH = 0.1
 RECORDINGS = 5
 """As many recordings as a baseline gathers by itself."""
 _STEP = "step_time_ns"
-_OF_PROCESSORS = ("cpu_time_ns", "checkpoint_cpu_ns")
 
 
 def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
@@ -136,9 +136,10 @@ def compare(
             f"{candidate[0].name} and the baseline {baseline.name} have no metric in common: one of them marks no "
             "steps; call profiler.step() after each optimizer step when recording"
         )
-    return Comparison(
+    found = Comparison(
         baseline.name, candidate[0].name, tuple(changes), (*notes, *of_ranks), confidence=repeats.CONFIDENCE
     )
+    return starving.without_starved(found, baseline.recordings, candidate) if _is_on_host(baseline) else found
 
 
 def _by_metric(recordings: Sequence[Recording], ranks: Sequence[int] | None) -> dict[str, list[Values]]:
@@ -166,9 +167,12 @@ def _common_ranks(baseline: Baseline, candidate: Sequence[Recording]) -> tuple[l
 
 def _fails(change: Change, against: Against, baseline: Baseline) -> bool:
     # On a device the host's processors spin where they wait, and their time says nothing.
-    on_host = baseline.fingerprint.get("device", "cpu") == "cpu"
-    asked = change.metric in against.metrics and (on_host or change.metric not in _OF_PROCESSORS)
+    asked = change.metric in against.metrics and (_is_on_host(baseline) or change.metric not in OF_PROCESSORS)
     return asked and change.verdict is Verdict.WORSE
+
+
+def _is_on_host(baseline: Baseline) -> bool:
+    return baseline.fingerprint.get("device", "cpu") == "cpu"
 
 
 def _held_against(
