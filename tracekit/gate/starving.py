@@ -1,6 +1,6 @@
 """Whether a recording got processors as the baseline's did: where it did not, its times say nothing.
 
-On a machine that is shared with others a training waits for processors that a neighbour has, and every time by the clock
+On a machine that is shared with others a training waits for processors that a neighbour has, and any time by the clock
 grows through no fault of the training; that the recordings of a baseline agree says only that the neighbour was away
 then. The share of a step's time in which a rank's process runs tells the two moments apart. It falls as well where the
 training waits for more, such as a slower network. Nothing in a recording tells that from a neighbour, so such times
