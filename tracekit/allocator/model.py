@@ -113,10 +113,8 @@ class Allocator:
             free.add(Block(block.address + size, rest, free, block.base, block, block.next))
         block.requested_bytes = requested_bytes
         block.allocated = block.active = True
-        block.shared = False
-        if block.address in self.active:
+        if self.active.setdefault(block.address, block) is not block:
             raise Overlap(f"two blocks at {block.address:#x}")
-        self.active[block.address] = block
         self.allocated_bytes += block.bytes
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
@@ -143,19 +141,18 @@ class Allocator:
     def complete_free(self, block: Block) -> None:
         """Let the block serve again, joined with its free neighbours."""
         del self.active[block.address]
-        block.active = False
+        block.active = block.shared = False
         self.give(block)
 
     def give(self, block: Block) -> None:
         """Join a free block with its free neighbours and add it to its pool."""
         pool = block.pool
-        before, after = block.previous, block.next
-        if before is not None and before.key:
-            pool.remove(before)
-            block.absorb(before)
-        if after is not None and after.key:
-            pool.remove(after)
-            block.absorb(after)
+        keys, by_key = pool.keys, pool.by_key
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and (key := neighbour.key):
+                del keys[bisect_left(keys, key)]
+                del by_key[key]
+                block.absorb(neighbour)
         pool.add(block)
 
     def pool(self, number: int, small: bool, stream: int) -> Pool:

@@ -14,7 +14,7 @@ from tracekit.allocator.settings import UNLIMITED
 from tracekit.errors import InputError
 from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST, RETRY, TAKEN, History, Ints
 
-_WARMING_EVENTS = 300_000
+_WARMING_EVENTS = 100_000
 _APART_BYTES = 1 << 40
 _FREE = -1
 """A free whose two parts follow each other."""
@@ -65,7 +65,7 @@ def predict(history: History, settings: Settings, *, capacity_bytes: int | None 
     """Play a history as if the job had run under other settings from its start.
 
     A history that begins with the first allocation is played once. Of one that begins later, what the program held is
-    asked for anew, in order of address, and the history is played twice, the first time 300,000 events of it at most:
+    asked for anew, in order of address, and the history is played twice, the first time 100,000 events of it at most:
     only the second time counts, with the cache that the first one filled. The cache is emptied where the program did
     so. The device has `capacity_bytes`; without it, what was reserved at most if the record shows a retry (there was
     no more), else enough.

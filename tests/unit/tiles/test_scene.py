@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
-import multiprocessing
 import stat
+import subprocess
+import sys
+import time
 
 import numpy as np
 import polars as pl
@@ -170,21 +172,34 @@ def test_a_run_without_files_is_laid_out_each_time(folder):
     assert not folder.exists()
 
 
-def _open(run, folder, barrier, answers):
-    barrier.wait()
-    answers.put(seen(opened(run, folder)))
+_OPENING = """
+import sys, time
+from pathlib import Path
+import tracekit
+from tracekit import tiles
+run, folder, ready, go = sys.argv[1:]
+Path(ready).touch()
+while not Path(go).exists():
+    time.sleep(0.01)
+scene = tiles.open_scene(tracekit.load(run, cache=False), folder=Path(folder))
+print(tiles.view(scene, scene.span, 100_000).height)
+"""
 
 
-def test_processes_side_by_side_all_get_the_scene(run, folder):
-    spawn = multiprocessing.get_context("spawn")
-    barrier, answers = spawn.Barrier(2), spawn.Queue()
-    others = [spawn.Process(target=_open, args=(run, folder, barrier, answers)) for _ in range(2)]
-    for other in others:
-        other.start()
-    found = [answers.get(timeout=120) for _ in others]
-    for other in others:
-        other.join()
-    assert found == [seen(opened(run, folder))] * 2
+def test_processes_side_by_side_all_get_the_scene(run, folder, tmp_path):
+    go, ready = tmp_path / "go", [tmp_path / "ready 0", tmp_path / "ready 1"]
+    others = [
+        subprocess.Popen([sys.executable, "-c", _OPENING, run, folder, mine, go], stdout=subprocess.PIPE, text=True)
+        for mine in ready
+    ]
+    while not all(mine.exists() for mine in ready):
+        assert all(other.poll() is None for other in others)
+        time.sleep(0.01)
+    go.touch()
+    scene = opened(run, folder)
+    assert [int(other.communicate(timeout=120)[0]) for other in others] == [
+        tiles.view(scene, scene.span, 100_000).height
+    ] * 2
     assert len(files(folder)) == 1
 
 
