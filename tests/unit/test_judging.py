@@ -286,32 +286,31 @@ def test_a_slow_creep_is_seen_at_last_since_the_baseline_does_not_move_along() -
     assert nights == ["same", "same", "worse", "worse", "worse"]
 
 
-def starved(share_before: float, share_after: float, **fingerprint: object) -> dict[str, str]:
-    """Return the verdicts where a step takes twice as long and the process runs for so much of it."""
+def starved(*, step: float, compute: float, ran: float, **fingerprint: object) -> dict[str, str]:
+    """Return the verdicts where step, computing in it and processor time are so many times those of the baseline."""
     steps = [held.steps(100e6, seed=seed) for seed in range(6)]
-    times = [*steps[:5], 2 * steps[5]]
-    shares = [share_before] * 5 + [share_after]
-    made = [
-        held.recording(
-            {"step_time_ns": time, "cpu_time_ns": share * time, "sent_bytes": [1000.0 + 500 * (n == 5)] * 20}
-        )
-        for n, (time, share) in enumerate(zip(times, shares, strict=True))
-    ]
+    made = []
+    for number, time in enumerate(steps):
+        by = (step, compute, ran) if number == 5 else (1.0, 1.0, 1.0)
+        times = {"step_time_ns": by[0] * time, "compute_ns": by[1] * 0.6 * time, "cpu_time_ns": by[2] * 0.9 * time}
+        made.append(held.recording({**times, "sent_bytes": [1000.0 + 500 * (number == 5)] * 20}))
     before = held.baseline(*made[:5], fingerprint=held.FINGERPRINT | fingerprint)
     told = judging.compare(before, made[5:], min_effect=0.03)
-    assert any("another program" in note for note in told.notes) == (told.changes[0].verdict.value == "cannot tell")
-    return {change.metric: change.verdict.value for change in told.changes}
+    verdicts = {change.metric: change.verdict.value for change in told.changes}
+    return verdicts | {"note": "".join(told.notes)}
 
 
 def test_times_of_a_recording_that_got_no_processors_cannot_tell_and_counters_still_do() -> None:
-    told = starved(0.85, 0.43)
-    assert (told["step_time_ns"], told["sent_bytes"]) == ("cannot tell", "worse")
-    assert told["cpu_time_ns"] != "worse"
+    told = starved(step=2.0, compute=2.0, ran=1.0)
+    assert (told["step_time_ns"], told["compute_ns"], told["sent_bytes"]) == ("cannot tell", "cannot tell", "worse")
+    assert "takes 2.0 times as long by the clock" in told["note"]
 
 
-def test_times_of_a_recording_that_ran_as_the_baseline_did_are_held_against_it() -> None:
-    assert starved(0.85, 0.8) == {"step_time_ns": "worse", "cpu_time_ns": "worse", "sent_bytes": "worse"}
+def test_a_training_that_waits_or_computes_more_is_held_to_its_times() -> None:
+    assert starved(step=2.0, compute=1.0, ran=1.0)["step_time_ns"] == "worse"
+    assert starved(step=2.0, compute=2.0, ran=1.9)["step_time_ns"] == "worse"
+    assert starved(step=3.0, compute=1.3, ran=1.0)["step_time_ns"] == "worse"  # by more than computing is stretched
 
 
 def test_on_a_device_the_hosts_processors_say_nothing_of_times() -> None:
-    assert starved(0.85, 0.43, device="cuda")["step_time_ns"] == "worse"
+    assert starved(step=2.0, compute=2.0, ran=1.0, device="cuda")["step_time_ns"] == "worse"
