@@ -1,7 +1,5 @@
 """CUDA memory snapshot (a pickle of `torch.cuda.memory._dump_snapshot`) -> tables, read as a stream."""
 
-import contextlib
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from tracekit.errors import BadTraceError, InputError
 from tracekit.readers.rows import Frames, Rows
 from tracekit.readers.unpickle import Unpickler
 from tracekit.snapshot import MemorySnapshot
+from tracekit.uncollected import uncollected
 
 _COMMON_POOL = (0, 0)
 _MAX_TOLD = 200
@@ -29,7 +28,7 @@ def read(path: str | Path) -> MemorySnapshot:
         file = Path(path).open("rb")  # noqa: SIM115 closed below; here only what opening it raises
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    with file, _without_collector():
+    with file, uncollected():
         unpickler = Unpickler(file, str(path))
         root = unpickler.read()
     try:
@@ -37,18 +36,6 @@ def read(path: str | Path) -> MemorySnapshot:
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TOLD]
         raise BadTraceError(f"{path}: is no CUDA memory snapshot of a form that is known ({told})") from None
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector from walking, again and again, over what is being built: it holds no cycles."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:

@@ -1,9 +1,7 @@
 """Playing a history: every request and free in the recorded order, through the model of the allocator."""
 
-import contextlib
-import gc
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +11,7 @@ from tracekit.allocator.blocks import Block, Pool
 from tracekit.allocator.settings import UNLIMITED
 from tracekit.errors import InputError
 from tracekit.replay.history import ALLOC, COMPLETE, EMPTY_CACHE, GIVEN, REQUEST, RETRY, TAKEN, History, Ints
+from tracekit.uncollected import uncollected
 
 _WARMING_EVENTS = 100_000
 _APART_BYTES = 1 << 40
@@ -145,7 +144,7 @@ class _Player:
 
     def run(self, most: int | None = None) -> None:
         """Play all events, or so many."""
-        with _uncollected():
+        with uncollected():
             self._run(most)
 
     def _run(self, most: int | None) -> None:
@@ -247,15 +246,3 @@ class _Player:
             tuple(self.allocator.segments()),
             np.array(self.moved, np.int64),
         )
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from walking over all blocks again and again: what is dropped is in no cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
