@@ -157,7 +157,7 @@ _ASKED: dict[str, Callable[[_Person], str]] = {
         person.choose("prefetch").compare_with("healthy").turn_to("Compare").read("table.tracekit", "step time")
     ),
     "Where does memory peak?": lambda person: (
-        person.choose("memory").turn_to("Memory").read("[data-testid=stMain]", "at the peak")
+        person.choose("memory").turn_to("Memory").read("[data-testid=stMain] h3", "Held over time")
     ),
     "What did this commit change?": lambda person: (
         person.choose("commit").compare_with("healthy").turn_to("Compare").read("table.tracekit", "operations")
