@@ -89,7 +89,7 @@ def _browse(runs: Path) -> None:
     """Ask the dashboard, and print how many clicks and choices each answer took."""
     from playwright.sync_api import sync_playwright
 
-    with screenshots.served(runs) as url, sync_playwright() as playwright:
+    with screenshots.served(runs) as (url, _), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), chromium_sandbox=False)
         for question, ask in _ASKED.items():
             page = browser.new_page(viewport={"width": 2000, "height": 1000})
