@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mib", type=int, default=256, help="size of the large state (default: 256)")
     parser.add_argument("--tensors", type=int, default=1000, help="tensors of the small state (default: 1000)")
     parser.add_argument("--calls", type=int, default=2000, help="calls of a small torch.save (default: 2000)")
+    parser.add_argument("--only", default="", help="what is measured, by how its name begins (default: all)")
     parser.add_argument("--folder", type=Path, default=None, help="where to save (default: a temporary folder)")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recording = Recording(Path(folder) / "log")
         print("| what | without | added | wall, with over without | CPU, with over without |\n|---|---|---|---|---|")
         for subject in subjects(options.mib << 20, options.tensors):
+            if not subject.name.startswith(options.only):
+                continue
             print(row(subject.name, measure(subject, recording, Path(folder), rounds=options.rounds)), flush=True)
         print()
         print("\n".join(calls(recording, Path(folder), count=options.calls)))

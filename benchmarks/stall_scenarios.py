@@ -25,18 +25,22 @@ from tracekit.capture.checkpoints import watching
 
 WORLD_SIZE = 2
 DELAY_S = 1.2
-STEPS, SAVED_AFTER = 14, 8
+STEPS, SAVED_AFTER = 60, 30
 _ELEMENTS = 1 << 18
 _MOST_STEPS = 4000
 _HOGS = 4
 
 
 class Training:
-    """A rank's steps, all Python, with a save after some of them; `log` is where what is recorded goes."""
+    """A rank's steps, with a save after some of them; `log` is where what is recorded goes.
+
+    A step is all Python, or, with `device_step_s`, waiting as for a device.
+    """
 
     def __init__(self, log: Path) -> None:
         self.log = log
         self.steps = 0
+        self.device_step_s = 0.0
         self._times_ns: list[int] = []
 
     def run(self, save: Callable[[], Any]) -> None:
@@ -73,7 +77,10 @@ class Training:
 
     def _step(self, save: Callable[[], Any] | None = None) -> Any:
         began_ns = time.monotonic_ns()
-        sum(number * number for number in range(60_000))
+        if self.device_step_s:
+            time.sleep(self.device_step_s)
+        else:
+            sum(number * number for number in range(60_000))
         self.steps += 1
         saved = save() if save else None
         self._times_ns.append(time.monotonic_ns() - began_ns)
@@ -230,7 +237,11 @@ def _upload(training: Training, folder: Path) -> None:
 
 
 def _gil(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.async_save(_state(600, 64), checkpoint_id=folder / "step"))
+    # Two processors have room for one rank with two busy threads, which is what tells a lock from a lack of processors.
+    tensors = 600
+    if dist.get_rank() == 1:
+        tensors, training.device_step_s = 1, 5e-3
+    training.run(lambda: dcp.async_save(_state(tensors, 64), checkpoint_id=folder / "step"))
 
 
 def _cpu(training: Training, folder: Path) -> None:
@@ -270,7 +281,7 @@ SCENARIOS = {
     "straggler": Scenario(_straggler, "CKPT006", "streams of 3 MB/s on rank 1"),
     "plan": Scenario(_plan, "CKPT007", "1.2 s for each local plan"),
     "global sync": Scenario(_global_sync, "CKPT008", "memory://, 1.2 s for os.sync"),
-    "GIL": Scenario(_gil, "CKPT009", "async_save by thread of 600 tensors of 256 B"),
+    "GIL": Scenario(_gil, "CKPT009", "async_save by thread of 600 tensors of 256 B on rank 0"),
     "CPU contention": Scenario(_cpu, "CKPT010", "async_save at 3 MB/s beside 4 busy processes for each rank"),
     "blocking staging": Scenario(_staging, "CKPT011", "a stager that takes 1.2 s"),
     "unfinished upload": Scenario(_upload, "CKPT011", "async_save at 10 MB/s, waited for before the next"),

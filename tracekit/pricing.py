@@ -12,8 +12,6 @@ from tracekit.trace import Run
 from tracekit.whatif import saving, steps
 from tracekit.whatif.nodes import WORK
 
-_MAX_ERROR = 0.02
-"""How far the replay of the unchanged steps may be off the recorded ones, if it is to price anything."""
 _LAUNCHED = 0.9
 """Of a device's work the launch must be known of this share: else nothing says what it waited for."""
 _LEAST_WORK = 100
@@ -46,7 +44,8 @@ def _can_be_replayed(run: Run) -> bool:
             return False
     replayed = saving.replayed(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
-    return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= _MAX_ERROR * recorded_ns
+    limit_ns = saving.MAX_ERROR_RATIO * recorded_ns
+    return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
 
 
 def _judged(run: Run, found: Finding, *, can_tell: bool) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from tests.integration import training
 from tests.integration.training import Training
 from tests.rotation import modules_in_turns
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 YAFSDP, FSDP2, ZERO1 = (Training(name, steps=3, alike=True) for name in ("yafsdp", "fsdp2", "zero1"))
 BY_NAME = {training.strategy: training for training in (YAFSDP, FSDP2, ZERO1)}

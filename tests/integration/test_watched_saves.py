@@ -28,7 +28,7 @@ from tests.rotation import modules_in_turns
 from tracekit import conventions
 from tracekit.capture.checkpoints import watching
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 ROWS = 256
 Lines = list[dict[str, Any]]

@@ -133,6 +133,15 @@ def test_a_snapshot_that_cannot_be_read_is_a_doubt_and_the_others_are_judged():
     assert slack.ranks == (1,)
 
 
+def test_a_link_to_nowhere_in_the_place_of_a_snapshot_is_a_doubt_and_the_others_are_judged():
+    run = beside_snapshots(on_streams((0, 900), (7, 500)))
+    (Path(run.path) / "rank00001.memory.pickle").symlink_to("gone")
+    (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
+    assert "rank00001.memory.pickle: cannot be read: No such file" in found.message
+    (slack,) = judge(run, CrossStreamSlack())
+    assert slack.ranks == (0,)
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "told"),
     [

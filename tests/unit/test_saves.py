@@ -1,5 +1,10 @@
+import statistics
+from dataclasses import replace
+
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests import drawn, proofs
 from tests.proofs import MS, metrics, saves, stalling, writing
@@ -86,6 +91,17 @@ def test_the_step_after_a_save_and_the_share_of_the_interval():
     assert (row["after_ns"], row["interval_ns"], row["overhead_ratio"]) == (30 * MS, 200 * MS, 0.2)
 
 
+@pytest.mark.parametrize(("first", "steps", "ratio"), [(0, 2.0, 0.2), (10_000, 2.0, 0.2), (10_002, None, None)])
+def test_of_a_single_save_the_interval_is_what_this_run_trained_before_it(first, steps, ratio):
+    # A save after two steps of 100 ms, the first of the training or of what was resumed.
+    trace = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 100)).trace(0)
+    later = pl.col("step") + first
+    saved = trace.checkpoints.with_columns(step=pl.lit(min(first, 10_000) + 2))
+    run = drawn.run(replace(trace, checkpoints=saved, metrics=trace.metrics.with_columns(later)))
+    (row,) = run.across(analysis.each).iter_rows(named=True)
+    assert (row["interval_steps"], row["overhead_ratio"]) == (steps, ratio)
+
+
 @pytest.mark.parametrize(
     ("stages", "kind"),
     [
@@ -156,6 +172,44 @@ def test_steps_beside_a_save_are_set_against_the_others():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
     (row,) = proofs.beside().across(analysis.slowed).iter_rows(named=True)
     assert (row["plain_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
+
+
+ONE_RANK = st.tuples(
+    st.integers(0, 3),
+    st.lists(st.integers(0, 9), max_size=12),
+    st.lists(st.tuples(st.integers(0, 16), st.integers(0, 40), st.integers(0, 5)), max_size=4),
+)
+
+
+@given(st.lists(ONE_RANK, min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_steps_beside_saves_are_those_that_going_through_them_one_by_one_finds(ranks):
+    """Each rank has a first step, the times of its steps, and saves: after which step, how long, blocking how long."""
+    traces, expected = [], {}
+    for rank, (first, took, saved) in enumerate(ranks):
+        rows = [line(f"{rank}-{n}", "total", 0, blocked, step=after) for n, (after, _, blocked) in enumerate(saved)]
+        rows += [line(row["checkpoint"], "complete", 0, long, step=after, blocking=False)
+                 for row, (after, long, _) in zip(rows, saved, strict=True)]  # fmt: skip
+        log = schema.CHECKPOINTS.conform(pl.DataFrame(rows)) if rows else schema.CHECKPOINTS.empty()
+        times = metrics("step_time_ns", *took).with_columns(pl.col("step") + first)
+        traces.append(drawn.trace("step 01\ncompute ab", rank=rank, checkpoints=log, metrics=times))
+        beside, touched = {}, {after - 1 for after, _, _ in saved}
+        for n, (after, long, blocked) in enumerate(saved):
+            at_ns, beside[n] = 0, []
+            for step, ns in enumerate(took, first):
+                if step >= after and at_ns < max(long, blocked) - blocked:
+                    beside[n].append(ns)
+                    touched.add(step)
+                at_ns += ns if step >= after else 0
+        plain = [ns for step, ns in enumerate(took, first) if step not in touched]
+        for n, found in beside.items():
+            if found and plain:
+                median = statistics.median(plain)
+                expected[f"{rank}-{n}"] = (len(found), round(median), round(sum(found) - len(found) * median))
+    told = drawn.run(*traces).across(analysis.slowed)
+    assert {save: row for save, *row in told.select("save", "steps", "plain_ns", "lost_ns").rows()} == {
+        save: list(row) for save, row in expected.items()
+    }
 
 
 def test_waiting_is_what_is_neither_running_nor_ready():

@@ -37,20 +37,16 @@ class Beside:
     window: int
     path: str
     size_bytes: int
+    changed_ns: int = 0
+    """When its content was last changed: one of the same size may be another."""
 
 
 def files(run: Run) -> tuple[Beside, ...]:
-    """Return the snapshots beside the traces of a run, by window and rank; none where the run is not a local folder."""
-    folder = Path(run.path)
-    places = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
-    found = [
-        Beside(int(rank[1]), int(window[1]) if window else 0, str(file), file.stat().st_size)
-        for place in places
-        for file in place.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")
-        if (rank := re.search(r"rank(\d+)", file.name))
-        for window in [re.fullmatch(r"window(\d+)", place.name)]
-    ]
-    return tuple(sorted(found, key=lambda each: (each.window, each.rank)))
+    """Return the snapshots beside the traces of a run, by window and rank; none where the run is not a local folder.
+
+    What cannot be looked at, such as a link to nowhere, is left to `doubts`.
+    """
+    return _found(run)[0]
 
 
 def small(run: Run) -> tuple[Beside, ...]:
@@ -109,12 +105,35 @@ _POOL = ["device", "pool", "kind", "stream"]
 _KNOWN: WeakKeyDictionary[Run, tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]] = WeakKeyDictionary()
 
 
+def _found(run: Run) -> tuple[tuple[Beside, ...], list[tuple[object, ...]]]:
+    """Return the snapshots by window and rank, and a row of RUN_DOUBTS for each that cannot be looked at."""
+    folder = Path(run.path)
+    places = (folder, *sorted(folder.glob("window[0-9]*"))) if folder.is_dir() else ()
+    found: list[Beside] = []
+    bad: list[tuple[object, ...]] = []
+    for place in places:
+        window = re.fullmatch(r"window(\d+)", place.name)
+        for file in sorted(place.glob(f"*{conventions.MEMORY_SNAPSHOT_SUFFIX}")):
+            rank = re.search(r"rank(\d+)", file.name)
+            if rank is None:
+                continue
+            try:
+                known = file.stat()
+            except OSError as error:
+                message = f"{file}: cannot be read: {error.strerror}"
+                bad.append((int(rank[1]), str(file), "unreadable_snapshot", message, 0.0))
+                continue
+            place_of = int(rank[1]), int(window[1]) if window else 0
+            found.append(Beside(*place_of, str(file), known.st_size, known.st_mtime_ns))
+    return tuple(sorted(found, key=lambda each: (each.window, each.rank))), bad
+
+
 def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Return pools, histories and doubts: each snapshot is read once for all."""
     if run not in _KNOWN:
         found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
         told: list[tuple[object, ...]] = []
-        bad: list[tuple[object, ...]] = []
+        bad = _found(run)[1]
         for each in small(run):
             try:
                 snapshot = memory_snapshot.read(each.path)

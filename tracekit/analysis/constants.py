@@ -6,10 +6,10 @@ from typing import Any
 import polars as pl
 
 from tracekit import conventions
+from tracekit.analysis import saves as of_saves
 from tracekit.errors import InputError
 from tracekit.trace import Run, Trace
 
-_COLUMNS = ("checkpoint", "stage", "start_ns", "dur_ns", "bytes", "blocking", "durable")
 _MOVED = (conventions.WRITE, conventions.FSYNC)
 
 
@@ -17,6 +17,7 @@ _MOVED = (conventions.WRITE, conventions.FSYNC)
 class Constants:
     """Medians over a run's saves. Of a save the time is that of its slowest rank; None where nothing tells it.
 
+    A save is all that is written after one step, in however many files: that is what a checkpoint to plan for is.
     `write_bytes_per_second` is of all ranks together, bytes over the time in writes and syncs: what storage gave, not
     what the page cache took. `is_durable`: whether each file was synced, so that this is true.
     """
@@ -38,7 +39,7 @@ class Constants:
 
 def constants(run: Run) -> Constants:
     """Return what the run's checkpoint logs, metrics and manifest tell. Raises InputError where no save is recorded."""
-    saves = _by_save(run.table(_saves))
+    saves = _by_save(run.across(of_saves.stages).with_columns(of_saves.uncounted("save")))
     if saves.is_empty():
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
     model = run.manifest.get("model")
@@ -64,10 +65,6 @@ def constants(run: Run) -> Constants:
     )
 
 
-def _saves(trace: Trace) -> pl.DataFrame:
-    return trace.checkpoints.filter(pl.col("operation") == conventions.SAVE).select(_COLUMNS)
-
-
 def _step_times(trace: Trace) -> pl.DataFrame:
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(pl.col("value").cast(pl.Float64))
 
@@ -75,9 +72,8 @@ def _step_times(trace: Trace) -> pl.DataFrame:
 def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
     """Return one row per save: bytes, bandwidths of all ranks and of the slowest, time blocked."""
     stage, dur_ns, size = pl.col("stage"), pl.col("dur_ns"), pl.col("bytes")
-    # The log holds the whole run, so every window of a rank tells the same.
-    once = stages.filter(pl.col("window") == pl.col("window").min().over("rank"))
-    by_rank = once.group_by("checkpoint", "rank").agg(
+    save = ["step", "uncounted"]
+    by_file = stages.group_by(*save, "rank", "checkpoint").agg(
         # What counts its bytes only as a whole has none in its stage.
         pl.coalesce(
             size.filter((stage == conventions.WRITE) & (size > 0)).sum().replace(0, None),
@@ -88,8 +84,11 @@ def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
         pl.col("start_ns").filter(stage == conventions.TOTAL).min().alias("start_ns"),
         ((stage == conventions.FSYNC).any() & pl.col("durable").fill_null(value=True).all()).alias("is_durable"),
     )
+    by_rank = by_file.group_by(*save, "rank").agg(
+        pl.col("bytes", "moving_ns", "blocked_ns").sum(), pl.col("start_ns").min(), pl.col("is_durable").all()
+    )
     wrote = by_rank.filter(pl.col("bytes") > 0, pl.col("moving_ns") > 0)
-    return wrote.group_by("checkpoint").agg(
+    return wrote.group_by(save).agg(
         pl.col("bytes").sum(),
         (pl.col("bytes").sum() / pl.col("moving_ns").max() * 1e9).alias("rate"),
         (pl.col("bytes") / pl.col("moving_ns")).min().mul(1e9).alias("slowest_rate"),

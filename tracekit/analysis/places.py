@@ -78,14 +78,14 @@ def work(trace: Trace) -> pl.DataFrame:
 def saving(trace: Trace) -> pl.DataFrame:
     """Return what the rank does in a typical save that blocks training, stage by stage. Columns as `work`, kind `save`.
 
-    The amount is in ns, the median over the saves.
+    The amount is in ns, the median over the saves; all that is saved after one step is one.
     """
     rows = trace.checkpoints.filter(
         pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL
     )
     each = rows.select(
         pl.lit(SAVE).alias("kind"), pl.lit(None, pl.String).alias("phase"), pl.col("stage").alias("name"),
-        pl.col("checkpoint").alias("step"), pl.col("dur_ns").alias("amount"),
+        pl.coalesce(pl.col("step").cast(pl.String), "checkpoint").alias("step"), pl.col("dur_ns").alias("amount"),
     )  # fmt: skip
     return _typical(each, max(1, each["step"].n_unique()))
 

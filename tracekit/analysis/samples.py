@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis import allocations, arithmetic, breakdown, communication, instances
+from tracekit.analysis import allocations, arithmetic, breakdown, communication, instances, saves
 from tracekit.trace import Run, Trace
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
@@ -35,6 +35,12 @@ LOWER_IS_BETTER = {
 """The metrics a comparison shows, in order, and which way is better."""
 
 _LOGGED = ("tokens_per_second", conventions.CPU_TIME_METRIC, conventions.DATA_WAIT_METRIC)
+_OF_CHECKPOINTS = {
+    "checkpoint_blocked_ns": "dur_ns",
+    "checkpoint_cpu_ns": "cpu_ns",
+    "checkpoint_written_bytes": "bytes",
+    "checkpoint_calls": "calls",
+}
 _PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
 
 
@@ -46,10 +52,10 @@ def samples(trace: Trace) -> pl.DataFrame:
     `flops` are those of `arithmetic.flops`, `sent_bytes` those of the step's collectives, saves left out. `allocations`
     and `allocated_bytes` count allocator events of the step that take memory, on the device, or on the host in a CPU
     run; `peak_allocated_bytes` and `peak_reserved_bytes` are the most held and reserved in the step by the same events,
-    or, in a run without them, up to the step by the metrics log. `checkpoint_blocked_ns` has one row per checkpoint
-    saved: the time that the training thread waited, by the checkpoint log; `checkpoint_cpu_ns` the part of it in which
-    that thread ran, and `checkpoint_written_bytes` and `checkpoint_calls` what was written meanwhile and by how many
-    calls.
+    or, in a run without them, up to the step by the metrics log. `checkpoint_blocked_ns` has one row per step that
+    something is saved after: the time that the training thread waited for all of it, by the checkpoint log;
+    `checkpoint_cpu_ns` the part of it in which that thread ran, and `checkpoint_written_bytes` and `checkpoint_calls`
+    what was written meanwhile and by how many calls.
     """
     parts = (
         _of_breakdown(trace),
@@ -137,13 +143,12 @@ def _of_allocations(trace: Trace) -> pl.DataFrame:
 
 def _of_checkpoints(trace: Trace) -> pl.DataFrame:
     blocked = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
-    wide = blocked.select(
-        "step",
-        checkpoint_blocked_ns="dur_ns",
-        checkpoint_cpu_ns="cpu_ns",
-        checkpoint_written_bytes="bytes",
-        checkpoint_calls="calls",
+    # A log has a line for each file, and training waits for all of them.
+    sums = blocked.group_by("step", saves.uncounted("checkpoint"), maintain_order=True).agg(
+        pl.when(pl.col(column).is_not_null().any()).then(pl.col(column).sum()).alias(metric)
+        for metric, column in _OF_CHECKPOINTS.items()
     )
+    wide = sums.select("step", *_OF_CHECKPOINTS)
     return wide.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")
 
 

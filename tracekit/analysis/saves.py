@@ -4,6 +4,7 @@ Two clocks, both told: the time that training was blocked, and the time until al
 save are the longest over its ranks, as MLPerf has it: an average hides the one that everybody waits for.
 """
 
+import numpy as np
 import polars as pl
 
 from tracekit import conventions
@@ -93,7 +94,9 @@ def each(run: Run) -> pl.DataFrame:
     and, of bytes, the sum over ranks), bytes_per_s (all bytes by the longest time in writing and syncing; null where
     not all ranks synced), interval_steps and interval_ns (training from one save to the next), overhead_ratio (blocked,
     of that and itself), after_ns (what the step after the save took longer than others), between_ns (from the start of
-    the save before to that of this one) and slack_ns (from the end of all work of the one before).
+    the save before to that of this one), slack_ns (from the end of all work of the one before) and before_ns (how long
+    all work of that one took). The save before is the last of those in the background where this one is, else the last
+    of the others.
     """
     by_rank = run.across(clocks)
     durable = pl.col("durable").all(ignore_nulls=False)
@@ -111,22 +114,60 @@ def each(run: Run) -> pl.DataFrame:
     )
     times, plain_ns = _step_times(run), _plain_step_ns(run, table)
     after = times.select("step", (pl.col("step_time_ns") - (plain_ns or 0)).round().cast(pl.Int64).alias("after_ns"))
-    steps, start_ns = _interval_steps(table), pl.col("start_ns")
+    steps, start_ns, written_ns = _interval_steps(table, times), pl.col("start_ns"), pl.col("written_ns")
     return (
         table.join(after if plain_ns else after.clear(), on="step", how="left", maintain_order="left")
         .with_columns(
             pl.lit(steps, pl.Float64).alias("interval_steps"),
-            pl.lit(_interval_ns(table, steps, plain_ns), pl.Int64).alias("interval_ns"),
-            start_ns.diff().alias("between_ns"),
-            (start_ns - (start_ns + pl.col("written_ns")).shift()).alias("slack_ns"),
+            pl.lit(_interval_ns(_after_steps(table, by_rank), steps, plain_ns), pl.Int64).alias("interval_ns"),
+            start_ns.diff().over("background").alias("between_ns"),
+            (start_ns - (start_ns + written_ns).shift()).over("background").alias("slack_ns"),
+            written_ns.shift().over("background").alias("before_ns"),
         )
         .with_columns((pl.col("blocked_ns") / (pl.col("interval_ns") + pl.col("blocked_ns"))).alias("overhead_ratio"))
         .select(
             "save", "step", "start_ns", "ranks", "background", "blocked_ns", "written_ns", "durable", "durable_ns",
             "bytes", "bytes_per_s", "interval_steps", "interval_ns", "overhead_ratio", "after_ns", "between_ns",
-            "slack_ns",
+            "slack_ns", "before_ns",
         )
     )  # fmt: skip
+
+
+def together(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
+    """Return what training lost to all that was saved after one step; one row per step, in order of time.
+
+    Takes rows of `each`, and `clocks`. Columns step, save (the one that blocked longest), start_ns, interval_steps,
+    interval_ns, saves (how many), blocked_ns (of the rank that all of them together blocked longest) and overhead_ratio
+    (of that). So a small save beside a large one does not pass for half of all saves. Saves of which no step is known
+    are each by itself.
+    """
+    blocked_ns, interval_ns = pl.col("blocked_ns"), pl.col("interval_ns")
+    often = some.select("interval_steps", "interval_ns").unique()
+    return (
+        _after_steps(some, by_rank)
+        .join(often, how="cross", maintain_order="left")
+        .with_columns((blocked_ns / (interval_ns + blocked_ns)).alias("overhead_ratio"))
+    )
+
+
+def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
+    """Return the columns of `together` but for those of the interval."""
+    blocked_ns, one = pl.col("blocked_ns"), ["step", "uncounted"]
+    table = some.with_columns(uncounted("save"))
+    # Ranks that save each for itself do so at one time: their times do not add up.
+    sums = by_rank.select("save", "rank", "blocked_ns").join(table.select("save", *one), on="save")
+    longest = sums.group_by(*one, "rank").agg(blocked_ns.sum()).group_by(one).agg(blocked_ns.max())
+    return (
+        table.group_by(one, maintain_order=True)
+        .agg(pl.col("save").get(blocked_ns.arg_max()), pl.col("start_ns").min(), pl.len().alias("saves"))
+        .join(longest, on=one, nulls_equal=True, maintain_order="left")
+        .drop("uncounted")
+    )
+
+
+def uncounted(name: str) -> pl.Expr:
+    """Return, to group by beside the step, what tells saves apart of which no step is known: the column `name`."""
+    return pl.when(pl.col("step").is_null()).then(name).alias("uncounted")
 
 
 def repeated(run: Run) -> pl.DataFrame:
@@ -197,30 +238,39 @@ _SLOWED = {
 }  # fmt: skip
 
 
+_BESIDE = {
+    "save": pl.String, "rank": pl.Int64, "steps": pl.Int64, "plain_ns": pl.Float64, "lost_ns": pl.Float64,
+}  # fmt: skip
+
+
 def _beside(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return, per background save and rank, the steps that ran while it did, and what they took more than others."""
-    times = run.table(checkpoint.step_times).unique(["rank", "step"], keep="first").sort("rank", "step")
+    times = run.table(checkpoint.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
+    by_rank = times.partition_by("rank", as_dict=True)
+    counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
+    parts = [_beside_on(own, by_rank[rank]) for rank, own in counted if rank in by_rank]
+    return pl.concat([pl.DataFrame(schema=_BESIDE), *parts])
+
+
+def _beside_on(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
+    """Return `_beside` of one rank, by its background saves and its steps in order."""
+    step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
+    saved = own["step"].to_numpy()
     # The steps after a save begin where it lets training go on; nobody logs their start.
-    after = (
-        table.select("save", "rank", pl.col("step").alias("saved"), "written_ns", "blocked_ns")
-        .join(times, on="rank")
-        .filter(pl.col("step") >= pl.col("saved"))
-        .sort("save", "rank", "step")
-        .with_columns(began_ns=pl.col("step_time_ns").cum_sum().over("save", "rank") - pl.col("step_time_ns"))
-        .filter(pl.col("began_ns") < pl.col("written_ns") - pl.col("blocked_ns"))
-    )
-    saving = table.select("rank", (pl.col("step") - 1).alias("step"))
-    touched = pl.concat([after.select("rank", "step"), saving]).unique()
-    plain = times.join(touched, on=["rank", "step"], how="anti").group_by("rank").agg(pl.col("step_time_ns").median())
-    return (
-        after.join(plain.rename({"step_time_ns": "plain_ns"}), on="rank")
-        .group_by("save", "rank")
-        .agg(
-            pl.len().alias("steps"),
-            pl.col("plain_ns").first().round(),
-            (pl.col("step_time_ns") - pl.col("plain_ns")).sum().round().alias("lost_ns"),
-        )
-    )
+    begun_ns = np.concatenate(([0.0], np.cumsum(took_ns)))
+    first = np.searchsorted(step, saved)
+    until_ns = begun_ns[first] + (own["written_ns"] - own["blocked_ns"]).to_numpy()
+    past = np.maximum(first, np.searchsorted(begun_ns[:-1], until_ns))
+    edges = np.zeros(len(begun_ns), np.int64)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, past, -1)
+    plain_ns = took_ns[(np.cumsum(edges)[:-1] == 0) & ~np.isin(step, saved - 1)]
+    if not len(plain_ns):
+        return pl.DataFrame(schema=_BESIDE)
+    median_ns, steps = float(np.median(plain_ns)), past - first
+    lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
+    found = own.select("save", "rank", steps=steps, plain_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
+    return found.filter(pl.col("steps") > 0).select(pl.col(name).cast(dtype) for name, dtype in _BESIDE.items())
 
 
 def _step_times(run: Run) -> pl.DataFrame:
@@ -235,16 +285,20 @@ def _plain_step_ns(run: Run, table: pl.DataFrame) -> float | None:
     return None if median is None else float(str(median))
 
 
-def _interval_steps(table: pl.DataFrame) -> float | None:
-    """Return the steps from one save to the next; of a single one, those before it; None where not known."""
+def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
+    """Return the steps from one save to the next; of a single one, those of this run before it; None where not known.
+
+    A run that was resumed begins at another step than 0.
+    """
     steps = table["step"].drop_nulls().unique().sort()
-    gap = steps.diff().drop_nulls().median() if len(steps) > 1 else steps.first()
-    return float(str(gap)) if gap else None
+    begun = int(str(times["step"].min() or 0))
+    gap = float(str((steps.diff().drop_nulls().median() if len(steps) > 1 else (steps - begun).first()) or 0))
+    return gap if gap > 0 else None
 
 
-def _interval_ns(table: pl.DataFrame, steps: float | None, plain_ns: float | None) -> int | None:
+def _interval_ns(after_steps: pl.DataFrame, steps: float | None, plain_ns: float | None) -> int | None:
     """Return the training time between saves, by steps or else by the clock; None where not known."""
     if plain_ns and steps:
         return round(steps * plain_ns)
-    between = (table["start_ns"].diff() - table["blocked_ns"].shift()).drop_nulls()
+    between = (after_steps["start_ns"].diff() - after_steps["blocked_ns"].shift()).drop_nulls()
     return round(float(str(between.median()))) if len(between) else None

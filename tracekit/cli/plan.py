@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 plan = typer.Typer(help="Size checkpoints, memory and pipelines before anything runs.", no_args_is_help=True)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
+_EXAMPLES = {
+    "--params or --model": "--model 405b",
+    "--write-bandwidth": "--write-bandwidth 273e9",
+    "--interval": "--interval 4h",
+}
 _ZERO_OF_STRATEGY = {"ddp": 0, "zero1": 1}
 
 Params = Annotated[float | None, typer.Option("--params", help="Parameters of the model, such as 1.008e12.")]
@@ -201,9 +206,8 @@ def _or(given: Any, measured: Any, otherwise: Any) -> Any:
 def _needed(option: str, *values: float | None) -> float:
     found = next((value for value in values if value is not None), None)
     if found is None:
-        raise ConfigError(
-            f"{option} is needed: give it, or have it told by a recorded run (plan checkpoint --measured)"
-        )
+        recorded = "; or take it from a recorded run: --measured RUN" if len(values) > 1 else ""
+        raise ConfigError(f"{option} is needed, such as {_EXAMPLES[option]}{recorded}")
     return found
 
 

@@ -102,7 +102,8 @@ def plan(
     """Return the memory of one rank; of activations where model and work are given. Raises ConfigError.
 
     Tensor and pipeline parallelism take equal parts of the parameters. YaFSDP takes the place of the ZeRO stage, and
-    needs the parameters of the largest layer, or the model.
+    needs the parameters of the largest layer, or the model; where a stage's part is smaller than that, its buffers are
+    as large as the part.
     """
     own = params / (layout.tp * layout.pp)
     buffers: float | None = None
@@ -112,7 +113,9 @@ def plan(
             largest = max(model.layer_parameters, model.outer_parameters)
         if largest is None:
             raise ConfigError("YaFSDP's buffers are as large as the largest layer: give --largest-layer or --model")
-        held, buffers = yafsdp(own, ranks=layout.dp, largest_layer=largest / layout.tp)
+        # Equal parts of a deep pipeline can be smaller than a layer, and no stage gathers more than it has.
+        gathered = min(largest / layout.tp, own) if largest <= params else largest / layout.tp
+        held, buffers = yafsdp(own, ranks=layout.dp, largest_layer=gathered)
     else:
         held = state(own, ranks=layout.dp, zero=layout.zero)
     kept = activations_of(model, work, layout) if model and work else None

@@ -169,7 +169,8 @@ class BlockingBackgroundSave(Rule):
     Why it costs: what was meant to cost nothing stops every rank.
 
     How it is measured: the stages of the training thread for the first; for the second the end of all work of a save
-    against the start of the next, and the time between their starts against that of as many plain steps.
+    in the background against the start of the next such, after another step, and the time between their starts against
+    that of as many plain steps.
 
     How to fix: stage into pinned memory that is kept, beside training; save less often than an upload takes.
 
@@ -191,8 +192,9 @@ class BlockingBackgroundSave(Rule):
         blocking = each.filter(long, costly).sort("blocked_ns", "save")
         if blocking.height:
             yield self._call(run, blocking)
-        before_ns = pl.col("written_ns").shift()
-        late = each.with_columns(before_ns=before_ns).filter(
+        late = each.filter(
+            # What is saved at once does not come too often.
+            pl.col("step").diff().ne(0).fill_null(value=True),
             pl.col("slack_ns") < self.max_slack_ratio * pl.col("before_ns"),
             pl.col("before_ns") >= self.min_blocked_ms * 1_000_000,
         )

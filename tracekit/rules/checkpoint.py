@@ -36,18 +36,19 @@ class BlockingCheckpoint(Rule):
     Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
     changing. A save of less than `min_blocked_ms` is never more than information.
 
-    How it is measured: from the checkpoint log: the longest total of each save over the ranks, against the training
-    time between saves by the metrics log; the save with the median is quoted. Ranks meet after planning, after writing
-    and at the end, and between meetings the slowest rank is what the others wait for: of each such leg the rank with
-    most work of its own counts (waiting is no work), and of its stages the longest is blamed. Without a log, spans of
-    the trace that are saves by their name (record_function annotations, or functions in traces with stacks) are
-    measured against the profiled steps.
+    How it is measured: from the checkpoint log: the total of all that is saved after one step, the longest over the
+    ranks, against the training time between saves by the metrics log; the step with the median is quoted, and the
+    longest of its saves is taken apart. Ranks meet after planning, after writing and at the end, and between meetings
+    the slowest rank is what the others wait for: of each such leg the rank with most work of its own counts (waiting is
+    no work), and of its stages the longest is blamed. Without a log, spans of the trace that are saves by their name
+    (record_function annotations, or functions in traces with stacks) are measured against the profiled steps.
 
     How to fix: save asynchronously with pinned staging; then mend the stage that is blamed.
 
     Blind spots: stages need the checkpoint log of tracekit.capture; by spans alone neither stages nor, with fewer than
     two saves in the trace, the share of the whole training is known. With a single logged save the interval is taken as
-    the steps that led to it. Files that torch.save and safetensors write after one step into one folder are one save.
+    the steps of this run that led to it. Files that torch.save and safetensors write after one step into one folder are
+    one save. Saves of several kinds that come at different intervals are taken as one kind.
     """
 
     code: ClassVar[str] = "CKPT001"
@@ -79,19 +80,21 @@ class BlockingCheckpoint(Rule):
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
         longest = _longest(stages)
-        quoted = longest.sort("dur_ns", "start_ns").row((longest.height - 1) // 2, named=True)
+        blocking = run.across(saves.each).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
+        after_steps = saves.together(blocking, run.across(saves.clocks))
+        typical = after_steps.sort("blocked_ns", "start_ns").row((after_steps.height - 1) // 2, named=True)
+        (quoted,) = longest.filter(pl.col("checkpoint") == typical["save"]).iter_rows(named=True)
         own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
         path = stalls.critical_path(own)
         critical = path.row(0, named=True) if path.height else {}
-        (save,) = run.across(saves.each).filter(pl.col("save") == quoted["checkpoint"]).iter_rows(named=True)
-        blocked_ns, steps, known = quoted["dur_ns"], save["interval_steps"], save["overhead_ratio"] is not None
-        overhead = save["overhead_ratio"] or 0.0
+        blocked_ns, steps = typical["blocked_ns"], typical["interval_steps"]
+        known, overhead = typical["overhead_ratio"] is not None, typical["overhead_ratio"] or 0.0
         over = f", {units.share(overhead)} of the time" if known else ""
         costly = overhead > self.max_overhead_ratio and blocked_ns >= self.min_blocked_ms * 1_000_000
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
-            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(quoted, longest)})"
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(typical, after_steps)})"
             f"{_blame(critical, own)}",
             f"{_IN_BACKGROUND} {_FIXES[critical['stage']]}" if critical else _IN_BACKGROUND,
             impact=overhead,
@@ -145,9 +148,10 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
 
 
-def _which(quoted: dict[str, Any], saves: pl.DataFrame) -> str:
-    name = str(quoted["checkpoint"])
-    return f"{name}, typical of {saves.height} saves" if saves.height > 1 else name
+def _which(typical: dict[str, Any], after_steps: pl.DataFrame) -> str:
+    name, others = str(typical["save"]), typical["saves"] - 1
+    beside = f" and {others} more after that step" if others else ""
+    return f"{name}{beside}, typical of {after_steps.height} saves" if after_steps.height > 1 else f"{name}{beside}"
 
 
 def _seen(spans: pl.DataFrame) -> str:

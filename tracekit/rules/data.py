@@ -48,7 +48,10 @@ _KINDS = {
     "missing_ranks": _Kind(_WARNING, "Collect the traces of all ranks in one folder."),
     "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put windows into folders of their own."),
     "rank_guessed": _Kind(_INFO, "Record with torch.distributed initialized, so that the trace states its rank."),
-    "mixed_jobs": _Kind(_ERROR, "Keep the traces of each job in a folder of its own."),
+    "mixed_jobs": _Kind(
+        _ERROR,
+        "Name the folder of one run, or of several: check RUNS/*. Where jobs share a folder, give each one its own.",
+    ),
     "windows_assumed": _Kind(_INFO, "Nothing to change if these are windows of one job; else load each job by itself."),
     "mixed_versions": _Kind(_WARNING, "Run all ranks on the same software and device, or compare them with care."),
     # What the profiler did not record.

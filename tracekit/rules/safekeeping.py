@@ -69,8 +69,8 @@ class UnwiseInterval(Rule):
 
     Why it costs: saving too often costs the saves, too seldom the work that a failure takes with it.
 
-    How it is measured: Young's first-order optimum √(2 δ M) in Daly's higher-order form, with δ the time that a save
-    blocks training; the waste is δ/W + W/2M.
+    How it is measured: Young's first-order optimum √(2 δ M) in Daly's higher-order form, with δ the time that
+    all that is saved after one step blocks training, at the median; the waste is δ/W + W/2M.
 
     How to fix: save at the interval named.
 
@@ -85,7 +85,8 @@ class UnwiseInterval(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding where the typical interval is far from the best."""
-        each = run.across(saves.each).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns").sort("blocked_ns")
+        blocking = run.across(saves.each).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
+        each = saves.together(blocking, run.across(saves.clocks)).sort("blocked_ns", "start_ns")
         if self.mtbf_s <= 0 or each.is_empty():
             return
         row = each.row((each.height - 1) // 2, named=True)

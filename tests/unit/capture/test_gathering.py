@@ -43,13 +43,15 @@ def test_a_trace_that_waits_to_be_compressed_is_taken_too(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["rank00003.window003.json.partial"]
 
 
-@pytest.mark.parametrize("trouble", ["another training", "the same rank", "no folder"])
+@pytest.mark.parametrize("trouble", ["another training", "the same rank", "no folder", "nothing of a run"])
 def test_parts_that_do_not_fit_are_left_where_they_are(
     tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = part(tmp_path / "node0", 0)
     second = tmp_path / "node1"
-    if trouble != "no folder":
+    if trouble == "nothing of a run":
+        second.mkdir()
+    elif trouble != "no folder":
         part(second, 0 if trouble == "the same rank" else 1, "two" if trouble == "another training" else "one")
     before = sorted(tmp_path.rglob("*"))
     code = command.gather([str(tmp_path / "run"), str(first), str(second)], program="tracekit gather")

@@ -41,6 +41,24 @@ def test_layers_of_llama_2_70b_keep_what_their_parts_add_up_to() -> None:
     assert told["total_bytes"] == pytest.approx(state + told["buffer_bytes"] + told["activation_bytes"])
 
 
+@pytest.mark.parametrize(("name", "tp", "pp"), [("1b", 1, 8), ("8b", 8, 16), ("70b", 8, 128)])
+def test_yafsdp_buffers_of_a_stage_that_is_smaller_than_a_layer_are_as_large_as_the_stage(
+    name: str, tp: int, pp: int
+) -> None:
+    model = models.find(name)
+    assert max(model.layer_parameters, model.outer_parameters) > model.parameters / pp
+    told = memory.plan(model.parameters, Layout(tp, pp, 4), model=model, with_yafsdp=True)
+    assert told.buffer_bytes == pytest.approx(12 * model.parameters / (tp * pp))
+    shallow = memory.plan(model.parameters, Layout(tp, 2, 4), model=model, with_yafsdp=True)
+    assert shallow.buffer_bytes == 12 * max(model.layer_parameters, model.outer_parameters) / tp
+
+
+@pytest.mark.parametrize("pp", [1, 8])
+def test_a_layer_larger_than_the_model_is_refused(pp: int) -> None:
+    with pytest.raises(ConfigError, match="largest layer"):
+        memory.plan(1e9, Layout(pp=pp), with_yafsdp=True, largest_layer=2e9)
+
+
 @pytest.mark.parametrize(
     ("work", "tp", "factor"),
     [

@@ -25,7 +25,7 @@ from tracekit.capture.checkpoints.replacing import replaced_for_all
 
 _here = threading.local()
 _DAEMON_FILE = "_async_process_executor.py"  # of torch
-_LAUNCH = "create_checkpoint_daemon_process"  # what torch's log calls it
+_LAUNCH, _WRITING = "create_checkpoint_daemon_process", "write_data"  # what torch's log calls it
 _MOST_FRAMES = 12
 
 
@@ -45,6 +45,9 @@ class Background:
         self._staging_entry = entry
         self._launch_ns: list[int] = []
         self._thread_entry = entry
+        self._lines: list[Row] = []
+        self._keeps = threading.Lock()
+        self._is_over = False
 
     def attach(self, running: Operation, window: contextlib.ExitStack) -> None:
         """Follow an async_save on the thread that called it, and lay hold of the one that will do the work."""
@@ -63,6 +66,20 @@ class Background:
             self._staging_ns.append(time.time_ns())
             staging.add_done_callback(guarded(self._staged))
         getattr(response, "upload_completion", response).add_done_callback(guarded(self._complete))
+
+    def keep(self, lines: list[Row]) -> None:
+        """Have lines of the training thread written by the one that saves, or now, if there is nothing left to do."""
+        with self._keeps:
+            self._lines += lines
+            is_over = self._is_over
+        if is_over:
+            self._write_kept()
+
+    def _write_kept(self) -> None:
+        with self._keeps:
+            lines, self._lines = self._lines, []
+        if lines:
+            self.entry.write(lines)
 
     def bind(self, running: Operation, executor: Any, staged: Any) -> None:
         """Let what an executor of torch's is given next be done as this save's; count what was staged."""
@@ -85,19 +102,13 @@ class Background:
     def _enter(self, window: contextlib.ExitStack) -> None:
         _here.background = self
         window.callback(setattr, _here, "background", None)
+        heed: Callable[[], None] = self._write_kept
+        told = _WRITING
         if self._worker == conventions.PROCESS:
-            from torch.distributed.checkpoint.logger import _dcp_logger
-
             self._thread_entry = self.entry.by(conventions.THREAD)
-            own = threading.get_ident()
-            handler = distributed.Listener({_LAUNCH}, functools.partial(self._heed, own))
-            _dcp_logger.addHandler(handler)
-            window.callback(_dcp_logger.removeHandler, handler)
+            heed, told = (lambda: self._launch_ns.append(time.time_ns())), _LAUNCH
             window.enter_context(_travelling(self.entry.folder, self.entry.rank))
-
-    def _heed(self, own: int, *_: str) -> None:
-        if threading.get_ident() == own:
-            self._launch_ns.append(time.time_ns())
+        _listen_here(window, told, heed)
 
     def _staged(self, _: "Future[None]") -> None:
         self._staging_ns.append(time.time_ns())
@@ -107,6 +118,9 @@ class Background:
 
     def _complete(self, future: "Future[Any]") -> None:
         end_ns = time.time_ns()
+        with self._keeps:
+            self._is_over = True
+        self._write_kept()
         if future.cancelled() or future.exception() is not None or self._before is None:
             return
         lines = []
@@ -131,6 +145,16 @@ class Background:
         )
         durable = saved.written.durable() if saved else None
         return with_counters({**line, "worker": self._worker}, durable, before, counters.read(before.thread))
+
+
+def _listen_here(window: contextlib.ExitStack, function: str, heed: Callable[[], None]) -> None:
+    """Call `heed` where torch's log tells of `function` on this thread, until `window` closes."""
+    from torch.distributed.checkpoint.logger import _dcp_logger
+
+    own = threading.get_ident()
+    handler = distributed.Listener({function}, lambda *_: heed() if threading.get_ident() == own else None)
+    _dcp_logger.addHandler(handler)
+    window.callback(_dcp_logger.removeHandler, handler)
 
 
 def background_here() -> Background | None:

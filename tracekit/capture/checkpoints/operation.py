@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tracekit import conventions
 from tracekit.capture.checkpoints.looks import Looks
+from tracekit.capture.checkpoints.spans import span
 from tracekit.capture.checkpoints.stages import Stage, StageClock, share_out
 from tracekit.capture.checkpoints.written import Written
 
@@ -142,21 +141,20 @@ class Operation:
     @contextlib.contextmanager
     def syncing(self, descriptor: int | None) -> Iterator[None]:
         """Charge the block, which syncs one file (None: all) on a thread of this operation, to fsync."""
-        span = torch.profiler.record_function(_span_name(conventions.FSYNC))
-        with self.clock_here().inside(conventions.FSYNC), span:
+        with self.clock_here().inside(conventions.FSYNC), span(conventions.FSYNC):
             yield
         self.written.sync(descriptor)
         self.count(conventions.FSYNC, None, 1, 1 if descriptor is None else None)
 
     def clock_here(self) -> StageClock:
         """Return the clock of the calling thread, which is at work for this operation from now on."""
-        if self._on_own_thread() and self._clock.stage != AT_WORK:
-            return self._clock
         thread = threading.get_ident()
-        if thread not in self._workers:
-            self._workers[thread] = StageClock(self.worker_stage)
-        clock = self._workers[thread]
-        if clock.stage is None:
+        if thread == self._thread and self._clock.stage != AT_WORK:
+            return self._clock
+        clock = self._workers.get(thread)
+        if clock is None:
+            clock = self._workers[thread] = StageClock(self.worker_stage)
+        elif clock.stage is None:
             clock.switch(self.worker_stage)
         return clock
 
@@ -269,13 +267,9 @@ def _descriptor(args: tuple[Any, ...]) -> int | None:
     return args[0] if isinstance(args[0], int) else int(args[0].fileno())
 
 
-def _span_name(stage: str) -> str:
-    return conventions.span_name(f"{conventions.CHECKPOINT}.{stage}")
-
-
 def _open_span(stage: Stage) -> Any:
-    if stage in (None, AT_WORK):
+    if stage is None or stage == AT_WORK:
         return None
-    span = torch.profiler.record_function(_span_name(str(stage)))
-    span.__enter__()
-    return span
+    opened = span(stage)
+    opened.__enter__()
+    return opened

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-import torch
-
-from tracekit import conventions
 from tracekit.capture import files
 from tracekit.capture.checkpoints import counters, operation
 from tracekit.capture.checkpoints.counters import Counters
 from tracekit.capture.checkpoints.entry import Entry, with_counters
-from tracekit.capture.checkpoints.operation import Course, Operation
+from tracekit.capture.checkpoints.operation import Course, Operation, Row
 from tracekit.capture.checkpoints.replacing import replaced_for_all
+from tracekit.capture.checkpoints.spans import span
 
 Attach = Callable[[Operation, contextlib.ExitStack], None]
 Conclude = Callable[[Operation], Entry | None]
+HandOver = Callable[[list[Row]], None]
 
 
 @dataclass
@@ -28,6 +27,8 @@ class Recording:
     """One operation being recorded on the thread that made this.
 
     `conclude` is called when it is over and has not failed, and returns what its lines say alike, or None for no lines.
+    With `hand_over`, the lines are given to that and not written: where another thread has begun to save, whatever
+    lets go of Python's lock waits for it. So of the counters only the processor time is read then.
     """
 
     operation: Operation
@@ -35,13 +36,14 @@ class Recording:
     window: contextlib.ExitStack
     conclude: Conclude
     blocking: bool | None = None  # None: as it turns out
+    hand_over: HandOver | None = None
 
     def end(self, *, failed: bool) -> None:
         """End it; write its lines unless the call failed. Raises what goes wrong, after all is given back."""
         try:
             self.operation.stop()
             blocking = self.operation.looks.blocked() if self.blocking is None else self.blocking
-            after = counters.read(self.before.thread)
+            after = (counters.read_processor_time if self.hand_over else counters.read)(self.before.thread)
         finally:
             self.window.close()
         entry = None if failed else self.conclude(self.operation)
@@ -50,7 +52,7 @@ class Recording:
         *rows, total = self.operation.rows()
         total = with_counters(total, self.operation.written.durable(), self.before, after)
         total["whole_bytes"] = self.operation.whole_bytes
-        entry.write(entry.lines([*rows, total], blocking=blocking))
+        (self.hand_over or entry.write)(entry.lines([*rows, total], blocking=blocking))
 
 
 def begin(
@@ -60,18 +62,19 @@ def begin(
     *,
     step: Callable[[], int | None],
     blocking: bool | None = None,
+    hand_over: HandOver | None = None,
 ) -> Recording:
     """Begin to record what the calling thread does from now on. Nothing stays replaced if this raises."""
     before = counters.read(threading.get_native_id())
     with contextlib.ExitStack() as window:
-        window.enter_context(torch.profiler.record_function(conventions.span_name(conventions.CHECKPOINT)))
+        window.enter_context(span())
         running = Operation(course, step)
         window.callback(running.close_span)
         window.enter_context(operation.running(running))
         for name in ("fsync", "sync"):
             window.enter_context(replaced_for_all(os, name, operation.timed_sync))
         attach(running, window)
-        return Recording(running, before, window.pop_all(), conclude, blocking)
+        return Recording(running, before, window.pop_all(), conclude, blocking, hand_over)
 
 
 class Ending(Protocol):

@@ -25,8 +25,12 @@ def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: An
 
     def with_timed_planner(write_data: Callable[..., Any]) -> Callable[..., Any]:
         def write(*args: Any, **kwargs: Any) -> Any:
-            with replaced(_planner(args, kwargs), "resolve_data", functools.partial(_timed_resolve_data, operation)):
-                return write_data(*args, **kwargs)
+            sizes_bytes: list[int] = []
+            timed = functools.partial(_timed_resolve_data, operation, sizes_bytes)
+            with replaced(_planner(args, kwargs), "resolve_data", timed):
+                written = write_data(*args, **kwargs)
+            operation.count(conventions.STAGE, sum(sizes_bytes) if sizes_bytes else None, None)
+            return written
 
         return write
 
@@ -78,9 +82,9 @@ def _timed_create_stream(
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            moving = Moving(clock, stage, operation.written.open(raw))
+            moving = Moving(clock, stage, operation.written.open(raw), paired_tells)
             # Between two items torch fetches the next; each ends with the second of two questions for the position.
-            timed = timed_writer(raw, moving, paired_tells=paired_tells)
+            timed = timed_writer(raw, moving)
             if isinstance(timed, io.BufferedWriter):
                 # What it still holds must fail here as it would have in the stream that it stands for.
                 stream.enter_context(contextlib.closing(timed))
@@ -95,16 +99,24 @@ def _timed_create_stream(
     return create
 
 
-def _timed_resolve_data(operation: Operation, resolve_data: Callable[..., Any]) -> Callable[..., Any]:
+def _timed_resolve_data(
+    operation: Operation, sizes_bytes: list[int], resolve_data: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(resolve_data)
     def resolve(write_item: Any) -> Any:
         clock = operation.clock_here()
-        clock.enter(conventions.STAGE)
-        try:
+        outer = clock.stage
+        if outer == conventions.STAGE:  # as it is between the items of a file
             data = resolve_data(write_item)
-        finally:
-            clock.leave()
-        operation.count(conventions.STAGE, _size_bytes(data), None)
+        else:
+            clock.switch(conventions.STAGE)
+            try:
+                data = resolve_data(write_item)
+            finally:
+                clock.switch(outer)
+        size_bytes = _size_bytes(data)
+        if size_bytes is not None:
+            sizes_bytes.append(size_bytes)
         return data
 
     return resolve

@@ -15,11 +15,15 @@ from tracekit.capture.checkpoints.written import File
 
 @dataclass
 class Moving:
-    """What one stream moves: charged to `stage` of `clock`, counted in bytes and calls."""
+    """What one stream moves: charged to `stage` of `clock`, counted in bytes and calls.
+
+    Who writes asks for the position when an item begins, and with `paired_tells` also when it ends.
+    """
 
     clock: StageClock
     stage: str
     file: File
+    paired_tells: bool = False
     moved_bytes: int = 0
     calls: int = 0
 
@@ -28,15 +32,16 @@ class Moving:
         self.moved_bytes += size_bytes
         self.calls += 1
 
+    def turn(self) -> None:
+        """Take note that somebody asked for the position: of a shard, what follows belongs to another stage."""
+        if self.stage == conventions.WRITE:
+            ends = self.paired_tells and self.clock.stage == conventions.SERIALIZE
+            self.clock.switch(conventions.STAGE if ends else conventions.SERIALIZE)
 
-def timed_writer(raw: Any, moving: Moving, *, paired_tells: bool) -> Any:
-    """Return a stream that writes to `raw`; what its caller does to an item is charged to serialize.
 
-    A caller asks for the position when an item begins, and with `paired_tells` also when it ends.
-    """
-    if _is_plain(raw, io.BufferedWriter):
-        return _FileWriter(raw, moving, paired_tells=paired_tells)
-    return _OtherWriter(raw, moving, paired_tells=paired_tells)
+def timed_writer(raw: Any, moving: Moving) -> Any:
+    """Return a stream that writes to `raw`; what its caller does to an item is charged to serialize."""
+    return _FileWriter(raw, moving) if _is_plain(raw, io.BufferedWriter) else _OtherWriter(raw, moving)
 
 
 def timed_reader(raw: Any, moving: Moving) -> Any:
@@ -69,12 +74,15 @@ class _RawWriter(_Raw):
 
     def write(self, data: Any) -> int:
         moving = self._moving
-        moving.clock.enter(moving.stage)
+        clock = moving.clock
+        outer = clock.stage
+        clock.switch(moving.stage)
         try:
             written = super().write(data)
         finally:
-            moving.clock.leave()
-        moving.add(written or 0)
+            clock.switch(outer)
+        moving.moved_bytes += written or 0
+        moving.calls += 1
         moving.file.synced = False
         return written
 
@@ -104,10 +112,9 @@ class _RawReader(_Raw):
 class _FileWriter(io.BufferedWriter):
     """Python's buffer over a file of another stream."""
 
-    def __init__(self, stream: Any, moving: Moving, *, paired_tells: bool) -> None:
+    def __init__(self, stream: Any, moving: Moving) -> None:
         super().__init__(_RawWriter(stream, moving), _buffer_bytes(stream))
         self._moving = moving
-        self._paired_tells = paired_tells
         moving.file.holds_back = self.holds_back
 
     def holds_back(self) -> bool:
@@ -115,7 +122,7 @@ class _FileWriter(io.BufferedWriter):
         return not self.closed and super().tell() != self.raw.tell()
 
     def tell(self) -> int:
-        _turn(self._moving, paired_tells=self._paired_tells)
+        self._moving.turn()
         return super().tell()
 
 
@@ -134,10 +141,6 @@ class _Other:
 
 
 class _OtherWriter(_Other):
-    def __init__(self, raw: Any, moving: Moving, *, paired_tells: bool) -> None:
-        super().__init__(raw, moving)
-        self._paired_tells = paired_tells
-
     def write(self, data: Any) -> Any:
         moving = self._moving
         moving.clock.enter(moving.stage)
@@ -150,7 +153,7 @@ class _OtherWriter(_Other):
         return written
 
     def tell(self) -> Any:
-        _turn(self._moving, paired_tells=self._paired_tells)
+        self._moving.turn()
         return self._raw.tell()
 
     def flush(self) -> None:
@@ -171,9 +174,3 @@ class _OtherReader(_Other):
             count = self._raw.readinto(buffer)
         self._moving.add(count or 0)
         return count
-
-
-def _turn(moving: Moving, *, paired_tells: bool) -> None:
-    if moving.stage == conventions.WRITE:
-        ends = paired_tells and moving.clock.stage == conventions.SERIALIZE
-        moving.clock.switch(conventions.STAGE if ends else conventions.SERIALIZE)

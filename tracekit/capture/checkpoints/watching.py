@@ -173,7 +173,9 @@ def _begin_async_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs:
     entry = _entry(watch, folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
     kind = str(getattr(kwargs.get("async_checkpointer_type"), "name", "THREAD"))
     background = Background(entry, by_process=kind == "PROCESS")
-    begun = recording.begin(operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step)
+    begun = recording.begin(
+        operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step, hand_over=background.keep
+    )
     return _AsyncRecording(begun, background)
 
 

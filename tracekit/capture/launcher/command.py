@@ -55,7 +55,10 @@ def gather(words: list[str], *, program: str) -> int:
     options = parser.parse_args(words)
     try:
         moved = gathering.gather(options.run, options.parts)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        sys.stderr.write(f"tracekit: {error.filename}: {error.strerror}; check the path and its permissions\n")
+        return 2
+    except ValueError as error:
         sys.stderr.write(f"tracekit: {error}\n")
         return 2
     sys.stderr.write(f"tracekit: {moved} files moved to {options.run}; next: tracekit check {options.run}\n")
@@ -106,6 +109,8 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
     elif options.every is not None:
         parser.error("--every repeats a window: name it by --steps FIRST:END")
     out = options.out or Path("runs", _name())
+    if out.is_file():
+        parser.error(f"--out {out}: is a file; name a folder for the run")
     return Settings(
         out=os.path.abspath(out),  # noqa: PTH100 a link stays what the user named
         launch=launch.new_name(),

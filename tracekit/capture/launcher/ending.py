@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ def tell(settings: Settings, *, code: int, quiet: bool) -> None:
     if quiet:
         return
     if not notes and not failed:
-        _say(_nothing(settings))
+        _say(_nothing(settings, code))
     for folder in sorted({note.folder for note in notes}):
         of_it = sorted((note for note in notes if note.folder == folder), key=lambda note: note.rank)
         _tell_of(folder, of_it, settings, code=code)
@@ -96,7 +97,10 @@ def _tell_of(folder: Path, notes: list[Note], settings: Settings, *, code: int) 
     _say(f"next: tracekit check {where}, tracekit dashboard {_shown(folder.parent)}")
 
 
-def _nothing(settings: Settings) -> str:
+def _nothing(settings: Settings, code: int) -> str:
+    if code:
+        how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        return f"nothing was recorded: the command {how} before a torch optimizer took a step in it"
     if settings.ranks is not None:
         return f"nothing was recorded: no torch optimizer took a step on ranks {', '.join(map(str, settings.ranks))}"
     return (

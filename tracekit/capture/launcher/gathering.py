@@ -25,8 +25,10 @@ def gather(run: Path, parts: list[Path]) -> int:
         raise ValueError(f"{run} and its parts are of different trainings: nothing was moved")
     for part in parts:
         if not part.is_dir():
-            raise ValueError(f"{part}: no such folder")
+            raise ValueError(f"{part}: no such folder; check the path")
         found = [path for path in sorted(part.rglob("*")) if path.is_file() and _OURS.match(path.name)]
+        if not found:
+            raise ValueError(f"{part}: no file of a run in it (rank….pt.trace.json.gz, run.json); nothing was moved")
         for path in found:
             target = run / _place(path.relative_to(part))
             taken = moves.get(target, target)
