@@ -138,7 +138,7 @@ def _scores(found: Sequence[Answer]) -> str:
 
 def _asked(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
     while True:  # until a job is drawn that can have the fault, and fits into memory with some to spare
-        job = _drawn(draw, fault)
+        job = drawn(draw, fault)
         asked = (Asked(fault, ()),)
         try:
             if (
@@ -173,6 +173,16 @@ def _asked(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
         )
 
 
+def drawn(draw: random.Random, fault: Fault) -> Job:
+    """Draw a job that can have the fault."""
+    strategy = draw.choice([each for each in STRATEGIES if each in fault.strategies])
+    model = models.find(draw.choice(("llama2-7b", "llama2-13b", "llama3-8b")), layers=draw.choice((3, 4, 6)))
+    gpus = draw.choice((16, 32, 64) if strategy == HSDP else (8, 16, 32, 64))
+    machine, seq = hardware.find(draw.choice(tuple(hardware.HARDWARE))), draw.choice((2048, 4096, 8192))
+    job = Job(strategy, model, machine, gpus, seq, steps=4, seed=draw.randrange(1 << 20), ranks_written=3)
+    return replace(job, micro_batches=draw.choice((1, 1, 2)))
+
+
 def without_waits(loaded: Run) -> Run:
     """Return a run whose traces do not tell which streams wait for which events."""
     return Run(loaded.path, [_bare(each) for each in loaded.sources], manifest=loaded.manifest, align=align.offsets)
@@ -185,15 +195,6 @@ def _bare(source: Source) -> Source:
         return Trace(trace.rank, trace.window, trace.path, header=trace.header, **tables)
 
     return dataclasses.replace(source, read=read)
-
-
-def _drawn(draw: random.Random, fault: Fault) -> Job:
-    strategy = draw.choice([each for each in STRATEGIES if each in fault.strategies])
-    model = models.find(draw.choice(("llama2-7b", "llama2-13b", "llama3-8b")), layers=draw.choice((3, 4, 6)))
-    gpus = draw.choice((16, 32, 64) if strategy == HSDP else (8, 16, 32, 64))
-    machine, seq = hardware.find(draw.choice(tuple(hardware.HARDWARE))), draw.choice((2048, 4096, 8192))
-    job = Job(strategy, model, machine, gpus, seq, steps=4, seed=draw.randrange(1 << 20), ranks_written=3)
-    return replace(job, micro_batches=draw.choice((1, 1, 2)))
 
 
 if __name__ == "__main__":

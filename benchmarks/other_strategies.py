@@ -1,4 +1,4 @@
-"""What `tracekit whatif --strategy` predicts from a recording, against simulating the other strategy.
+"""What `tracekit whatif --strategy` and `--network-times` predict from a recording, against simulating just that.
 
     python -m benchmarks.other_strategies --out docs/whatif_strategies.md
 
@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from tracekit.simulate.hardware import Hardware
 from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.whatif import strategies
 from tracekit.whatif.replicas import Node
+from tracekit.whatif.strategies import Prediction
 
 _PAIRS = ((FSDP1, FSDP2), (FSDP1, YAFSDP), (FSDP2, YAFSDP), (FSDP1, HSDP), (FSDP2, HSDP))
 _JOBS = (("llama2-7b", 16, 2048), ("llama2-7b", 32, 1024), ("llama2-7b", 64, 2048), ("llama2-13b", 64, 4096))
+_NETWORKS = (0.5, 2, 4)
 _LAYERS, _STEPS = 6, 3
 
 
@@ -32,12 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the table to this file besides")
     asked = parser.parse_args(arguments)
     lines = [
-        "# Another strategy, predicted and simulated",
+        "# Another strategy or network, predicted and simulated",
         "",
         "    python -m benchmarks.other_strategies",
         "",
         f"**Simulated** runs of {_LAYERS} layers: a step as recorded under one strategy, as",
-        "`tracekit whatif --strategy` predicts it from that recording for another, and as simulating that gives it.",
+        "`tracekit whatif --strategy` predicts it from that recording for another, or `--network-times` for links that",
+        "carry more or less, and as simulating that gives it.",
         "",
         "| machine, job | from | to | recorded | predicted | simulated |",
         "|---|---|---|---|---|---|",
@@ -54,29 +58,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _rows(machine: Hardware, model: str, gpus: int, tokens: int) -> Iterator[str]:
+    whole = models.find(model, layers=_LAYERS)
+    job = Job(FSDP2, whole, machine, gpus, tokens, steps=_STEPS, seed=5, ranks_written=2)
     with tempfile.TemporaryDirectory() as folder:
-        took_ms = {}
-        for strategy in dict.fromkeys(name for pair in _PAIRS for name in pair):
-            job = Job(
-                strategy,
-                models.find(model, layers=_LAYERS),
-                machine,
-                gpus,
-                tokens,
-                steps=_STEPS,
-                seed=5,
-                ranks_written=2,
-            )
-            done = run.simulate(job, (), Path(folder) / strategy, arguments={}, force=True)
-            took_ms[strategy] = done.recording.total_ns / _STEPS / 1e6
+        every = dict.fromkeys(name for pair in _PAIRS for name in pair)
+        took_ms = {name: _simulated(replace(job, strategy=name), Path(folder) / name) for name in every}
+        runs = {name: tracekit.load(str(Path(folder) / name), cache=False) for name in every}
         node = Node(machine.gpus_per_node, machine.node_bytes_per_s)
         for before, after in _PAIRS:
-            recorded = tracekit.load(str(Path(folder) / before), cache=False)
-            told_ms = strategies.predicted(recorded, after, node).predicted_ns / 1e6
-            yield (
-                f"{before} | {after} | {took_ms[before]:.0f} ms | {_against(told_ms, took_ms[before])} | "
-                f"{_against(took_ms[after], took_ms[before])} |"
-            )
+            told = strategies.predicted(runs[before], after, node)
+            yield f"{before} | {after} | {_row(took_ms[before], told, took_ms[after])}"
+        for times in _NETWORKS:
+            told = strategies.other_network(runs[FSDP2], times)
+            true_ms = _simulated(replace(job, hardware=_faster(machine, times)), Path(folder) / "network")
+            yield f"{FSDP2} | network × {times:g} | {_row(took_ms[FSDP2], told, true_ms)}"
+
+
+def _simulated(job: Job, folder: Path) -> float:
+    """Simulate a job into a folder and return what a step takes, in ms."""
+    return run.simulate(job, (), folder, arguments={}, force=True).recording.total_ns / _STEPS / 1e6
+
+
+def _faster(machine: Hardware, times: float) -> Hardware:
+    return replace(
+        machine,
+        node_bytes_per_s=machine.node_bytes_per_s * times,
+        network_bytes_per_s=machine.network_bytes_per_s * times,
+    )
+
+
+def _row(recorded_ms: float, told: Prediction, true_ms: float) -> str:
+    told_ms = told.predicted_ns / 1e6
+    return f"{recorded_ms:.0f} ms | {_against(told_ms, recorded_ms)} | {_against(true_ms, recorded_ms)} |"
 
 
 def _against(ms: float, before_ms: float) -> str:

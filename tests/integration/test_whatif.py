@@ -8,6 +8,7 @@ import pytest
 
 import tracekit
 from tests import commands
+from tests.rotation import in_turns, one_in
 from tracekit import align, schema
 from tracekit.checking import check
 from tracekit.errors import InputError
@@ -29,6 +30,7 @@ def off(of):
     return float((told["replayed_ns"] / told["duration_ns"] - 1).abs().max())
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "name", ["demo-fsdp2", "demo-yafsdp", "faults/healthy-fsdp2", "faults/no-prefetch", "faults/dataloader"]
 )
@@ -47,14 +49,15 @@ def simulated(tmp_path_factory):
     """Return what simulates a run of a strategy with a fault, and its truth: each once."""
     made = {}
 
-    def make(strategy, fault):
-        if (strategy, fault) not in made:
+    def make(strategy, *names):
+        asked = tuple(name for name in names if name)
+        if (strategy, asked) not in made:
             job = Job(strategy, models.find("llama2-7b", layers=3), hardware.find("a100-80"), 16, 2048, steps=3, seed=4)
             job = dataclasses.replace(job, ranks_written=2, micro_batches=1)
-            out = tmp_path_factory.mktemp("runs") / f"{strategy}-{fault}"
-            run.simulate(job, [faults.parse(fault)] if fault else [], out, arguments={}, force=True)
-            made[strategy, fault] = out
-        return made[strategy, fault]
+            out = tmp_path_factory.mktemp("runs") / "-".join((strategy, *asked))
+            run.simulate(job, [faults.parse(each) for each in asked], out, arguments={}, force=True)
+            made[strategy, asked] = out
+        return made[strategy, asked]
 
     return make
 
@@ -71,6 +74,7 @@ def without_waits(loaded):
     return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=align.offsets)
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     ("strategy", "fault", "cause"),
     [
@@ -89,6 +93,26 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
     loaded = tracekit.load(folder, cache=False)
     assert off(loaded) < 0.01
     assert saving.saving(loaded, cause).saved_ns == pytest.approx(true_ns, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "both", "causes"),
+    one_in(
+        3,
+        [
+            ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
+            ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
+            ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
+        ],
+    ),
+)
+def test_what_two_causes_cost_together_is_what_a_run_without_both_takes_less(strategy, both, causes, simulated):
+    faulty, healthy = (tracekit.load(simulated(strategy, *each), cache=False) for each in (both, ()))
+    found = saving.together(faulty, causes)
+    healthy_ns = saving.saving(healthy, "communication").step_ns
+    assert found.saved_ns == pytest.approx(found.step_ns - healthy_ns, rel=0.05)
+    alone_ns = sum(saving.saving(faulty, each).saved_ns for each in causes)
+    assert abs(found.saved_ns - alone_ns) > 0.05 * found.saved_ns
 
 
 def truth(folder):
@@ -133,6 +157,19 @@ def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulat
         strategies.predicted(fsdp2, "hsdp", Node(16, 1e9))
 
 
+def test_another_network_is_predicted_from_what_links_carried(simulated):
+    base, slow = (tracekit.load(simulated("fsdp2", each), cache=False) for each in ("", "slow-network:2"))
+    step_ns = {run: saving.saving(run, "data-loading").step_ns for run in (base, slow)}
+    told = strategies.other_network(base, 0.5)
+    assert told.predicted_ns == pytest.approx(step_ns[slow], rel=0.01)
+    assert told.predicted_ns > 1.2 * told.step_ns
+    assert strategies.other_network(slow, 2).predicted_ns == pytest.approx(step_ns[base], rel=0.01)
+    assert "stays" in told.assumed[1]
+    for wrong in (0, -1, float("nan"), 1000):
+        with pytest.raises(InputError, match="--network-times is"):
+            strategies.other_network(base, wrong)
+
+
 def test_the_command_tells_people_and_programs(simulated):
     folder = str(simulated("fsdp2", "host-sync"))
     text = commands.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
@@ -145,6 +182,12 @@ def test_the_command_tells_people_and_programs(simulated):
     (only,) = json.loads(told.stdout)["without"]
     assert only["cause"] == "blocking-sync"
     assert only["saved_ratio"] > 0.05
+    both = commands.tracekit(
+        "whatif", folder, "--without", "communication", "--without", "blocking-sync", "--together", cwd=ROOT
+    )
+    assert "without blocking-sync and communication the step takes" in both.stdout
+    one = commands.tracekit("whatif", folder, "--without", "communication", "--together", cwd=ROOT)
+    assert (one.returncode, "two causes or more" in one.stderr) == (2, True)
     wrong = commands.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)
     assert wrong.returncode == 2
     assert "did you mean blocking-sync?" in wrong.stderr

@@ -20,6 +20,9 @@ def whatif(
         list[str] | None,
         typer.Option("--without", metavar="CAUSE", help="Take this cause away; repeatable. All that save, if none."),
     ] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="Also take all causes named by --without away at once.")
+    ] = False,
     strategy: Annotated[
         str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
     ] = None,
@@ -30,6 +33,9 @@ def whatif(
     ] = None,
     recompute_fewer: Annotated[
         int | None, typer.Option("--recompute-fewer", metavar="N", help="Predict N recomputed layers fewer.")
+    ] = None,
+    network_times: Annotated[
+        float | None, typer.Option("--network-times", metavar="X", help="Predict links that carry X times as much.")
     ] = None,
     gpu_hour_price: Annotated[
         float | None, typer.Option("--gpu-hour-price", metavar="X", help="Of one GPU, to tell money per day.")
@@ -55,12 +61,13 @@ def whatif(
         predictions.append(strategies.predicted(opened, strategy, _node(gpus_per_node, node_bandwidth)))
     if recompute_fewer is not None:
         predictions.append(strategies.recomputing_less(opened, recompute_fewer))
+    if network_times is not None:
+        predictions.append(strategies.other_network(opened, network_times))
     asks = bool(names) or not predictions
     found = answers.of(opened, names, gpu_hour_price=gpu_hour_price, asks=asks)
-    if table_format is Format.JSON:
-        output.emit(told.as_json(found, predictions, run=opened.name, price=gpu_hour_price), out)
-    else:
-        output.emit(told.as_text(found, predictions, run=opened.name, price=gpu_hour_price), out)
+    both = answers.together(opened, names, gpu_hour_price=gpu_hour_price) if together else None
+    write = told.as_json if table_format is Format.JSON else told.as_text
+    output.emit(write(found, predictions, both, run=opened.name, price=gpu_hour_price), out)
 
 
 def _node(gpus: int, bytes_per_s: float | None) -> "Node | None":

@@ -3,18 +3,43 @@
 import json
 from collections.abc import Iterator, Sequence
 
+import polars as pl
+
 from tracekit import units
-from tracekit.whatif import answers
+from tracekit.whatif import answers, saving
 from tracekit.whatif.answers import Answer, Answers
 from tracekit.whatif.strategies import Prediction
 
+COLUMNS = {
+    "cause": pl.String, "code": pl.String, "saved_ns": pl.Int64, "saved_ratio": pl.Float64, "without_ns": pl.Int64,
+    "gpu_hours_per_day": pl.Float64, "money_per_day": pl.Float64, "confidence": pl.Float64, "summary": pl.String,
+    "basis": pl.String, "doubt": pl.String,
+}  # fmt: skip
 
-def as_text(found: Answers, predictions: Sequence[Prediction], *, run: str, price: float | None = None) -> str:
-    """Return the answers as lines: the run and its replay, a line for each cause, and what cannot be told."""
-    return "\n".join(_lines(found, predictions, run, price)) + "\n"
+
+def as_text(
+    found: Answers,
+    predictions: Sequence[Prediction],
+    together: Answer | None = None,
+    *,
+    run: str,
+    price: float | None = None,
+) -> str:
+    """Return the answers as lines: the run and its replay, a line for each cause, and what cannot be told.
+
+    `together` is the answer to several causes at once.
+    """
+    return "\n".join(_lines(found, predictions, together, run, price)) + "\n"
 
 
-def as_json(found: Answers, predictions: Sequence[Prediction], *, run: str, price: float | None = None) -> str:
+def as_json(
+    found: Answers,
+    predictions: Sequence[Prediction],
+    together: Answer | None = None,
+    *,
+    run: str,
+    price: float | None = None,
+) -> str:
     """Return the answers as one JSON object."""
     told = {
         "run": run,
@@ -24,27 +49,44 @@ def as_json(found: Answers, predictions: Sequence[Prediction], *, run: str, pric
         "gpus": found.gpus,
         "without": [_as_object(each) for each in found.answers],
         "unknown": [{"cause": each.cause.name, "why": each.why_not} for each in found.unknown],
+        "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
     }
     return json.dumps(told, indent=2) + "\n"
 
 
-def _lines(found: Answers, predictions: Sequence[Prediction], run: str, price: float | None) -> Iterator[str]:
+def as_table(found: Answers) -> pl.DataFrame:
+    """Return the answers as a table with the columns COLUMNS; one row per cause, what saves most first."""
+    return pl.DataFrame([_as_object(each) for each in found.answers], schema=COLUMNS)
+
+
+def doubt(found: Answers) -> str:
+    """Return what to say of a replay that does not reproduce the run; '' of one that does."""
+    if found.is_reproduced:
+        return ""
+    return (
+        f"The replay does not reproduce this run: with nothing changed it is {abs(found.replay_error_ratio):.1%} off, "
+        f"more than {saving.MAX_ERROR_RATIO:.0%}. Take the answers as hints; findings do not take their cost from them."
+    )
+
+
+def _lines(
+    found: Answers, predictions: Sequence[Prediction], together: Answer | None, run: str, price: float | None
+) -> Iterator[str]:
     yield (
         f"{run}: a step takes {units.duration(found.step_ns)}; replayed with nothing changed "
         f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
     )
+    if doubts := doubt(found):
+        yield doubts
     if not found.answers and not predictions:
         yield "no cause that can be taken away would make it shorter"
     for each in found.answers:
-        yield (
-            f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
-            f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
-        )
-        if each.doubt:
-            yield f"  less sure: {each.doubt}"
+        yield from _of_answer(each, price)
     if len(found.answers) > 1:
         yield "These overlap: what causes save together is not their sum."
+    if together is not None:
+        yield from _of_answer(together, price)
     yield from (f"cannot tell {each.cause.name}: {each.why_not}" for each in found.unknown)
     for prediction in predictions:
         hours = answers.hours_per_day(prediction.saved_ratio, found.gpus)
@@ -59,6 +101,18 @@ def _lines(found: Answers, predictions: Sequence[Prediction], run: str, price: f
             if found.gpus
             else "The run was on CPUs, so no GPU-hours and no money are told."
         )
+
+
+def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
+    if each.why_not:
+        yield f"cannot tell {each.cause.name}: {each.why_not}"
+        return
+    yield (
+        f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
+        f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
+    )
+    if each.doubt:
+        yield f"  less sure: {each.doubt}"
 
 
 def _less(saved_ratio: float) -> str:
@@ -97,3 +151,11 @@ def _as_object(each: Answer) -> dict[str, object]:
         "basis": each.basis,
         "doubt": each.doubt,
     }
+
+
+def _of_several(each: Answer) -> dict[str, object]:
+    names = each.cause.name.split(saving.AND)
+    if each.why_not:
+        return {"causes": names, "why": each.why_not}
+    told = _as_object(each)
+    return {"causes": names} | {key: value for key, value in told.items() if key not in ("cause", "code")}

@@ -10,8 +10,11 @@ from tracekit.errors import InputError
 from tracekit.trace import Run
 from tracekit.whatif import causes, saving, steps
 from tracekit.whatif.causes import Cause
+from tracekit.whatif.changes import in_order
+from tracekit.whatif.saving import Saving
 
-_LEAST_RATIO = 0.001
+LEAST_RATIO = 0.001
+"""What saves less of a step is told only where it is asked for by name."""
 _HOURS = 24.0
 
 
@@ -51,11 +54,18 @@ class Answers:
     replay: pl.DataFrame
     gpus: int
     """Of the job; 0 where it ran on CPUs."""
+    infers_waits: bool
+    """Whether waits of streams are inferred, since the traces do not tell them."""
 
     @property
     def replay_error_ratio(self) -> float:
         """Return by how much the replay with nothing changed differs from the recorded steps."""
         return self.replayed_ns / self.step_ns - 1 if self.step_ns else 0.0
+
+    @property
+    def is_reproduced(self) -> bool:
+        """Return whether the replay with nothing changed is near enough to the recorded steps to price findings."""
+        return abs(self.replay_error_ratio) <= saving.MAX_ERROR_RATIO
 
 
 def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None, asks: bool = True) -> Answers:
@@ -75,8 +85,8 @@ def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = 
             "record with activities=[CPU, CUDA]"
         )
     gpus = gpus_of(run)
-    found = [_answer(run, each, gpus, gpu_hour_price) for each in wanted]
-    told = [each for each in found if not each.why_not and (names or each.saved_ratio >= _LEAST_RATIO)]
+    found = [_answer(each, saving.saving(run, each.name), gpus, gpu_hour_price) for each in wanted]
+    told = [each for each in found if not each.why_not and (names or each.saved_ratio >= LEAST_RATIO)]
     per = replay.select("window", "step").n_unique()
     return Answers(
         tuple(sorted(told, key=lambda each: -each.saved_ns)),
@@ -85,7 +95,27 @@ def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = 
         steps.total_ns(replay, "replayed_ns") // per,
         replay,
         gpus,
+        saving.infers_waits(run),
     )
+
+
+def together(run: Run, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
+    """Return what a run would be without several causes at once, as one answer.
+
+    Where one of them cannot be told, its `why_not` says so. Raises InputError for a name that is no cause, and for less
+    than two.
+    """
+    several = [causes.find(name) for name in in_order(causes.find(name).name for name in names)]
+    if len(several) < 2:
+        raise InputError("--together takes two causes or more, each named by --without")
+    both = Cause(
+        saving.AND.join(each.name for each in several),
+        "",
+        "; ".join(each.summary for each in several),
+        "; ".join(each.basis for each in several),
+        min(each.confidence for each in several),
+    )
+    return _answer(both, saving.together(run, names), gpus_of(run), gpu_hour_price)
 
 
 def gpus_of(run: Run) -> int:
@@ -107,8 +137,7 @@ def hours_per_day(saved_ratio: float, gpus: int) -> float | None:
     return gpus * _HOURS * saved_ratio if gpus else None
 
 
-def _answer(run: Run, cause: Cause, gpus: int, price: float | None) -> Answer:
-    found = saving.saving(run, cause.name)
+def _answer(cause: Cause, found: Saving, gpus: int, price: float | None) -> Answer:
     hours = hours_per_day(found.saved_ratio, gpus)
     return Answer(
         cause,

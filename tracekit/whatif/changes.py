@@ -1,6 +1,6 @@
 """Graphs with one cause of lost time taken away. Each change takes a graph and returns another."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -103,6 +103,16 @@ CHANGES: Mapping[str, Callable[[Graph], Graph]] = {
 
 AS_MEASURED = frozenset({"preparation", "give-way", "slowed-compute"})
 """Changes that are about contention: after them nothing is slowed again."""
+_FIRST = ("slowed-compute", "give-way", "slowed-collectives", "slow-link", "small-collectives", "straggler")
+"""Changes that compare how long work took: they go before those that let work take no time, or move it."""
+_LAST = ("shared-queue", "shared-communicator", "late-gathers")
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return changes in the order in which they are made where there are several; each once."""
+    rest = [name for name in CHANGES if name not in (*_FIRST, *_LAST)]
+    wanted = frozenset(names)
+    return tuple(name for name in (*_FIRST, *rest, *_LAST) if name in wanted)
 
 
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:

@@ -1,5 +1,6 @@
 """What a run would gain without one cause: the number that rules quote as the cost of their findings."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -8,13 +9,21 @@ import polars as pl
 from tracekit.trace import Run
 from tracekit.whatif import causes, graph, settle, steps
 from tracekit.whatif.cannot import CannotTellError
-from tracekit.whatif.changes import AS_MEASURED, CHANGES
+from tracekit.whatif.changes import AS_MEASURED, CHANGES, in_order
 from tracekit.whatif.graph import Graph, Replayed
 
 STEP_COLUMNS = {
     "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
     "replayed_ns": pl.Int64, "without_ns": pl.Int64, "saved_ns": pl.Int64,
 }  # fmt: skip
+BY_RANK_COLUMNS = {
+    "cause": pl.String, "rank": pl.Int64, "duration_ns": pl.Int64, "replayed_ns": pl.Int64, "without_ns": pl.Int64,
+    "saved_ns": pl.Int64,
+}  # fmt: skip
+AND = " and "
+"""Between the names of causes that are taken away together."""
+MAX_ERROR_RATIO = 0.02
+"""How far the replay of the unchanged steps may be off the recorded ones, if it is to price anything."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +57,19 @@ def saving(run: Run, cause: str) -> Saving:
     micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the
     run; a replay takes some hundredths of a second. Raises InputError for any other name.
     """
-    causes.find(cause)
+    return together(run, (cause,))
+
+
+def together(run: Run, names: Iterable[str]) -> Saving:
+    """Return what a run would gain without several causes at once. Raises InputError for a name that is none.
+
+    Where one of them cannot be told, neither can all together.
+    """
+    wanted = in_order(causes.find(name).name for name in names)
     known = _SAVINGS.setdefault(run, {})
-    if cause not in known:
-        known[cause] = _saving(run, cause)
-    return known[cause]
+    if wanted not in known:
+        known[wanted] = _saving(run, wanted)
+    return known[wanted]
 
 
 def replayed(run: Run) -> pl.DataFrame:
@@ -70,9 +87,25 @@ def graphs_of(run: Run) -> list[Graph]:
     return _GRAPHS[run]
 
 
+def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
+    """Return what a step would take on each rank: columns cause, and those of `steps.by_rank`.
+
+    One row per saving and rank; where the run cannot tell, none.
+    """
+    tables = [
+        steps.by_rank(each.steps).select(pl.lit(each.cause, pl.String).alias("cause"), pl.all()) for each in savings
+    ]
+    return pl.concat(tables) if tables else pl.DataFrame(schema=BY_RANK_COLUMNS)
+
+
+def infers_waits(run: Run) -> bool:
+    """Return whether waits of streams are inferred, since the traces do not tell them."""
+    return any(bool((each.edges.inferred & (each.edges.how == _EVENT)).any()) for each in graphs_of(run))
+
+
 _GRAPHS: WeakKeyDictionary[Run, list[Graph]] = WeakKeyDictionary()
 _BASELINES: WeakKeyDictionary[Run, pl.DataFrame] = WeakKeyDictionary()
-_SAVINGS: WeakKeyDictionary[Run, dict[str, Saving]] = WeakKeyDictionary()
+_SAVINGS: WeakKeyDictionary[Run, dict[tuple[str, ...], Saving]] = WeakKeyDictionary()
 _EVENT = "event"
 _INFERRED = 0.8
 _GUESSED = 0.5
@@ -80,12 +113,13 @@ _UNSEEN = "preparation would run beside compute, which this recording never show
 _KEY = ["window", "rank", "step", "device"]
 
 
-def _saving(run: Run, cause: str) -> Saving:
+def _saving(run: Run, names: tuple[str, ...]) -> Saving:
+    cause = AND.join(names)
     before = replayed(run)
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that a replay can be made of")
     try:
-        played = [(each, *_without(each, cause)) for each in graphs_of(run)]
+        played = [(each, *_without(each, names)) for each in graphs_of(run)]
     except CannotTellError as error:
         return _unknown(cause, str(error))
     without = pl.concat(steps.durations(changed, then) for _, changed, then in played).select(
@@ -98,7 +132,8 @@ def _saving(run: Run, cause: str) -> Saving:
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
     note = _UNSEEN if any(settle.guesses(each, then) for each, _, then in played) else ""
-    sure = causes.find(cause).confidence * _sure(run, table) * (_GUESSED if note else 1.0)
+    least = min(causes.find(name).confidence for name in names)
+    sure = least * _sure(run, table) * (_GUESSED if note else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
     return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS), note=note)
 
@@ -106,13 +141,20 @@ def _saving(run: Run, cause: str) -> Saving:
 def _sure(run: Run, table: pl.DataFrame) -> float:
     """Return how far the replay can be trusted: less where waits are inferred, and where it is off."""
     off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
-    inferred = any(bool((each.edges.inferred & (each.edges.how == _EVENT)).any()) for each in graphs_of(run))
-    return max(0.1, 1 - 2 * off) * (_INFERRED if inferred else 1.0)
+    return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
-def _without(whole: Graph, cause: str) -> tuple[Graph, Replayed]:
-    changed = CHANGES[cause](whole)
-    return (changed, changed.replayed) if cause in AS_MEASURED else settle.settled(whole, changed)
+def _without(whole: Graph, names: tuple[str, ...]) -> tuple[Graph, Replayed]:
+    changed = whole
+    for name in names:
+        try:
+            changed = CHANGES[name](changed)
+        except CannotTellError as error:
+            raise CannotTellError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
+    if AS_MEASURED.issuperset(names):
+        return changed, changed.replayed
+    crawling = not {"preparation", "give-way"} & set(names)
+    return settle.settled(whole, changed, crawling=crawling, slowing="slowed-compute" not in names)
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

@@ -41,11 +41,11 @@ class _Contention:
     """Whether preparation was seen beside main compute; if not it is taken to run as fast there as alone."""
 
 
-def settled(graph: Graph, changed: Graph, *, crawling: bool = True) -> tuple[Graph, Replayed]:
+def settled(graph: Graph, changed: Graph, *, crawling: bool = True, slowing: bool = True) -> tuple[Graph, Replayed]:
     """Return a changed graph with its durations as the contention left in it makes them, and its replay.
 
-    Without `crawling`, preparation and compute no longer slow each other. Raises CannotTellError where the change makes
-    ranks wait for each other in a circle.
+    Without `crawling`, preparation and compute no longer slow each other; without `slowing`, collectives no longer slow
+    compute. Raises CannotTellError where the change makes ranks wait for each other in a circle.
     """
     if (changed.edges.how == COLLECTIVE).sum() < (graph.edges.how == COLLECTIVE).sum():
         raise CannotTellError("with it, ranks would wait for each other in a circle: the waits known do not all hold")
@@ -53,6 +53,8 @@ def settled(graph: Graph, changed: Graph, *, crawling: bool = True) -> tuple[Gra
     known = _contention(graph)
     if known is not None and not crawling:
         known = replace(known, preparation_loss=0.0, main_loss=0.0)
+    if known is not None and not slowing:
+        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
     if known is None:
         return changed, first
     own = changed.own_ns.copy()

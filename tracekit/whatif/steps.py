@@ -33,6 +33,29 @@ def durations(graph: Graph, played: Replayed) -> pl.DataFrame:
     ).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
 
 
+def by_rank(table: pl.DataFrame) -> pl.DataFrame:
+    """Return what a step takes on each rank: the mean over its steps, of the device that takes longest.
+
+    `table` has the columns of `saving.STEP_COLUMNS`. Columns rank, duration_ns, replayed_ns, without_ns,
+    saved_ns; one row per rank.
+    """
+    times = pl.col("duration_ns", "replayed_ns", "without_ns")
+    per = table.select("window", "rank", "step").unique().group_by("rank").agg(pl.len().alias("per"))
+    per_device = table.group_by("window", "rank", "device").agg(times.sum())
+    sums = per_device.group_by("window", "rank").agg(times.max()).group_by("rank").agg(times.sum())
+    told = sums.join(per, on="rank").with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
+    return told.sort("rank").select(
+        "rank", pl.col("duration_ns", "replayed_ns", "without_ns", "saved_ns") // pl.col("per")
+    )
+
+
+def worst_error_ratio(table: pl.DataFrame) -> float:
+    """Return by how much the replay of one step differs from its recording at most, on any rank."""
+    known = table.filter(pl.col("duration_ns") > 0)
+    off = (known["replayed_ns"] / known["duration_ns"] - 1).abs().to_numpy()
+    return float(off.max(initial=0.0))
+
+
 def _lasts(graph: Graph, played: Replayed) -> pl.DataFrame:
     """Return when the last activity of each step ended."""
     end: Ints = played.end_ns[graph.done]

@@ -10,7 +10,7 @@ from tracekit import units
 from tracekit.analysis import latency
 from tracekit.errors import InputError
 from tracekit.trace import Run
-from tracekit.whatif import changes, gathers, reductions, replicas, saving, settle, steps
+from tracekit.whatif import changes, gathers, network, reductions, replicas, saving, settle, steps
 from tracekit.whatif.cannot import CannotTellError
 from tracekit.whatif.graph import Graph
 from tracekit.whatif.replicas import Node
@@ -27,6 +27,7 @@ _BUFFERS = (
 )
 _COPIES = "copies into and out of gathered buffers, which the new strategy may add, left out"
 _COPYING = r"copy_in|copy_out"
+_SLOWEST = 0.01
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,25 @@ def recomputing_less(run: Run, layers: int) -> Prediction:
     return _predicted(run, f"{layers} recomputed layers fewer", fewer, ("the memory for what is then kept",))
 
 
+def other_network(run: Run, times: float) -> Prediction:
+    """Return what a step would take on links that carry `times` as many bytes a second.
+
+    Raises InputError where nothing is transferred.
+    """
+    if not _SLOWEST <= times <= 1 / _SLOWEST:
+        raise InputError(f"--network-times is {times}; it must be from {_SLOWEST:g} to {1 / _SLOWEST:g}")
+    lines = run.across(latency.by_group).select("group", "group_size", "hop_ns")
+    known = lines["hop_ns"].is_not_null().any()
+    assumed = (
+        f"every link, inside nodes and between them, carries {times:g} times as many bytes a second",
+        "the latency of a ring's hops, as fitted to the run's collectives, stays"
+        if known
+        else "latency scales too: sizes differ too little to tell it from bandwidth",
+    )
+    name = f"a network {times:g} times as fast"
+    return _predicted(run, name, lambda graph: network.carrying(graph, times, lines), assumed, crawling=True)
+
+
 def _predicted(
     run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, crawling: bool = False
 ) -> Prediction:
@@ -145,3 +165,5 @@ _CHANGES: Mapping[str, tuple[Callable[[Graph], Graph], tuple[str, ...]]] = {
     "fsdp2": (_fsdp2, (*_ASSUMED, _COPIES)),
     "yafsdp": (_yafsdp, (*_ASSUMED, _BUFFERS)),
 }
+NAMES = (*_CHANGES, HSDP)
+"""The strategies that can be predicted."""
