@@ -19,7 +19,13 @@ from tracekit import loading, tiles
 
 ZOOM_IN, ZOOM_OUT, LATER, EARLIER = "w", "s", "d", "a"
 ROUND = (ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, LATER, LATER, LATER, LATER, LATER, EARLIER) + (ZOOM_OUT,) * 5
-BARS_MS = {"first paint": 2000, "redraw, median": 300, "redraw, p95": 800, "four users, p95": 2000}
+BARS_MS = {
+    "first paint": 2000,
+    "first paint, empty browser": 2000,
+    "redraw, median": 300,
+    "redraw, p95": 800,
+    "four users, p95": 2000,
+}
 BAR_BYTES = 2 << 30
 WAIT_MS = 60_000
 _STATE = (
@@ -38,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.run}: {scene.tracks.height} tracks, opened in {time.monotonic() - began_s:.1f} s", flush=True)
     with screenshots.served(options.run.resolve()) as (url, pid), _browser() as browser:
         _first(browser, url)  # the first person of all also waits for the server's imports
-        paints = [_first(browser, url) for _ in range(options.rounds)]
+        paints = {
+            "first paint": _paints(browser, url, options.rounds),
+            "first paint, empty browser": [_first(browser, url) for _ in range(options.rounds)],
+        }
         began_cpu_ms = _cpu_ms(pid)
         alone = _redraws(browser, url, users=1, rounds=options.rounds)
         cpu_ms = (_cpu_ms(pid) - began_cpu_ms) / len(alone)
@@ -48,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _say(paints, alone, together, held, users=options.users)
 
 
-def _say(paints: list[float], alone: list[float], together: list[float], held: dict[str, int], *, users: int) -> int:
-    found = {
-        "first paint": statistics.median(paints),
+def _say(
+    paints: dict[str, list[float]], alone: list[float], together: list[float], held: dict[str, int], *, users: int
+) -> int:
+    found = {name: statistics.median(times_ms) for name, times_ms in paints.items()} | {
         "redraw, median": statistics.median(alone),
         "redraw, p95": _p95(alone),
         "four users, p95": _p95(together),
@@ -60,7 +70,9 @@ def _say(paints: list[float], alone: list[float], together: list[float], held: d
         print(f"| {name.replace('four', str(users))} | {ms:.0f} ms | {BARS_MS[name]} ms |")
     for name, held_bytes in held.items():
         print(f"| server memory, {name} | {held_bytes / 2**20:.0f} MiB | {BAR_BYTES >> 20} MiB |")
-    print(f"\n{len(paints)} first paints, {len(alone)} redraws alone, {len(together)} of {users} users at once")
+    print(
+        f"\n{len(paints['first paint'])} first paints of a kind, {len(alone)} redraws alone, {len(together)} together"
+    )
     return int(any(ms > BARS_MS[name] for name, ms in found.items()) or max(held.values()) > BAR_BYTES)
 
 
@@ -69,19 +81,35 @@ def _p95(values: list[float]) -> float:
 
 
 def _first(browser: Any, url: str) -> float:
-    """Return the time in ms from the start of a navigation to the first picture."""
+    """Return the time in ms from the start of a navigation to the first picture, in a browser that keeps nothing."""
     page = _opened(browser, url)
     painted_ms = float(page.evaluate(_STATE)["paintedMs"])
     page.context.close()
     return painted_ms
 
 
+def _paints(browser: Any, url: str, rounds: int) -> list[float]:
+    """Return the same of one browser that was here before: Streamlit's files lie in its cache."""
+    page = _opened(browser, url)
+    found = []
+    for _ in range(rounds):
+        page.goto("about:blank")
+        _go(page, url)
+        found.append(float(page.evaluate(_STATE)["paintedMs"]))
+    page.context.close()
+    return found
+
+
 def _opened(browser: Any, url: str) -> Any:
     page = browser.new_context(viewport={"width": 1600, "height": 1000}).new_page()
     page.set_default_timeout(WAIT_MS)
+    _go(page, url)
+    return page
+
+
+def _go(page: Any, url: str) -> None:
     page.goto(f"{url}/timeline")
     page.wait_for_function(_SHARP)
-    return page
 
 
 def _redraws(browser: Any, url: str, *, users: int, rounds: int) -> list[float]:

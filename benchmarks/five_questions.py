@@ -154,7 +154,7 @@ _ASKED: dict[str, Callable[[_Person], str]] = {
         .read(".timeline .details", "Loading data holds up")
     ),
     "What would prefetch give?": lambda person: (
-        person.choose("prefetch").compare_with("healthy").turn_to("Compare").read("table.tracekit", "step time")
+        person.choose("prefetch").turn_to("What if").read("table.tracekit tr", "late-gathers")
     ),
     "Where does memory peak?": lambda person: (
         person.choose("memory").turn_to("Memory").read("[data-testid=stMain] h3", "Held over time")

@@ -1,7 +1,7 @@
-"""Screenshots of every page of the dashboard: python -m benchmarks.screenshots [--out DIR] [--dark] [--runs DIR].
+"""Screenshots of the dashboard's pages and the report: python -m benchmarks.screenshots [NAME…] [--out DIR] [--dark].
 
-The runs are those in sample_traces unless others are named, and a simulated one for what needs devices. Pictures for
-docs/images are made in the light theme, in as few colours as keep them under 150 kB.
+The runs are those in sample_traces unless others are named, a simulated one for what needs devices, and a simulated
+history. Pictures for docs/images are made in the light theme, in as few colours as keep them under 150 kB.
 """
 
 import argparse
@@ -29,6 +29,7 @@ WIDTH, HEIGHT = 1400, 900
 MOST_BYTES = 150_000
 WAIT_MS = 120_000
 
+REPORT, REPORTED, REPORT_SIZE = "report", "demo-fsdp2", {"width": 1200, "height": 1400}
 SIMULATED = "simulated"
 _GIVE_WAY = ("--gpus", "16", "--layers", "6", "--ranks-written", "4", "--fault", "give-way")
 
@@ -56,10 +57,12 @@ SHOTS = (
     Shot("ranks", "ranks", "demo-yafsdp&colour=waited_ratio", 1000),
     Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),
     Shot("checkpoints", "checkpoints", "demo-yafsdp", 1000, "Training blocked"),
+    Shot("whatif", "whatif", "demo-yafsdp&without=checkpoint&without=straggler", 1250),
     Shot("sql", "sql", "demo-yafsdp", press="Run"),
     Shot("quality", "quality", "demo-yafsdp", 1000),
     Shot("compare", "compare", "demo-yafsdp&compare=demo-fsdp2", 1000),
     Shot("plan", "plan", "demo-yafsdp"),
+    Shot("history", "history", "demo-yafsdp", 960),
     Shot("runs", "runs", "demo-yafsdp"),  # the last, so that runs looked at before have their verdict
 )
 
@@ -75,25 +78,77 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--whole", action="store_true", help="pages from top to bottom, in full colour")
     asked = parser.parse_args(words)
     asked.out.mkdir(parents=True, exist_ok=True)
+    if not asked.names or REPORT in asked.names:
+        with tempfile.TemporaryDirectory() as folder:
+            _keep(asked.out / f"{REPORT}.png", small(reported(asked.runs / (asked.run or REPORTED), Path(folder))))
     shots = [shot for shot in SHOTS if not asked.names or shot.name in asked.names]
+    if not shots:
+        return
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(asked.runs, simulated(Path(folder))) as (url, _),
+        served(asked.runs, made(Path(folder))) as (url, _),
     ):
         for shot, picture in taken(url, shots, run=asked.run, dark=asked.dark, whole=asked.whole):
-            path = asked.out / f"dashboard_{shot.name}.png"
-            path.write_bytes(picture if asked.whole else small(picture))
-            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+            _keep(asked.out / f"dashboard_{shot.name}.png", picture if asked.whole else small(picture))
 
 
-def simulated(folder: Path) -> Path:
-    """Simulate a run on devices, for the pages that need them."""
-    run = folder / SIMULATED
+def _keep(path: Path, picture: bytes) -> None:
+    path.write_bytes(picture)
+    print(f"{path}: {len(picture) / 1000:.0f} kB")
+
+
+def reported(run: Path, folder: Path) -> bytes:
+    """Return a picture of the top of a run's HTML report."""
+    from playwright.sync_api import sync_playwright
+
+    file = folder / "report.html"
+    command = [sys.executable, "-m", "tracekit", "check", str(run), "--fail-on", "never", "--format", "html"]
+    subprocess.run([*command, "--output", str(file)], check=True, env=_environment())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), chromium_sandbox=False)
+        page = browser.new_page(viewport=REPORT_SIZE)
+        page.set_default_timeout(WAIT_MS)
+        page.goto(file.as_uri())
+        page.locator("#figure-breakdown svg.main-svg").first.wait_for()
+        page.wait_for_timeout(1000)
+        picture = page.screenshot()
+        browser.close()
+    return picture
+
+
+def made(folder: Path) -> Path:
+    """Make what the pages need beside recorded runs: a run on devices and a history, both simulated."""
+    simulate(folder / SIMULATED)
+    remember(folder)
+    return folder
+
+
+def simulate(run: Path) -> None:
+    """Simulate a run on devices."""
     command = [sys.executable, "-m", "tracekit", "simulate", *_GIVE_WAY, "--out", str(run)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment())
     for file in run.iterdir():
         os.utime(file, (0, 0))  # it is not being recorded
-    return run
+
+
+def remember(folder: Path) -> None:
+    """Write a history of 20 simulated runs, slower by a fifth from the 13th on: that of docs/history.md."""
+    from tests import dated
+    from tracekit.history import store
+    from tracekit.history.commits import Commit
+    from tracekit.history.entry import entry
+    from tracekit.reports import json as reports
+
+    entries = [
+        entry(
+            report,
+            reports.side(report),
+            commit=Commit(f"{number:02d}{'abcdef' * 6}ab", f"Tune the loader, part {number}", "main"),
+            failures=(),
+        )
+        for number, report in enumerate(dated.slower_from(12, 20))
+    ]
+    store.add(folder / store.FILE, entries)
 
 
 def _environment() -> dict[str, str]:

@@ -50,16 +50,20 @@ def kept(name: str, options: Sequence[Any], default: Any = None) -> str:
     )
 
 
-def kept_several(name: str, options: Sequence[Any], default: Sequence[Any] = ()) -> str:
-    """Return the key of a widget that takes several of `options`; what is no option any more is dropped."""
+def kept_several(name: str, options: Sequence[Any], default: Sequence[Any] = (), *, at_most: int | None = None) -> str:
+    """Return the key of a widget that takes several of `options`, the first `at_most` of those that are asked for.
+
+    What is no option any more is dropped.
+    """
     by_text = {str(option): option for option in options}
     wanted = st.session_state.get(name)
-    if wanted is not None and any(each not in options for each in wanted):
-        st.session_state[name] = [each for each in wanted if each in options]
+    usable = wanted and [each for each in wanted if each in options][:at_most]
+    if usable != wanted:
+        st.session_state[name] = usable
     return _bound(
         name,
-        [each for each in default if each in options],
-        parse=lambda texts: [by_text[text] for text in dict.fromkeys(texts) if text in by_text],
+        [each for each in default if each in options][:at_most],
+        parse=lambda texts: [by_text[text] for text in dict.fromkeys(texts) if text in by_text][:at_most],
         tell=lambda value: tuple(map(str, value)) or ("",),
         is_choice=lambda value: all(each in options for each in value),
     )

@@ -3,7 +3,9 @@
 `tracekit dashboard RUN…` runs this file under Streamlit; ``streamlit run dashboard/app.py -- RUN…`` does the same.
 """
 
+import operator
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
-from dashboard import address, catalog, parts, uploads
+from dashboard import address, catalog, opened, parts, uploads
 from dashboard.views import (
     checkpoints,
     communication,
@@ -27,12 +29,15 @@ from dashboard.views import (
     runs,
     sql,
     timeline,
+    whatif,
 )
+from tracekit.errors import TracekitError
 
 # A file of ours: Streamlit fetches icons given by name from a network.
 ICON = Path(__file__).with_name("icon.svg")
 
-LISTING_LIVES_S = REFRESH_S = 3.0
+# How often a page looks for news: where a run is being recorded, and where none is.
+REFRESH_S, CALM_REFRESH_S = 3.0, 10.0
 _DROPPED = "dropped_stamp"
 
 
@@ -43,15 +48,16 @@ def main() -> None:
     st.html(parts.STYLE)
     words = tuple(sys.argv[1:])
     paths = tuple(word for word in words if not word.startswith(catalog.HISTORY))
-    listed = _listed(paths)
+    known = _catalog(paths)
+    listed = known.listed().entries
     past = catalog.history_file(words)
     if not listed:
         parts.nothing_opened()
         return
     # The pages speak of what is chosen below: the choice must know the page that it is made on.
     pages = {
-        "runs": st.Page(lambda: runs.page(lambda: _listed(paths), _listed.clear), title="Runs", url_path="runs"),
-        "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="overview", default=True),
+        "runs": st.Page(lambda: runs.page(known.listed, known.forget), title="Runs", url_path="runs"),
+        "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="root", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
         "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
         "communication": st.Page(lambda: communication.page(chosen), title="Communication", url_path="communication"),
@@ -59,6 +65,7 @@ def main() -> None:
         "kernels": st.Page(lambda: kernels.page(chosen), title="Kernels", url_path="kernels"),
         "memory": st.Page(lambda: memory.page(chosen), title="Memory", url_path="memory"),
         "checkpoints": st.Page(lambda: checkpoints.page(chosen), title="Checkpoints", url_path="checkpoints"),
+        "whatif": st.Page(lambda: whatif.page(chosen), title="What if", url_path="whatif"),
         "sql": st.Page(lambda: sql.page(chosen), title="SQL", url_path="sql"),
         "quality": st.Page(lambda: quality.page(chosen), title="Data quality", url_path="quality"),
         "compare": st.Page(lambda: compare.page((chosen, *others)), title="Compare", url_path="compare"),
@@ -67,23 +74,51 @@ def main() -> None:
     if past is not None:
         pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
     st.session_state[parts.PAGES] = pages
-    shown = st.navigation(_in_sections(pages), expanded=True)
+    named = st.Page(lambda: None, title="Overview by its name", url_path="overview", visibility="hidden")
+    sections = _in_sections(pages)
+    shown = st.navigation({**sections, "": [*sections[""], named]}, expanded=True)
+    if shown == named:  # the default page has no address but the root
+        st.switch_page(pages["overview"], query_params=address.choices())
     is_bare = parts.RUN not in st.query_params and parts.RUN not in st.session_state
     if is_bare and shown == pages["overview"] and len(listed) > 1:
         st.switch_page(pages["runs"])  # nobody said which run to open
     st.session_state[address.PAGE] = shown.url_path
-    is_changing = shown == pages["runs"] and any(entry.is_live for entry in listed)
-    with st.sidebar:
-        _refresh(shown, every_s=REFRESH_S if is_changing else None)
     before = st.session_state.get(_DROPPED)
     chosen, others = _choose(listed)
     if chosen.is_private and st.session_state[_DROPPED] != before and shown == pages["runs"]:
         parts.go_to("overview")
-    shown.run()
+    with st.sidebar:
+        if shown == pages["runs"]:
+            is_live = any(entry.is_live for entry in listed)
+            _refresh(shown, lambda: known.listed().entries != listed, REFRESH_S if is_live else CALM_REFRESH_S)
+        elif shown == pages["overview"]:
+            is_live = chosen.is_live or bool(chosen.problem)
+            _refresh(shown, lambda: _is_other(chosen, known), REFRESH_S if is_live else CALM_REFRESH_S)
+        else:
+            _refresh(shown)
+    try:
+        shown.run()
+    except TracekitError as error:
+        _say(error, chosen, known)
 
 
-def _refresh(shown: StreamlitPage, *, every_s: float | None) -> None:
-    """Make the page anew from time to time, where `every_s` says so.
+def _say(error: TracekitError, chosen: catalog.Entry, known: catalog.Catalog) -> None:
+    """Show what went wrong while a page was made, such as files that changed under it, and the way on."""
+    parts.problem(f"{chosen.name}: {error}")
+    if st.button("Read again", key="read_after_error"):
+        opened.read_again(chosen)
+        known.forget()
+        st.rerun()
+
+
+def _is_other(seen: catalog.Entry, known: catalog.Catalog) -> bool:
+    """Return whether a run has other traces than when it was seen, can be opened by now, or is recorded no more."""
+    what = operator.attrgetter("traces_stamp", "problem", "is_live")
+    return any(what(entry) != what(seen) for entry in known.listed().entries if entry.path == seen.path)
+
+
+def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, every_s: float | None = None) -> None:
+    """Make the page anew where it is old: that is asked every so many seconds.
 
     On every page, for a browser that has just turned to another may still ask once for the page before: to that page
     there must be an answer, and it is to show the one that the person turned to.
@@ -97,7 +132,7 @@ def _refresh(shown: StreamlitPage, *, every_s: float | None) -> None:
             is_made = True  # the first call belongs to the page itself
         elif get_script_run_ctx().page_script_hash != page_hash:
             st.switch_page(shown, query_params=address.choices())
-        elif every_s is not None:
+        elif is_old():
             st.rerun(scope="app")
 
     st.fragment(tick, run_every=every_s)()
@@ -122,9 +157,9 @@ def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[cat
             return parts.choose((*listed, dropped) if dropped else listed)
 
 
-@st.cache_resource(ttl=LISTING_LIVES_S, max_entries=4, show_spinner=False)
-def _listed(paths: tuple[str, ...]) -> tuple[catalog.Entry, ...]:
-    return catalog.entries(paths)
+@st.cache_resource(max_entries=4, show_spinner=False)
+def _catalog(paths: tuple[str, ...]) -> catalog.Catalog:
+    return catalog.Catalog(paths)
 
 
 if __name__ == "__main__":

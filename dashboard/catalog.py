@@ -4,23 +4,31 @@ import hashlib
 import json
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tracekit import checked, conventions, files
 from tracekit.checked import Summary, keys
-from tracekit.checked.keys import State
+from tracekit.checked.keys import File, State
 from tracekit.history import store
+from tracekit.trace import created_ns
 
 HISTORY = "--history="
 MAX_DEPTH = 3
 MAX_ENTRIES = 2000
+LISTING_LIVES_S = 2.0
+"""A listing is taken for true for so long, and for 20 times as long as it took."""
 LIVE_S = 20.0
 """A run whose files changed so lately is taken as being recorded."""
+WHOLE_S = 2.0
+"""A trace that did not change for so long is taken as written to its end."""
 _MAX_MANIFEST_BYTES = 1 << 20
+_LIVES_TIMES = 20
+_MAX_WORLD_SIZE = 1 << 31
 _WINDOW = re.compile(r"window\d+")
 _LOGS = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX)
 
@@ -43,6 +51,8 @@ class Entry:
     """Why it cannot be opened, where that shows without reading a trace."""
     is_live: bool = False
     """Whether its files changed a moment ago: the training may still run."""
+    traces_stamp: str = ""
+    """Changes when one of its traces or its manifest does; '' while one is still being written."""
     is_private: bool = False
     """Whether somebody dropped it into a page: nobody else sees it, and nothing of it is kept."""
     roots: tuple[str, ...] = ()
@@ -51,35 +61,74 @@ class Entry:
     """What it came to when it was checked; None where it was not, as it lies there now."""
 
 
+@dataclass(frozen=True)
+class Listed:
+    """Runs as they lie there: of more than MAX_ENTRIES the newest, in the order of their names."""
+
+    entries: tuple[Entry, ...]
+    left_out: int = 0
+
+
+class Catalog:
+    """The runs at some paths, for all who look: listed anew when the last listing is old.
+
+    To list looks at every file of every run, so what takes long is listed less often.
+    """
+
+    def __init__(self, paths: Iterable[str], clock_s: Callable[[], float] = time.monotonic) -> None:
+        """Take the paths; runs are looked for when they are asked for."""
+        self._paths, self._clock_s = tuple(paths), clock_s
+        self._lock = threading.Lock()
+        self._last: Listed | None = None
+        self._until_s = 0.0
+
+    def listed(self) -> Listed:
+        """Return the runs as they are now, or were a moment ago."""
+        with self._lock:
+            began_s = self._clock_s()
+            if self._last is None or began_s >= self._until_s:
+                self._last = listed(self._paths)
+                ended_s = self._clock_s()
+                self._until_s = ended_s + max(LISTING_LIVES_S, _LIVES_TIMES * (ended_s - began_s))
+            return self._last
+
+    def forget(self) -> None:
+        """List anew when asked next."""
+        self._until_s = 0.0
+
+
 def entries(paths: Iterable[str]) -> tuple[Entry, ...]:
+    """Return the entries of `listed`."""
+    return listed(paths).entries
+
+
+def listed(paths: Iterable[str]) -> Listed:
     """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of them, up to three deep.
 
     A path that is neither becomes an entry with a `problem`, and so does a run with a file that is a link to a place
     outside of all `paths`. Folders that are such links are not followed.
     """
     named = [Path(text) for text in paths]
-    roots = tuple({os.path.realpath(path if path.is_dir() else path.parent): None for path in named})
+    roots = tuple({os.path.realpath(path if _is_dir(path) else path.parent): None for path in named})
+    places = [place for root in named for place in _runs_at(root, roots)]
     found: dict[str, Entry] = {}
-    for root in named:
-        for name, path in _runs_at(root, roots):
-            name = _unused(name, found)
-            found[name] = entry(name, path, roots)
-            if len(found) >= MAX_ENTRIES:
-                return tuple(found.values())
-    return tuple(found.values())
+    for name, path in _newest(places):
+        name = _unused(name, found)
+        found[name] = entry(name, path, roots)
+    return Listed(tuple(found.values()), len(places) - len(found))
 
 
 def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> Entry:
     """Return what is known of one run without reading a trace of it."""
-    if not path.exists():
-        return Entry(name, str(path), problem=f"{path}: there is no such file or folder")
+    if not _is_dir(path) and not _is_file(path):
+        return Entry(name, str(path), problem=f"{path}: there is no such file or folder that can be looked into")
     state = keys.state(str(path))
     held = state.files if state else ()
-    traces = [file for file in held if _may_be_trace(file.path.rpartition("/")[2])]
+    traces = [file for file in held if _may_be_trace(_name_of(file))]
     changed_ns = max((file.changed_ns for file in held), default=None)
-    manifest = _manifest(path / conventions.MANIFEST_FILE) if path.is_dir() and not outside(state, roots) else {}
-    model, world_size, created_ns = (manifest.get(key) for key in ("model", "world_size", "created_ns"))
-    is_live = not is_private and changed_ns is not None and time.time_ns() - changed_ns < LIVE_S * 1e9
+    manifest = _manifest(path / conventions.MANIFEST_FILE) if _is_dir(path) and not outside(state, roots) else {}
+    model = manifest.get("model")
+    is_live = not is_private and _changed_within(held, LIVE_S)
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
     return Entry(
         name,
@@ -89,10 +138,11 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         size_bytes=sum(file.size_bytes for file in traces),
         strategy=str(manifest.get("strategy") or ""),
         model=str(model.get("name", "")) if isinstance(model, dict) else str(model or ""),
-        world_size=world_size if isinstance(world_size, int) else None,
-        created_ns=created_ns if isinstance(created_ns, int) else changed_ns,
+        world_size=_world_size(manifest),
+        created_ns=created_ns(manifest) or changed_ns,
         problem=problem,
         is_live=is_live,
+        traces_stamp=_traces_stamp(held),
         is_private=is_private,
         roots=roots,
         summary=None if problem or is_private else checked.summary(str(path), state),
@@ -116,7 +166,22 @@ def history_file(words: Iterable[str]) -> Path | None:
         if word.startswith(HISTORY):
             return Path(word.removeprefix(HISTORY))
     beside = (Path(word) / store.FILE for word in given)
-    return next((path for path in beside if path.is_file() and not path.is_symlink()), None)
+    return next((path for path in beside if _is_file(path) and not path.is_symlink()), None)
+
+
+def _newest(places: Sequence[tuple[str, Path]]) -> Sequence[tuple[str, Path]]:
+    """Return the MAX_ENTRIES places that changed last, in the order that they came in."""
+    if len(places) <= MAX_ENTRIES:
+        return places
+    by_age = sorted(range(len(places)), key=lambda number: (_changed_ns(places[number][1]), number))
+    return [places[number] for number in sorted(by_age[-MAX_ENTRIES:])]
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _runs_at(root: Path, roots: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -128,7 +193,7 @@ def _runs_at(root: Path, roots: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -> Iterator[tuple[str, Path]]:
-    if folder.is_file():
+    if _is_file(folder):
         yield root.resolve().name, folder
         return
     try:
@@ -141,7 +206,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     if sure:
         yield name, folder
         return
-    folders = [each for each in children if each.is_dir() and not each.name.startswith(".")] * (depth < MAX_DEPTH)
+    folders = [each for each in children if _is_dir(each) and not each.name.startswith(".")] * (depth < MAX_DEPTH)
     folders.sort(key=lambda each: files.natural(each.name))
     some = False
     for child in folders:
@@ -155,10 +220,31 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
 
 
 def _holds_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
-    if any(is_trace(each.name) and each.is_file() for each in children):
+    if any(is_trace(each.name) and _is_file(each) for each in children):
         return True
-    windows = (each for each in children if _WINDOW.fullmatch(each.name) and each.is_dir(follow_symlinks=False))
-    return any(is_trace(file.name) for window in windows for file in Path(window.path).iterdir())
+    windows = (each for each in children if _WINDOW.fullmatch(each.name) and _is_dir(each) and not each.is_symlink())
+    return any(is_trace(name) for window in windows for name in _names_in(window.path))
+
+
+def _is_dir(place: Path | os.DirEntry[str]) -> bool:
+    try:
+        return place.is_dir()
+    except OSError:  # a loop of links, or a link into a folder that is closed to us
+        return False
+
+
+def _is_file(place: Path | os.DirEntry[str]) -> bool:
+    try:
+        return place.is_file()
+    except OSError:
+        return False
+
+
+def _names_in(folder: str) -> Sequence[str]:
+    try:
+        return [each.name for each in Path(folder).iterdir()]
+    except OSError:
+        return ()
 
 
 def _logs(children: Sequence[os.DirEntry[str]]) -> bool:
@@ -191,12 +277,29 @@ def _problem(path: Path, state: State | None, roots: Sequence[str], *, has_trace
         return ""
     if is_live:
         return f"{path}: no trace yet; the training is being recorded, so wait for its first profiled window"
-    return f"{path}: no trace files (*.json, *.json.gz) here or in folders below"
+    return (
+        f"{path}: no trace files (*.json, *.json.gz) here or in folders below; open another folder, or record a run "
+        "into it: tracekit record -- COMMAND"
+    )
 
 
 def _stamp(path: Path, state: State | None) -> str:
     told = f"{path}\0{state.stamp if state else ''}"
     return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def _traces_stamp(held: Sequence[File]) -> str:
+    told = tuple(file for file in held if _may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE)
+    return "" if _changed_within(told, WHOLE_S) else State(told).stamp
+
+
+def _changed_within(held: Iterable[File], seconds: float) -> bool:
+    now_ns = time.time_ns()
+    return any(now_ns - file.changed_ns < seconds * 1e9 for file in held)
+
+
+def _name_of(file: File) -> str:
+    return file.path.rpartition("/")[2]
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -208,6 +311,12 @@ def _manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
+
+
+def _world_size(manifest: Mapping[str, Any]) -> int | None:
+    told = manifest.get("world_size")
+    is_count = isinstance(told, int) and not isinstance(told, bool) and 0 < told < _MAX_WORLD_SIZE
+    return told if is_count else None
 
 
 def _unused(name: str, taken: Iterable[str]) -> str:

@@ -49,11 +49,16 @@ def as_csv(rows: pl.DataFrame) -> str:
     >>> as_csv(pl.DataFrame({"name": ["=1+1"], "dur_ns": [5]}))
     "name,dur_ns\n'=1+1,5\n"
     """
+    header = io.StringIO()
+    # A query names its columns, and several may be called alike once they are inert.
+    names = (f"'{name}" if name.startswith(_FORMULA) else name for name in rows.columns)
+    csv.writer(header, lineterminator="\n").writerow(names)
     nested = [name for name, dtype in rows.schema.items() if isinstance(dtype, _NESTED) or dtype == pl.Object]
     flat = rows.with_columns(_texts(rows[name]) for name in nested)
     begins = pl.col(pl.String).str.slice(0, 1).is_in(_FORMULA)
     inert = pl.when(begins).then(pl.lit("'") + pl.col(pl.String)).otherwise(pl.col(pl.String)).name.keep()
-    return flat.with_columns(inert).write_csv() if pl.String in flat.dtypes else flat.write_csv()
+    shown = flat.with_columns(inert) if pl.String in flat.dtypes else flat
+    return header.getvalue() + shown.write_csv(include_header=False)
 
 
 def _texts(nested: pl.Series) -> pl.Series:

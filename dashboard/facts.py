@@ -9,7 +9,7 @@ import polars as pl
 from dashboard import opened
 from dashboard.catalog import Entry
 from tracekit import replay
-from tracekit.analysis import allocations
+from tracekit.analysis import allocations, held
 from tracekit.analysis import kernels as kernels_of
 from tracekit.analysis import ops as ops_of
 from tracekit.analysis.beside import Beside
@@ -21,6 +21,7 @@ from tracekit.trace import Fact, Run, Survey
 Play: TypeAlias = Callable[[str, float | None], Memory]
 """A replay by what its settings are written as, and the GiB of the device (None: as recorded, or enough)."""
 MOST_KEPT = 24
+_OF_MEMORY = (held.over_time, held.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
 _Made = TypeVar("_Made")
 _KEPT: WeakKeyDictionary[Run, dict[Hashable, object]] = WeakKeyDictionary()
 
@@ -50,12 +51,22 @@ def kernels(entry: Entry, by: tuple[str, ...]) -> pl.DataFrame:
             return found
         return found.join(delays.drop("launched"), on=keys, how="left", nulls_equal=True, maintain_order="left")
 
-    return _kept(entry, ("kernels", by), made)
+    return kept(entry, ("kernels", by), made)
 
 
 def ops(entry: Entry, by: tuple[str, ...], kinds: tuple[str, ...]) -> pl.DataFrame:
     """Return `analysis.ops.ops`. Raises TracekitError."""
-    return _kept(entry, ("ops", by, kinds), lambda run: ops_of.ops(run, by, kinds))
+    return kept(entry, ("ops", by, kinds), lambda run: ops_of.ops(run, by, kinds))
+
+
+def memory(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
+    """Return the tables of one trace that pictures of memory are drawn from, by name. Raises TracekitError."""
+
+    def made(run: Run) -> dict[str, pl.DataFrame]:
+        trace = run.trace(rank, window)
+        return {fact.__name__: fact(trace) for fact in _OF_MEMORY}
+
+    return kept(entry, ("memory", rank, window), made)
 
 
 def replay_of_trace(entry: Entry, rank: int, window: int, text: str, device_gib: float | None) -> Memory:
@@ -68,7 +79,7 @@ def replay_of_trace(entry: Entry, rank: int, window: int, text: str, device_gib:
         history = replay.of_trace(trace)
         return memory_report.with_replay(told, history, text, capacity_bytes=_capacity(device_gib))
 
-    return _kept(entry, ("replay", rank, window, text, device_gib), made)
+    return kept(entry, ("replay", rank, window, text, device_gib), made)
 
 
 def replay_of_snapshot(entry: Entry, found: Beside, device: int, text: str, device_gib: float | None) -> Memory:
@@ -81,10 +92,10 @@ def replay_of_snapshot(entry: Entry, found: Beside, device: int, text: str, devi
             told = Memory(replay.play(history).peak_allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
         return memory_report.with_replay(told, history, text, capacity_bytes=_capacity(device_gib))
 
-    return _kept(entry, ("replay", found, device, text, device_gib), made)
+    return kept(entry, ("replay", found, device, text, device_gib), made)
 
 
-def _kept(entry: Entry, key: Hashable, make: Callable[[Run], _Made]) -> _Made:
+def kept(entry: Entry, key: Hashable, make: Callable[[Run], _Made]) -> _Made:
     """Return what was made of the run by this key before, or make it; of many the oldest are let go."""
     held = opened.opened(entry)
     with held.lock:

@@ -7,7 +7,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import opened, parts
-from tracekit.analysis import breakdown
+from dashboard.catalog import Entry
 from tracekit.rule import Finding, Report
 from tracekit.rules import all_rules
 
@@ -58,12 +58,10 @@ def show(held: opened.Opened, *families: str) -> None:
             parts.finding(each, held, key=key)
 
 
-def holds_work(held: opened.Opened) -> bool:
-    """Return whether the traces hold any work; say so where not."""
-    with held.lock:
-        empty = held.run.table(breakdown.by_rank).is_empty()
-    if empty:
-        st.info(
-            "The traces hold no work: no kernels, and no operators on a CPU run. Data quality says what is missing."
-        )
-    return not empty
+def begin(entry: Entry) -> opened.Opened | None:
+    """Begin a page about the work in a run as `parts.begin` does; None, and said, where the traces hold none."""
+    held = parts.begin(entry)
+    if held is None or opened.by_rank(entry).height:
+        return held
+    st.info("The traces hold no work: no kernels, and no operators on a CPU run. Data quality says what is missing.")
+    return None

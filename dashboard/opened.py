@@ -1,7 +1,8 @@
 """Runs that were opened: checked once, then kept for every page and every person looking, also after a restart.
 
-A run is read again when its files change; one that is being recorded only when somebody asks, since its files change
-all the time. What a page draws is kept apart from the traces: tables are small, traces are not.
+A run is read again when its files change. One that is being recorded, whose files change all the time, is read again
+when somebody asks, or looks at its overview once another trace is whole. What a page draws is kept apart from the
+traces: tables are small, traces are not.
 """
 
 import threading
@@ -16,7 +17,7 @@ import streamlit as st
 from dashboard import catalog
 from dashboard.catalog import Entry
 from tracekit import checked, checking, loading, replay
-from tracekit.analysis import allocations, breakdown, held, samples, snapshot_history, snapshots
+from tracekit.analysis import breakdown, samples, snapshot_history, snapshots
 from tracekit.analysis.beside import Beside
 from tracekit.checked import keys
 from tracekit.errors import InputError
@@ -31,7 +32,7 @@ from tracekit.trace import Run, Source
 MAX_OPEN_RUNS = 3
 _FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
 _SURVEYS = (samples.samples_across,)
-_READ_STAMPS = "stamps_read"
+_SEEN = "entries_seen"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,14 @@ def check(entry: Entry, on_progress: Callable[[Source], None] | None = None) -> 
 
 def read_again(entry: Entry) -> None:
     """From now on show a run that is being recorded as it is now."""
-    st.session_state.get(_READ_STAMPS, {}).pop(entry.path, None)
+    st.session_state.get(_SEEN, {}).pop(entry.path, None)
+
+
+def follow(entry: Entry) -> None:
+    """From now on show a run that is being recorded with the traces that it has now, once they are whole."""
+    seen: Entry | None = st.session_state.get(_SEEN, {}).get(entry.path)
+    if seen is not None and entry.traces_stamp not in ("", seen.traces_stamp):
+        read_again(entry)
 
 
 def by_step(entry: Entry) -> pl.DataFrame:
@@ -74,11 +82,6 @@ def by_rank(entry: Entry) -> pl.DataFrame:
 def measured(entry: Entry) -> pl.DataFrame:
     """Return the run's per-step samples. Raises TracekitError."""
     return _table(entry, "samples")
-
-
-def memory_of_trace(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
-    """Return the tables of one trace that pictures of memory are drawn from, by name. Raises TracekitError."""
-    return _memory_of_trace(entry, stamp_seen(entry), rank, window)
 
 
 def memory_of_snapshot(found: Beside, device: int | None) -> dict[str, pl.DataFrame]:
@@ -104,11 +107,11 @@ def _open_private(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the s
 
 def stamp_seen(entry: Entry) -> str:
     """Return the stamp of what this person sees of a run: while it is being recorded, that of when it was opened."""
-    seen: dict[str, str] = st.session_state.setdefault(_READ_STAMPS, {})
+    seen: dict[str, Entry] = st.session_state.setdefault(_SEEN, {})
     if not entry.is_live:
         seen.pop(entry.path, None)
         return entry.stamp
-    return seen.setdefault(entry.path, entry.stamp)
+    return seen.setdefault(entry.path, entry).stamp
 
 
 def refuse_links(entry: Entry) -> None:
@@ -134,17 +137,6 @@ def _tables(_entry: Entry, stamp: str) -> dict[str, pl.DataFrame]:
 
 def _measured(run: Run) -> dict[str, pl.DataFrame]:
     return {fact.__name__: run.table(fact) for fact in (breakdown.by_step, breakdown.by_rank, samples.samples)}
-
-
-_OF_MEMORY = (held.over_time, held.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
-
-
-@st.cache_resource(max_entries=40, show_spinner=False)
-def _memory_of_trace(_entry: Entry, stamp: str, rank: int, window: int) -> dict[str, pl.DataFrame]:  # noqa: ARG001
-    held_open = opened(_entry)
-    with held_open.lock:
-        trace = held_open.run.trace(rank, window)
-        return {fact.__name__: fact(trace) for fact in _OF_MEMORY}
 
 
 @st.cache_resource(max_entries=40, show_spinner=False)

@@ -60,7 +60,8 @@ def choose(listed: Sequence[Entry]) -> tuple[Entry, tuple[Entry, ...]]:
     name = st.selectbox("Run", names, key=kept(RUN, names), format_func=markup.inert)
     rest = [other for other in names if other != name]
     usable = [other for other in rest if not by_name[other].problem]
-    key = kept_several(OTHERS, rest, usable if len(names) <= MAX_PRESELECTED else ())
+    preselected = usable if len(names) <= MAX_PRESELECTED else ()
+    key = kept_several(OTHERS, rest, preselected, at_most=MAX_COMPARED)
     others = (
         st.multiselect(
             "Compare with",
@@ -91,10 +92,21 @@ def go_to(page: str, **chosen: Any) -> None:
     st.switch_page(st.session_state[PAGES][page], query_params=told)
 
 
+def begin(entry: Entry) -> opened.Opened | None:
+    """Begin a page about a run: return it under its heading, or say why it cannot be opened and return None."""
+    held = open_or_say(entry)
+    if held is not None:
+        heading(entry, held)
+    return held
+
+
 def open_or_say(entry: Entry) -> opened.Opened | None:
     """Return the run, or say in a box why it cannot be opened and return None."""
     if entry.problem:
-        problem(entry.problem)
+        if entry.is_live and not entry.files:
+            st.info(plain(entry.problem), icon=":material/hourglass_empty:")
+        else:
+            problem(entry.problem)
         return None
     try:
         with st.spinner(f"Reading and checking {plain(entry.name)}"):
@@ -180,16 +192,16 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
 
 def _scale(series: pl.Series) -> tuple[float, str] | None:
     """Return what a column is divided by, and how it is written then, by the ending of its name."""
-    scales = {"_ns": (1e6, "%.3f ms"), "_ratio": (0.01, "%.1f %%"), "_bytes_per_s": (1e6, "%.2f MB/s")}
+    scales = {"_ns": (1e6, "%.3f ms"), "_ratio": (0.01, "%.1f%%"), "_bytes_per_s": (1e6, "%.2f MB/s")}
     for ending, scale in scales.items():
         if series.name.endswith(ending):
             return scale
     if not series.name.endswith("bytes"):
         return None
-    least = float(str(series.abs().filter(series != 0).min() or 2**20))
-    # One unit for all of a column, small enough for its smallest size to have digits.
-    for unit_bytes, pattern in ((2**20, "%.2f MiB"), (2**10, "%.2f KiB")):
-        if least >= unit_bytes / 100:
+    most = float(str(series.abs().max() or 0))
+    # One unit for all of a column, so that it can be sorted by eye; digits by which small sizes can be told apart, too.
+    for unit_bytes, pattern in ((2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
+        if most >= unit_bytes:
             return unit_bytes, pattern
     return 1, "%d B"
 
@@ -206,6 +218,18 @@ def chart(figure: go.Figure, *, key: str, **config: bool) -> None:
     figure.update_layout(font=font())
     st.plotly_chart(figure, theme=None, config={**charts.CONFIG, **config}, key=key)
     downloads.figure(given, key=key)
+
+
+def clickable(figure: go.Figure, *, key: str) -> tuple[Any, ...] | None:
+    """Show a figure as `chart` does and return the custom data of the point that a person clicked, None without one."""
+    given = go.Figure(figure)
+    figure.update_layout(font=font())
+    event = st.plotly_chart(
+        figure, theme=None, config=charts.CONFIG, key=key, on_select="rerun", selection_mode="points"
+    )
+    downloads.figure(given, key=key)
+    points = event["selection"]["points"] if event else []
+    return next((tuple(point["customdata"]) for point in points if point.get("customdata")), None)
 
 
 def font() -> dict[str, str | int]:

@@ -17,10 +17,9 @@ HOW_TO_RECORD = (
 
 def page(entry: Entry) -> None:
     """Draw all saves of a run, and the stages of the one that a person picks."""
-    held = parts.open_or_say(entry)
+    held = parts.begin(entry)
     if held is None:
         return
-    parts.heading(entry, held)
     with held.lock:
         tables = {survey.__name__: held.run.across(survey) for survey in (saves.each, saves.clocks, saves.stages)}
         made_of = held.run.across(stalls.parts)
@@ -32,7 +31,9 @@ def page(entry: Entry) -> None:
     st.subheader("The stages of one save")
     longest = int(str(each["written_ns"].arg_max()))
     names = each["save"].to_list()
-    chosen = st.selectbox("Save", names, key=parts.kept("save", names, names[longest]), format_func=markup.inert)
+    chosen = st.selectbox(
+        "Save", names, key=parts.kept("save", names, names[longest]), format_func=markup.inert, width=340
+    )
     lines = tables["stages"].filter(pl.col("save") == chosen)
     parts.chart(charts.save_stages(lines), key="save_stages")
     st.caption("Stages take turns, tensor by tensor: a bar puts the time of each together, in order of first entry.")

@@ -15,11 +15,8 @@ ALONE = "One rank has a trace, so nobody can be said to wait: put the traces of 
 
 def page(entry: Entry) -> None:
     """Draw how the ranks of a run communicate, and list what they say to each other."""
-    held = parts.open_or_say(entry)
+    held = families.begin(entry)
     if held is None:
-        return
-    parts.heading(entry, held)
-    if not families.holds_work(held):
         return
     with st.spinner("Measuring"):
         kinds = facts.across(entry, traffic.by_kind, FACTS)

@@ -1,6 +1,8 @@
 """Compare: several runs side by side, judged as `tracekit compare` judges them, with the cause of what is worse."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import streamlit as st
 
@@ -13,6 +15,12 @@ from tracekit.errors import NotComparableError, RuleError, TracekitError
 from tracekit.gate import Gate, judging
 from tracekit.gate import baseline as baselines
 from tracekit.reports import comparison, fragments
+from tracekit.trace import Run
+
+_T = TypeVar("_T")
+
+MAX_NAME = 40
+"""Characters of a run's name above its column."""
 
 
 def page(chosen: Sequence[Entry]) -> None:
@@ -76,7 +84,7 @@ def _opens(entry: Entry) -> bool:
 def _compared(reference: Entry, candidate: Entry) -> Comparison | None:
     """Return the comparison; runs of different kind are compared too, with a word on it."""
     try:
-        return _comparison(reference, candidate, _both(reference, candidate))
+        return _comparison(reference, candidate)
     except NotComparableError as error:
         parts.problem(str(error))
         return None
@@ -85,27 +93,38 @@ def _compared(reference: Entry, candidate: Entry) -> Comparison | None:
 def _judged(reference: Entry, candidate: Entry) -> Gate | None:
     """Return what a check of one run against the other comes to, for its causes; None where it cannot be made."""
     try:
-        return _gate(reference, candidate, _both(reference, candidate))
+        return _gate(reference, candidate)
     except TracekitError:  # said by the comparison already
         return None
 
 
-def _both(reference: Entry, candidate: Entry) -> str:
-    return " ".join((reference.name, reference.stamp, candidate.name, candidate.stamp))
+def _kept(made: Callable[[Entry, Entry, str], _T]) -> Callable[[Entry, Entry], _T]:
+    """Return `made` with what it makes kept for all who look; of dropped runs, only while their page is open."""
+    for_all = st.cache_resource(made, max_entries=64, show_spinner=False)
+    for_session = st.cache_resource(made, max_entries=64, show_spinner=False, scope="session")
+
+    def of(reference: Entry, candidate: Entry) -> _T:
+        both = " ".join((reference.name, reference.stamp, candidate.name, candidate.stamp))
+        is_private = reference.is_private or candidate.is_private
+        return (for_session if is_private else for_all)(reference, candidate, both)
+
+    return of
 
 
-@st.cache_resource(max_entries=64, show_spinner=False)
+@_kept
 def _comparison(_reference: Entry, _candidate: Entry, both: str) -> Comparison:  # noqa: ARG001  # the cache's key
     return compare(_side(_reference), _side(_candidate), allow_different=True)
 
 
-@st.cache_resource(max_entries=64, show_spinner=False)
+@_kept
 def _gate(_reference: Entry, _candidate: Entry, both: str) -> Gate:  # noqa: ARG001  # the cache's key
     a, b = opened.opened(_reference), opened.opened(_candidate)
     with a.lock:
         held = baselines.of_reports([(a.report, a.run)])
     with b.lock:
-        return judging.judge(b.report, None, baseline=held, allow_different=True)
+        gate = judging.judge(b.report, None, baseline=held, allow_different=True)
+    # What is kept must not hold a run, and with it its traces.
+    return replace(gate, report=replace(gate.report, run=Run(b.run.path, ())))
 
 
 def _side(entry: Entry) -> Side:
@@ -116,7 +135,9 @@ def _table(found: Sequence[Comparison], *, only_changed: bool) -> tuple[list[str
     """Return header, rows and the class of each cell: one row per metric that any two runs share."""
     by_metric = [{change.metric: change for change in each.changes} for each in found]
     metrics = dict.fromkeys(change.metric for each in found for change in each.changes)
-    header = ["metric", found[0].reference, *(each.candidate for each in found)]
+    header = [
+        markup.inert(name, MAX_NAME) for name in ("metric", found[0].reference, *(each.candidate for each in found))
+    ]
     rows, classes = [], []
     for metric in metrics:
         changes = [of_run.get(metric) for of_run in by_metric]

@@ -20,11 +20,8 @@ NOTHING = "No two kinds of work ran at the same time on any device, so nothing w
 
 def page(entry: Entry) -> None:
     """Draw which work ran beside which other, and what that cost."""
-    held = parts.open_or_say(entry)
+    held = families.begin(entry)
     if held is None:
-        return
-    parts.heading(entry, held)
-    if not families.holds_work(held):
         return
     if not facts.table(entry, contention.device_count)["devices"].sum():
         st.info(ON_CPU)

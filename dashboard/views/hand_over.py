@@ -59,7 +59,7 @@ def _offer(entry: Entry, drawn: scenes.Opened, findings: list[Finding]) -> None:
         made,
         file_name=name,
         mime="application/octet-stream",
-        key=f"download-{key}",
+        key=f"file-{key}",
         on_click="ignore",
     )
     if len(made) > MAX_HANDED_BYTES:

@@ -8,7 +8,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import parts
-from tracekit import charts, markup
+from tracekit import markup
 from tracekit.errors import TracekitError
 from tracekit.history import store, trends
 from tracekit.history.trends import Group, Series
@@ -82,15 +82,12 @@ def _changes(group: Group) -> None:
 def _clickable(figure: go.Figure, group: Group, series: Series) -> None:
     """Show a figure whose points choose the run that is told below."""
     key = f"history-{group.fingerprint}-{series.metric}"
-    figure.update_layout(clickmode="event+select", dragmode=False, font=parts.font())
-    event = st.plotly_chart(
-        figure, theme=None, config=charts.CONFIG, key=key, on_select="rerun", selection_mode="points"
-    )
-    points = event["selection"]["points"] if event else []
-    numbers = [point["customdata"][0] for point in points if point.get("customdata")]
-    if numbers and st.session_state.get(f"{key}-last") != numbers[0]:
-        st.session_state[_picked(group)] = int(numbers[0])
-    st.session_state[f"{key}-last"] = numbers[0] if numbers else None
+    figure.update_layout(clickmode="event+select", dragmode=False)
+    clicked = parts.clickable(figure, key=key)
+    number = clicked[0] if clicked else None
+    if number is not None and st.session_state.get(f"{key}-last") != number:
+        st.session_state[_picked(group)] = int(number)
+    st.session_state[f"{key}-last"] = number
 
 
 def _picked(group: Group) -> str:

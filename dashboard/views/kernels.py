@@ -15,11 +15,8 @@ WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
 def page(entry: Entry) -> None:
     """List what ran on devices or on the host's threads, added up as a person chooses."""
-    held = parts.open_or_say(entry)
+    held = families.begin(entry)
     if held is None:
-        return
-    parts.heading(entry, held)
-    if not families.holds_work(held):
         return
     families.show(held, "HOST")
     left, middle, right = st.columns([2, 4, 3])

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import families, opened, parts, replaying
+from dashboard import facts, families, opened, parts, replaying
 from dashboard.catalog import Entry
 from tracekit import charts, markup, units
 from tracekit.analysis import beside
@@ -21,10 +21,9 @@ HOW_TO_RECORD = (
 
 def page(entry: Entry) -> None:
     """Let a person pick a rank, or a memory snapshot, and draw its memory."""
-    held = parts.open_or_say(entry)
+    held = parts.begin(entry)
     if held is None:
         return
-    parts.heading(entry, held)
     families.show(held, "MEM")
     found = beside.files(held.run)
     source = _choose_source(found)
@@ -53,22 +52,21 @@ def _name(found: Beside) -> str:
 
 def _of_traces(entry: Entry, held: opened.Opened, *, has_snapshots: bool) -> None:
     sources = {(source.rank, source.window): source for source in held.run.sources}
-    columns = st.columns([1, 1, 1, 3])
-    with columns[0]:
-        ranks = sorted({rank for rank, _ in sources})
-        rank = st.selectbox("Rank", ranks, key=parts.kept("rank", ranks))
+    choices = st.container(horizontal=True)
+    ranks = sorted({rank for rank, _ in sources})
+    rank = choices.selectbox("Rank", ranks, key=parts.kept("rank", ranks), width=160)
     windows = sorted(window for of_rank, window in sources if of_rank == rank)
-    with columns[1]:
-        window = st.selectbox("Window", windows, key=parts.kept("window", windows)) if windows[1:] else windows[0]
+    window = windows[0]
+    if windows[1:]:
+        window = choices.selectbox("Window", windows, key=parts.kept("window", windows), width=160)
     with st.spinner("Measuring"):
-        tables = opened.memory_of_trace(entry, rank, window)
+        tables = facts.memory(entry, rank, window)
     devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
     if not devices:
         st.info("The traces have no memory events; a snapshot can be chosen above." if has_snapshots else HOW_TO_RECORD)
         return
-    with columns[2]:
-        named = {_device(each): each for each in devices}
-        device = named[st.selectbox("Memory", list(named), key=parts.kept("device", list(named)))]
+    named = {_device(each): each for each in devices}
+    device = named[choices.selectbox("Memory", list(named), key=parts.kept("device", list(named)), width=160)]
     mine = {name: table.filter(_of(device)) for name, table in tables.items()}
     st.html(fragments.numbers(_numbers(mine["peaks"])))
     st.subheader("Held over time")

@@ -18,10 +18,10 @@ BY_RANK, BY_STEP = "by rank", "by step"
 
 def page(entry: Entry) -> None:
     """Show the verdict, what there is to gain, the breakdown, the findings by impact, and the trust in the data."""
-    held = parts.open_or_say(entry)
+    opened.follow(entry)
+    held = parts.begin(entry)
     if held is None:
         return
-    parts.heading(entry, held)
     keyed = parts.finding_keys(held.report.findings)
     judged = {key: found for key, found in keyed.items() if not is_of_data(found.code)}
     of_data = {key: found for key, found in keyed.items() if key not in judged}
@@ -93,8 +93,9 @@ def _steps(entry: Entry, table: pl.DataFrame, figure: go.Figure | None) -> None:
 
 
 def _notes(held: opened.Opened) -> None:
-    if held.report.notes:
-        with st.expander(f"{len(held.report.notes)} rules could not judge this run, or not wholly"):
+    count = len(held.report.notes)
+    if count:
+        with st.expander(f"{count} rule{'s' * (count > 1)} could not judge this run, or not wholly"):
             for note in held.report.notes:
                 st.markdown("- " + parts.plain(note))
 

@@ -22,6 +22,9 @@ CURVE_S = tuple(30 * 1.12**n for n in range(72))
 TOKENS = (*POWERS[9:], 8192, 16_384, 32_768)
 CHUNKS = (2, 3, 4, 6, 8)
 STRATEGIES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP (ZeRO-3)": 3}
+NOT_SYNCED = (
+    "Not all of their files were synced: this is the rate at which the system took the bytes, storage may be slower."
+)
 DEVICE_GIB = (16, 24, 40, 48, 80, 96, 141, 192, 288)
 
 
@@ -107,14 +110,16 @@ def _measured(entry: Entry) -> Constants | None:
     if held is None:
         return None
     try:
-        found = constants(held.run)
+        with held.lock:
+            found = constants(held.run)
     except TracekitError as error:
         parts.problem(str(error))
         return None
     per_param = "" if found.bytes_per_param is None else f", {found.bytes_per_param:.3g} bytes per parameter"
+    cached = "" if found.is_durable else f". {NOT_SYNCED}"
     st.caption(
         f"{parts.plain(entry.name)}: {units.rate(found.write_bytes_per_second)} by {found.ranks} ranks{per_param}, "
-        f"medians of {found.saves} saves, each blocking for {found.blocked_seconds:.3g} s"
+        f"medians of {found.saves} saves, each blocking for {found.blocked_seconds:.3g} s{cached}"
     )
     return found
 

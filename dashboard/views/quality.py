@@ -14,10 +14,9 @@ FACTS = (match.calls, doubts.doubts, *contents.FACTS)
 
 def page(entry: Entry) -> None:
     """Say how far the numbers of a run can be trusted, and what would make them better."""
-    held = parts.open_or_say(entry)
+    held = parts.begin(entry)
     if held is None:
         return
-    parts.heading(entry, held)
     with st.spinner("Measuring"):
         missing = facts.across(entry, contents.missing, FACTS)
     _doubts(held)

@@ -3,7 +3,7 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import facts, moments, opened, parts
+from dashboard import facts, families, moments, opened, parts
 from dashboard.catalog import Entry
 from tracekit import align, charts, units
 from tracekit.analysis import communication, lockstep, slices
@@ -14,12 +14,8 @@ WHOLE = "all"
 
 def page(entry: Entry) -> None:
     """Let a person pick a step and draw what each rank does in it."""
-    held = parts.open_or_say(entry)
+    held = families.begin(entry)
     if held is None:
-        return
-    parts.heading(entry, held)
-    if opened.by_rank(entry).is_empty():
-        st.info("The traces hold no work to draw: no kernels, and no operators on a CPU run.")
         return
     with held.lock, st.spinner("Measuring"):
         doings, offsets = held.run.across(lockstep.doings), held.run.offsets
@@ -61,18 +57,11 @@ def _map(entry: Entry) -> None:
         label_visibility="collapsed",
         required=True,
     )
-    figure = charts.spread(table, measure)
-    figure.update_layout(font=parts.font())
-    event = st.plotly_chart(
-        figure, theme=None, config=charts.CONFIG, key=f"ranks-map-{entry.name}", on_select="rerun",
-        selection_mode="points",
-    )  # fmt: skip
-    points = event["selection"]["points"] if event else []
-    chosen = [point["customdata"][:2] for point in points if point.get("customdata")]
-    _chosen(entry, table, tuple(chosen[0]) if chosen else None)
+    clicked = parts.clickable(charts.spread(table, measure), key=f"ranks-map-{entry.name}")
+    _chosen(entry, table, clicked and clicked[:2])
 
 
-def _chosen(entry: Entry, table: pl.DataFrame, cell: tuple[int, int] | None) -> None:
+def _chosen(entry: Entry, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:
     if cell is None:
         st.caption("Click on a cell to choose its step below, and to see it in the timeline.")
         st.session_state.pop(f"ranks-cell-{entry.name}", None)
@@ -90,14 +79,15 @@ def _choose(entry: Entry) -> tuple[int, int | None]:
     by_step = opened.by_step(entry).drop_nulls("step")
     windows = opened.by_rank(entry)["window"].unique().sort().to_list()
     typical = slices.typical_step(by_step)
-    columns = st.columns([1, 1, 4])
-    with columns[1]:
-        window = st.selectbox("Window", windows, key=parts.kept("window", windows)) if windows[1:] else windows[0]
+    place = st.container(horizontal=True)
+    window = windows[0]
+    if windows[1:]:
+        window = place.selectbox("Window", windows, key=parts.kept("window", windows), width=160)
     steps = by_step.filter(pl.col("window") == window)["step"].unique().sort().to_list()
     first = typical["step"] if typical and typical["step"] in steps else None
-    with columns[0]:
-        choices = [WHOLE, *steps]
-        chosen = st.selectbox("Step", choices, key=parts.kept("step", choices, WHOLE if first is None else first))
+    choices = [WHOLE, *steps]
+    key = parts.kept("step", choices, WHOLE if first is None else first)
+    chosen = place.selectbox("Step", choices, key=key, width=160)
     return window, None if chosen == WHOLE else chosen
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import listing, opened, parts
-from dashboard.catalog import Entry
+from dashboard.catalog import Entry, Listed
 from dashboard.listing import Wanted
 from tracekit import charts, markup, units
-from tracekit.errors import RuleError, TracekitError
+from tracekit.errors import InputError, RuleError, TracekitError
 from tracekit.watch.run import Watch
 
 ROW_PX = 35
@@ -19,7 +19,7 @@ MAX_HEIGHT_PX = 740
 MOST_WATCHED = 16
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", listing.GOOD: "#009E73"}
 
-Relist = Callable[[], Sequence[Entry]]
+Relist = Callable[[], Listed]
 
 
 def page(relist: Relist, forget: Callable[[], None]) -> None:
@@ -31,8 +31,14 @@ def page(relist: Relist, forget: Callable[[], None]) -> None:
 
 
 def _shown(relist: Relist, forget: Callable[[], None]) -> None:
-    listed = relist()
+    all_known = relist()
+    listed = all_known.entries
     title = st.empty()
+    if all_known.left_out:
+        st.caption(
+            f"Only the newest {len(listed):,} of {len(listed) + all_known.left_out:,} runs are listed: open the "
+            "dashboard on a folder further down to see the others."
+        )
     shown = listing.found(listed, _wanted(listed))
     count = f"{len(shown):,} of {len(listed):,} shown" if len(shown) < len(listed) else f"{len(listed):,}"
     title.html(f'<div class="tk-title"><b>Runs</b><span>{count}</span></div>')
@@ -55,7 +61,9 @@ def _wanted(listed: Sequence[Entry]) -> Wanted:
         label_visibility="collapsed",
     )  # fmt: skip
     orders = list(listing.ORDERS)
-    order = first[1].selectbox("Order", orders, key=parts.kept("order", orders), label_visibility="collapsed")
+    order = first[1].selectbox(
+        "Order", orders, key=parts.kept("order", orders), format_func="Order: {}".format, label_visibility="collapsed"
+    )
     several = {
         name: second[place].multiselect(
             name.capitalize(), options, key=parts.kept_several(name, options), placeholder="All",
@@ -103,7 +111,7 @@ def _table(shown: Sequence[Entry]) -> list[Entry]:
         on_select="rerun",
         selection_mode="multi-row",
         column_config={
-            "run": config.TextColumn(width="medium", pinned=True),
+            "run": config.TextColumn(width="medium"),  # pinned, Streamlit would write it in grey
             "verdict": config.MultiselectColumn(options=told, color=[_colour(chip) for chip in told]),
             "step_ms": config.NumberColumn("step time", format="%.4g ms"),
             "steps": config.LineChartColumn("steps", width="small", y_min=0, color=charts.COLOURS["compute"]),
@@ -114,7 +122,7 @@ def _table(shown: Sequence[Entry]) -> list[Entry]:
                 "to gain", format="percent", help="Share of the step that the costliest finding takes"
             ),
             "recorded": config.DatetimeColumn("recorded", format="YYYY-MM-DD HH:mm", timezone="UTC"),
-            "size": config.NumberColumn(format="%.1f MiB"),
+            "size": config.NumberColumn(format="%.2f MiB"),
         },
         height=min(ROW_PX * (len(shown) + 1) + 3, MAX_HEIGHT_PX),
         key=f"runs-{hash(tuple(entry.name for entry in shown))}",  # rows are selected by their number
@@ -139,7 +147,9 @@ def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[
         names = [entry.name for entry in chosen]
         parts.go_to("compare", run=names[0], compare=names[1:])
     if columns[2].button(
-        f"Check these {len(unchecked)}" if unchecked else "All are checked", disabled=not unchecked, width="stretch"
+        f"Check {len(unchecked)} run{'s' * (len(unchecked) > 1)}" if unchecked else "All are checked",
+        disabled=not unchecked,
+        width="stretch",
     ):
         _check(unchecked)
         forget()
@@ -169,6 +179,10 @@ def _check(unchecked: Sequence[Entry]) -> None:
 def _live(recording: Sequence[Entry]) -> None:
     """Say where trainings are that write at this moment."""
     for entry in recording[:MOST_WATCHED]:
+        try:
+            opened.refuse_links(entry)  # a log, too, may lead out of what the dashboard was opened on
+        except InputError:
+            continue
         told = _watched(entry.path)
         if told:
             st.caption(f"**{parts.plain(entry.name)}** {parts.plain(told)}")

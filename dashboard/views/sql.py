@@ -44,10 +44,9 @@ _ANSWER, _OWN, _EXAMPLE = "sql-answer", "sql-own", "sql-example"
 
 def page(entry: Entry) -> None:
     """Let a person write a query, run it when told to, and show what comes back."""
-    held = parts.open_or_say(entry)
+    held = parts.begin(entry)
     if held is None:
         return
-    parts.heading(entry, held)
     left, right = st.columns([3, 2])
     with left:
         _examples()
@@ -81,10 +80,11 @@ def _take_example() -> None:
 def _ask(entry: Entry, held: opened.Opened, query: str) -> None:
     st.session_state[_OWN] = query
     try:
-        with st.spinner("Asking"), held.lock:
-            rows = querying.query(
-                held.run, query, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1
-            )
+        asked = querying.asked(query, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
+        with st.spinner("Asking"), asked as question:
+            with held.lock:
+                tables = question.gather(held.run)
+            rows = question.answer(tables)  # others may look at the run meanwhile
     except TracekitError as error:
         st.session_state[_ANSWER] = (entry.path, entry.stamp, str(error))
     else:

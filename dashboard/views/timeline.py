@@ -23,6 +23,8 @@ from tracekit.reports import words
 from tracekit.rule import Finding
 
 FROM, TO, FINDING = "from", "to", "finding"
+ONCE = ("tracks", "kinds", "unit_ranks")
+"""What is told of a scene only once, because of many ranks it is long."""
 NO_FINDING = "none: all of them are marked on the track on top"
 FIRST_PIXELS = 1200
 MAX_PIXELS = 8000
@@ -209,7 +211,8 @@ def _canvas(drawn: scenes.Opened, marks: list[dict[str, Any]], go: Go | None, ke
     view = _view(drawn, told.get("view"), go, key)
     finding = _marked(told.get("finding"), marks, key)
     went = (told.get("view") or {}).get("went")
-    data = drawn.about | {
+    knows = bool(view.seq)  # who tells what it shows of the scene was told of it
+    data = {name: value for name, value in drawn.about.items() if name not in ONCE or not knows} | {
         "view": {"from": view.start_ns, "to": view.end_ns},
         "findings": marks,
         "finding": finding,

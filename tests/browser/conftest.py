@@ -1,6 +1,7 @@
 """A real Chromium without a window, and the dashboard as a process of its own."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -44,12 +45,26 @@ def chromium():
         browser.close()
 
 
+# At a page's own address Streamlit's script does not know yet where the server's root is, and asks below the page first
+# (in its source: getPossibleBaseUris). The server has these two at its root only and says so by 404.
+PROBED = re.compile(r"/\w+/_stcore/(health|host-config)")
+
+
 @dataclass
 class Heard:
     """What pages reported as errors and which hosts they asked for anything ('' for files)."""
 
     errors: list[str] = field(default_factory=list)
     hosts: set[str] = field(default_factory=set)
+    probed: set[str] = field(default_factory=set)
+    """The paths at which Streamlit looked for its server in vain, as it must at a page's own address."""
+
+    def said(self, message):
+        path = urlsplit(message.location["url"]).path
+        if message.type == "error" and "status of 404" in message.text and PROBED.fullmatch(path):
+            self.probed.add(path)
+        elif message.type == "error":
+            self.errors.append(message.text)
 
     def asked(self, url: str) -> None:
         address = urlsplit(url)
@@ -77,14 +92,16 @@ def other_context(chromium):
 def _context(chromium):
     context = chromium.new_context(viewport=VIEWPORT, accept_downloads=True)
     context.set_default_timeout(WAIT_MS)
-    heard = _HEARD[id(context)] = Heard()
-    context.on("console", lambda said: heard.errors.append(said.text) if said.type == "error" else None)
-    context.on("weberror", lambda raised: heard.errors.append(str(raised.error)))
-    context.on("request", lambda request: heard.asked(request.url))
-    context.on("page", lambda page: page.on("websocket", lambda socket: heard.asked(socket.url)))
+    key = id(context)
+    _HEARD[key] = Heard()
+    # Looked up each time: `heard` puts another in its place.
+    context.on("console", lambda message: _HEARD[key].said(message))
+    context.on("weberror", lambda raised: _HEARD[key].errors.append(str(raised.error)))
+    context.on("request", lambda request: _HEARD[key].asked(request.url))
+    context.on("page", lambda page: page.on("websocket", lambda socket: _HEARD[key].asked(socket.url)))
     yield context
     context.close()
-    del _HEARD[id(context)]
+    del _HEARD[key]
 
 
 @pytest.fixture

@@ -130,6 +130,23 @@ def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
     assert_clean(page)
 
 
+def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at):
+    page = at("What if")
+    ranked = page.locator("table.tracekit").filter(has_text="a step takes").locator("tbody tr")
+    expect(ranked.first).to_be_visible()
+    expect(page.locator(".st-key-whatif-savings .ytick text")).to_have_count(ranked.count())
+    first = ranked.first.locator("td").first.inner_text()
+    box = page.locator("[data-testid=stMain] [data-testid=stMultiSelect] input")
+    box.press_sequentially("late-launch" if first != "late-launch" else "communication")
+    box.press("Enter")
+    expect(page.locator(".tk-numbers").last).to_contain_text(" and ")
+    expect(page).to_have_url(re.compile("without=[a-z-]+&without=[a-z-]+"))
+    with page.expect_download() as download:
+        page.locator(".st-key-download-csv-whatif button").click()
+    assert download.value.path().read_text().startswith("cause,step_ns,code,saved_ns")
+    assert_clean(page)
+
+
 def test_names_run_nothing_on_any_page(shown, server):
     heard(shown)
     shown.goto(f"{server.url}/communication?run={recorded.HOSTILE}")

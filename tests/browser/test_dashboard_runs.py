@@ -12,7 +12,8 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean
+from tests.browser.conftest import WAIT_MS, assert_clean, heard
+from tests.browser.grid import ROWS, cells, row_of, select
 from tests.rotation import in_turns
 
 pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
@@ -24,7 +25,6 @@ HOSTILE_FOLDERS = (
     "😀" * 60,
     "<script>window.hacked=7<⁄script>" + "a" * 200,
 )
-HEADER_PX, ROW_PX, BOX_PX = 35, 35, 17
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +46,6 @@ def folder(server):
     shutil.rmtree(outside)
 
 
-def _cells(page):
-    """Return the table as its rows of text: what a screen reader is told of the canvas."""
-    page.locator("[data-testid=stDataFrame] canvas table tbody tr").first.wait_for(state="attached")
-    return page.evaluate(
-        """() => [...document.querySelectorAll('[data-testid=stDataFrame] canvas table tbody tr')].map(
-             row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"""
-    )
-
-
-def _row(page, name):
-    rows = _cells(page)
-    return next(number for number, cells in enumerate(rows) if name in cells)
-
-
-def _select(page, *names):
-    grid = page.locator("[data-testid=stDataFrame]").first
-    for name in names:
-        grid.click(position={"x": BOX_PX, "y": HEADER_PX + ROW_PX * _row(page, name) + ROW_PX / 2})
-
-
 def _button(page, name):
     return page.get_by_role("button", name=name)
 
@@ -74,22 +54,22 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     page.goto(server.url)
     expect(page.locator(".tk-title b").filter(has_text="Runs")).to_be_visible()
     expect(page).to_have_url(re.compile("/runs"))
-    rows = _cells(page)
+    rows = cells(page)
     assert len(rows) == 3 + len(HOSTILE_FOLDERS) + 1
-    assert any("cannot be opened" in cell for cell in rows[_row(page, "linked")])
+    assert any("cannot be opened" in cell for cell in rows[row_of(page, "linked")])
     find = page.get_by_placeholder("Find by name")
     find.fill("good")
     find.press("Enter")
     expect(page).to_have_url(re.compile("find=good"))
     expect(page.locator(".tk-title span")).to_have_text(re.compile("1 of 8 shown"))
-    check = _button(page, re.compile("Check these 1|All are checked"))
+    check = _button(page, re.compile("Check 1 run|All are checked"))
     check.wait_for()
     if check.is_enabled():  # else another test opened it before
         check.click()
-    good = page.locator("[data-testid=stDataFrame] canvas table tbody tr")
+    good = page.locator(ROWS)
     expect(good).to_contain_text("2 warnings")
     expect(good).to_contain_text("10,10,9.2")  # its steps in ms
-    _select(page, "good")
+    select(page, "good")
     _button(page, "Open this run").click()
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     expect(page).to_have_url(re.compile(r"/\?.*run=good"))
@@ -99,9 +79,9 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     find.fill("ddp")
     find.press("Enter")
     expect(page.locator(".tk-title span")).not_to_have_text(re.compile("1 of 8"))
-    _select(page, "good")
+    select(page, "good")
     expect(_button(page, "Open this run")).to_be_enabled()
-    _select(page, "hostile")
+    select(page, "hostile")
     _button(page, "Compare 2").click()
     expect(page.locator(".tk-verdict b").filter(has_text="step time")).to_be_visible()
     expect(page).to_have_url(re.compile(r"/compare\?.*run=good.*compare=hostile"))
@@ -140,6 +120,16 @@ def test_a_link_shows_what_another_person_chose(page, server):
     expect(page.get_by_role("radio", name="by rank")).to_be_checked()
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     assert_clean(page)
+
+
+def test_the_overview_is_found_by_its_name_too(page, server):
+    page.goto(f"{server.url}/overview?run=good&bars=by+step")
+    expect(page).to_have_url(re.compile(r"/\?.*run=good"))
+    expect(page.get_by_role("radio", name="by step")).to_be_checked()
+    expect(page.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text("Overview")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert_clean(page)
+    assert heard(page).probed == {"/overview/_stcore/health", "/overview/_stcore/host-config"}
 
 
 def test_a_run_with_a_link_that_leads_out_is_not_read(page, server, folder):

@@ -8,8 +8,9 @@ from urllib.parse import parse_qs, quote, urlsplit
 import pytest
 from playwright.sync_api import expect
 
+from dashboard.components import timeline
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, heard
+from tests.browser.conftest import WAIT_MS, assert_clean, heard
 from tests.rotation import in_turns
 
 pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
@@ -93,12 +94,8 @@ def _open(page, server, run, **address):
 
 
 def _assert_clean(page, **hosts):
-    """Assert what `assert_clean` does of a page that was opened by a link to it."""
-    told = heard(page)
-    # Below a page's own address Streamlit first asks for what only the root has.
-    told.errors = [error for error in told.errors if "status of 404" not in error]
-    assert told.errors == []
-    assert told.hosts <= {"127.0.0.1", *hosts.get("hosts", ())}
+    """Assert what `assert_clean` does of a page that may ask `hosts` besides."""
+    assert_clean(page, {"127.0.0.1", *hosts.get("hosts", ())})
 
 
 def _address(page):
@@ -150,6 +147,18 @@ def test_keys_wheel_and_drag_move_the_view_and_a_sharper_tile_follows(page, serv
             f"(c) => c.getContext('2d').getImageData(3, 3, 1, 1).data[1] {is_right}", arg=shown.canvas.element_handle()
         )
     _assert_clean(page)
+
+
+def test_rows_deeper_than_a_track_has_room_for_stand_on_no_other_track(page):
+    layout = (Path(timeline.__file__).parent / "layout.js").read_text()
+    tracks = [{"track": n, "rank": 0, "group": "host", "label": "", "role": "host", "rows": 80} for n in (0, 70_000)]
+    heights = page.evaluate(
+        f"tracks => {{ {layout}; const at = new Layout(tracks, []);"
+        "return [at.placeOf(0, 79, 'host'), at.placeOf(0, 80, 'host'), at.placeOf(70000, 0, 'host')]; }",
+        tracks,
+    )
+    assert heights[1] is None
+    assert heights[0]["y"] + heights[0]["heightPx"] < heights[2]["y"]
 
 
 def test_a_click_tells_of_a_slice_arrows_lead_to_others_and_a_search_walks_through_its_matches(page, server):

@@ -19,7 +19,7 @@ from tests.drawn import trace as drawn_trace
 from tracekit import cache, checked, checking, loading
 from tracekit.analysis import breakdown, instances, samples
 from tracekit.checked import entry, keys, store
-from tracekit.errors import BadTraceError
+from tracekit.errors import InputError
 from tracekit.reports import html
 from tracekit.reports import json as report_json
 from tracekit.rule import Finding, Input, Report, Severity, Without
@@ -263,8 +263,11 @@ def test_traces_of_a_run_that_changed_are_not_mixed_with_its_report(run):
     kept = checked.report(str(run))
     time.sleep(0.01)
     os.utime(run / "rank00000.pt.trace.json.gz", ns=(1, 1))
-    with pytest.raises(BadTraceError, match="changed since it was checked; open it again"):
-        kept.run.trace(0)
+    for ask in (lambda: kept.run.trace(0), lambda: kept.run.table(_names), lambda: list(kept.run.traces())):
+        with pytest.raises(InputError, match="changed since it was checked; open it again"):
+            ask()
+    assert kept.run.ranks == (0, 1)  # others look at it, too: no rank is taken for unreadable
+    assert kept.run.doubts.is_empty()
 
 
 # What cannot be trusted, and bounds -----------------------------------------------------------------------------------

@@ -1,15 +1,20 @@
 """The dashboard's pages without a browser: what they show, and what a choice changes."""
 
+import gc
 import json
+import os
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from dashboard import catalog
-from tests import dated
+from dashboard import catalog, opened
+from tests import dated, pages
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
+from tests.pages import TIMEOUT_S, html_of, page, testing
 from tracekit.change import Verdict
 from tracekit.cli.dashboard import command
 from tracekit.history import store
@@ -17,29 +22,11 @@ from tracekit.history.commits import Commit
 from tracekit.history.entry import entry
 from tracekit.reports import json as report_json
 
-testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
 APP = str(Path(__file__).parents[2] / "dashboard" / "app.py")
 FAULTS = Path(__file__).parents[2] / "sample_traces" / "faults"
-TIMEOUT_S = 60
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    recorded.write_runs(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def _keep_main(monkeypatch):
-    """Streamlit puts the page it runs in the place of __main__, which spawned processes of later tests would import."""
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+runs, _keep_main = pages.runs, pages.keep_main
 
 
 @pytest.fixture
@@ -53,33 +40,6 @@ def app(monkeypatch):
     return opened_on
 
 
-def _timeline(path, **state):
-    def script(path):
-        from dashboard import catalog
-        from dashboard.views import timeline
-
-        timeline.page(catalog.entries([path])[0])
-
-    page = testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S)
-    for name, value in state.items():
-        page.session_state[name] = value
-    return page.run()
-
-
-def _checkpoints(path):
-    def script(path):
-        from dashboard import catalog
-        from dashboard.views import checkpoints
-
-        checkpoints.page(catalog.entries([path])[0])
-
-    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
-
-
-def _html(app):
-    return "".join(element.proto.body for element in app.get("html"))
-
-
 def test_opened_on_nothing_it_says_how_to_open_it(app):
     shown = app()
     assert not shown.exception
@@ -89,11 +49,30 @@ def test_opened_on_nothing_it_says_how_to_open_it(app):
 def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, runs):
     shown = app(runs / recorded.GOOD)
     assert not shown.exception
-    html = _html(shown)
+    html = html_of(shown)
     assert 'class="tk-verdict' in html
     assert "COMM001" in html
     assert len(shown.get("plotly_chart")) == 1
     assert not shown.selectbox(key="run").options[1:]
+
+
+def test_a_run_that_changes_under_a_page_is_an_error_box_with_the_way_on(app, tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "LISTING_LIVES_S", 600.0)
+    run = tmp_path / "changing"
+    recorded.write_run(run, kernel="gemm")
+    opened.check(catalog.entries([str(run)])[0])
+    shown = app(run)
+    assert not shown.error
+    time.sleep(0.01)  # file systems count time in ticks of some milliseconds
+    os.utime(run / "rank00000.pt.trace.json.gz", (1, 1))
+    # As a browser tells that turns to another page: AppTest turns to pages that are files only.
+    shown._page_hash = next(key for key, page in shown._registered_pages.items() if page["url_pathname"] == "kernels")
+    shown.run()
+    assert not shown.exception
+    assert "changed since it was checked" in shown.error[0].value
+    shown.button(key="read_after_error").click().run()
+    assert not shown.exception
+    assert not shown.error
 
 
 def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs):
@@ -102,7 +81,7 @@ def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs)
     assert not shown.exception
     shown.selectbox(key="run").select(recorded.GOOD).run()
     assert not shown.error
-    assert "COMM001" in _html(shown)
+    assert "COMM001" in html_of(shown)
 
 
 def test_a_path_that_is_missing_is_an_error_box(app, tmp_path):
@@ -114,19 +93,9 @@ def test_a_path_that_is_missing_is_an_error_box(app, tmp_path):
 def test_names_in_what_is_shown_are_escaped(app, runs):
     shown = app(runs / recorded.HOSTILE)
     assert not shown.exception
-    everything = _html(shown) + "".join(element.value for element in shown.markdown)
+    everything = html_of(shown) + "".join(element.value for element in shown.markdown)
     assert "<script" not in everything
     assert "<img" not in everything
-
-
-def _plan(path):
-    def script(path):
-        from dashboard import catalog
-        from dashboard.views import plan
-
-        plan.page(catalog.entries([path])[0])
-
-    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
 
 
 def _numbers(app):
@@ -134,7 +103,7 @@ def _numbers(app):
 
 
 def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
-    shown = _plan(SAMPLE)
+    shown = page("plan", SAMPLE)
     assert not shown.exception
     assert len(shown.get("plotly_chart")) == 3
     first = _numbers(shown)
@@ -152,6 +121,19 @@ def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
     told = "".join(caption.value for caption in shown.caption)
     assert "872 MB/s by 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
     assert _numbers(shown)["Each node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
+    assert "synced" not in told
+
+
+def test_the_plan_says_where_a_measured_rate_may_be_that_of_the_page_cache(tmp_path):
+    run = shutil.copytree(SAMPLE, tmp_path / "run")
+    for log in run.glob("*.checkpoint.jsonl"):
+        kept = [line for line in log.read_text().splitlines(keepends=True) if '"fsync"' not in line]
+        log.write_text("".join(kept))
+    shown = page("plan", run)
+    shown.toggle(key="plan-measured").set_value(True).run()
+    assert not shown.exception
+    assert "saves, each blocking for" in "".join(caption.value for caption in shown.caption)
+    assert "Not all of their files were synced" in "".join(caption.value for caption in shown.caption)
 
 
 def test_the_breakdown_can_be_seen_by_step(app, runs):
@@ -167,7 +149,7 @@ def _told(shown):
 
 
 def test_the_timeline_opens_on_the_whole_run_with_all_ranks_and_every_finding_marked(runs):
-    shown = _timeline(runs / recorded.GOOD)
+    shown = page("timeline", runs / recorded.GOOD)
     assert not shown.exception
     told = _told(shown)
     assert {track["rank"] for track in told["tracks"]} == {0, 1}
@@ -180,7 +162,7 @@ def test_the_timeline_opens_on_the_whole_run_with_all_ranks_and_every_finding_ma
 
 
 def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
-    shown = _timeline(runs / recorded.GOOD)
+    shown = page("timeline", runs / recorded.GOOD)
     finding = next(box for box in shown.selectbox if box.label == "Finding")
     finding.select(next(option for option in finding.options if "COMM001" in option)).run()
     assert not shown.exception
@@ -191,26 +173,26 @@ def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
     assert longest_ns in {mark["end"] - mark["start"] for mark in shown_in_it}
     track = next(track for track in told["tracks"] if track["track"] == told["go"]["track"])
     assert track["rank"] in {mark["rank"] for mark in shown_in_it}
-    assert "COMM001" in _html(shown)
+    assert "COMM001" in html_of(shown)
 
 
 def test_a_moment_chosen_on_another_page_is_shown_on_the_clock_of_the_run(runs):
     begun_ns = 1_790_000_000_000_000_000  # of the trace, and the run's clock is rank 0's
     row = {"run": recorded.GOOD, "window": 0, "rank": 1, "start_ns": begun_ns + 200_000, "dur_ns": 5_000_000}
-    told = _told(_timeline(runs / recorded.GOOD, shown_moment=row))
+    told = _told(page("timeline", runs / recorded.GOOD, state={"shown_moment": row}))
     assert told["go"]["start"] < 200_000 < 5_200_000 < told["go"]["end"] < 20_000_000
     assert next(track for track in told["tracks"] if track["track"] == told["go"]["track"])["rank"] == 1
 
 
 def test_names_reach_the_timeline_inert_and_short(runs):
-    told = _told(_timeline(runs / recorded.HOSTILE))
+    told = _told(page("timeline", runs / recorded.HOSTILE))
     names = [*told["tile"]["names"], *(track["label"] for track in told["tracks"])]
     assert any("<script>" in name for name in names)
     assert not any("\u202e" in name or len(name) > 300 for name in names)
 
 
 def test_a_timeline_that_cannot_be_read_says_why(runs):
-    shown = _timeline(runs / recorded.TRUNCATED)
+    shown = page("timeline", runs / recorded.TRUNCATED)
     assert not shown.exception
     assert "truncated" in shown.error[0].value
 
@@ -218,49 +200,67 @@ def test_a_timeline_that_cannot_be_read_says_why(runs):
 def test_a_timeline_without_a_slice_says_so(tmp_path):
     trace = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": []}
     (tmp_path / "rank0.json").write_text(json.dumps(trace))
-    shown = _timeline(tmp_path)
+    shown = page("timeline", tmp_path)
     assert not shown.exception
     assert len(shown.info) + len(shown.error) == 1
 
 
 def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(runs):
-    def script(folder):
-        from dashboard import catalog
-        from dashboard.views import compare
-
-        compare.page(catalog.entries([folder]))
-
-    shown = testing.AppTest.from_function(script, args=(str(runs),), default_timeout=TIMEOUT_S).run()
+    shown = page("compare", runs)
     assert not shown.exception
     assert len(shown.error) == 1  # the truncated run
     assert len(shown.get("plotly_chart")) == 1
-    row = _html(shown).split("exposed communication</td>")[1].split("</tr>")[0]
+    row = html_of(shown).split("exposed communication</td>")[1].split("</tr>")[0]
     assert "4 ms" in row
     assert "6 ms" in row
     assert "+50%" in row
     assert any(verdict.value in row for verdict in Verdict)
-    share = _html(shown).split("exposed share of step</td>")[1].split("</tr>")[0]
+    share = html_of(shown).split("exposed share of step</td>")[1].split("</tr>")[0]
     assert " pt" in share
 
 
-def _memory(path):
-    def script(path):
-        from dashboard import catalog
-        from dashboard.views import memory
+def test_what_is_compared_and_drawn_of_a_dropped_run_goes_with_its_page(runs, tmp_path):
+    def script(kept, dropped):
+        import weakref
+        from dataclasses import replace
+        from pathlib import Path
 
-        memory.page(catalog.entries([path])[0])
+        import streamlit as st
 
-    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+        from dashboard import catalog, facts, opened
+        from dashboard.views import compare
+
+        (named,) = catalog.entries([kept])
+        private = catalog.entry("dropped", Path(dropped), (dropped,), is_private=True)
+        gate = compare._judged(named, private)
+        assert compare._judged(named, private) is gate  # kept as long as the page
+        tables = facts.memory(private, 0, 0)
+        assert facts.memory(private, 0, 0) is tables
+        other = compare._judged(named, replace(named, name="again"))
+        kept = (gate, opened.opened(private).run, tables["peaks"])
+        st.session_state["left"] = [weakref.ref(each) for each in kept]
+        st.session_state["held"] = [each.report.run.sources for each in (gate, other)]
+
+    recorded.write_run(tmp_path / "dropped", kernel="gemm")
+    folders = (str(runs / recorded.GOOD), str(tmp_path / "dropped"))
+    shown = testing.AppTest.from_function(script, args=folders, default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    assert shown.session_state["held"] == [(), ()]
+    left = shown.session_state["left"]
+    assert all(each() is not None for each in left)
+    caches.clear_session_cache("test session id")  # as Streamlit does where a page is closed
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
 
 
 def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_path):
     run = run_on_a_device(tmp_path)
     simulated(run)
-    shown = _memory(run)
+    shown = page("memory", run)
     assert not shown.exception
     assert len(shown.get("plotly_chart")) == 2
-    assert "held at most" in _html(shown)
-    assert "40 MiB" in _html(shown)
+    assert "held at most" in html_of(shown)
+    assert "40 MiB" in html_of(shown)
     source = next(box for box in shown.selectbox if box.label == "From")
     source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
     assert not shown.exception
@@ -269,7 +269,7 @@ def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_p
 
 
 def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs):
-    shown = _memory(runs / recorded.GOOD)
+    shown = page("memory", runs / recorded.GOOD)
     assert not shown.exception
     assert "profile_memory=True" in shown.info[0].value
 
@@ -277,7 +277,7 @@ def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs)
 def test_a_snapshot_that_cannot_be_read_is_an_error_box(tmp_path):
     run = run_on_a_device(tmp_path)
     (run / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
-    shown = _memory(run)
+    shown = page("memory", run)
     source = next(box for box in shown.selectbox if box.label == "From")
     source.select(source.options[1]).run()
     assert "os.system" in shown.error[0].value.replace("\\", "")
@@ -285,25 +285,12 @@ def test_a_snapshot_that_cannot_be_read_is_an_error_box(tmp_path):
 
 
 def test_one_run_alone_is_not_compared(runs):
-    def script(path):
-        from dashboard import catalog
-        from dashboard.views import compare
-
-        compare.page(catalog.entries([path]))
-
-    path = str(runs / recorded.GOOD)
-    shown = testing.AppTest.from_function(script, args=(path,), default_timeout=TIMEOUT_S).run()
+    shown = page("compare", runs / recorded.GOOD)
     assert "Compare with" in shown.info[0].value
 
 
 def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
-    def script(path):
-        from dashboard import catalog
-        from dashboard.views import ranks
-
-        ranks.page(catalog.entries([path])[0])
-
-    shown = testing.AppTest.from_function(script, args=(str(runs / recorded.GOOD),), default_timeout=TIMEOUT_S).run()
+    shown = page("ranks", runs / recorded.GOOD)
     assert not shown.exception
     assert any("clocks of the ranks" in caption.value for caption in shown.caption)
     whole = shown.dataframe[0].value
@@ -315,15 +302,15 @@ def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
 
 
 def test_the_saves_of_a_run_are_judged_and_drawn():
-    shown = _checkpoints(FAULTS / "small-tensors")
+    shown = page("checkpoints", FAULTS / "small-tensors")
     assert not shown.exception
-    assert "CKPT002" in _html(shown)
+    assert "CKPT002" in html_of(shown)
     assert len(shown.get("plotly_chart")) == 3
     assert shown.selectbox[0].options == ["step-000006"]
 
 
 def test_without_a_checkpoint_log_the_page_says_how_to_record_one():
-    shown = _checkpoints(FAULTS / "churn")
+    shown = page("checkpoints", FAULTS / "churn")
     assert not shown.exception
     assert "record_save" in shown.info[0].value
 
@@ -356,7 +343,7 @@ def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(t
     shown.selectbox(key="history_group").select(1).run()
     assert not shown.exception
     assert len(shown.get("plotly_chart")) == 3
-    html = _html(shown)
+    html = html_of(shown)
     assert "worse: step time" in html
     assert "11abcdef..12abcdef" in html
     assert "COMM001 exposed-communication" in html
@@ -365,7 +352,7 @@ def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(t
     run.select(3).run()
     # st.text knows no markup.
     assert "Change 3\n\n<b>why</b> ![x](http://192.0.2.1/x.png)" in [text.value for text in shown.text]
-    assert "<b>why" not in _html(shown)
+    assert "<b>why" not in html_of(shown)
     assert not any("<i>X" in each.value for each in shown.markdown)
 
 
@@ -383,3 +370,17 @@ def test_the_page_is_there_where_a_history_is_named_or_lies_beside_the_runs(tmp_
     assert catalog.history_file([str(tmp_path), "--history=/elsewhere"]) == Path("/elsewhere")
     words = command(["runs"], port=1, browser=False, history=Path("/h.duckdb"))
     assert words[words.index("--") + 1 :][-1] == "--history=/h.duckdb"
+
+
+def test_a_log_that_leads_out_is_not_told_on_the_page_of_runs(app, tmp_path):
+    log = tmp_path / "elsewhere.jsonl"
+    log.write_text('{"step": 7, "loss": 4.2, "step_time_ns": 123000000, "rank": 0}\n')
+    (tmp_path / "runs").mkdir()
+    for name in ("inside", "outside"):
+        recorded.write_run(tmp_path / "runs" / name, kernel="gemm")
+    (tmp_path / "runs" / "inside" / "rank00000.metrics.jsonl").write_text(log.read_text())
+    (tmp_path / "runs" / "outside" / "rank00000.metrics.jsonl").symlink_to(log)
+    shown = app(tmp_path / "runs")
+    assert not shown.exception
+    told = [caption.value for caption in shown.caption]
+    assert [each.partition("**")[2].partition("**")[0] for each in told if "is at step" in each] == ["inside"]

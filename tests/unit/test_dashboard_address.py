@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.rotation import in_turns
+
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 
 
@@ -56,6 +58,24 @@ def test_without_a_choice_the_address_stays_empty(shown):
     assert _told(shown) == {}
 
 
+def test_an_address_that_asks_for_too_many_runs_gets_as_many_as_are_compared():
+    def page():
+        import streamlit as st
+
+        from dashboard import parts
+        from dashboard.catalog import Entry
+
+        chosen, others = parts.choose([Entry(f"r{number}", f"/r{number}") for number in range(14)])
+        st.text(" ".join(entry.name for entry in (chosen, *others)))
+
+    shown = testing.AppTest.from_function(page)
+    shown.query_params.update(run="r0", compare=[f"r{number}" for number in range(1, 12)])
+    shown.run()
+    assert not shown.exception
+    assert shown.text[0].value == "r0 r1 r2 r3 r4 r5 r6 r7 r8"
+    assert shown.query_params["compare"] == [f"r{number}" for number in range(1, 9)]
+
+
 def test_an_address_sets_every_widget(shown):
     _at(shown, rank="2", others=["c", "b"], part=["1.5", "3.0"], find="gemm", all="True")
     assert not shown.exception
@@ -63,6 +83,7 @@ def test_an_address_sets_every_widget(shown):
     assert _told(shown)["part"] == ["1.5", "3.0"]
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "params",
     [

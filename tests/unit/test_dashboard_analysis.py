@@ -1,14 +1,17 @@
 """The pages made of the analyses, without a browser: what they say of a run, and what comes in by a plugin."""
 
-import sys
+import os
+import threading
+from pathlib import Path
 
 import pytest
 
+from tests import pages
 from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
+from tests.pages import TIMEOUT_S, html_of, page, testing
 
-testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
-TIMEOUT_S = 60
+runs, _keep_main = pages.runs, pages.keep_main
 PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,18 +35,6 @@ table = Measured(
 """
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    recorded.write_runs(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _keep_main(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-
-
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
     """Install a rule and a table as another distribution would."""
@@ -56,43 +47,25 @@ def plugin(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def _page(view, path, **address):
-    def script(view, path):
-        from importlib import import_module
-
-        from dashboard import catalog
-
-        import_module(f"dashboard.views.{view}").page(catalog.entries([path])[0])
-
-    app = testing.AppTest.from_function(script, args=(view, str(path)), default_timeout=TIMEOUT_S)
-    for name, value in address.items():
-        app.query_params[name] = value
-    return app.run()
-
-
-def _html(app):
-    return "".join(element.proto.body for element in app.get("html"))
-
-
 def _said(app):
     return " ".join(each.value for each in (*app.caption, *app.info, *app.subheader)).replace("\\", "")
 
 
 def test_a_rule_and_a_table_of_a_plugin_are_shown_without_an_edit(plugin, tmp_path):
     recorded.write_run(tmp_path / "run", kernel="gemm")
-    shown = _page("quality", tmp_path / "run")
+    shown = page("quality", tmp_path / "run")
     assert not shown.exception
-    assert "There are 2 ranks, says Acme." in _html(shown)
+    assert "There are 2 ranks, says Acme." in html_of(shown)
     rules = next(each.value for each in shown.dataframe if "family" in each.value.columns)
     assert "ACME" in set(rules["family"])
-    asked = _page("sql", tmp_path / "run", sql="SELECT * FROM acme_ranks ORDER BY rank", table="acme_ranks")
-    assert "Rank, as Acme counts." in _html(asked)
+    asked = page("sql", tmp_path / "run", sql="SELECT * FROM acme_ranks ORDER BY rank", table="acme_ranks")
+    assert "Rank, as Acme counts." in html_of(asked)
     asked.button[0].click().run()
     assert asked.dataframe[0].value["rank"].tolist() == [0, 1]
 
 
 def test_a_query_in_the_address_is_shown_and_runs_only_when_told_to(runs):
-    shown = _page("sql", runs / recorded.GOOD, sql="SELECT 42 AS answer")
+    shown = page("sql", runs / recorded.GOOD, sql="SELECT 42 AS answer")
     assert not shown.exception
     assert shown.text_area[0].value == "SELECT 42 AS answer"
     assert "came with the address" in _said(shown)
@@ -106,7 +79,7 @@ def test_what_a_query_must_not_do_or_gets_wrong_is_said_as_text_and_a_long_answe
     from dashboard.views import sql
 
     monkeypatch.setattr(sql, "MAX_ROWS", 3)
-    shown = _page("sql", runs / recorded.GOOD)
+    shown = page("sql", runs / recorded.GOOD)
     for query, told in (
         ("DROP TABLE ops", "query:"),
         ("SELECT * FROM read_csv('/etc/passwd')", "query:"),
@@ -124,7 +97,7 @@ def test_what_a_query_must_not_do_or_gets_wrong_is_said_as_text_and_a_long_answe
 
 
 def test_kernels_are_added_up_as_the_address_says(runs):
-    shown = _page("kernels", runs / recorded.GOOD, by="phase", search="compute")
+    shown = page("kernels", runs / recorded.GOOD, by="phase", search="compute")
     assert not shown.exception
     table = next(each.value for each in shown.dataframe if "count" in each.value.columns)
     assert table["kind"].tolist() == ["compute"]
@@ -133,16 +106,16 @@ def test_kernels_are_added_up_as_the_address_says(runs):
 
 
 def test_a_finding_of_a_family_stands_on_its_page(runs):
-    shown = _page("communication", runs / recorded.GOOD)
+    shown = page("communication", runs / recorded.GOOD)
     assert not shown.exception
-    assert "COMM001" in _html(shown)
+    assert "COMM001" in html_of(shown)
     assert len(shown.get("plotly_chart")) == 3
 
 
 def test_a_replay_is_shown_beside_the_record_as_a_prediction(tmp_path):
     run = run_on_a_device(tmp_path)
     simulated(run)
-    shown = _page("memory", run)
+    shown = page("memory", run)
     source = next(box for box in shown.selectbox if box.label == "From")
     source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
     shown.toggle[0].set_value(True).run()
@@ -155,3 +128,52 @@ def test_a_replay_is_shown_beside_the_record_as_a_prediction(tmp_path):
     next(button for button in shown.button if button.label == "Replay").click().run()
     assert not shown.exception
     assert "device-memory-gib" in _said(shown)  # without it, the threshold has no limit to count from
+
+
+class _Watched:
+    """A lock that another waits for from when it is first taken, to note whether a query's process still runs then."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        self._other = threading.Thread(target=self._wait)
+        self.is_asking = None
+
+    def __enter__(self):
+        self._lock.acquire()
+        self._other.start()
+
+    def __exit__(self, *_):
+        self._lock.release()
+        self._other.join()
+
+    def _wait(self):
+        with self._lock:
+            children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+            pids = [pid for each in children for pid in each.read_text().split()]
+            self.is_asking = any("sealed.py" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+
+
+def test_a_query_keeps_nobody_from_the_run_while_it_is_answered(runs):
+    def script(path):
+        import dataclasses
+
+        import streamlit as st
+
+        from dashboard import catalog, opened
+        from dashboard.views import sql
+
+        entry = catalog.entries([path])[0]
+        sql._ask(
+            entry,
+            dataclasses.replace(opened.opened(entry), lock=st.session_state["lock"]),
+            "SELECT 42 AS n FROM ops LIMIT 1",
+        )
+        st.text(st.session_state[sql._ANSWER][2]["n"].to_list())
+
+    lock = _Watched()
+    shown = testing.AppTest.from_function(script, args=(str(runs / recorded.GOOD),), default_timeout=TIMEOUT_S)
+    shown.session_state["lock"] = lock
+    shown.run()
+    assert not shown.exception
+    assert shown.text[0].value == "[42]"
+    assert lock.is_asking

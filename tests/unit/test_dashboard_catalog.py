@@ -1,8 +1,11 @@
 """What the dashboard lists, looks through and refuses, without a server."""
 
+import contextlib
 import gzip
+import json
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +73,36 @@ def test_a_json_file_beside_runs_does_not_make_their_folder_a_run(runs):
     assert _names(runs) == ["a", "only"]
 
 
+def test_of_too_many_runs_the_newest_are_listed_and_the_others_counted(runs, monkeypatch):
+    monkeypatch.setattr(catalog, "MAX_ENTRIES", 3)
+    for age_s, name in enumerate(("d", "b", "e", "c")):
+        (runs / name).mkdir()
+        (runs / name / "rank00000.pt.trace.json").write_text("")
+        os.utime(runs / name, (2e9 - age_s, 2e9 - age_s))
+    found = catalog.listed([str(runs)])
+    assert ([entry.name for entry in found.entries], found.left_out) == (["b", "d", "e"], 2)
+
+
+def test_what_takes_long_to_list_is_listed_less_often(runs, a_run):
+    now_s = [0.0]
+
+    def clock_s():
+        now_s[0] += 1  # a listing takes a second
+        return now_s[0]
+
+    known = catalog.Catalog([str(runs)], clock_s)
+    first = known.listed()
+    shutil.copytree(a_run, runs / "b")
+    now_s[0] += 10
+    assert known.listed() is first
+    now_s[0] += 10
+    second = known.listed()
+    assert [entry.name for entry in second.entries] == ["a", "b"]
+    shutil.rmtree(runs / "b")
+    known.forget()
+    assert [entry.name for entry in known.listed().entries] == ["a"]
+
+
 def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     (runs / "new").mkdir()
     (runs / "new" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
@@ -78,6 +111,19 @@ def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     assert "no trace yet" in entries["new"].problem
     assert not entries["a"].is_live
     assert [listing.verdict(entries[name]) for name in ("new", "a")] == [listing.AWAITED, listing.UNCHECKED]
+
+
+def test_traces_are_told_apart_once_they_are_whole_whatever_the_logs_do(runs):
+    def stamp():
+        return catalog.entries([str(runs)])[0].traces_stamp
+
+    trace, before = runs / "a" / "rank00001.pt.trace.json.gz", stamp()
+    (runs / "a" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
+    assert stamp() == before != ""
+    trace.write_bytes(trace.read_bytes())
+    assert stamp() == ""  # it may still be written
+    os.utime(trace, (time.time() - catalog.WHOLE_S,) * 2)
+    assert stamp() not in ("", before)
 
 
 @pytest.mark.parametrize("name", HOSTILE_FOLDERS, ids=range(len(HOSTILE_FOLDERS)))
@@ -136,6 +182,48 @@ def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside)
     trace.symlink_to(outside / trace.name)
     with pytest.raises(InputError, match="is a link to a place that the dashboard was not opened on"):
         opened.check(entry)
+
+
+@pytest.fixture
+def open_folder():
+    """Give a folder that a user without rights can come to."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _without_rights():
+    """Be a user who may not look into everything: root may."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run):
+    runs, closed = open_folder / "runs", open_folder / "closed"
+    shutil.copytree(a_run, runs / "good")
+    shutil.copytree(a_run, closed / "run")
+    (runs / "other" / "window000").mkdir(parents=True)
+    (runs / "loop").symlink_to("loop")
+    (runs / "latest").symlink_to(closed / "run")
+    (runs / "latest.pt.trace.json").symlink_to("latest.pt.trace.json")
+    for folder in (closed, runs / "other" / "window000"):
+        folder.chmod(0)
+    try:
+        with _without_rights():
+            assert _names(runs) == ["good"]
+            (entry,) = catalog.entries([str(closed / "run")])
+            assert "no such file or folder that can be looked into" in entry.problem
+            assert catalog.history_file([str(closed / "run")]) is None
+    finally:
+        closed.chmod(0o700)
+        (runs / "other" / "window000").chmod(0o700)
 
 
 def test_a_history_that_is_a_link_is_not_opened(runs, outside):
@@ -209,8 +297,14 @@ def test_the_table_of_a_checked_run_tells_its_steps(runs):
 def test_a_manifest_can_say_anything(runs):
     (runs / "a" / "run.json").write_text('{"created_ns": 1e300, "world_size": "x", "model": [1], "strategy": {"a": 1}}')
     assert listing.table(catalog.entries([str(runs)])).height == 1
-    (runs / "a" / "run.json").write_text('{"created_ns": -99999999999999999999, "model": "' + "m" * 5000 + '"}')
-    assert listing.table(catalog.entries([str(runs)])).row(0, named=True)["recorded"] is None
+    changed_ns = max(file.stat().st_mtime_ns for file in (runs / "a").iterdir())
+    for time_ns in (-99999999999999999999, 10**400, True):
+        told = {"created_ns": time_ns, "world_size": 10**30, "model": "m" * 5000}
+        (runs / "a" / "run.json").write_text(json.dumps(told))
+        listed = catalog.entries([str(runs)])
+        assert listing.table(listed).row(0, named=True)["ranks"] is None
+        assert listed[0].created_ns >= changed_ns  # that of the newest file
+        assert listing.found(listed, Wanted(since_s=listing.DAY_S)) == list(listed)
     (runs / "a" / "run.json").write_text("[" * 100_000)
     assert len(catalog.entries([str(runs)])) == 1
 
@@ -259,6 +353,14 @@ def test_a_download_is_no_formula():
 
     rows = pl.DataFrame({"name": ["=cmd()", "gemm", None], "dur_ns": [-1, 2, 3], "ranks": [[0, 1], [], None]})
     assert downloads.as_csv(rows) == 'name,dur_ns,ranks\n\'=cmd(),-1,"[0, 1]"\ngemm,2,[]\n,3,\n'
+
+
+def test_a_column_that_a_query_names_is_no_formula():
+    import polars as pl
+
+    rows = pl.DataFrame({"=cmd()": [1], "'=cmd()": [2], "-2+3": [3], 'a,"b"': [4], "": [5]})
+    assert downloads.as_csv(rows) == '\'=cmd(),\'=cmd(),\'-2+3,"a,""b""",\n1,2,3,4,5\n'
+    assert downloads.as_csv(rows.clear()).count("\n") == 1
 
 
 def test_the_command_listens_to_this_machine_only_unless_told(monkeypatch, runs, capsys):

@@ -19,6 +19,7 @@ from tracekit.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, PALE, PA
 from tracekit.charts.timeline import EVIDENCE_TRACK, MAX_SLICES, timeline
 from tracekit.charts.tops import tops
 from tracekit.charts.traffic import ALGORITHM, BUS, bandwidth
+from tracekit.charts.whatif import saved_by_rank, savings
 
 __all__ = [
     "ALGORITHM",
@@ -54,6 +55,8 @@ __all__ = [
     "save_bandwidth",
     "save_clocks",
     "save_stages",
+    "saved_by_rank",
+    "savings",
     "segment_map",
     "shared",
     "slowdowns",

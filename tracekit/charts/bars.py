@@ -7,7 +7,7 @@ import polars as pl
 from plotly.colors import sample_colorscale
 
 from tracekit import markup, units
-from tracekit.charts.style import COLOURS, PARTS, dressed
+from tracekit.charts.style import COLOURS, PARTS, dressed, listed
 
 
 def breakdown(summary: pl.DataFrame) -> go.Figure:
@@ -66,13 +66,7 @@ def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
         )
     figure.update_layout(barmode="stack", bargap=0.28)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    figure.update_yaxes(
-        autorange="reversed",
-        tickvals=places,
-        ticktext=[markup.escape(text, 40) for text in labels],
-        showgrid=False,
-        fixedrange=True,
-    )
+    listed(figure, labels)
     return dressed(figure, height_px=min(136 + 30 * len(labels), 1400))
 
 

@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit import conventions, markup, units
-from tracekit.charts.style import COLOURS, dressed
+from tracekit.charts.style import COLOURS, dressed, listed
 
 # Okabe and Ito's again; waiting as everywhere.
 _STAGES = {
@@ -54,9 +54,7 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
     labels = [f"rank {rank}" + (" · training" if blocking else " · beside") * both for rank, blocking in rows.rows()]
     figure.update_layout(barmode="overlay", bargap=0.28)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    figure.update_yaxes(
-        autorange="reversed", tickvals=list(range(rows.height)), ticktext=labels, showgrid=False, fixedrange=True
-    )
+    listed(figure, labels)
     return dressed(figure, height_px=min(136 + 30 * rows.height, 1400))
 
 
@@ -117,7 +115,7 @@ def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
         x=known["rank"].to_list(),
         y=(known["storage_bytes_per_s"] / 1e9).to_list(),
         mode="markers",
-        marker={"color": COLOURS["compute"], "size": 9, "opacity": 0.7},
+        marker={"color": COLOURS["compute"], "size": 9, "line": {"width": 1, "color": "rgba(255, 255, 255, 0.6)"}},
         customdata=[[markup.escape(save, 80), units.rate(rate)] for _, rate, save in rows],
         hovertemplate="rank %{x}, %{customdata[0]}<br>%{customdata[1]}<extra></extra>",
         showlegend=False,

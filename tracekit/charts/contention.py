@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit import markup, units
 from tracekit.analysis import overlap
-from tracekit.charts.style import COLOURS, dressed, powers
+from tracekit.charts.style import COLOURS, dressed, listed, powers
 
 KIND_COLOURS = {
     overlap.COMPUTE: COLOURS["compute"],
@@ -90,13 +90,7 @@ def shared(by_phase: pl.DataFrame, of: str = overlap.COMPUTE) -> go.Figure:
         )
     figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    figure.update_yaxes(
-        autorange="reversed",
-        tickvals=list(range(len(order))),
-        ticktext=[markup.escape(phase, 40) for phase in order],
-        showgrid=False,
-        fixedrange=True,
-    )
+    listed(figure, order)
     return dressed(figure, height_px=150 + 44 * len(order))
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import plotly.graph_objects as go
 
-from tracekit import markup, units
+from tracekit import units
 from tracekit.charts.memory import scaled
-from tracekit.charts.style import COLOURS, dressed
+from tracekit.charts.style import COLOURS, dressed, listed
 
 
 def reserved(peaks: Mapping[str, tuple[int, bool]], *, held_bytes: int | None = None) -> go.Figure:
@@ -40,11 +40,5 @@ def reserved(peaks: Mapping[str, tuple[int, bool]], *, held_bytes: int | None = 
         )
     figure.update_layout(bargap=0.35)
     figure.update_xaxes(title="reserved at most", ticksuffix=f" {unit}", rangemode="tozero")
-    figure.update_yaxes(
-        autorange="reversed",
-        tickvals=list(range(len(names))),
-        ticktext=[markup.escape(name, 60) for name in names],
-        showgrid=False,
-        fixedrange=True,
-    )
+    listed(figure, names, max_characters=60)
     return dressed(figure, height_px=150 + 44 * len(names))

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit import markup, units
-from tracekit.charts.style import CAUSES, COLOURS, dressed
+from tracekit.charts.style import CAUSES, COLOURS, dressed, listed
 
 COMMUNICATION_PARTS = {
     "hidden_ns": ("hidden by compute", "rgba(213, 94, 0, 0.32)"),
@@ -114,11 +114,5 @@ def _stack(
 def _of_ranks(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
     figure.update_layout(barmode="stack", bargap=0.28, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    figure.update_yaxes(
-        autorange="reversed",
-        tickvals=list(range(len(ranks))) if len(ranks) <= 64 else None,
-        ticktext=[f"rank {rank}" for rank in ranks],
-        showgrid=False,
-        fixedrange=True,
-    )
+    listed(figure, [f"rank {rank}" for rank in ranks])
     return dressed(figure, height_px=min(136 + 30 * len(ranks), _MOST_BARS_PX))

@@ -28,6 +28,7 @@ def tops(table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", m
             y=rows["y"].to_list(),
             x=(rows[measure] / 1e6).to_list(),
             name=KIND_LABELS.get(str(kind), str(kind)),
+            width=0.75,  # else Plotly takes the distance to the next of the same kind
             marker={"color": COLOURS.get(str(kind), _OTHER), "line": {"width": 0}},
             customdata=[
                 [markup.escape(name, 160), units.duration(ns), f"{count:,}"]
@@ -35,7 +36,7 @@ def tops(table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", m
             ],
             hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]} in %{customdata[2]} calls<extra></extra>",
         )
-    figure.update_layout(barmode="overlay", bargap=0.25, showlegend=True)
+    figure.update_layout(barmode="overlay", showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
     figure.update_yaxes(
         range=[shown.height - 0.4, -0.6],

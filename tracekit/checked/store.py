@@ -11,7 +11,7 @@ import polars as pl
 from tracekit import cache, loading
 from tracekit import shelf as shelves
 from tracekit.checked import entry, keys
-from tracekit.errors import BadTraceError
+from tracekit.errors import InputError
 from tracekit.rule import Report
 from tracekit.shelf import Shelf
 from tracekit.trace import Run, Trace
@@ -58,9 +58,10 @@ class _Again:
         with self._lock:
             if self._run is None:
                 if keys.of_run(self._path) != self._key:
-                    raise BadTraceError(f"{self._path}: changed since it was checked; open it again")
+                    # No BadTraceError: a run takes that for a rank that cannot be read, and goes on without it.
+                    raise InputError(f"{self._path}: changed since it was checked; open it again")
                 self._run = loading.load(self._path)
         for source in self._run.sources:
             if (source.window, source.rank, source.path) == (window, rank, path):
                 return source.read()
-        raise BadTraceError(f"{path}: is no part of the run any more; open it again")
+        raise InputError(f"{path}: is no part of the run any more; open it again")

@@ -1,7 +1,10 @@
 """``tracekit dashboard``: the browser's view of runs."""
 
+import contextlib
+import errno
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +17,7 @@ from tracekit.errors import InputError, MissingExtraError
 DEFAULT_PORT = 8501
 THIS_MACHINE = "127.0.0.1"
 _OF_THIS_MACHINE = (THIS_MACHINE, "localhost", "::1")
+_PORTS_TRIED = 50
 
 
 def dashboard(
@@ -37,9 +41,10 @@ def dashboard(
     """
     for run in [*runs, *([str(history)] if history else [])]:
         if not Path(run).exists():
-            raise InputError(f"{run}: there is no such file or folder")
+            raise InputError(f"{run}: there is no such file or folder; check the path")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
+    _refuse_what_cannot_listen(host, port)
     if host not in _OF_THIS_MACHINE:
         output.say(
             f"warning: listening at {host}, port {port}, without a password or encryption: whoever reaches it can "
@@ -67,6 +72,40 @@ def command(
     paths = [str(Path(run).resolve()) for run in runs]
     paths += [f"--history={history.resolve()}"] if history else []
     return [sys.executable, "-m", "streamlit", "run", str(_app()), *flags, "--", *paths]
+
+
+def _refuse_what_cannot_listen(host: str, port: int) -> None:
+    """Raise InputError where nobody can listen at that address and port, rather than let Streamlit fail."""
+    try:
+        _listen(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            free = _free_after(host, port)
+            other = f", such as --port {free}" if free else ""
+            raise InputError(
+                f"port {port} of {host} is taken, perhaps by a dashboard that runs already; choose another{other}"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise InputError(f"--port {port}: is not for you to use; choose one from 1024 on") from None
+        raise InputError(
+            f"--host {host}: is no address of this machine ({error.strerror}); name one of its own, or 0.0.0.0 for all"
+        ) from None
+
+
+def _free_after(host: str, port: int) -> int | None:
+    for other in range(port + 1, min(port + _PORTS_TRIED, 65535)):
+        with contextlib.suppress(OSError):
+            _listen(host, other)
+            return other
+    return None
+
+
+def _listen(host: str, port: int) -> None:
+    """Listen at an address for a moment, as a server does. Raises OSError where it cannot."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # as Streamlit chooses
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        probe.listen()
 
 
 def _app() -> Path:

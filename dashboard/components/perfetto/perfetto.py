@@ -6,12 +6,14 @@ from typing import Any
 
 import streamlit as st
 
+from dashboard import components
+
 HERE = Path(__file__).parent
 
 _mount: Callable[..., Any] = st.components.v2.component(
     "tracekit_perfetto",
     html=(HERE / "perfetto.html").read_text(encoding="utf-8"),
-    css=(HERE / "perfetto.css").read_text(encoding="utf-8"),
+    css=components.css(HERE / "perfetto.css"),
     js=(HERE / "perfetto.js").read_text(encoding="utf-8"),
 )
 

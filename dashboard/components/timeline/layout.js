@@ -36,11 +36,14 @@ class Layout {
   place() {
     this.lines = [];
     this.lineOfTrack = new Map();
+    this.partOfRank = new Map();
     this.heightPx = 0;
     for (const [rank, groups] of this.ranks) {
+      const part = entry(this.partOfRank, rank, () => ({ top: this.heightPx }));
       this.add({ what: "rank", key: rankKey(rank), rank, label: rankKey(rank) }, RANK_PX);
       if (this.folded.has(rankKey(rank))) this.addStrip(rank, groups);
       else this.addGroups(rank, groups);
+      part.bottom = this.heightPx;
     }
   }
 
@@ -76,6 +79,8 @@ class Layout {
   placeOf(track, row, role) {
     const line = this.lineOfTrack.get(track);
     if (!line) return null;
+    // Rows too deep to be given a place would stand on the tracks below.
+    if (row >= line.track?.rows) return null;
     if (line.what === "track") return { y: line.y + row * ROW_PX, heightPx: ROW_PX - 1 };
     if (row > 0) return null;
     const half = STRIP_PX / 2;

@@ -32,7 +32,7 @@ MARGIN_RATIO = 0.3
 MIN_STEP_PX, MIN_UNIT_PX = 3, 6
 MERGED = -1
 TYPES = {
-    "track": "<u2",
+    "track": "<u4",
     "row": "<u2",
     "start": "<f8",
     "dur": "<f8",

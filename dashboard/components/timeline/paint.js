@@ -68,19 +68,19 @@ function paintBands(timeline) {
   const { ctx, layout, inks } = timeline;
   const places = new Map();
   for (const line of layout.lines) if (line.what === "rank" || line.what === "units") places.set(`${line.what} ${line.rank}`, line);
-  const ends = endsOfRanks(layout);
   timeline.tile?.bands.forEach((band, number) => {
     const line = places.get(`${band.kind === "step" ? "rank" : "units"} ${band.rank}`);
     if (!line) return;
     const y = timeline.yOf(line.y);
+    const downPx = layout.partOfRank.get(band.rank).bottom - line.y;
     const [left, right] = [timeline.xOf(band.start), timeline.xOf(band.end)];
-    if (!isSeen(timeline, y, ends.get(band.rank) - line.y) || right < GUTTER_PX || left > timeline.widthPx) return;
+    if (!isSeen(timeline, y, downPx) || right < GUTTER_PX || left > timeline.widthPx) return;
     ctx.fillStyle = band.kind === "step" ? inks.step : inks.unit;
     ctx.fillRect(left, y + 2, Math.max(right - left - 1, 0.5), line.heightPx - 5);
     ctx.fillStyle = inks.text;
     if (band.kind === "step") {
       ctx.fillStyle = inks.edge;
-      if (right - left > MIN_EDGED_PX) ctx.fillRect(Math.round(left), y, 1, ends.get(band.rank) - line.y);
+      if (right - left > MIN_EDGED_PX) ctx.fillRect(Math.round(left), y, 1, downPx);
       ctx.fillStyle = inks.text;
     }
     label(timeline, fitting(band.name, right - left), left, right, y + line.heightPx / 2 - 0.5);
@@ -90,12 +90,6 @@ function paintBands(timeline) {
 /** A name, or its last word, such as a step's number, where there is no room for more. */
 function fitting(name, px) {
   return name.length * LETTER_PX + 8 > px ? name.slice(name.lastIndexOf(" ") + 1) : name;
-}
-
-function endsOfRanks(layout) {
-  const ends = new Map();
-  for (const line of layout.lines) ends.set(line.rank, line.y + line.heightPx);
-  return ends;
 }
 
 /** The sharp tile where it reaches, the picture of the whole run beyond it until the server has answered. */
@@ -158,14 +152,14 @@ function shortened(text, letters) {
 /** Findings as bands behind the tracks of their rank. */
 function paintEvidence(timeline) {
   const { ctx, layout } = timeline;
-  const ends = endsOfRanks(layout);
+  const whole = { top: 0, bottom: layout.heightPx };
   ctx.fillStyle = timeline.inks.evidence;
   for (const mark of timeline.findings) {
     const [left, right] = [timeline.xOf(mark.start), timeline.xOf(mark.end)];
     if (right < GUTTER_PX || left > timeline.widthPx) continue;
-    const top = layout.lines.find((line) => line.rank === mark.rank)?.y ?? 0;
+    const { top, bottom } = layout.partOfRank.get(mark.rank) ?? whole;
     ctx.globalAlpha = mark.key === timeline.finding ? 0.34 : 0.13;
-    ctx.fillRect(left, timeline.yOf(top), Math.max(right - left, 1.5), (ends.get(mark.rank) ?? layout.heightPx) - top);
+    ctx.fillRect(left, timeline.yOf(top), Math.max(right - left, 1.5), bottom - top);
   }
   ctx.globalAlpha = 1;
 }

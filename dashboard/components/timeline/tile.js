@@ -1,7 +1,7 @@
 // A tile: the slices of a part of the run as the server drew them for a number of pixels, column by column.
 
 const TYPES = {
-  track: Uint16Array,
+  track: Uint32Array,
   row: Uint16Array,
   start: Float64Array,
   dur: Float64Array,

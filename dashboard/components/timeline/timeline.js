@@ -12,7 +12,7 @@ class Timeline {
   constructor(root, send) {
     Object.assign(this, { root, send, view: null, tile: null, whole: null, picked: null, range: null, drag: null });
     Object.assign(this, { matches: null, matchAt: -1, arrows: [], arrowEnds: [], findings: [], finding: null });
-    Object.assign(this, { seq: 0, asked: null, changedAt: null, settling: 0, went: null, pointer: null, frame: 0 });
+    Object.assign(this, { seq: 0, asked: null, changedAt: null, settling: 0, went: null, pointer: null, frame: 0, scrolledPx: 0 });
     this.canvas = root.querySelector("canvas");
     this.scroller = root.querySelector(".scroller");
     this.spacer = root.querySelector(".spacer");
@@ -27,7 +27,10 @@ class Timeline {
 
   take(data) {
     this.takeFindings(data.findings);
-    if (data.scene !== this.scene) this.takeScene(data);
+    if (data.scene !== this.scene) {
+      if (!data.tracks) return this.askForScene();
+      this.takeScene(data);
+    }
     this.finding = data.finding;
     this.inks = inksOf(this.root, data.colours);
     this.takeTile(data.tile);
@@ -142,6 +145,11 @@ class Timeline {
     this.send("view", { seq: this.seq, start, end, pixels, tracks: this.tracksAround(1), went: this.went, scene: this.scene });
   }
 
+  /** The server thinks that this timeline knows the scene, as the one before it did. */
+  askForScene() {
+    this.send("view", { seq: this.seq, scene: null });
+  }
+
   isSharp() {
     return Boolean(this.tile?.covers(this.view, this.tracksAround(0)) && this.tile.isSharp(this.nsPerPx()));
   }
@@ -177,11 +185,11 @@ class Timeline {
   }
 
   yOf(contentPx) {
-    return this.headPx + contentPx - this.scroller.scrollTop;
+    return this.headPx + contentPx - this.scrolledPx;
   }
 
   contentY(y) {
-    return y - this.headPx + this.scroller.scrollTop;
+    return y - this.headPx + this.scrolledPx;
   }
 
   trackOf(track) {
@@ -409,6 +417,8 @@ class Timeline {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
       if (!this.tile || !this.inks || !this.widthPx) return;
+      // Asked once: the browser may lay the page out anew to tell, and every slice needs it.
+      this.scrolledPx = this.scroller.scrollTop;
       this.ticks = ticks(this.view, this.plotPx());
       this.report(paint(this));
     });

@@ -6,6 +6,8 @@ from typing import Any
 
 import streamlit as st
 
+from dashboard import components
+
 HERE = Path(__file__).parent
 SCRIPTS = ("time.js", "layout.js", "tile.js", "paint.js", "input.js", "panel.js", "page.js", "timeline.js")
 """One module in this order: without a build step there is nothing else that would join them."""
@@ -22,7 +24,7 @@ def _joined() -> str:
 _mount: Callable[..., Any] = st.components.v2.component(
     "tracekit_timeline",
     html=(HERE / "timeline.html").read_text(encoding="utf-8"),
-    css=(HERE / "timeline.css").read_text(encoding="utf-8"),
+    css=components.css(HERE / "timeline.css"),
     js=_joined(),
 )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import tracekit
 from tests import drawn
+from tests.rotation import in_turns
 from tracekit import schema, tiles
 from tracekit.export import perfetto
 from tracekit.export.perfetto import Clock
@@ -89,6 +90,7 @@ REAL = [
 ]
 
 
+@in_turns(2)
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
 def test_recorded_traces_have_as_many_slices_as_their_tables_and_the_same_time_at_every_zoom(path):
     if not path.is_dir():

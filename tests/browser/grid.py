@@ -1,0 +1,27 @@
+"""The list of runs as a person uses it: a table drawn on a canvas, and told to screen readers row by row."""
+
+HEADER_PX, ROW_PX, BOX_PX = 35, 35, 17
+TABLE = "[data-testid=stDataFrame]"
+ROWS = f"{TABLE} canvas table tbody tr"
+
+
+def cells(page):
+    """Return the table as its rows of text: what a screen reader is told of the canvas."""
+    page.locator(ROWS).first.wait_for(state="attached")
+    return page.evaluate(
+        """(rows) => [...document.querySelectorAll(rows)].map(
+             row => [...row.querySelectorAll('td')].map(cell => cell.textContent))""",
+        ROWS,
+    )
+
+
+def row_of(page, name):
+    """Return the number of the row that has a cell `name`."""
+    return next(number for number, row in enumerate(cells(page)) if name in row)
+
+
+def select(page, *names):
+    """Click on the boxes before the runs of these names."""
+    grid = page.locator(TABLE).first
+    for name in names:
+        grid.click(position={"x": BOX_PX, "y": HEADER_PX + ROW_PX * row_of(page, name) + ROW_PX / 2})

@@ -1,0 +1,89 @@
+"""The dashboard without a mouse: from the list of runs to a run, its timeline, a slice and back, by keys alone."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import recorded
+from tests.browser.conftest import WAIT_MS, assert_clean
+from tests.browser.grid import TABLE, row_of
+from tests.browser.test_timeline_page import Shown
+from tests.rotation import in_turns
+
+pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
+expect.set_options(timeout=WAIT_MS)
+MOST_TABS = 60
+HAS_FOCUS = "e => e.getRootNode().activeElement === e"
+# What a theme may show focus by: a ring, a border, a shadow, another ground.
+LOOK = """async e => {
+    await Promise.all(e.getAnimations().map(each => each.finished));
+    const s = getComputedStyle(e);
+    return [s.outlineStyle, s.outlineColor, s.boxShadow, s.borderColor, s.backgroundColor].join();
+}"""
+
+
+def _tab_to(page, found):
+    """Press Tab until an element has the focus."""
+    for _ in range(MOST_TABS):
+        if found.evaluate(HAS_FOCUS):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"{MOST_TABS} times Tab did not lead to {found}")
+
+
+def _assert_focus_shows(focused, *others):
+    """Assert that an element, or one of those around it, looks otherwise with the focus than without."""
+    shown = (focused, *others)
+    with_focus = [each.evaluate(LOOK) for each in shown]
+    focused.evaluate("e => e.blur()")
+    without = [each.evaluate(LOOK) for each in shown]
+    focused.focus()
+    assert with_focus != without
+
+
+def test_a_run_is_found_opened_and_searched_through_by_keys_alone(page, server):
+    page.goto(f"{server.url}/runs")
+    row = row_of(page, recorded.GOOD)
+    _tab_to(page, page.locator(f"{TABLE} canvas").first)
+    for _ in range(row):  # the focus is on the first
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Shift+Space")
+    opens = page.get_by_role("button", name="Open this run")
+    expect(opens).to_be_enabled()
+    _tab_to(page, opens)
+    _assert_focus_shows(opens)
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(rf"/\?.*run={recorded.GOOD}"))
+    expect(page.locator(".tk-verdict b").first).to_be_visible()
+    link = page.locator("[data-testid=stSidebarNavLink]").filter(has_text="Timeline")
+    _tab_to(page, link)
+    _assert_focus_shows(link)
+    page.keyboard.press("Enter")
+    shown = Shown(page)
+    shown.wait_until_sharp()
+    _tab_to(page, shown.root)
+    _assert_focus_shows(shown.root, shown.root.locator(".plot"))
+    whole = shown.length
+    page.keyboard.press("w")
+    shown.wait(f"e.to - e.from < {whole} && e.sharp === 'true'")
+    start_ns, length = shown.view[0], shown.length
+    page.keyboard.press("d")
+    shown.wait(f"+e.from > {start_ns}")
+    page.keyboard.press("a")
+    shown.wait(f"+e.from === {start_ns}")
+    page.keyboard.press("s")
+    shown.wait(f"e.to - e.from > {length}")
+    page.keyboard.press("/")
+    search = shown.root.locator("input")
+    assert search.evaluate(HAS_FOCUS)
+    _assert_focus_shows(search)
+    page.keyboard.type("allreduce")
+    shown.wait("e.matches === '6'")
+    page.keyboard.press("Enter")
+    shown.wait("e.match === '1' && e.details === 'shown'")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    expect(shown.root.locator(".details")).to_be_hidden()
+    assert shown.root.evaluate(HAS_FOCUS)
+    assert_clean(page)
