@@ -67,7 +67,7 @@ def compare(reference: Side, candidate: Side, *, allow_different: bool = False) 
 
 
 def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, Values]:
-    """Return the samples of a job as a whole, by metric, one per step (per checkpoint for its time blocked).
+    """Return the samples of a job as a whole, by metric, one per step (for saves per step that is saved after).
 
     Of times, a step's sample is that of its worst rank, for all ranks wait for it; of shares, counts, sizes and the
     time of processors, which is paid for on each, it is the mean over ranks.

@@ -324,7 +324,7 @@ def _parse(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a {FILE} or a {PROJECT_FILE}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
 
@@ -344,6 +344,11 @@ def _speaks_of(pattern: str, rule: type[Rule]) -> bool:
 
 
 def _patterns(catalog: Catalog) -> list[str]:
+    families = dict.fromkeys(rule.code.rstrip("0123456789") for rule in catalog)
+    return [*families, *_names(catalog)]
+
+
+def _names(catalog: Catalog) -> list[str]:
     return [text for rule in catalog for text in (rule.code, rule.name())]
 
 
@@ -351,9 +356,10 @@ def _rule(pattern: str, catalog: Catalog, where: str = "") -> type[Rule]:
     for rule in catalog:
         if pattern in (rule.code, rule.name()):
             return rule
-    raise ConfigError(
-        f"{where}{': ' * bool(where)}no rule is called {pattern!r}: {_one_of(_patterns(catalog), pattern)}"
-    )
+    start = f"{where}{': ' * bool(where)}"
+    if family := [rule.code for rule in catalog if _speaks_of(pattern, rule)]:
+        raise ConfigError(f"{start}{pattern} is a family of rules: name one of {', '.join(family)}")
+    raise ConfigError(f"{start}no rule is called {pattern!r}: {_one_of(_names(catalog), pattern)}")
 
 
 def _field_type(rule: type[Rule], key: str, where: str) -> type:
@@ -387,10 +393,13 @@ def _checked(value: object, kind: type, key: str, where: str) -> Threshold:
     return value
 
 
+_MOST_LISTED = 12  # only of rules are there more
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
 def _one_of(names: Iterable[str], given: str) -> str:
     known = list(names)
     close = difflib.get_close_matches(given, known, n=1) or [name for name in known if name.lower() == given.lower()]
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"expected one of {', '.join(known)}" if len(known) <= _MOST_LISTED else "tracekit rules lists them all"

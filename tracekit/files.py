@@ -98,9 +98,7 @@ def find(where: Where) -> Found:
     traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural(f.path)))
     root = os.fspath(named[0]) if len(named) == 1 else _common(traces)
     if not traces:
-        raise InputError(
-            f"{root}: no trace files (*.json, *.json.gz) in this folder; name a run's folder or a trace file"
-        )
+        raise InputError(f"{root}: {_why_none(root)}; name a run's folder or a trace file")
     return Found(root, traces, manifests)
 
 
@@ -113,7 +111,19 @@ def natural(text: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text))
 
 
+def _why_none(root: str) -> str:
+    if Path(root).is_file():
+        return "this is a run's manifest, not a trace"
+    if _GLOB.search(root) and not Path(root).exists():
+        return "no trace file is called so (*.json, *.json.gz)"
+    if Path(root).is_dir() and not os.access(root, os.R_OK | os.X_OK):
+        return "this folder is closed to you"
+    return "no trace files (*.json, *.json.gz) in this folder"
+
+
 def _of(named: str) -> list[File]:
+    if not named:
+        raise InputError("the path of a run is empty: perhaps a variable that is not set; name a run's folder")
     if _URL.match(named):
         return _of_url(named)
     path = Path(named)

@@ -1,6 +1,7 @@
 """Text from traces into HTML, as text: names may hold markup, control characters or ten thousand letters."""
 
 import html
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -34,6 +35,20 @@ def escape(text: str | None, limit: int = MAX_TEXT) -> str:
     '&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;'
     """
     return "" if text is None else html.escape(inert(text, limit))
+
+
+def without_commands(text: str) -> str:
+    """Return lines of text in which GitHub's runner, which reads all that a step prints, finds no command to obey.
+
+    It looks for "::" where a line begins and for "##[" anywhere (ActionCommand in its source). In JSON the latter can
+    be written otherwise, and means the same.
+
+    >>> without_commands("a ##[b]c")
+    'a ## [b]c'
+    """
+    if text.startswith(("{", "[")):
+        return text.replace("##[", r"##\u005b")
+    return _COMMAND.sub(r"\g<0> ", text)
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[bool] = ()) -> str:
@@ -70,8 +85,8 @@ def cell(column: str, value: object) -> str:
 
     >>> cell("exposed_ratio", 0.25)
     '25.0%'
-    >>> cell("bytes", 3 << 20)
-    '3 MiB'
+    >>> cell("bytes", 3 << 20), cell("flops", 5.2e13)
+    ('3 MiB', '52 TFLOP')
     """
     if value is None:
         return "—"
@@ -84,11 +99,13 @@ def cell(column: str, value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+_COMMAND = re.compile(r"##(?=\[)|^\s*:(?=:)", re.MULTILINE)
 _WRITTEN = (
     ("_ns", units.duration),
     ("_bytes", units.size),
     ("_ratio", units.share),
     ("_bytes_per_s", units.rate),
+    ("_flops", units.operations),
 )
 # Control characters, format characters (right-to-left overrides among them), surrogates, private use, unassigned.
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")

@@ -182,7 +182,14 @@ class Question:
 
     def of(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
         """Return what the query finds in a run."""
-        tables = dict(_frames(run, self._named, on_progress))
+        return self.answer(self.gather(run, on_progress))
+
+    def gather(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, pl.DataFrame]:
+        """Return the tables of a run that the query names: all that it needs of the run."""
+        return dict(_frames(run, self._named, on_progress))
+
+    def answer(self, tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+        """Return what the query finds in these tables."""
         self._send({"tables": list(tables)}, tables.values())
         with self._in_time():
             self._line()

@@ -131,8 +131,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the last part of the run's path."""
-        return self.path.rstrip("/").rsplit("/", 1)[-1] or self.path
+        """Return the last part of the run's path, '?' for bytes of it that are no text."""
+        name = self.path.rstrip("/").rsplit("/", 1)[-1] or self.path
+        return name.encode("utf-8", "replace").decode()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -287,6 +288,17 @@ class Run:
         return f"<b>{markup.escape(repr(self))}</b>{table}" + (f"<p>and {more:,} more</p>" if more else "")
 
 
+def created_ns(manifest: Mapping[str, Any]) -> int | None:
+    """Return the Unix time in ns at which a manifest says that its run was recorded, None where it names no such time.
+
+    A manifest can say anything: what is no whole number, or not from 1970 until 2100, is none.
+    """
+    told = manifest.get("created_ns")
+    is_time = isinstance(told, int) and not isinstance(told, bool) and 0 < told < _YEAR_2100_NS
+    return told if is_time else None
+
+
+_YEAR_2100_NS = 4_102_444_800 * 10**9
 _MAX_SHOWN = 16
 _MAX_READERS = 4
 _MAX_AHEAD_BYTES = 256 << 20

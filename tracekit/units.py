@@ -6,8 +6,8 @@ from collections.abc import Iterable
 def duration(ns: float) -> str:
     """Return a time in ns with its best unit and three digits.
 
-    >>> duration(12_400_000)
-    '12.4 ms'
+    >>> duration(12_400_000), duration(999_600)
+    ('12.4 ms', '1000 µs')
     """
     return _scaled(ns, ((1e9, "s"), (1e6, "ms"), (1e3, "µs")), "ns")
 
@@ -28,6 +28,15 @@ def rate(bytes_per_s: float) -> str:
     '312 GB/s'
     """
     return _scaled(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")), "B/s")
+
+
+def operations(n: float) -> str:
+    """Return a number of floating-point operations with its best decimal unit and three digits.
+
+    >>> operations(9.999e9)
+    '10 GFLOP'
+    """
+    return _scaled(n, ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")), "FLOP")
 
 
 def share(ratio: float) -> str:
@@ -55,5 +64,5 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> s
     for scale, unit in scales:
         if abs(value) >= scale:
             scaled = value / scale
-            return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.3g} {unit}"
+            return f"{scaled:.0f} {unit}" if abs(scaled) >= 999.5 else f"{scaled:.3g} {unit}"
     return f"{value:.0f} {base}"

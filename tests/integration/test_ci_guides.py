@@ -20,7 +20,7 @@ WORKFLOWS["tutorial"] = guides.files()[".github/workflows/performance.yml"]
 JENKINS = re.findall(r"sh '([^']*)'", RECIPES)
 
 
-@in_turns(3, "examples")
+@in_turns(4, "examples")
 def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
@@ -67,7 +67,7 @@ def test_the_pipeline_is_valid() -> None:
     Draft7Validator(get_builtin_schema("vendor.gitlab-ci")).validate(yaml.safe_load(YAML[".gitlab-ci.yml"]))
 
 
-@in_turns(3, "examples")
+@in_turns(4, "examples")
 def test_what_recipes_run_on_a_recorded_run_runs(tmp_path: Path) -> None:
     clone = guides.repository(tmp_path)
     guides.write(guides.files(changed=True), clone)

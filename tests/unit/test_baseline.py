@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -99,6 +100,20 @@ def test_the_same_recording_twice_is_refused() -> None:
     run = reported.run()
     with pytest.raises(InputError, match="is the same recording as another"):
         baselines.of_reports([(reported.report(run), run)] * 2)
+
+
+def test_the_same_recording_is_known_without_a_manifest_and_after_it_was_saved(tmp_path: Path) -> None:
+    run = reported.run(created_ns=None)
+    with pytest.raises(InputError, match="is the same recording as another"):
+        baselines.of_reports([(reported.report(run), run)] * 2)
+    base = baselines.of_reports([(reported.report(run), run)])
+    (tmp_path / "b.json").write_text(saved.render(base))
+    (before,), (after,) = base.recordings, saved.read(tmp_path / "b.json").recordings
+    assert before.is_same(after)
+    assert after.is_same(drawn().recordings[0])  # with its manifest, but the same traces
+    slower = replace(after, samples=after.samples.with_columns(pl.col("value") * 1.001))
+    assert not before.is_same(slower)
+    assert not replace(before, samples=before.samples.clear()).is_same(replace(after, samples=after.samples.clear()))
 
 
 def large(ranks: int, steps: int, units: int) -> Baseline:

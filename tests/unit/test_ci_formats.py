@@ -1,6 +1,8 @@
 """What CI is shown: valid by the schemas, one verdict in all formats, inert whatever the names in a trace."""
 
+import dataclasses
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -12,11 +14,18 @@ import pytest
 import xmlschema
 from markdown_it import MarkdownIt
 
-from tests import gated
+from tests import commands, gated, reported
+from tests.browser import recorded
 from tests.gated import HOSTILE
+from tracekit import checking, loading, markup
+from tracekit.compare import Side
 from tracekit.errors import ConfigError
-from tracekit.gate import Gate
+from tracekit.gate import Gate, baseline, of_findings
+from tracekit.history import entry as kept
+from tracekit.history import store
+from tracekit.reports import baselines as saved_baselines
 from tracekit.reports import codequality, gate_fragments, github, html, junit, markdown, pictures, sarif, verbatim
+from tracekit.reports import json as report_json
 from tracekit.reports.locations import Checkout
 from tracekit.rule import Finding, Severity
 
@@ -35,6 +44,29 @@ every = pytest.mark.parametrize("gates", GATES.values(), ids=list(GATES))
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return Checkout(gated.repository(tmp_path, train="print(1)\n"))
+
+
+# Names that are no text -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_and_a_file_of_names_that_are_no_text_are_told_in_every_format(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    recorded.write_run(folder, kernel="gemm")
+    trace = folder / "rank00000.pt.trace.json.gz"
+    trace.rename(folder / os.fsdecode(b"rank00000\xe9.pt.trace.json.gz"))
+    report = checking.check(loading.load(str(folder), cache=False))
+    gates = [of_findings(report, Severity.INFO)]
+    log = json.loads(sarif.render(gates, Checkout(tmp_path)))
+    located = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert located == "run%3F/rank00000%3F.pt.trace.json.gz"
+    for told in (codequality, github, markdown, junit):
+        told.render(gates, Checkout(tmp_path)).encode()
+    document = json.loads(report_json.render(report, report.run).encode())
+    assert document["run"]["name"] == "run?"
+    saved_baselines.render(baseline.of_reports([(report, report.run)])).encode()
+    added = kept.entry(report_json.document(report, report.run), Side.of(report.run))
+    store.add(tmp_path / "h.duckdb", [added])
+    assert store.read(tmp_path / "h.duckdb").runs["name"].to_list() == ["run?"]
 
 
 # JUnit ---------------------------------------------------------------------------------------------------------------
@@ -77,6 +109,24 @@ def test_junit_has_a_case_for_all_that_was_judged(checkout: Checkout) -> None:
     assert "3 ms more a step are exposed communication" in (regressed.text or "")
 
 
+@pytest.mark.parametrize("said", [10**30, -5, 1.7e18, True, "2026-01-01T00:00:00"], ids=str)
+def test_a_manifest_that_names_no_time_costs_the_timestamp_only(checkout: Checkout, said: object) -> None:
+    def suite(gate: Gate) -> ET.Element:
+        (made,) = ET.fromstring(junit.render([gate], checkout))
+        return made
+
+    plain = gated.plain()
+    assert suite(plain).get("timestamp") == "2026-09-21T14:13:20"
+    run = reported.run(created_ns=said)
+    report = dataclasses.replace(plain.report, run=run)
+    assert suite(dataclasses.replace(plain, report=report)).get("timestamp") is None
+    document = report_json.document(report, run)
+    jsonschema.Draft202012Validator(json.loads(report_json.schema())).validate(document)
+    assert kept.entry(document, report_json.side(document)).at_ns is None
+    document["run"]["created_ns"] = said  # as another program may write it
+    assert kept.entry(document, report_json.side(document)).at_ns is None
+
+
 def _came(case: ET.Element) -> str:
     return next((tag for tag in ("failure", "skipped") if case.find(tag) is not None), "passed")
 
@@ -86,9 +136,10 @@ def _came(case: ET.Element) -> str:
 
 @every
 def test_sarif_is_valid(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
-    schema = json.loads((SCHEMAS / "sarif-2.1.0.json").read_text())
     log = json.loads(sarif.render(gates(), checkout))
-    jsonschema.Draft7Validator(schema, format_checker=jsonschema.Draft7Validator.FORMAT_CHECKER).validate(log)
+    for name in ("sarif-2.1.0.json", "sarif-github.json"):
+        schema = json.loads((SCHEMAS / name).read_text())
+        jsonschema.Draft7Validator(schema, format_checker=jsonschema.Draft7Validator.FORMAT_CHECKER).validate(log)
     (run,) = log["runs"]
     rules = run["tool"]["driver"]["rules"]
     for result in run["results"]:
@@ -192,6 +243,32 @@ def test_no_name_can_make_a_command_or_a_property_of_its_own(checkout: Checkout)
         assert set(properties) <= {"file", "line", "title"}
         assert properties["file"] == "train.py"
         assert "\n" not in message
+
+
+def _obeyed(printed: str) -> list[str]:
+    """Return the lines in which GitHub's runner looks for a command (ActionCommand's TryParseV2 and TryParse)."""
+    return [line for line in printed.splitlines() if line.lstrip().startswith("::") or "##[" in line]
+
+
+def test_no_name_of_a_run_can_make_a_command_in_the_log(checkout: Checkout, tmp_path: Path) -> None:
+    name = "run ##[stop-commands]x"
+    first = github.render([gated.held(f"runs/{name}")], checkout).splitlines()[0]
+    assert first.startswith("tracekit: run ## [stop-commands]x: Failed: ")
+    assert _obeyed(first) == []
+    recorded.write_run(tmp_path / name, kernel="::add-mask::gemm")
+    shown = {
+        words: commands.tracekit(*words, tmp_path / name, "--no-cache", GITHUB_ACTIONS="true")
+        for words in (("check",), ("kernels",), ("check", "--format", "github"))
+    }
+    told = {words: _obeyed(done.stdout + done.stderr) for words, done in shown.items()}
+    annotations = told.pop(("check", "--format", "github"))
+    assert all(map(_read, annotations))
+    assert annotations
+    assert not any(told.values())
+    assert ": :add-mask::gemm" in shown["kernels",].stdout
+    document = json.dumps({"name": name})
+    assert _obeyed(markup.without_commands(document)) == []
+    assert json.loads(markup.without_commands(document))["name"] == name
 
 
 def test_github_is_given_no_more_than_it_shows(checkout: Checkout) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from math import comb
 from pathlib import Path
 
 import duckdb
@@ -73,6 +74,22 @@ def test_a_run_is_one_entry_however_often_it_is_added(tmp_path):
     assert store.add(path, [judged]) == store.Added(renewed=1)
     (row,) = store.read(path).runs.to_dicts()
     assert (row["failures"], row["commit"]) == (["COMM001"], once.commit.sha)  # what is known is not forgotten
+
+
+def test_a_run_keeps_its_commit_unless_a_person_tells_another(tmp_path):
+    path, document = tmp_path / "history.duckdb", dated.report(1)
+    first, later = Commit("a" * 40, None, "main"), Commit("b" * 40, "Another change", "other")
+
+    def known(commit, **told):
+        store.add(path, [entry_of(document, commit=commit)], **told)
+        (row,) = store.read(path).runs.to_dicts()
+        return Commit(row["commit"], row["commit_text"], row["branch"])
+
+    assert known(first) == first
+    assert known(later) == first
+    assert known(Commit("a" * 40, "Its own words")) == Commit("a" * 40, "Its own words", "main")
+    assert known(later, told=Commit(branch="other")) == Commit("a" * 40, "Its own words", "other")
+    assert known(later, told=Commit("b" * 40)) == Commit("b" * 40, "Another change", "other")
 
 
 def test_several_writers_and_readers_lose_nothing(tmp_path):
@@ -264,6 +281,17 @@ def test_an_interval_of_the_median_holds_it_95_times_in_100():
     assert median_interval(np.arange(6.0)) == (0, 5)
 
 
+def test_an_interval_of_many_samples_is_exact_and_costs_next_to_nothing():
+    def ends(count):
+        below = [sum(comb(count, k) for k in range(number + 1)) for number in range((count + 1) // 2)]
+        lowest = max((number for number, ways in enumerate(below) if 40 * ways <= 2**count), default=None)
+        return (None, None) if lowest is None else (lowest, count - 1 - lowest)
+
+    for count in (*range(1, 60), 299):
+        assert median_interval(np.arange(float(count))) == ends(count)
+    assert median_interval(np.arange(50_000.0)) == (24780, 25219)  # 15 minutes by a binomial a value
+
+
 def test_the_commit_is_what_ci_says_else_what_git_says(tmp_path):
     def git(*words):
         author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
@@ -288,6 +316,10 @@ def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == f"tracekit: {db}: 14 runs added\n"
     assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 there already\n")
+    again = ("history", "add", files[0], "--db", db)
+    assert tracekit(*again, GITHUB_SHA="cd" * 20).stderr.endswith("1 there already\n")
+    assert tracekit(*again, "--commit", "ef" * 20).stderr.endswith("1 told anew\n")
+    assert tracekit(*again, "--commit", "ab" * 20).stderr.endswith("1 told anew\n")
     shown = tracekit("history", "show", "--db", db, "--metric", "step_time", "--branch", "main", COLUMNS="100")
     assert shown.returncode == 0
     assert "worse +2" in shown.stdout

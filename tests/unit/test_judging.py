@@ -29,11 +29,11 @@ def judged(*found: Finding, before: Baseline | None = None, bar: Severity | None
     return judging.judge(held.report(the_run(), *found), bar, baseline=base)
 
 
-def of_run(*findings: baselines.Known, recordings: int = 1) -> Baseline:
+def of_run(*findings: baselines.Known, recordings: int = 1, created_ns: int | None = None) -> Baseline:
     """Return the baseline of the drawn run, with findings put into each of its recordings."""
     made = baselines.of_reports([(reported.report(the_run(), found=()), the_run())])
     (own,) = made.recordings
-    each = Recording(own.name, None, own.samples, own.units, own.work, findings)
+    each = Recording(own.name, created_ns, own.samples, own.units, own.work, findings)
     return Baseline("main", made.fingerprint, (each,) * recordings)
 
 
@@ -258,9 +258,9 @@ def test_what_got_worse_must_be_accepted_by_name() -> None:
 
 
 def test_a_baseline_gathers_five_recordings_and_then_stays_where_it_is() -> None:
-    held_by, sizes = of_run(), []
-    fresh = of_run()
-    for _ in range(6):
+    held_by, sizes = of_run(created_ns=1), []
+    for night in range(2, 8):
+        fresh = of_run(created_ns=night)
         gate = judged(before=held_by)
         held_by, _ = judging.renewed(held_by, fresh, gate, against=Against())
         sizes.append(len(held_by.recordings))

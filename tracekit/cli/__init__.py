@@ -4,6 +4,7 @@ Exit codes: 0 all is well, 1 findings at or above the bar (or a metric past its 
 used, 3 an error of ours, 4 runs that cannot be compared.
 """
 
+import errno
 import logging
 import os
 import sys
@@ -38,9 +39,23 @@ from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
+# What the system refuses wherever it is asked: no fault of ours, and for the user to mend.
+_OF_THE_SYSTEM = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EMFILE,
+)
 
 app = typer.Typer(
     help="Say why a distributed PyTorch training run is slow, what it costs and what to change.",
+    epilog="To begin: tracekit check --sample. Of your own: tracekit check RUN, a folder of traces or one trace.json; "
+    "tracekit dashboard RUN shows it; tracekit record -- COMMAND makes one.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,6 +100,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 whatever else comes here is a bug, and is said to be one
+        if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
+            where = f"{error.filename}: " if error.filename else ""
+            _leave(
+                f"{where}{error.strerror}; check the path, its permissions and the space left", TracekitError.exit_code
+            )
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         told = " ".join(f"{type(error).__name__}: {error}{cause}".split())
         _leave(

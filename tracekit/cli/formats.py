@@ -64,7 +64,8 @@ def write(
     checkout = locations.Checkout(locations.root_of(Path.cwd()))
     for each, file in also:
         output.emit(_render(gates, each, file, checkout, comment_key), file)
-    output.emit(_render(gates, report_format, out, checkout, comment_key), out)
+    emit = output.emit_commands if report_format is ReportFormat.GITHUB else output.emit
+    emit(_render(gates, report_format, out, checkout, comment_key), out)
 
 
 def _render(

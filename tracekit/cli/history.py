@@ -46,6 +46,7 @@ def add(
     A run that is in the history already is not added a second time.
     """
     from tracekit.history import store
+    from tracekit.history.commits import Commit
     from tracekit.reports import json
 
     store.check(db)
@@ -56,7 +57,7 @@ def add(
             entries += _saved(Path(path), trained)
         else:
             entries.append(_checked(path, trained, cache=cache))
-    tell(db, store.add(db, entries))
+    tell(db, store.add(db, entries, told=Commit(commit, branch=branch)))
 
 
 @history.command("show", short_help="Show trends and what changed.")

@@ -67,7 +67,12 @@ def color(output: Path | None = None) -> bool:
 
 
 def emit(text: str, output: Path | None = None) -> None:
-    """Write a command's result. A reader of stdout that has gone ends the process, quietly."""
+    """Write a command's result, which CI does not obey. A reader of stdout that has gone ends the process, quietly."""
+    emit_commands(_for_log(text) if output is None else text, output)
+
+
+def emit_commands(text: str, output: Path | None = None) -> None:
+    """Write a result that may hold commands to CI."""
     if output is not None:
         _write(text, output)
         return
@@ -90,7 +95,7 @@ def whole_file(output: Path) -> Iterator[BinaryIO]:
             yield file
         partial.replace(output)
     except OSError as error:
-        raise InputError(f"{output}: cannot be written: {error.strerror}") from None
+        raise _unwritable(output, error) from None
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -126,7 +131,7 @@ def say(message: str) -> None:
     """Write one line to stderr. Names from traces in it can do nothing to a terminal."""
     from tracekit import markup
 
-    sys.stderr.write(f"tracekit: {markup.inert(message, _MAX_MESSAGE)}\n")
+    sys.stderr.write(_for_log(f"tracekit: {markup.inert(message, _MAX_MESSAGE)}\n"))
     sys.stderr.flush()
 
 
@@ -186,6 +191,15 @@ def progress() -> Iterator[Bar]:
         bar.close()
 
 
+def _for_log(text: str) -> str:
+    """Return text as it can stand in the log of CI: names from traces in it can make the runner do nothing."""
+    if not os.environ.get("GITHUB_ACTIONS"):
+        return text
+    from tracekit import markup
+
+    return markup.without_commands(text)
+
+
 def _progress() -> "tuple[Progress, TaskID]":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -204,4 +218,9 @@ def _write(text: str, output: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise InputError(f"{output}: cannot be written: {error.strerror}") from None
+        raise _unwritable(output, error) from None
+
+
+def _unwritable(output: Path, error: OSError) -> InputError:
+    why = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
+    return InputError(f"{output}: cannot be written: {why}; name another file")

@@ -12,7 +12,7 @@ from tracekit.analysis import places
 from tracekit.analysis.samples import COLUMNS, samples, samples_across
 from tracekit.errors import InputError, NotComparableError
 from tracekit.rule import Finding, Report, Severity
-from tracekit.trace import Fact, Run
+from tracekit.trace import Fact, Run, created_ns
 
 SCHEMA = "tracekit.baseline/1"
 FACTS: tuple[Fact, ...] = (samples, places.unit_samples, places.work, places.saving)
@@ -30,6 +30,7 @@ _ARGUMENTS = (
 _VERSIONS = ("torch", "cuda", "nccl", "hip")
 _WHOLE = ("device", "device_name", "world_size", "strategy", "mesh", "model")
 _SHOWN_CHARACTERS = 60
+_SAVED_RATIO = 1e-4  # reports/baselines keeps five digits
 
 Plain = bool | int | float | str | list[object] | None
 
@@ -71,11 +72,10 @@ class Recording:
         """Return a run as a recording, with the findings of its report."""
         own, across = run.table(samples), run.across(samples_across)
         both = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)])
-        created_ns = run.manifest.get("created_ns")
         findings = tuple(Known.of(found) for found in report.findings) if report else ()
         return cls(
             run.name,
-            created_ns if isinstance(created_ns, int) else None,
+            created_ns(run.manifest),
             # A rank's logs lie beside each of its windows.
             both.drop_nulls("value").unique(["rank", "step", "metric"], keep="first", maintain_order=True),
             run.table(places.unit_samples).select(*UNIT_COLUMNS),
@@ -84,8 +84,10 @@ class Recording:
         )
 
     def is_same(self, other: "Recording") -> bool:
-        """Return whether both are of one training at one time."""
-        return self.created_ns is not None and self.created_ns == other.created_ns
+        """Return whether both are of one training at one time; where one does not tell, whether they measured alike."""
+        if self.created_ns is None or other.created_ns is None:
+            return _is_alike(self.samples, other.samples)
+        return self.created_ns == other.created_ns
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +187,16 @@ def _shown(fields: Mapping[str, Plain], field: str) -> str:
         return "not known"
     text = str(fields[field])
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _is_alike(samples: pl.DataFrame, others: pl.DataFrame) -> bool:
+    """Return whether two tables of samples hold the same, as a saved baseline keeps it; two that are empty do not."""
+    key = ["metric", "rank", "step"]
+    a, b = (each.filter(pl.col("value").is_finite()).sort(key) for each in (samples, others))
+    if a.is_empty() or not a.select(key).equals(b.select(key)):
+        return False
+    apart = (a["value"] - b["value"]).abs() > _SAVED_RATIO * a["value"].abs()
+    return not apart.any()
 
 
 def _over_ranks(run: Run) -> pl.DataFrame:

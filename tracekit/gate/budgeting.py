@@ -47,7 +47,8 @@ def judge(run: Run, budgets: Sequence[Budget]) -> tuple[Budgeted, ...]:
 
     A time, a share or a count is that of the median step, of the rank on which it is worst; a peak is the highest. A
     budget is broken where the median is past it and its 95% interval too (or all of three samples and more are); where
-    only the median is, these steps cannot tell. Of a budget for several ranks or units the worst place is told.
+    only the median is, these steps cannot tell. The share that saves take is the median over the steps that something
+    is saved after, of all of it together. Of a budget for several ranks or units the worst place is told.
     """
     return tuple(_judge(run, budget) for budget in budgets)
 
@@ -88,7 +89,7 @@ def _interval(measured: _Measured) -> tuple[float, float]:
 
 def _measured(run: Run, budget: Budget) -> Iterator[_Measured]:
     if budget.metric == CHECKPOINT_OVERHEAD:
-        ratios = run.across(saves.each)["overhead_ratio"].drop_nulls()
+        ratios = saves.together(run.across(saves.each), run.across(saves.clocks))["overhead_ratio"].drop_nulls()
         if len(ratios):
             yield _Measured("", float(np.median(ratios.to_numpy())), np.empty(0))
         return

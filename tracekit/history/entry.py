@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import comb
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ from tracekit.change import Values
 from tracekit.compare import Side, job_samples
 from tracekit.gate import baseline
 from tracekit.history.commits import Commit
-from tracekit.trace import Run
+from tracekit.trace import Run, created_ns
 
 TOLD = ("arguments", "versions")
 
 _LEFT_OUT = ("arguments.out", "arguments.seed")
 _MAX_FACT = 200
-_OUTSIDE = 0.05
+_ONE_IN = 20  # how seldom the median lies outside of its interval
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def entry(
     return Entry(
         run=_content(document, side),
         name=str(run["name"]),
-        at_ns=run.get("created_ns"),
+        at_ns=created_ns(run),
         commit=commit or Commit(),
         identity=identity(run),
         facts=facts(run),
@@ -119,10 +118,13 @@ def entry(
     )
 
 
-def with_known(new: Entry, old: Commit) -> Entry:
-    """Return an entry with what was known of its commit before and is not told now."""
-    known = {field: value for field, value in vars(old).items() if vars(new.commit)[field] is None}
-    return replace(new, commit=replace(new.commit, **known))
+def with_known(new: Entry, old: Commit, told: Commit) -> Entry:
+    """Return an entry with the commit that was known before, but for what a person has `told` of it now."""
+    sha = told.sha or old.sha or new.commit.sha
+    # Where the same files are checked again, the environment may be of another commit: its words are not of this one.
+    text = next((each.text for each in (old, new.commit) if each.sha == sha and each.text), None)
+    branch = told.branch or old.branch or (new.commit.branch if new.commit.sha in (None, sha) else None)
+    return replace(new, commit=Commit(sha, text, branch))
 
 
 def identity(run: Mapping[str, Any]) -> dict[str, str]:
@@ -150,10 +152,13 @@ def median_interval(values: Values) -> tuple[float | None, float | None]:
     >>> median_interval(np.arange(1.0, 11.0))
     (2.0, 9.0)
     """
-    count, below, outside = len(values), -1, 0.0
-    while outside + 2 * comb(count, below + 1) / 2**count <= _OUTSIDE and below + 1 < count / 2:
+    count = len(values)
+    # In whole numbers: of 2**count throws `tail` show at most `below` heads, `ways` one head more.
+    below, tail, ways = -1, 0, 1
+    while 2 * (tail + ways) * _ONE_IN <= 1 << count and below + 1 < count / 2:
         below += 1
-        outside += 2 * comb(count, below) / 2**count
+        tail += ways
+        ways = ways * (count - below) // (below + 1)
     if below < 0:
         return None, None
     ordered = np.sort(values)

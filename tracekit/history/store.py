@@ -32,6 +32,7 @@ FILE = "history.duckdb"
 PATIENCE_S = 60.0
 
 _WAIT_S = 0.05
+_MAGIC_AT, _MAGIC = 8, b"DUCK"
 _TYPES = {
     "Int64": "BIGINT",
     "String": "VARCHAR",
@@ -71,10 +72,11 @@ class History:
     findings: pl.DataFrame
 
 
-def add(path: Path, entries: Sequence[Entry], *, patience_s: float = PATIENCE_S) -> Added:
+def add(path: Path, entries: Sequence[Entry], *, told: Commit | None = None, patience_s: float = PATIENCE_S) -> Added:
     """Add runs to a history, which is made if it is not there. A run that is in it is not added a second time.
 
-    One that was checked otherwise since (other settings, a later tracekit) is told anew. Raises InputError where the
+    One that was checked otherwise since (other settings, a later tracekit) is told anew; it keeps the commit that was
+    known, but for what a person has `told` of it. Raises InputError where the
     file is no history, cannot be written, or others write to it for longer than `patience_s`.
     """
     if not os.path.lexists(path):
@@ -82,7 +84,7 @@ def add(path: Path, entries: Sequence[Entry], *, patience_s: float = PATIENCE_S)
     check(path, patience_s=patience_s)
     with _opened(path, read_only=False, patience_s=patience_s) as connection:
         connection.execute("BEGIN")
-        counts = [_put(connection, entry) for entry in entries]
+        counts = [_put(connection, entry, told or Commit()) for entry in entries]
         connection.execute("COMMIT")
     return Added(counts.count("new"), counts.count("renewed"), counts.count("same"))
 
@@ -120,6 +122,7 @@ def _opened(path: Path, *, read_only: bool, patience_s: float) -> Iterator[duckd
 
 
 def _connected(path: Path, *, read_only: bool, patience_s: float) -> duckdb.DuckDBPyConnection:
+    _refuse_other_formats(path)
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -133,6 +136,14 @@ def _connected(path: Path, *, read_only: bool, patience_s: float) -> duckdb.Duck
                     f"{path}: another process has been writing to it for {patience_s:g} s; try again when it has ended"
                 ) from None
         time.sleep(_WAIT_S * (0.5 + random.random()))  # noqa: S311 only that not all come back at once
+
+
+def _refuse_other_formats(path: Path) -> None:
+    # DuckDB opens some files of other formats as databases of their own, with words that help nobody.
+    with path.open("rb") as file:
+        start = file.read(_MAGIC_AT + len(_MAGIC))
+    if not start.endswith(_MAGIC):
+        raise InputError(f"{path}: cannot be read as a history: it is no DuckDB file; name another")
 
 
 def _make(path: Path) -> None:
@@ -173,13 +184,13 @@ def _refuse_what_is_none(connection: duckdb.DuckDBPyConnection, path: Path) -> N
         raise InputError(f"{path}: is no whole history: it lacks {missing[0] if missing else 'its version'}")
 
 
-def _put(connection: duckdb.DuckDBPyConnection, entry: Entry) -> str:
+def _put(connection: duckdb.DuckDBPyConnection, entry: Entry, told: Commit) -> str:
     """Keep one run; return what became of it."""
     old = connection.execute(
         'SELECT "commit", commit_text, branch, digest, added_ns FROM runs WHERE run = ?', [entry.run]
     ).fetchone()
     if old is not None:
-        entry = with_known(entry, Commit(old[0], old[1], old[2]))
+        entry = with_known(entry, Commit(old[0], old[1], old[2]), told)
         if entry.digest == old[3]:
             return "same"
         for table in tables.KEPT:
@@ -220,9 +231,14 @@ def _rows(entry: Entry, added_ns: int) -> dict[schema.Table, list[list[Any]]]:
         tables.FINDINGS: [vars(each) for each in entry.findings],
     }
     return {
-        table: [[entry.run if column.name == "run" else row[column.name] for column in table.columns] for row in rows]
+        table: [[_said({"run": entry.run, **row}[column.name]) for column in table.columns] for row in rows]
         for table, rows in kept.items()
     }
+
+
+def _said(value: object) -> object:
+    # Of a file's name there may be bytes that are no text.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _frame(connection: duckdb.DuckDBPyConnection, table: schema.Table) -> pl.DataFrame:

@@ -21,6 +21,8 @@ _BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
 _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
 _WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "traceName")
+_OUR_SCHEMA = re.compile(rb'"schema"\s*:\s*"tracekit\.([a-z]+)/')
+_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _HEADER_KEYS = frozenset({*_WORTH_SAVING, "schemaVersion", "displayTimeUnit", "traceEvents"})
 
 
@@ -130,6 +132,12 @@ def _what_it_is(start: bytes) -> str:
         return "this is a Git LFS pointer, not the file it points to; run: git lfs pull"
     if shown.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "this is a web page, not a trace, so the download failed; download the file again"
+    if shown.startswith(_PICKLES):
+        return "this is a pickle, not a trace; a memory snapshot is for tracekit memory"
+    if shown.startswith(b"pk\x03\x04") or start[257:262] == b"ustar":
+        return "this is an archive or a checkpoint, not a trace; unpack traces and name their folder"
+    if (ours := _OUR_SCHEMA.search(start[:200])) is not None:
+        return f"this is a {ours[1].decode()} that tracekit wrote, not a trace; name a trace file or the run's folder"
     if shown.startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
         return "the file ends before its first event, it was cut; record it again"
     return "no traceEvents array, so this is no profiler trace; name a trace file or run"

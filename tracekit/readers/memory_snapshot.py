@@ -27,7 +27,7 @@ def read(path: str | Path) -> MemorySnapshot:
     try:
         file = Path(path).open("rb")  # noqa: SIM115 closed below; here only what opening it raises
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
     with file, uncollected():
         unpickler = Unpickler(file, str(path))
         root = unpickler.read()

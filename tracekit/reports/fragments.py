@@ -25,7 +25,8 @@ STYLE = """
 .tk-verdict b{display:block;font-size:1.25rem;line-height:1.35;font-weight:650}
 .tk-verdict span{display:block;margin-top:4px;opacity:.8}
 .tk-numbers{display:flex;flex-wrap:wrap;gap:12px;margin:14px 0 4px}
-.tk-numbers div{flex:1 1 130px;border:1px solid rgba(128,138,150,.3);border-radius:6px;padding:10px 14px}
+.tk-numbers div{flex:1 1 130px;max-width:18rem;padding:10px 14px;border:1px solid rgba(128,138,150,.3);
+border-radius:6px}
 .tk-numbers b{display:block;font-size:1.35rem;font-weight:600;font-variant-numeric:tabular-nums;white-space:nowrap}
 .tk-numbers span{font-size:.82rem;opacity:.75}
 .tk-numbers i{display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:6px}
@@ -37,7 +38,8 @@ align-items:baseline}
 .tk-finding p.meta{font-size:.82rem;opacity:.75}
 table.tracekit{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}
 table.tracekit th,table.tracekit td{padding:4px 14px 4px 0;border-bottom:1px solid rgba(128,138,150,.3);text-align:left;
-vertical-align:top}table.tracekit td{overflow-wrap:anywhere}
+vertical-align:top}table.tracekit td,table.tracekit th{overflow-wrap:anywhere}
+table.tracekit td:first-child{min-width:6em}
 table.tracekit th{font-weight:600;vertical-align:bottom}
 table.tracekit td.number{text-align:right;white-space:nowrap}table.tracekit th.number{text-align:right}
 .tk-pill{font-size:.72rem;font-weight:650;letter-spacing:.02em;border-radius:99px;padding:2px 9px;color:#10151c;
@@ -72,7 +74,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 def numbers(figures: Mapping[str, tuple[str, str]]) -> str:
     """Return a row of big numbers: label -> (value, colour of its mark or '')."""
     cells = "".join(
-        f"<div><b>{markup.escape(value)}</b><span>{_mark(colour)}{markup.escape(label)}</span></div>"
+        f"<div><b>{markup.escape(value)}</b>{_mark(colour)}<span>{markup.escape(label)}</span></div>"
         for label, (value, colour) in figures.items()
     )
     return f'<div class="tk-numbers">{cells}</div>'

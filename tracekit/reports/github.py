@@ -2,7 +2,8 @@
 
 The syntax and its escaping are those of "Workflow commands for GitHub Actions" (docs.github.com) and of GitHub's own
 toolkit, packages/core/src/command.ts: %, CR and LF are percent-encoded in messages, ':' and ',' in properties too.
-GitHub shows at most ten errors, ten warnings and ten notices of a step.
+The runner obeys the older form ##[command] too, anywhere in a line. GitHub shows at most ten errors, ten warnings and
+ten notices of a step.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _MAX_MESSAGE = 3000
 def render(gates: Sequence[Gate], checkout: Checkout) -> str:
     """Return a line of plain words on each run, and the annotations: what fails as errors, what is known as notices."""
     named = list(zip(verdicts.names(gates), gates, strict=True))
-    lines = [f"tracekit: {markup.inert(f'{name}: {headline(gate)}')}" for name, gate in named]
+    lines = [markup.without_commands(f"tracekit: {markup.inert(f'{name}: {headline(gate)}')}") for name, gate in named]
     several = len(gates) > 1
     found = [(f"{name}: " if several else "", gate, item) for name, gate in named for item in verdicts.items(gate)]
     for level in Level:

@@ -23,7 +23,7 @@ from tracekit.errors import InputError
 from tracekit.gate import Gate
 from tracekit.reports import words
 from tracekit.rule import Finding, Report
-from tracekit.trace import Run
+from tracekit.trace import Run, created_ns
 
 MAX_EVIDENCE_ROWS = 100
 MAX_REPORT_BYTES = 256 << 20
@@ -183,7 +183,7 @@ def side(saved: Mapping[str, Any]) -> Side:
 
 
 def _run(run: Run) -> dict[str, Any]:
-    told = {key: plain(run.manifest.get(key)) for key in _TOLD}
+    told = {key: plain(run.manifest.get(key)) for key in _TOLD} | {"created_ns": created_ns(run.manifest)}
     simulated = bool(run.manifest.get("simulated", False))
     return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **told, "simulated": simulated}
 
@@ -230,4 +230,5 @@ def plain(value: object) -> Any:
 
 
 def _dumps(value: object) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", "replace").decode()  # names of files may be bytes that are no text

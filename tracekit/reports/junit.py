@@ -14,6 +14,7 @@ from tracekit.change import Change, Verdict
 from tracekit.gate import Gate, Judged, Outcome
 from tracekit.reports import comparison, verdicts, words
 from tracekit.reports.locations import Checkout
+from tracekit.trace import created_ns
 
 _MAX_TEXT = 4000
 _MAX_NAME = 200
@@ -45,9 +46,9 @@ def _suite(name: str, gate: Gate, checkout: Checkout) -> ET.Element:
     suite.set("failures", str(sum(case.find("failure") is not None for case in cases)))
     suite.set("errors", "0")
     suite.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
-    created_ns = gate.report.run.manifest.get("created_ns")
-    if isinstance(created_ns, int):
-        when = datetime.datetime.fromtimestamp(created_ns / 1e9, datetime.UTC)
+    began_ns = created_ns(gate.report.run.manifest)
+    if began_ns is not None:
+        when = datetime.datetime.fromtimestamp(began_ns / 1e9, datetime.UTC)
         suite.set("timestamp", when.isoformat(timespec="seconds").removesuffix("+00:00"))
     return suite
 

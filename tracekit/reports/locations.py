@@ -8,7 +8,7 @@ import ast
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -73,7 +73,9 @@ class Checkout:
         key = run, finding
         if key not in self._placed:
             function = self._function(run, finding) if finding is not None else None
-            self._placed[key] = function or self._script(run.manifest) or self._trace(run, finding)
+            place = function or self._script(run.manifest) or self._trace(run, finding)
+            # A file's name may be bytes that are no text, which no format for CI can hold.
+            self._placed[key] = replace(place, path=place.path.encode("utf-8", "replace").decode())
         return self._placed[key]
 
     def _function(self, run: Run, finding: Finding) -> Place | None:

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 
 import polars as pl
 
-from tracekit import units
+from tracekit import markup, units
 from tracekit.analysis import breakdown
 from tracekit.rule import Finding, Severity
 from tracekit.rules import all_rules
 from tracekit.trace import Run
+
+_MAX_WORD = 60
 
 
 def headline(findings: Sequence[Finding]) -> str:
@@ -28,8 +30,12 @@ def counted(findings: Sequence[Finding]) -> str:
 def subtitle(run: Run) -> str:
     """Return what a run is in a few words, from its manifest: strategy, ranks, model, size of its traces."""
     model = run.manifest.get("model")
-    parts = [str(run.manifest.get("strategy") or ""), _plural(len(run.ranks), "rank")]
-    parts += [f"model {model['name']}"] if isinstance(model, Mapping) and "name" in model else []
+    parts = [markup.inert(str(run.manifest.get("strategy") or ""), _MAX_WORD), _plural(len(run.ranks), "rank")]
+    parts += (
+        [f"model {markup.inert(str(model['name']), _MAX_WORD)}"]
+        if isinstance(model, Mapping) and "name" in model
+        else []
+    )
     size_bytes = sum(source.size_bytes for source in run.sources)
     parts += [units.size(size_bytes) if size_bytes else "", "simulated" if run.manifest.get("simulated") else ""]
     return " · ".join(part for part in parts if part)

@@ -62,7 +62,7 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
 
 def _check_places(run: Path, out: Path, *, force: bool) -> None:
     if not run.exists():
-        raise InputError(f"{run}: there is no such file or folder")
+        raise InputError(f"{run}: there is no such file or folder; check the path")
     here, there = run.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise InputError(f"{out}: lies in the run, or the run in it; name another place")

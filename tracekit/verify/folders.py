@@ -21,7 +21,7 @@ def verify(path: Path) -> list[Verified]:
     .safetensors files, or what torch.save wrote; or such a file alone. Raises InputError where there is none.
     """
     if not path.exists():
-        raise InputError(f"{path}: there is no such file or folder")
+        raise InputError(f"{path}: there is no such file or folder; check the path")
     if path.is_file():
         return _with_remedies([found.joined(str(path), [_one_file(path)])])
     verified = [found.joined(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
