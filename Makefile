@@ -6,8 +6,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-# pip compiles on one core, and much that nobody imports; what cannot be compiled are templates.
-COMPILE := $(BIN)/python -m compileall -q -q -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
+# pip compiles on one core, and much that nobody imports: half of what is installed. What else is imported is compiled then.
+UNUSED := /(tests?|testing|mypyc?|pip|setuptools|debugpy|IPython|jedi|prompt_toolkit|wcwidth|altair|numpy/(distutils|f2py)) \
+	/plotly/graph_objs/.* /pygments/lexers /sympy/(physics|combinatorics|stats|parsing) \
+	/torch/(_inductor|onnx|_vendor|sparse) /transformers/(models|exporters|pipelines|cli)
+comma := ,
+empty :=
+COMPILE := $(BIN)/python -m compileall -q -q -x '($(subst $(empty) ,|,$(strip $(UNUSED))))/' -j
+# Torch is compiled on the core that pip leaves idle. What cannot be compiled are templates.
+define install
+{ $(COMPILE) 1 $(VENV)/lib/*/site-packages/* & } 2>/dev/null; $(PIP) --editable '.[$(1)]'; done=$$?; wait; \
+	$(COMPILE) 0 $(VENV)/lib dashboard instrumented_trainers tests tracekit; test $$done = 0
+endef
+# Hundreds of processes that the tests start would compile all that they import, each anew.
+unexport PYTHONDONTWRITEBYTECODE
+# Of whatever else offers pytest a plugin, each process of the tests would rewrite the sources: ours, hypothesis', ...
+PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 # What the tests are to be told besides, such as --thorough.
 TESTS ?=
 
@@ -25,6 +39,8 @@ $(BIN)/python:
 	@echo "tracekit: making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tracekit: needs Python 3.11 or later; name one with: make PYTHON=python3.11")'
 	@$(PYTHON) -m venv $(VENV)
+	@# The pip that comes with Python may take three times as long to find out what to install.
+	@$(PIP) --upgrade pip || echo "tracekit: going on with the pip that is there"
 
 # torch first and by itself: its exact version decides which build pip takes.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
@@ -34,14 +50,12 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "tracekit: installing tracekit with the extras [dashboard,train]"
-	@$(PIP) --editable '.[dashboard,train]'
-	@$(COMPILE)
+	@$(call install,dashboard$(comma)train)
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "tracekit: installing tracekit with the extras [all,dev]"
-	@$(PIP) --editable '.[all,dev]'
-	@$(COMPILE)
+	@$(call install,all$(comma)dev)
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
@@ -73,7 +87,7 @@ imports: $(VENV)/.test
 
 unit: $(VENV)/.test
 	@echo "tracekit: tests"
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+	@$(BIN)/python -m pytest $(PLUGINS) --numprocesses auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 format: $(VENV)/.test
 	@$(BIN)/ruff check --fix .

@@ -2,11 +2,18 @@
 
 import sys
 
-from instrumented_trainers import config, launch
+_UNUSABLE = 2
 
 
 def main() -> int:
     """Run the training that the command line asks for and return the exit code."""
+    try:
+        from instrumented_trainers import config, launch  # not at the top: without torch there is one line to say
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        sys.stderr.write("instrumented_trainers: needs PyTorch: pip install 'torch-tracekit[train]'\n")
+        return _UNUSABLE
     command = ["python", "-m", "instrumented_trainers", *sys.argv[1:]]
     return launch.run(config.parse(), command)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 _LOG_TAIL_CHARACTERS = 2000
-# What the trainers, the strategies and torch itself import, if only when first used.
+# The trainers, and what they, the strategies and torch itself import, if only when first used.
 _IMPORTED_ONCE = (
     "pytest",
     "torch.distributed.checkpoint",
@@ -36,6 +36,7 @@ _IMPORTED_ONCE = (
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "torch.profiler",
+    "instrumented_trainers.loop",
     "torch._dynamo",
 )
 # Threads that spin on a core that another rank needs cost more than they give.

@@ -96,7 +96,7 @@ def fit(folder: Path, model: Any, *callbacks: Any, resume: Path | None = None, *
     return trainer
 
 
-@in_turns(3, "examples")
+@in_turns(4, "examples")
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
     recordings.run_example(

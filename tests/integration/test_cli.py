@@ -16,6 +16,7 @@ import pytest
 from tests import commands
 from tests.browser import recorded
 from tests.commands import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
+from tests.rotation import in_turns
 from tracekit import __version__
 
 HEAVY = ("torch", "pandas", "plotly", "streamlit", "polars", "duckdb", "numpy", "rich")
@@ -55,6 +56,7 @@ def test_the_version_is_the_packages() -> None:
     assert in_a_process("--version").stdout == f"tracekit {__version__}\n"
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [
@@ -144,21 +146,51 @@ def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_
     ("arguments", "expected"),
     [
         (["check"], "no run is named"),
+        (["check", ""], "the path of a run is empty: perhaps a variable that is not set"),
+        (["check", "a" * 5000], "File name too long; check the path"),
+        (["check", "no*such*file"], "no*such*file: no trace file is called so"),
+        (["check", "RUN/run.json"], "run.json: this is a run's manifest, not a trace; name a run's folder"),
         (["check", "RUN", "--select", "COMM01"], "no rule is called 'COMM01': did you mean COMM001?"),
+        (["check", "RUN", "--select", "COMMM"], "no rule is called 'COMMM': did you mean COMM?"),
+        (["check", "RUN", "--set", "frobnicate.x=1"], "no rule is called 'frobnicate': tracekit rules lists them all"),
         (["check", "RUN", "--set", "COMM001.max=1"], "max is no threshold of COMM001"),
         (["check", "RUN", "--config", "absent.toml"], "absent.toml: cannot be read"),
-        (["check", "RUN", "--output", "no/such/folder/report"], "report: cannot be written"),
+        (
+            ["check", "RUN", "--output", "no/such/folder/report"],
+            "report: cannot be written: there is no folder no/such/folder",
+        ),
         (["compare", "RUN", "RUN", "--fail-if", "step_time"], "expected METRIC>NUMBER"),
         (["compare", "RUN", "absent"], "absent"),
         (["explain", "COMM01"], "did you mean COMM001?"),
-        (["dashboard", "absent"], "absent: there is no such file or folder"),
+        (["dashboard", "absent"], "absent: there is no such file or folder; check the path"),
+        (["dashboard", "RUN", "--host", "192.0.2.1"], "--host 192.0.2.1: is no address of this machine"),
+        (["dashboard", "RUN", "--host", "no.such.host.invalid"], "--host no.such.host.invalid: is no address"),
+        (["memory", "absent.pickle"], "absent.pickle: cannot be read: No such file or directory; check the path"),
+        (["plan", "memory"], "--params or --model is needed, such as --model 405b"),
+        (
+            ["plan", "checkpoint", "--model", "405b", "--interval", "4h"],
+            "or take it from a recorded run: --measured RUN",
+        ),
         (["scrub", "RUN", "RUN"], "name another place"),
     ],
 )
 def test_options_that_cannot_be_used_exit_with_2_and_one_line(runs: Path, arguments: list[str], expected: str) -> None:
-    done = tracekit(*[str(runs / "good") if each == "RUN" else each for each in arguments])
+    done = tracekit(*[each.replace("RUN", str(runs / "good")) for each in arguments])
     assert done.returncode == 2
     assert expected in only_line(done)
+
+
+def test_a_port_that_is_taken_is_said_to_be_with_one_that_is_free(runs: Path) -> None:
+    pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = tracekit("dashboard", runs, "--no-browser", "--port", port)
+    assert done.returncode == 2
+    said = only_line(done)
+    assert f"port {port} of 127.0.0.1 is taken" in said
+    free = int(said.rpartition("--port ")[2])
+    with socket.create_server(("127.0.0.1", free)):
+        pass
 
 
 def test_an_option_that_is_not_there_exits_with_2() -> None:

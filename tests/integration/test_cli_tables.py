@@ -11,6 +11,7 @@ import pytest
 
 from tests.commands import on_a_terminal, only_line, tracekit
 from tests.kineto_files import slice_, trace, write
+from tests.rotation import in_turns
 from tracekit.cli import output
 
 NASTY = {
@@ -51,6 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Names from traces can do nothing to a terminal ----------------------------------------------------------------------
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -124,6 +126,7 @@ def test_a_clock_that_was_off_is_said_and_one_within_the_residual_is_not(pair, t
 # What cannot be done is one line -------------------------------------------------------------------------------------
 
 
+@in_turns(3)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -6,6 +6,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from tests.rotation import in_turns
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis import collective_contention, contention, waiting
 from tracekit.analysis.overlap import COMMUNICATION, COMPUTE, PREPARATION
@@ -42,6 +43,7 @@ def simulated(tmp_path_factory):
     return of
 
 
+@in_turns(2)
 @pytest.mark.parametrize("code", FAULTS)
 def test_a_fault_is_found_by_its_rule_and_by_no_other(simulated, code):
     run, share = simulated(code)

@@ -1,6 +1,6 @@
 """Damaged traces: no traceback, no hang, and nothing lost in silence. Every damage is drawn with a fixed seed.
 
-A run tries a fifth of them, another one each time; `pytest --thorough` tries them all.
+A run tries a tenth of them, another one each time; `pytest --thorough` tries them all.
 """
 
 import copy

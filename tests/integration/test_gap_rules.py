@@ -8,6 +8,7 @@ import pytest
 
 import tracekit
 from tests import commands
+from tests.rotation import in_turns
 from tracekit.analysis import causes, gaps, waiting
 from tracekit.rule import Severity
 from tracekit.rules.comm import PreparationGap
@@ -31,6 +32,7 @@ def test_a_recorded_fault_is_found_and_nothing_else(sample, code):
     assert set(found) == {code}
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     "healthy",
     ["healthy-ddp", "healthy-fsdp2", "healthy-save", "healthy-background-save", "../demo-fsdp2", "../demo-yafsdp"],
@@ -69,6 +71,7 @@ def test_causes_of_recorded_runs_sum_to_the_gaps(name):
     assert across.filter(pl.col("cause") == causes.PEER).height
 
 
+@in_turns(2)
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [

@@ -39,7 +39,7 @@ class Both:
         self.activities = self.trace.activities.join(places, on="lane", maintain_order="left")
 
 
-@pytest.fixture(scope="module", params=one_in(2, [*SAMPLES, *OTHERS]), ids=lambda path: path.parent.name)
+@pytest.fixture(scope="module", params=one_in(3, [*SAMPLES, *OTHERS]), ids=lambda path: path.parent.name)
 def both(request):
     return pair(request.param)
 

@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from tests.commands import tracekit
+from tests.rotation import in_turns
 from tracekit.analysis import breakdown, communication, doubts, memory
 from tracekit.checking import check
 from tracekit.errors import BadTraceError, InputError
@@ -49,6 +50,7 @@ def covered(spans):
 
 
 @needs_nanogpt
+@in_turns(2, "one run by other means")
 def test_breakdown_of_a_gpu_run_equals_plain_python_to_the_nanosecond():
     run = load(NANOGPT)
     assert run.ranks == tuple(range(8))
@@ -179,6 +181,7 @@ def test_a_trace_without_steps_is_one_window(tmp_path):
 
 
 @needs_nanogpt
+@in_turns(2, "one run by other means")
 def test_overlap_agrees_with_hta_over_the_kernels_that_hta_keeps(tmp_path):
     hta = pytest.importorskip("hta.trace_analysis", reason="needs the extra [hta]")
     shutil.copytree(NANOGPT, tmp_path / "traces")

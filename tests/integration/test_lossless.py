@@ -51,7 +51,7 @@ def run(folder):
     return load(folder, cache=False)
 
 
-@in_turns(2)
+@in_turns(3)
 def test_no_event_is_lost_and_every_lane_is_busy_as_long_as_in_plain_python(folder, run):
     files = sorted({Path(source.path) for source in run.sources})
     assert files == sorted(folder.glob("*.json.gz"))

@@ -16,7 +16,7 @@ TORCH_DIED_AT_EXIT = "terminate called without an active exception"
 TRIES = 4
 
 
-@in_turns(3, "examples")
+@in_turns(4, "examples")
 def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
     guide = (REPOSITORY / "docs" / "record.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)

@@ -16,7 +16,7 @@ from tests.rotation import modules_in_turns
 from tracekit.capture import Recorder, agent
 from tracekit.capture.settings import Settings
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 TIMEOUT_S = 30.0
 STEPS = 12

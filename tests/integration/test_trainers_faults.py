@@ -19,7 +19,7 @@ from tests.integration.trainings import case, micro
 from tests.rotation import modules_in_turns
 from tracekit import conventions
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 STEPS, LAYERS, ACTIVE = 5, 2, 2
 PLAIN = (1, 3)

@@ -22,7 +22,7 @@ from tests.integration import trainings
 from tests.integration.trainings import case, micro
 from tests.rotation import modules_in_turns
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 REPORTED = {"steps": 3, "profile_wait": 9, "memory_report": True}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -18,7 +18,7 @@ from tests.integration import trainings
 from tests.integration.trainings import case, micro
 from tests.rotation import modules_in_turns
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 STEPS = 7
 THIRD = "step-000003"

@@ -30,7 +30,7 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir() if seal.is_sealed(path))
 
 
-@in_turns(2, "trainers")
+@in_turns(3, "trainers")
 def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> None:
     # In the profiled window, which is to be as long as the training.
     window = ["--profile-wait", "0", "--profile-warmup", "1", "--profile-active", "90000"]
@@ -48,7 +48,7 @@ def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> N
     assert trainings.manifest(tmp_path)["windows"] == [{"window": 0, "first_step": 1, "steps": steps - 1}]
 
 
-@in_turns(2, "trainers")
+@in_turns(3, "trainers")
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     process = start("--strategy", "ddp", "--out", str(tmp_path), *ENDLESS, "--timeout-s", "4")
     read_until(process, "step    1 of")
@@ -81,7 +81,7 @@ def small_disk(tmp_path: Path) -> Path:
     return place
 
 
-@in_turns(2, "trainers")
+@in_turns(3, "trainers")
 def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small_disk: Path, tmp_path: Path) -> None:
     # A trace, and a third checkpoint, are more than fits.
     kept = tmp_path / "kept"
@@ -117,7 +117,7 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
         assert not any(seal.damage(folder, file, was) for file, was in seal.read(folder).files.items())
 
 
-@in_turns(2, "trainers")
+@in_turns(3, "trainers")
 def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     saves = ["--checkpoint-every", "2", "--keep", "9", "--profile-wait", "99", "--fault", "slow-disk=0.3MB/s:1"]
     process = start("--strategy", "fsdp2", "--out", str(tmp_path), "--steps", "100000", *MICRO, *saves)

@@ -24,7 +24,7 @@ from tests.integration.parity import Case
 from tests.integration.toy import LAYERS, VOCABULARY, WIDTH, Block, Toy
 from tests.rotation import modules_in_turns
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 WORLD_SIZE = 2
 GUIDE = Path(__file__).parents[2] / "docs" / "yafsdp.md"

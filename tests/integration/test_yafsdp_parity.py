@@ -61,7 +61,7 @@ ALL_CASES = {path: Case(path) for path in PATHS} | {
     "gradients zeroed, not dropped": Case(set_to_none=False),
     "gradients of two steps add up": Case(clear_every=2),
 }
-CASES = one_in_of(4, ALL_CASES)
+CASES = one_in_of(6, ALL_CASES)
 
 
 BF16 = {

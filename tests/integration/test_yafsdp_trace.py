@@ -20,7 +20,7 @@ from tests.integration.training import Training
 from tests.rotation import modules_in_turns
 from tracekit import intervals
 
-pytestmark = modules_in_turns(2, "ranks")
+pytestmark = modules_in_turns(3, "ranks")
 
 LAYERS, BUFFERS = 5, 2
 CONFIG = ModelConfig(width=192, layers=LAYERS, heads=8, key_value_heads=2, hidden_width=512, vocabulary=512)

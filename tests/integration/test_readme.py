@@ -1,0 +1,31 @@
+"""The README shows what the commands print: ``pytest --update-golden`` writes it there anew."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.commands import tracekit
+from tests.rotation import in_turns
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+QUOTED = re.compile(r"^`tracekit ([^`]*sample_traces[^`]*)`.*?^```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMANDS = [words for words, _ in QUOTED.findall(README.read_text(encoding="utf-8"))]
+
+
+@in_turns(2)
+@pytest.mark.parametrize("words", COMMANDS, ids=[words.split()[0] for words in COMMANDS])
+def test_what_is_quoted_is_what_is_printed(words: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    done = tracekit(*words.split(), cwd=ROOT, TRACEKIT_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    page = README.read_text(encoding="utf-8")
+    shown = dict(QUOTED.findall(page))[words]
+    if request.config.getoption("--update-golden"):
+        README.write_text(page.replace(shown, done.stdout), encoding="utf-8")
+        shown = done.stdout
+    assert done.stdout == shown
+
+
+def test_both_a_verdict_and_a_comparison_are_quoted() -> None:
+    assert [words.split()[0] for words in COMMANDS] == ["check", "compare"]
