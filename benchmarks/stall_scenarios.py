@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from instrumented_trainers.faults.save import SlowDisk
 from tracekit import conventions
 from tracekit.capture.checkpoints import watching
 
@@ -118,30 +119,10 @@ def _state(tensors: int = 4, elements: int = _ELEMENTS, *, shared: bool = False)
     return {f"{own}.{number}": torch.ones(elements) for number in range(tensors)}
 
 
-def _throttled(path: Path, rate: float, rank: int | None = None) -> FileSystemWriter:
+def _throttled(path: Path, rate: int, rank: int | None = None) -> FileSystemWriter:
     writer = FileSystemWriter(path)
-    if rank in (None, dist.get_rank()):
-        create_stream = writer.fs.create_stream
-
-        @contextlib.contextmanager
-        def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with create_stream(*args, **kwargs) as stream:
-                yield _Throttled(stream, rate)
-
-        writer.fs.create_stream = create  # type: ignore[method-assign]
+    SlowDisk(rate, rank).prepare_writer(writer, dist.get_rank())
     return writer
-
-
-class _Throttled:
-    def __init__(self, raw: Any, rate: float) -> None:
-        self._raw, self._rate = raw, rate
-
-    def write(self, data: Any) -> int:
-        time.sleep(memoryview(data).nbytes / self._rate)
-        return int(self._raw.write(data))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
 
 
 class _SlowPlanner(DefaultSavePlanner):
@@ -195,11 +176,11 @@ def _healthy(training: Training, folder: Path) -> None:
 
 
 def _write(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3e6)))
+    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3_000_000)))
 
 
 def _straggler(training: Training, folder: Path) -> None:
-    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3e6, rank=1)))
+    training.run(lambda: dcp.save(_state(), storage_writer=_throttled(folder / "step", 3_000_000, rank=1)))
 
 
 def _fsync(training: Training, folder: Path) -> None:
@@ -231,7 +212,7 @@ def _staging(training: Training, folder: Path) -> None:
 
 def _upload(training: Training, folder: Path) -> None:
     def save(number: int) -> Future[Any]:
-        return dcp.async_save(_state(), storage_writer=_throttled(folder / f"step{number}", 10e6))  # type: ignore[return-value]
+        return dcp.async_save(_state(), storage_writer=_throttled(folder / f"step{number}", 10_000_000))  # type: ignore[return-value]
 
     training.save_often(save)
 
@@ -249,7 +230,7 @@ def _cpu(training: Training, folder: Path) -> None:
 
         def save() -> Any:
             hogs.enter_context(_hogs())
-            pending = dcp.async_save(_state(), storage_writer=_throttled(folder / "step", 3e6))
+            pending = dcp.async_save(_state(), storage_writer=_throttled(folder / "step", 3_000_000))
             pending.add_done_callback(lambda _: hogs.close())  # type: ignore[union-attr]
             return pending
 

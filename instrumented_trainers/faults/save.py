@@ -123,18 +123,16 @@ class GilSave(SmallTensors):
 
 
 class _Throttled:
-    """A stream that takes no more than so many bytes a second, on average since it was opened."""
+    """A stream that takes no more than so many bytes a second while it is written to; a pause earns nothing."""
 
     def __init__(self, raw: Any, rate: int) -> None:
         self._raw = raw
         self._rate = rate
-        self._written_bytes = 0
-        self._began_s = time.monotonic()
 
     def write(self, data: Any) -> int:
+        began_s = time.monotonic()
         written = self._raw.write(data)
-        self._written_bytes += memoryview(data).nbytes
-        ahead_s = self._began_s + self._written_bytes / self._rate - time.monotonic()
+        ahead_s = began_s + memoryview(data).nbytes / self._rate - time.monotonic()
         if ahead_s > 0:
             time.sleep(ahead_s)
         return written
