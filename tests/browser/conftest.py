@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.browser import recorded
+from tracekit.cli.dashboard import command
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 40_000
@@ -142,16 +142,16 @@ def server(tmp_path_factory):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    app = str(ROOT / "dashboard" / "app.py")
-    command = [sys.executable, "-m", "streamlit", "run", app, "--server.port", str(port), "--", str(runs)]
-    # Another folder, so that no configuration but the dashboard's own is found.
+    # Another folder, so that no configuration but the dashboard's own is found: nor anything by the names of its code.
     elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in ("dashboard", "streamlit", "tracekit"):
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('not the one that was meant')")
     log, temporary = elsewhere / "log", elsewhere / "temporary"
     temporary.mkdir()
     environment = {"PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(elsewhere / "cache"), "TMPDIR": str(temporary)}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command,
+            command([str(runs)], port=port, browser=False),
             cwd=elsewhere,
             stdout=out,
             stderr=out,

@@ -1,6 +1,7 @@
 """Runs as people find, check, compare and drop them; what the address says; what nobody may reach."""
 
 import gzip
+import http.client
 import json
 import re
 import shutil
@@ -220,3 +221,16 @@ def test_a_path_outside_is_not_served(server, path):
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert b"root:" not in answer
+
+
+def test_an_answer_does_not_wait_for_the_one_before_to_be_acknowledged(server):
+    """Nagle's algorithm against delayed acknowledgements: 40 ms for each answer, hundreds of which make a page."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    took_s = []
+    for _ in range(40):
+        began_s = time.monotonic()
+        connection.request("GET", "/_stcore/health")
+        connection.getresponse().read()
+        took_s.append(time.monotonic() - began_s)
+    connection.close()
+    assert min(took_s[20:]) < 0.03  # at first, a kernel acknowledges at once

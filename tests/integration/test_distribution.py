@@ -32,11 +32,11 @@ from tracekit.reports import baselines, json as report
 
 run = tracekit.load(opening.sample())
 report.schema(), baselines.schema()
-app = next(Path(word) for word in command([], port=0, browser=False) if word.endswith("app.py"))
+pages = next(Path(word).parent for word in command([], port=0, browser=False) if word.endswith("serve.py"))
 told = {
     "packages": [str(Path(each.__file__).parent.parent) for each in (tracekit, dashboard, instrumented_trainers)],
     "ranks": [source.rank for source in run.sources],
-    "beside the app": [name for name in (".streamlit/config.toml", "icon.svg") if (app.parent / name).is_file()],
+    "beside the app": [name for name in ("app.py", ".streamlit/config.toml", "icon.svg") if (pages / name).is_file()],
 }
 if "with pages" in sys.argv:
     from dashboard.components.perfetto import perfetto
@@ -85,7 +85,7 @@ def test_what_is_installed_finds_every_file_that_it_reads(installed: Path, tmp_p
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "packages": [str(installed)] * 3,
         "ranks": [0, 1],
-        "beside the app": [".streamlit/config.toml", "icon.svg"],
+        "beside the app": ["app.py", ".streamlit/config.toml", "icon.svg"],
     }
 
 

@@ -372,7 +372,7 @@ def test_the_command_listens_to_this_machine_only_unless_told(monkeypatch, runs,
     warned = capsys.readouterr().err
     assert "without a password" in warned
     assert str(runs) in warned
-    first, second = ({words[i]: words[i + 1] for i in range(5, words.index("--"), 2)} for words in started)
+    first, second = ({words[i]: words[i + 1] for i in range(3, words.index("--"), 2)} for words in started)
     assert first["--server.address"] == "127.0.0.1"
     assert second["--server.address"] == "0.0.0.0"
     assert set(second) - set(first) == {"--server.allowedHosts"}

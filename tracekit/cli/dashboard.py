@@ -71,7 +71,7 @@ def command(
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     paths = [str(Path(run).resolve()) for run in runs]
     paths += [f"--history={history.resolve()}"] if history else []
-    return [sys.executable, "-m", "streamlit", "run", str(_app()), *flags, "--", *paths]
+    return [sys.executable, "-P", str(_server()), *flags, "--", *paths]
 
 
 def _refuse_what_cannot_listen(host: str, port: int) -> None:
@@ -108,9 +108,9 @@ def _listen(host: str, port: int) -> None:
         probe.listen()
 
 
-def _app() -> Path:
+def _server() -> Path:
     found = importlib.util.find_spec("dashboard")
-    app = Path(found.origin).parent / "app.py" if found and found.origin else None
-    if app is None or not app.is_file():
+    server = Path(found.origin).parent / "serve.py" if found and found.origin else None
+    if server is None or not server.is_file():
         raise MissingExtraError("the dashboard's pages are not installed: pip install 'torch-tracekit[dashboard]'")
-    return app
+    return server
