@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from playwright.sync_api import Error as PlaywrightError
 
 from tests.browser import recorded
 from tracekit.cli.dashboard import command
@@ -102,6 +103,24 @@ def _context(chromium):
     yield context
     context.close()
     del _HEARD[key]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Add to the report of a failed test what its pages show: on another machine there is nothing else to see."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for name in {"context", "other_context"} & set(item.funcargs):
+            for shown in item.funcargs[name].pages:
+                report.sections.append((f"{shown.url} in {name}", _text(shown)))
+    return report
+
+
+def _text(page):
+    try:
+        return page.locator("body").inner_text(timeout=5_000)[:4_000]
+    except PlaywrightError as error:
+        return str(error)
 
 
 @pytest.fixture
