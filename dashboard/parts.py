@@ -142,14 +142,15 @@ def finding(found: Finding, held: opened.Opened, *, key: str) -> None:
         if not rows:
             return
         with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
+            # Above the table, which comes a moment later and would push it away from under a hand.
+            if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
+                st.session_state[SHOWN_FINDING] = key
+                go_to("timeline", finding=key)
             shown = found.evidence.head(MAX_EVIDENCE_ROWS)
             frame(words.readable(shown, words.origins(held.run)))
             if rows > MAX_EVIDENCE_ROWS:
                 st.caption(f"The first {MAX_EVIDENCE_ROWS:,} rows of {rows:,}; the download has all.")
             downloads.table(found.evidence, key=f"{found.id}-evidence-{key}")
-            if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
-                st.session_state[SHOWN_FINDING] = key
-                go_to("timeline", finding=key)
 
 
 def can_be_shown(found: Finding) -> bool:

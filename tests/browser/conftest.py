@@ -143,6 +143,16 @@ def assert_clean(page, hosts=frozenset({"127.0.0.1"})):
     assert told.hosts <= hosts
 
 
+SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testScriptState === "notRunning"
+    && !document.querySelector("[data-testid=stSkeleton]")
+    && [...document.querySelectorAll("[data-testid=stPlotlyChart]")].every((each) => each.querySelector(".main-svg"))"""
+
+
+def settle(page):
+    """Wait until the page is made whole: what is clicked or typed before may hit what moves away or comes anew."""
+    page.wait_for_function(SETTLED)
+
+
 @dataclass(frozen=True)
 class Server:
     """The dashboard, opened on a folder of runs."""

@@ -1,5 +1,7 @@
 """The list of runs as a person uses it: a table drawn on a canvas, and told to screen readers row by row."""
 
+from tests.browser.conftest import settle
+
 HEADER_PX, ROW_PX, BOX_PX = 35, 35, 17
 TABLE = "[data-testid=stDataFrame]"
 ROWS = f"{TABLE} canvas table tbody tr"
@@ -24,4 +26,5 @@ def select(page, *names):
     """Click on the boxes before the runs of these names."""
     grid = page.locator(TABLE).first
     for name in names:
+        settle(page)
         grid.click(position={"x": BOX_PX, "y": HEADER_PX + ROW_PX * row_of(page, name) + ROW_PX / 2})

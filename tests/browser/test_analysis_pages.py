@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import conftest, recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, heard
+from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.rotation import in_turns
 
 pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
@@ -85,6 +85,8 @@ def test_kernels_are_listed_searched_and_drawn(at):
 def test_a_query_runs_when_it_is_told_to_and_what_it_must_not_do_is_said(at, server, shown):
     page = at("SQL")
     page.get_by_text("step times", exact=True).click()
+    expect(page.get_by_label("One SELECT")).to_have_value(re.compile("step_ms"))
+    settle(page)
     page.get_by_role("button", name="Run", exact=True).click()
     _says(page, "6 rows")
     with page.expect_download() as download:
@@ -98,6 +100,7 @@ def test_a_query_runs_when_it_is_told_to_and_what_it_must_not_do_is_said(at, ser
     page.goto(f"{server.url}/sql?run={recorded.GOOD}&sql=SELECT+42+AS+answer")
     _says(page, "came with the address")
     expect(page.locator(TEXT)).not_to_contain_text("1 row")
+    settle(page)
     page.get_by_role("button", name="Run", exact=True).click()
     _says(page, "1 row")
     assert_clean(page)
@@ -116,6 +119,7 @@ def test_a_cell_of_the_map_of_ranks_leads_to_its_step(at):
     page = at("Ranks")
     cells = page.locator("[class*=st-key-ranks-map] .barlayer .point path")
     expect(cells).to_have_count(2 * len(recorded.STEPS))
+    settle(page)
     cells.nth(1).click(force=True)
     page.get_by_role("button", name=re.compile(r"Show rank \d, step \d in the timeline")).click()
     expect(page).to_have_url(re.compile(r"timeline\?.*from=\d+"))
@@ -135,12 +139,14 @@ def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at
     ranked = page.locator("table.tracekit").filter(has_text="a step takes").locator("tbody tr")
     expect(ranked.first).to_be_visible()
     expect(page.locator(".st-key-whatif-savings .ytick text")).to_have_count(ranked.count())
+    settle(page)
     first = ranked.first.locator("td").first.inner_text()
     box = page.locator("[data-testid=stMain] [data-testid=stMultiSelect] input")
     box.press_sequentially("late-launch" if first != "late-launch" else "communication")
     box.press("Enter")
     expect(page.locator(".tk-numbers").last).to_contain_text(" and ")
     expect(page).to_have_url(re.compile("without=[a-z-]+&without=[a-z-]+"))
+    settle(page)
     with page.expect_download() as download:
         page.locator(".st-key-download-csv-whatif button").click()
     assert download.value.path().read_text().startswith("cause,step_ns,code,saved_ns")

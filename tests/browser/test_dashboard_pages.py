@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean
+from tests.browser.conftest import WAIT_MS, assert_clean, settle
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -61,6 +61,7 @@ def test_a_run_that_cannot_be_read_shows_why_and_the_others_work(page, server):
 def test_names_from_a_trace_run_nothing_and_fetch_nothing(page, server):
     _open(page, server, recorded.HOSTILE)
     _visible(page, ".js-plotly-plot .barlayer")
+    settle(page)
     _visible(page, "[data-testid=stExpander] summary", "Evidence").click()
     assert page.evaluate("window.hacked") is None
     assert_clean(page)

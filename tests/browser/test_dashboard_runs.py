@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, heard
+from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.browser.grid import ROWS, cells, row_of, select
 from tests.rotation import in_turns
 
@@ -66,11 +66,14 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     check = _button(page, re.compile("Check 1 run|All are checked"))
     check.wait_for()
     if check.is_enabled():  # else another test opened it before
+        settle(page)
         check.click()
     good = page.locator(ROWS)
     expect(good).to_contain_text("2 warnings")
     expect(good).to_contain_text("10,10,9.2")  # its steps in ms
     select(page, "good")
+    expect(_button(page, "Open this run")).to_be_enabled()
+    settle(page)
     _button(page, "Open this run").click()
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     expect(page).to_have_url(re.compile(r"/\?.*run=good"))
@@ -83,11 +86,14 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     select(page, "good")
     expect(_button(page, "Open this run")).to_be_enabled()
     select(page, "hostile")
+    expect(_button(page, "Compare 2")).to_be_enabled()
+    settle(page)
     _button(page, "Compare 2").click()
     expect(page.locator(".tk-verdict b").filter(has_text="step time")).to_be_visible()
     expect(page).to_have_url(re.compile(r"/compare\?.*run=good.*compare=hostile"))
     table = page.locator("table.tracekit")
     expect(table).to_contain_text("exposed communication")
+    settle(page)
     with page.expect_download() as download:
         page.get_by_role("button", name="Download CSV").first.click()
     told = Path(download.value.path()).read_text()
@@ -101,6 +107,7 @@ def test_runs_of_hostile_names_open_and_run_nothing(page, server, folder):
     page.goto(f"{server.url}/?run=good")
     for name in HOSTILE_FOLDERS[:2]:
         start = name.replace("\u202e", "�")[:12]
+        settle(page)
         page.get_by_role("combobox", name=re.compile("Run")).first.click()
         page.get_by_role("option").filter(has_text=start).first.click()
         expect(page.locator(".tk-title b").filter(has_text=start)).to_be_visible()
@@ -113,6 +120,7 @@ def test_a_link_shows_what_another_person_chose(page, server):
     page.goto(f"{server.url}/?run=good&bars=by+step&rank=1")
     expect(page.get_by_role("radio", name="by step")).to_be_checked()
     expect(page.locator("[data-testid=stSelectbox]").filter(has_text="Rank").locator("input")).to_have_value("1")
+    settle(page)
     page.get_by_role("radio", name="by rank").click()
     expect(page).to_have_url(re.compile(r"bars=by\+rank"))
     page.go_back()
@@ -158,6 +166,7 @@ def _drop(page, *paths):
 def test_a_dropped_trace_is_a_run_of_one_person_and_gone_with_the_page(page, other_context, server, dropped, tmp_path):
     page.goto(f"{server.url}/?run=good")
     expect(page.locator(".tk-verdict b").first).to_be_visible()
+    settle(page)
     _drop(page, dropped)
     title = page.locator(".tk-title b").filter(has_text="dropped: rank00000._b_.pt.trace.json.gz")
     expect(title).to_be_visible()
@@ -171,6 +180,7 @@ def test_a_dropped_trace_is_a_run_of_one_person_and_gone_with_the_page(page, oth
     assert "dropped: " not in other.locator("[data-testid=stSidebar]").inner_text()
     bad = tmp_path / "bad.json"
     bad.write_text("no trace at all")
+    settle(other)
     _drop(other, bad)
     expect(other.locator("[data-testid=stAlert]").first).to_be_visible()
     assert "my_secret_kernel" not in other.content()

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean
+from tests.browser.conftest import WAIT_MS, assert_clean, settle
 from tests.browser.grid import TABLE, row_of
 from tests.browser.test_timeline_page import Shown
 from tests.rotation import in_turns
@@ -32,6 +32,11 @@ def _tab_to(page, found):
     raise AssertionError(f"{MOST_TABS} times Tab did not lead to {found}")
 
 
+def _wait_for_row(page, number):
+    """Wait until the table has taken the last key: a person sees that."""
+    page.wait_for_function(f"() => document.activeElement.id.endsWith('-{number}')")
+
+
 def _assert_focus_shows(focused, *others):
     """Assert that an element, or one of those around it, looks otherwise with the focus than without."""
     shown = (focused, *others)
@@ -44,10 +49,13 @@ def _assert_focus_shows(focused, *others):
 
 def test_a_run_is_found_opened_and_searched_through_by_keys_alone(page, server):
     page.goto(f"{server.url}/runs")
+    settle(page)
     row = row_of(page, recorded.GOOD)
     _tab_to(page, page.locator(f"{TABLE} canvas").first)
-    for _ in range(row):  # the focus is on the first
+    for number in range(row):
+        _wait_for_row(page, number)
         page.keyboard.press("ArrowDown")
+    _wait_for_row(page, row)
     page.keyboard.press("Shift+Space")
     opens = page.get_by_role("button", name="Open this run")
     expect(opens).to_be_enabled()

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from dashboard.components import timeline
 from tests.browser import recorded
-from tests.browser.conftest import WAIT_MS, assert_clean, heard
+from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.rotation import in_turns
 
 pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
@@ -197,7 +197,8 @@ def test_a_click_tells_of_a_slice_arrows_lead_to_others_and_a_search_walks_throu
 
 def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, server, context):
     page.goto(f"{server.url}/?run={recorded.GOOD}")
-    page.locator(".js-plotly-plot .barlayer").first.wait_for()  # by then nothing above it moves
+    page.locator(".js-plotly-plot .barlayer").first.wait_for()
+    settle(page)
     page.locator("[data-testid=stExpander] summary", has_text="Evidence").filter(visible=True).first.click()
     page.get_by_role("button", name="Show in the timeline").filter(visible=True).first.click()
     shown = Shown(page)
@@ -235,6 +236,7 @@ def test_names_from_a_trace_are_drawn_and_told_as_text_only(page, server):
     assert details.locator("script, img").count() == 0
     shown.root.locator("input").fill("<script>")
     shown.wait("+e.matches > 0")
+    settle(page)
     page.get_by_text("Show what is in view as a table").click()
     page.locator("[data-testid=stDataFrame]").wait_for()
     assert page.evaluate("window.hacked") is None
@@ -245,6 +247,7 @@ def test_a_link_opens_the_part_it_names_and_the_run_is_handed_to_perfetto_on_a_c
     context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html"))
     shown = _open(page, server, recorded.GOOD, from_=STEP_NS, to=STEP_NS + KERNEL_NS)
     assert shown.view == (STEP_NS, STEP_NS + KERNEL_NS)
+    settle(page)
     page.get_by_text("Perfetto and offline use").click()
     page.get_by_role("button", name="Make the file").click()
     with page.expect_download() as download:
