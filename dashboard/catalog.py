@@ -1,7 +1,6 @@
 """The runs that the dashboard was opened on, listed by manifests, file sizes and kept reports, without loading any."""
 
 import hashlib
-import json
 import os
 import re
 import threading
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracekit import checked, conventions, files
+from tracekit import checked, conventions, files, untrusted
 from tracekit.checked import Summary, keys
 from tracekit.checked.keys import File, State
 from tracekit.history import store
@@ -307,8 +306,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             return {}
-        manifest = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        manifest = untrusted.parsed(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
 

@@ -1,6 +1,5 @@
 """A path, list, glob or URL to a Run: find the trace files, tell them apart, read each when it is needed."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,7 +7,7 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
-from tracekit import align, conventions, files, listing
+from tracekit import align, conventions, files, listing, untrusted
 from tracekit.cache import cached
 from tracekit.files import File, Where
 from tracekit.listing import Doubt, Listed
@@ -84,7 +83,7 @@ def _manifest(listed: Sequence[Listed], manifests: dict[str, File], doubts: list
     if file is None:
         return {}
     try:
-        manifest = json.loads(file.text())
+        manifest = untrusted.parsed(file.text())
     except (ValueError, OSError) as error:
         message = f"{file.path}: not readable as JSON ({error}); its facts are left out"
         doubts.append(Doubt("bad_manifest", message, file.path))

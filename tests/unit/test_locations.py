@@ -1,5 +1,6 @@
 """Where a finding points: a function of the repository, its script, or the trace, and never somebody else's file."""
 
+import os
 from pathlib import Path
 
 import polars as pl
@@ -186,3 +187,17 @@ def test_an_environment_in_the_checkout_is_nobodys_source(tmp_path: Path) -> Non
 def test_the_root_is_the_repository_around_a_folder(tmp_path: Path) -> None:
     root = gated.repository(tmp_path / "project", src__deep__x="")
     assert locations.root_of(root / "src" / "deep") == root
+
+
+def test_a_folder_that_is_closed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no entry").mkdir()
+    (tmp_path / "train.py").touch()
+    scandir, exists = os.scandir, Path.exists
+
+    def closed(name: object) -> None:
+        if "no entry" in str(name):
+            raise PermissionError(13, "Permission denied", str(name))
+
+    monkeypatch.setattr(os, "scandir", lambda name: closed(name) or scandir(name))
+    monkeypatch.setattr(Path, "exists", lambda path: closed(path) or exists(path))
+    assert Checkout(tmp_path)._files == {tmp_path / "train.py"}

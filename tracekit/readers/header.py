@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tracekit import untrusted
 from tracekit.errors import BadTraceError
 from tracekit.readers.blocks import Blocks
 
@@ -56,8 +57,8 @@ def parse_start(text: bytes) -> tuple[Header, bool]:
     """Return the keys before the events, and whether they could be read whole."""
     shown = text.decode("utf-8", "replace").strip()
     try:
-        found = json.loads(shown.rstrip(",") + "}", strict=False) if shown else {}
-    except (ValueError, RecursionError):
+        found = untrusted.parsed(shown.rstrip(",") + "}", strict=False) if shown else {}
+    except ValueError:
         return _salvage(shown), False
     return (found, True) if isinstance(found, dict) else ({}, False)
 
@@ -69,7 +70,7 @@ def parse_tail(text: str) -> tuple[Header, bool]:
     except (ValueError, RecursionError):
         return _salvage(text), False
     found.pop("", None)
-    return found, not text[end - len('{"":0') :].strip()
+    return untrusted.writable(found), not text[end - len('{"":0') :].strip()
 
 
 def end_of_events(text: str) -> int | None:

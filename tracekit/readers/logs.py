@@ -1,6 +1,5 @@
 """The recorder's logs that lie beside a trace: checkpoint stages and metrics, one JSON object a line."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from tracekit import conventions, schema
+from tracekit import conventions, schema, untrusted
 
 _PLACE = ("step", "rank")
 
@@ -36,7 +35,7 @@ def _lines(trace_path: str, rank: int, suffix: str, bad: list[str]) -> Iterator[
     skipped = 0
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
+            line = untrusted.parsed(text)
         except ValueError:
             line = None
         if isinstance(line, dict):

@@ -6,6 +6,7 @@ stacks, the training script that run.json names. Where that is not in the reposi
 
 import ast
 import functools
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ _UNNAMED: Mapping[type[ast.expr], str] = {
     ast.DictComp: "<dictcomp>",
     ast.SetComp: "<setcomp>",
 }
-_MAX_FILES = 20_000
+_MAX_FILES = _MAX_FOLDERS = 20_000  # where somebody stands is no repository, perhaps the root of all files
 _MAX_SOURCE_BYTES = 4 << 20
 _MAX_EVIDENCE_ROWS = 1000
 
@@ -179,14 +180,14 @@ def _scripts(command: object) -> Iterator[str]:
 
 
 def _python_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        # An environment inside the checkout is nobody's source.
+    for folder, folders, files in itertools.islice(os.walk(root), _MAX_FOLDERS):
+        if "pyvenv.cfg" in files and folder != str(root):  # an environment inside the checkout is nobody's source
+            folders.clear()
+            continue
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".")
-            and name not in ("site-packages", "node_modules", "__pycache__")
-            and not Path(folder, name, "pyvenv.cfg").exists()
+            if not name.startswith(".") and name not in ("site-packages", "node_modules", "__pycache__")
         )
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 

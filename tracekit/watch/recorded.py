@@ -1,13 +1,12 @@
 """What a run's manifest and checkpoint logs say was recorded so far: windows and saves."""
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tracekit import conventions
+from tracekit import conventions, untrusted
 from tracekit.watch.picture import Coincidence, Happened, Save, Window
 
 _MOST_MANIFEST_BYTES = 16 << 20
@@ -33,8 +32,8 @@ class Manifest:
             mark = (found.st_ino, found.st_size, found.st_mtime_ns)
             if mark == self._mark or found.st_size > _MOST_MANIFEST_BYTES:
                 return
-            told = json.loads(self._path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            told = untrusted.parsed(self._path.read_bytes())
+        except (OSError, ValueError):
             return
         self._mark = mark
         if isinstance(told, dict):

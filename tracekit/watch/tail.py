@@ -1,11 +1,10 @@
 """A log of one rank while it is written, one JSON object a line: what is new in it, each byte read once."""
 
-import json
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tracekit import conventions
+from tracekit import conventions, untrusted
 
 CHUNK_BYTES = 1 << 20
 """What one call reads at most; a longer line is none of ours."""
@@ -90,8 +89,8 @@ class Tail:
         found = []
         for line in lines:
             try:
-                value = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError):
+                value = untrusted.parsed(line) if line.strip() else None
+            except ValueError:
                 value = line
             if isinstance(value, dict):
                 found.append(value)
