@@ -1,10 +1,7 @@
 """JSON that somebody else wrote, read so that whatever it says can be written again."""
 
 import json
-import re
 from typing import Any
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parsed(text: str | bytes, *, strict: bool = True) -> Any:
@@ -13,7 +10,7 @@ def parsed(text: str | bytes, *, strict: bool = True) -> Any:
     Raises ValueError where it is no JSON, no UTF-8, or nested too deeply to be read.
 
     >>> parsed(r'{"host": "node\ud800-7", "smile": "\ud83d\ude00"}')
-    {'host': 'node�-7', 'smile': '😀'}
+    {'host': 'node?-7', 'smile': '😀'}
     """
     escapes = b"\\u" in text if isinstance(text, bytes) else "\\u" in text
     try:
@@ -24,9 +21,10 @@ def parsed(text: str | bytes, *, strict: bool = True) -> Any:
 
 
 def writable(found: Any) -> Any:
-    """Return what JSON said with halves of characters, which it can name and no encoding can write, as '�'.
+    """Return what JSON said with halves of characters, which it can name and no encoding can write, as '?'.
 
     Raises RecursionError where it is nested too deeply.
     """
     told = json.dumps(found, ensure_ascii=False)
-    return json.loads(_SURROGATE.sub("�", told)) if _SURROGATE.search(told) else found
+    written = told.encode("utf-8", "replace").decode()
+    return found if written == told else json.loads(written)

@@ -24,10 +24,9 @@ def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others
     text = json.dumps(value)
     found = untrusted.parsed(text)
     assert found == untrusted.parsed(text.encode())
-    written = json.dumps(found, ensure_ascii=False)
-    written.encode()
-    halves = json.dumps(json.loads(text), ensure_ascii=False)
-    assert written == "".join("�" if "\ud800" <= each <= "\udfff" else each for each in halves) or text.count("�") > 1
+    json.dumps(found, ensure_ascii=False).encode()
+    told = json.dumps(json.loads(text), ensure_ascii=False)
+    assert found == json.loads(told.encode("utf-8", "replace"))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "[1", b"\xff"])

@@ -67,10 +67,11 @@ def parse_tail(text: str) -> tuple[Header, bool]:
     """Return the keys after the events, and whether they could be read whole to the end of the file."""
     try:
         found, end = json.JSONDecoder(strict=False).raw_decode('{"":0' + text)
+        found = untrusted.writable(found)
     except (ValueError, RecursionError):
         return _salvage(text), False
     found.pop("", None)
-    return untrusted.writable(found), not text[end - len('{"":0') :].strip()
+    return found, not text[end - len('{"":0') :].strip()
 
 
 def end_of_events(text: str) -> int | None:
