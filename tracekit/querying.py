@@ -226,6 +226,7 @@ class Question:
             yield
         finally:
             timer.cancel()
+            timer.join()
 
     def _send(self, line: dict[str, Any], tables: Iterable[pl.DataFrame]) -> None:
         pipe = cast("BinaryIO", self._process.stdin)
