@@ -70,13 +70,16 @@ SHOTS = (
 def main(words: Sequence[str] | None = None) -> None:
     """Take all pictures, or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="pictures to take; all where none is named")
+    names = [REPORT, *(shot.name for shot in SHOTS)]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"pictures to take, all if none: {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--runs", type=Path, default=ROOT / "sample_traces")
     parser.add_argument("--run", help="show this run on all pages")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--whole", action="store_true", help="pages from top to bottom, in full colour")
     asked = parser.parse_args(words)
+    if unknown := set(asked.names) - set(names):
+        parser.error(f"there is no picture called {', '.join(sorted(unknown))}")
     asked.out.mkdir(parents=True, exist_ok=True)
     if not asked.names or REPORT in asked.names:
         with tempfile.TemporaryDirectory() as folder:

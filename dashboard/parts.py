@@ -31,6 +31,10 @@ SHOWN_MOMENT = "shown_moment"
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
 MAX_EVIDENCE_ROWS = 1000
+BYTES = "localized"
+"""How whole bytes are written: 2,818,048. The unit stands in the heading."""
+_LEAST = 0.001
+"""Less of a unit than this reads badly."""
 
 STYLE = f"""<style>{fragments.STYLE}
 [data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
@@ -177,7 +181,8 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
         scale = _scale(series) if series.dtype.is_numeric() else None
         if scale:
             divisor, pattern = scale
-            series = series / divisor
+            series = series / divisor if divisor != 1 else series
+            label = f"{label}, B".replace("bytes, B", "bytes") if pattern == BYTES else label
             columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
         else:
             columns[series.name] = st.column_config.Column(label)
@@ -199,11 +204,12 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
             return scale
     if not series.name.endswith("bytes"):
         return None
-    most = float(str(series.abs().max() or 0))
+    sizes = series.drop_nulls().abs()
+    least, most = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
     # One unit for all of a column, so that it can be sorted by eye; digits by which small sizes can be told apart, too.
     for unit_bytes, pattern in ((2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
         if most >= unit_bytes:
-            return unit_bytes, pattern
+            return (unit_bytes, pattern) if least >= unit_bytes * _LEAST else (1, BYTES)
     return 1, "%d B"
 
 

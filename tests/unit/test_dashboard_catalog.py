@@ -10,11 +10,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
 
-from dashboard import catalog, downloads, listing, opened, uploads
+from dashboard import catalog, downloads, listing, opened, parts, uploads
 from dashboard.catalog import Entry
 from dashboard.listing import Wanted
 from tests.browser import recorded
@@ -349,15 +350,11 @@ def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path):
 
 
 def test_a_download_is_no_formula():
-    import polars as pl
-
     rows = pl.DataFrame({"name": ["=cmd()", "gemm", None], "dur_ns": [-1, 2, 3], "ranks": [[0, 1], [], None]})
     assert downloads.as_csv(rows) == 'name,dur_ns,ranks\n\'=cmd(),-1,"[0, 1]"\ngemm,2,[]\n,3,\n'
 
 
 def test_a_column_that_a_query_names_is_no_formula():
-    import polars as pl
-
     rows = pl.DataFrame({"=cmd()": [1], "'=cmd()": [2], "-2+3": [3], 'a,"b"': [4], "": [5]})
     assert downloads.as_csv(rows) == '\'=cmd(),\'=cmd(),\'-2+3,"a,""b""",\n1,2,3,4,5\n'
     assert downloads.as_csv(rows.clear()).count("\n") == 1
@@ -389,3 +386,17 @@ def test_the_dashboards_own_settings_keep_its_protections():
     assert server["address"] == "127.0.0.1"
     assert "*" not in server["allowedHosts"]
     assert server["maxUploadSize"] == uploads.MAX_MB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([8, 58_632, 2_818_048, None], (1, parts.BYTES)),
+        ([0, 2 << 20, 3 << 30], (2**30, "%.4g GiB")),
+        ([4 << 10, 3 << 20], (2**20, "%.4g MiB")),
+        ([1, 900], (1, "%d B")),
+        ([0, None], (1, "%d B")),
+    ],
+)
+def test_sizes_of_a_column_share_a_unit_that_suits_the_least(sizes, told):
+    assert parts._scale(pl.Series("sent_bytes", sizes, dtype=pl.Int64)) == told

@@ -48,8 +48,7 @@ def spread(table: pl.DataFrame, measure: str = LONGER) -> go.Figure:
     figure.update_layout(barmode="overlay", clickmode="event+select", dragmode=False)
     _ticks(figure.update_xaxes, steps, "step", [-0.5, len(steps) - 0.5])
     _ticks(figure.update_yaxes, ranks, "rank", [len(ranks) - 0.5, -0.5])
-    dressed(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
-    return figure.update_layout(margin={"t": 34})
+    return dressed(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
 
 
 def _ticks(update: object, places: dict[int, int], title: str, window: list[float]) -> None:

@@ -90,7 +90,7 @@ def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     )
     if not few:
         figure.update_xaxes(title="for the rank that comes last").update_yaxes(title="rank that waits")
-    return dressed(figure, height_px=min(130 + 40 * len(ranks), 760)).update_layout(margin={"t": 34})
+    return dressed(figure, height_px=min(130 + 40 * len(ranks), 760))
 
 
 def _stack(

@@ -64,14 +64,16 @@ CONFIG = {
 }
 """Plotly's own configuration, the same wherever a figure is shown."""
 
+_LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
 _GRID = "rgba(128, 138, 150, 0.22)"
 
 
 def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
-    """Return a figure that fits any page: no background, no colour of text, the legend on top."""
+    """Return a figure that fits any page: no background, no colour of text, the legend, if it has one, on top."""
+    named = [trace for trace in figure.data if trace.showlegend or (trace.showlegend is None and trace.name)]
     figure.update_layout(
         height=height_px,
-        margin={"l": 8, "r": 16, "t": 62, "b": 44},
+        margin={"l": 8, "r": 16, "t": _LEGEND_PX if named else _BUTTONS_PX, "b": 44},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal", "itemwidth": 30},
