@@ -25,9 +25,12 @@ def _answer_at_once() -> None:
 
     asyncio sees to it only for sockets made with the protocol's number, and Streamlit's is made without.
     """
-    from streamlit.web.server.starlette import starlette_server
+    try:
+        from streamlit.web.server.starlette import starlette_server
 
-    bind = starlette_server._bind_socket
+        bind = starlette_server._bind_socket
+    except (ImportError, AttributeError):  # a Streamlit of another make: slower, but it serves
+        return
 
     def bound(*args: Any, **kwargs: Any) -> socket.socket:
         listening = bind(*args, **kwargs)
