@@ -223,6 +223,25 @@ def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, serv
     _assert_clean(page)
 
 
+def test_who_comes_back_from_another_page_finds_the_timeline_as_it_was(page, server):
+    shown = _open(page, server, recorded.GOOD)
+    shown.press("w", "w", "d")
+    shown.wait_until_sharp()
+    view = shown.view
+    expect(page).to_have_url(re.compile(f"from={view[0]}&to={view[1]}"))  # told when it rests
+    for name, sign in (("Ranks", "[class*=st-key-ranks-map]"), ("Timeline", ".timeline")):
+        settle(page)
+        page.locator("[data-testid=stSidebarNavLink]").filter(has_text=re.compile(f"^{name}$")).click()
+        page.locator(sign).first.wait_for()
+    back = Shown(page)
+    back.wait_until_sharp()
+    assert back.view == view
+    assert int(back["rectangles"]) > 0
+    back.press("s")
+    back.wait(f"e.to - e.from > {view[1] - view[0]} && e.sharp === 'true'")
+    _assert_clean(page)
+
+
 def test_names_from_a_trace_are_drawn_and_told_as_text_only(page, server):
     shown = _open(page, server, recorded.HOSTILE, from_="9e99", to="<b>", finding="<img>")
     assert shown.view[0] == 0
