@@ -103,7 +103,7 @@ def schedule(rounds: int) -> list[str]:
 
 
 def record(folder: Path, kinds: Sequence[str]) -> None:
-    """Record what is not there yet. Raises CalledProcessError if a training fails."""
+    """Record what is not there yet. Ends with what a training said that fails."""
     asked = {fault.name: ["--fault", fault.asked] for fault in FAULTS}
     for number, kind in enumerate(kinds):
         out = folder / f"{number:04d}-{kind}"
@@ -112,10 +112,12 @@ def record(folder: Path, kinds: Sequence[str]) -> None:
         partial = out.with_suffix(".partial")
         command = [sys.executable, "-m", "instrumented_trainers", *_OPTIONS.split(), *asked.get(kind, [])]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(
+        done = subprocess.run(
             [*command, "--out", str(partial), "--overwrite"],
-            check=True, capture_output=True, timeout=600, env=environment,
+            check=False, capture_output=True, text=True, timeout=600, env=environment,
         )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"{' '.join(done.args)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         shutil.rmtree(partial / "checkpoints")  # the log tells of them
         partial.rename(out)
         print(f"{out.name} of {len(kinds)}", file=sys.stderr, flush=True)
