@@ -1,5 +1,6 @@
 """``python -m instrumented_trainers``: train and record. Also the program to give to torchrun."""
 
+import os
 import sys
 
 _UNUSABLE = 2
@@ -19,4 +20,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == 0 and "RANK" in os.environ:
+        from instrumented_trainers.launch import leave
+
+        leave(code)
+    sys.exit(code)

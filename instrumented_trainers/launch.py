@@ -1,5 +1,6 @@
 """Start the ranks of a run, or be one that a launcher has started."""
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -56,6 +57,18 @@ def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> in
             sys.stderr.write(f"instrumented_trainers: {error}\n")
         return 2 if isinstance(error, RefusedError) else 1
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, a rank that is done, as Python does, but without taking the interpreter down.
+
+    gloo's threads may not have let go of all tensors yet. For that they want the interpreter's lock, and where there is
+    no interpreter any more they abort: of a hundred trainings one failed that had done everything (pytorch#179291).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def what_is_left(config: TrainingConfig, rank: int) -> str:
@@ -146,12 +159,13 @@ def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) 
     try:
         _train_rank(config, rank, f"file://{folder}/rendezvous", command)
     except (RefusedError, FailedError) as error:
-        _leave(folder, rank, code=2 if isinstance(error, RefusedError) else 1, words=str(error))
+        _fail(folder, rank, code=2 if isinstance(error, RefusedError) else 1, words=str(error))
     except BaseException:  # noqa: BLE001 the process ends here and leaves its reason to the one that started it
-        _leave(folder, rank, code=1, words=f"rank {rank} failed\n{traceback.format_exc()}")
+        _fail(folder, rank, code=1, words=f"rank {rank} failed\n{traceback.format_exc()}")
+    leave(0)
 
 
-def _leave(folder: Path, rank: int, *, code: int, words: str) -> NoReturn:
+def _fail(folder: Path, rank: int, *, code: int, words: str) -> NoReturn:
     failure = {"at_ns": time.time_ns(), "code": code, "words": words}
     (folder / f"rank{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
     sys.stdout.flush()

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,20 @@ def test_a_run_without_a_place_is_refused_in_one_line(tmp_path: Path, capsys: py
     assert capsys.readouterr().err == (
         f"instrumented_trainers: --out {tmp_path / 'file' / 'run'}: cannot be written: Not a directory\n"
     )
+
+
+def test_a_rank_that_is_done_does_not_take_the_interpreter_down() -> None:
+    """gloo's threads would want its lock while it goes, and abort: seldom enough that no test could wait for it."""
+    script = (
+        "import atexit, os\n"
+        "from instrumented_trainers import launch\n"
+        "class Held:\n"
+        "    def __del__(self, write=os.write): write(1, b'taken down')\n"
+        "held = Held()\n"
+        "atexit.register(print, 'as Python does')\n"
+        "print('all done')\n"
+        "launch.leave(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.split("\n") == ["all done", "as Python does", ""]
