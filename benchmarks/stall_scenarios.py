@@ -137,6 +137,14 @@ class _SlowFetch(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+class _BusyFetch(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        until_s = time.thread_time() + 3e-3
+        while time.thread_time() < until_s:
+            pass
+        return super().resolve_data(write_item)
+
+
 class _SlowStager(BlockingAsyncStager):
     def stage(self, state_dict: Any) -> Any:
         time.sleep(DELAY_S)
@@ -222,7 +230,7 @@ def _gil(training: Training, folder: Path) -> None:
     tensors = 600
     if dist.get_rank() == 1:
         tensors, training.device_step_s = 1, 5e-3
-    training.run(lambda: dcp.async_save(_state(tensors, 64), checkpoint_id=folder / "step"))
+    training.run(lambda: dcp.async_save(_state(tensors, 64), checkpoint_id=folder / "step", planner=_BusyFetch()))
 
 
 def _cpu(training: Training, folder: Path) -> None:
@@ -262,7 +270,9 @@ SCENARIOS = {
     "straggler": Scenario(_straggler, "CKPT006", "streams of 3 MB/s on rank 1"),
     "plan": Scenario(_plan, "CKPT007", "1.2 s for each local plan"),
     "global sync": Scenario(_global_sync, "CKPT008", "memory://, 1.2 s for os.sync"),
-    "GIL": Scenario(_gil, "CKPT009", "async_save by thread of 600 tensors of 256 B on rank 0"),
+    "GIL": Scenario(
+        _gil, "CKPT009", "async_save by thread of 600 tensors of 256 B on rank 0, Python busy 3 ms with each"
+    ),
     "CPU contention": Scenario(_cpu, "CKPT010", "async_save at 3 MB/s beside 4 busy processes for each rank"),
     "blocking staging": Scenario(_staging, "CKPT011", "a stager that takes 1.2 s"),
     "unfinished upload": Scenario(_upload, "CKPT011", "async_save at 10 MB/s, waited for before the next"),
