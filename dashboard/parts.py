@@ -182,7 +182,8 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
         if scale:
             divisor, pattern = scale
             series = series / divisor if divisor != 1 else series
-            label = f"{label}, B".replace("bytes, B", "bytes") if pattern == BYTES else label
+            if pattern == BYTES and label != "bytes":
+                label = f"{label}, B"
             columns[series.name] = st.column_config.NumberColumn(label, format=pattern)
         else:
             columns[series.name] = st.column_config.Column(label)
