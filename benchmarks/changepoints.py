@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tracekit.history import changepoints
-from tracekit.history.changepoints import Trend, Values
+from tracekit.regression.history import change_points
+from tracekit.regression.history.change_points import Trend, Values
 
 NOISE = 0.03
 Noise = Callable[[np.random.Generator, int], Values]
@@ -31,7 +31,7 @@ PLACES = ((5, 5), (10, 5), (20, 5), (40, 5), (30, 10))
 
 def found(values: Values) -> Trend:
     """Return what a series around 1 comes to."""
-    return changepoints.trend(100 * values, least=1.0)
+    return change_points.trend(100 * values, least=1.0)
 
 
 def stationary(random: np.random.Generator, series: int) -> list[str]:

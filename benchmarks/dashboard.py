@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import screenshots
-from tracekit import loading, tiles
+from tracekit.ingest import loader
+from tracekit.report import timeline
 
 ZOOM_IN, ZOOM_OUT, LATER, EARLIER = "w", "s", "d", "a"
 ROUND = (ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, ZOOM_IN, LATER, LATER, LATER, LATER, LATER, EARLIER) + (ZOOM_OUT,) * 5
@@ -38,9 +39,9 @@ _SHARP = f"() => {{ const e = ({_STATE})(); return e && e.sharp === 'true' && e.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table; return 0 where every bar is met."""
     options = _parser().parse_args(arguments)
-    run = loading.load(str(options.run))
+    run = loader.load(str(options.run))
     began_s = time.monotonic()
-    scene = tiles.open_scene(run)
+    scene = timeline.open_scene(run)
     print(f"{options.run}: {scene.tracks.height} tracks, opened in {time.monotonic() - began_s:.1f} s", flush=True)
     with screenshots.served(options.run.resolve()) as (url, pid), _browser() as browser:
         _first(browser, url)  # the first person of all also waits for the server's imports

@@ -23,13 +23,14 @@ from pathlib import Path
 import numpy as np
 
 import tracekit
-from tracekit import checking
-from tracekit.compare import job_samples
-from tracekit.gate import Gate, judging
-from tracekit.gate import baseline as baselines
-from tracekit.gate.baseline import Baseline, Recording
-from tracekit.reports import baselines as saved
-from tracekit.rule import Report, Severity
+from tracekit.regression import baseline as baselines
+from tracekit.regression import judgement
+from tracekit.regression.baseline import Baseline, Recording
+from tracekit.regression.comparison import job_samples
+from tracekit.regression.gate import Gate
+from tracekit.report import baseline_json as saved
+from tracekit.rules import engine
+from tracekit.rules.rule import Report, Severity
 
 _OPTIONS = (
     "--device cpu --model micro --max-norm 0 --keep 1 --batch 8 --tokens 128 --strategy fsdp2 --world-size 2 "
@@ -130,7 +131,7 @@ def checked(folder: Path) -> list[Recorded]:
         if path.suffix:
             continue
         run = tracekit.load(str(path), cache=False)
-        report = checking.check(run, facts=baselines.FACTS)
+        report = engine.check(run, facts=baselines.FACTS)
         found.append(Recorded(path.name.partition("-")[2], report, Recording.of(run, report)))
     return found
 
@@ -142,7 +143,7 @@ def held(recorded: Sequence[Recorded], count: int = BASELINE_RECORDINGS) -> Iter
         if len(healthy) >= count:
             before = [one.recording for one in healthy[-count:]]
             base = Baseline("before", baselines.fingerprint(each.report.run), tuple(before))
-            yield Held(each.kind, judging.judge(each.report, Severity.ERROR, baseline=base))
+            yield Held(each.kind, judgement.judge(each.report, Severity.ERROR, baseline=base))
         if each.kind == HEALTHY:
             healthy.append(each)
 
@@ -213,9 +214,9 @@ def cost(run: Path, others: Sequence[Recorded], rounds: int = 7) -> tuple[float,
         began_ns = time.process_time_ns()
         loaded = tracekit.load(str(run), cache=False)
         facts = baselines.FACTS if with_baseline else ()
-        report = checking.check(loaded, facts=facts)
+        report = engine.check(loaded, facts=facts)
         if with_baseline:
-            judging.judge(report, Severity.ERROR, baseline=saved.read(path), allow_different=True)
+            judgement.judge(report, Severity.ERROR, baseline=saved.read(path), allow_different=True)
         taken[with_baseline].append(time.process_time_ns() - began_ns)
     return statistics.median(taken[True]) / statistics.median(taken[False]), path.stat().st_size
 

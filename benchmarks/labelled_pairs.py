@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tracekit
-from tracekit.checking import check
+from tracekit.rules.engine import check
 
 FOLDER = Path(__file__).parents[1] / "sample_traces" / "faults"
 _NO_DATA = "DATA"

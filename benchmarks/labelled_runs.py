@@ -22,10 +22,10 @@ from pathlib import Path
 
 import tracekit
 from benchmarks import labelled_pairs, labelled_report
-from tracekit.checking import check
 from tracekit.errors import InputError
 from tracekit.plan import models
-from tracekit.rule import Finding, Severity
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Finding, Severity
 from tracekit.simulate import faults, hardware, memory, run
 from tracekit.simulate.faults import Asked, Fault
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job

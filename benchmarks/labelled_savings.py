@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tracekit
-from tracekit import align, schema
 from tracekit.errors import InputError
+from tracekit.model import schema
+from tracekit.model.trace import Run, Source, Trace
 from tracekit.plan import models
+from tracekit.replay.graph import savings
 from tracekit.simulate import faults, hardware, memory, run
 from tracekit.simulate.faults import Asked, Fault
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
-from tracekit.trace import Run, Source, Trace
-from tracekit.whatif import saving
+from tracekit.sync import alignment
 
 STRATEGIES = (DDP, FSDP1, FSDP2, HSDP, YAFSDP)
 CAUSE_OF = {
@@ -157,9 +158,9 @@ def _asked(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
             known.fault == "slow-network" and known.fault in {"slow-network", fault.name} and fault.code == "COMM001"
         ):
             continue
-        told, inferred = (saving.saving(each, CAUSE_OF[known.fault]) for each in (loaded, bare))
+        told, inferred = (savings.saving(each, CAUSE_OF[known.fault]) for each in (loaded, bare))
         per = job.steps / len(known.steps)
-        replayed = saving.replayed(loaded)
+        replayed = savings.replayed(loaded)
         off = float((replayed["replayed_ns"] / replayed["duration_ns"] - 1).abs().max() or 0)  # type: ignore[arg-type]
         yield Answer(
             known.fault,
@@ -185,7 +186,7 @@ def drawn(draw: random.Random, fault: Fault) -> Job:
 
 def without_waits(loaded: Run) -> Run:
     """Return a run whose traces do not tell which streams wait for which events."""
-    return Run(loaded.path, [_bare(each) for each in loaded.sources], manifest=loaded.manifest, align=align.offsets)
+    return Run(loaded.path, [_bare(each) for each in loaded.sources], manifest=loaded.manifest, align=alignment.offsets)
 
 
 def _bare(source: Source) -> Source:

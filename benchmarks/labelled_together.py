@@ -21,10 +21,10 @@ import tracekit
 from benchmarks import labelled_savings
 from benchmarks.labelled_savings import CAUSE_OF
 from tracekit.errors import InputError
+from tracekit.replay.graph import savings
 from tracekit.simulate import faults, memory, run
 from tracekit.simulate.faults import FAULTS, Asked, Fault
 from tracekit.simulate.job import Job
-from tracekit.whatif import saving
 
 _NAMES = tuple(name for name in CAUSE_OF if name != "slow-network")
 _MATTERS, _FULL, _CLOSE = 0.03, 0.9, 0.1
@@ -126,8 +126,8 @@ def _asked(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer |
         return None
     loaded = tracekit.load(str(out), cache=False)
     causes = [CAUSE_OF[fault.name] for fault in (one, other)]
-    together = saving.together(loaded, causes)
-    alone = sum(saving.saving(loaded, cause).saved_ratio for cause in causes)
+    together = savings.together(loaded, causes)
+    alone = sum(savings.saving(loaded, cause).saved_ratio for cause in causes)
     true_ratio = 1 - healthy.recording.total_ns / whole_ns
     pair = (one.name, other.name)
     return Answer(pair, job.strategy, true_ratio, together.saved_ratio, alone, together.why_not, together.note)

@@ -73,22 +73,23 @@ def write_runs(runs: Path, count: int, ranks: int) -> None:
 
 def keep_reports(runs: Path) -> int:
     """Keep the first run's report as that of every run: what is listed is as large as if each had been checked."""
-    from tracekit import checked
-    from tracekit.analysis import breakdown, samples
-    from tracekit.checked import keys, store
+    from tracekit.analysis.time import breakdown
+    from tracekit.regression import samples
+    from tracekit.rules import report_cache
+    from tracekit.rules.report_cache import keys, store
 
     folders = sorted(runs.iterdir())
-    report = checked.report(str(folders[0]), facts=(breakdown.by_step, breakdown.by_rank, samples.samples))
+    report = report_cache.report(str(folders[0]), facts=(breakdown.by_step, breakdown.by_rank, samples.samples))
     for folder in folders[1:]:
         store.put(str(keys.of_run(str(folder))), report)
-    return sum(checked.summary(str(folder)) is not None for folder in folders)
+    return sum(report_cache.summary(str(folder)) is not None for folder in folders)
 
 
 def timed_catalog(runs: Path) -> float:
-    from dashboard import catalog
+    from dashboard import run_catalog
 
     start = time.perf_counter()
-    listed = catalog.entries([str(runs)])
+    listed = run_catalog.entries([str(runs)])
     assert all(entry.summary for entry in listed)
     return time.perf_counter() - start
 

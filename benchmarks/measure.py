@@ -17,11 +17,11 @@ Work = Callable[[str], object]
 
 
 def tracekit(*, cache: bool = False) -> Work:
-    from tracekit import loading
-    from tracekit.analysis import breakdown, summary
+    from tracekit.analysis.time import breakdown, summary
+    from tracekit.ingest import loader
 
     def load_and_summarize(path: str) -> object:
-        run = loading.load(path, cache=cache)
+        run = loader.load(path, cache=cache)
         run.measure((breakdown.by_rank, breakdown.by_step))
         return summary.by_rank(run)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import tracekit
-from tracekit import conventions, replay
-from tracekit.allocator import Allocator, Settings
-from tracekit.allocator.blocks import Block
-from tracekit.analysis import memory as memory_facts
-from tracekit.reports import memory
+from tracekit import conventions
+from tracekit.analysis.memory import steady_state as memory_facts
+from tracekit.replay.allocator import Allocator, Settings, playback
+from tracekit.replay.allocator.blocks import Block
+from tracekit.report import memory
 from tracekit.rules import all_rules
 
 _T = TypeVar("_T")
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts = [fact for rule in all_rules() if rule.code.startswith("MEM") for fact in rule.facts]
         _, rules_s = _timed(lambda: run.measure(facts))
         facts_mib = _peak_mib()
-        history, built_s = _timed(lambda: replay.of_trace(trace))
-        _, played_s = _timed(lambda: replay.predict(history, Settings.parse("expandable_segments:True")))
+        history, built_s = _timed(lambda: playback.of_trace(trace))
+        _, played_s = _timed(lambda: playback.predict(history, Settings.parse("expandable_segments:True")))
     print(f"{count:,} events: read in {read_s + more_s:.1f} s, {read_mib:.0f} MiB at most")
     print(f"facts of `tracekit memory`: {facts_s:.1f} s; those of all rules on memory besides: {rules_s:.1f} s")
     print(f"{facts_mib:.0f} MiB at most by then; {memory_facts.stalls(trace).height} steps with stalls")

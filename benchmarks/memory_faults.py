@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.memory_programs import CHURN, FAULTS, FRAGMENTATION, LEAK, RETRY, run_of
-from tracekit.checking import check
-from tracekit.rule import Rule
-from tracekit.rules.churn import ChangingSizes
-from tracekit.rules.footprint import GrowingMemory
+from tracekit.rules.allocation_churn import ChangingSizes
+from tracekit.rules.allocator_calls import AllocatorRetry
+from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import FragmentedMemory
-from tracekit.rules.memory import AllocatorRetry
+from tracekit.rules.memory_footprint import GrowingMemory
+from tracekit.rules.rule import Rule
 
 RULES: dict[str, type[Rule]] = {
     LEAK: GrowingMemory,

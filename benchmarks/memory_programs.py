@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import polars as pl
 
-from tracekit import conventions, schema
-from tracekit.allocator import Allocator, SegmentEvent
-from tracekit.allocator.blocks import Block
-from tracekit.allocator.settings import UNLIMITED
-from tracekit.trace import Run, Source, Trace
+from tracekit import conventions
+from tracekit.model import schema
+from tracekit.model.trace import Run, Source, Trace
+from tracekit.replay.allocator import Allocator, SegmentEvent
+from tracekit.replay.allocator.blocks import Block
+from tracekit.replay.allocator.settings import UNLIMITED
 
 LEAK, CHURN, FRAGMENTATION, RETRY = FAULTS = ("leak", "churn", "fragmentation", "retry")
 MIB = 1 << 20

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import tracekit
 from tracekit.plan import models
+from tracekit.replay.graph import strategies
+from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.strategies import Prediction
 from tracekit.simulate import hardware, run
 from tracekit.simulate.hardware import Hardware
 from tracekit.simulate.job import FSDP1, FSDP2, HSDP, YAFSDP, Job
-from tracekit.whatif import strategies
-from tracekit.whatif.replicas import Node
-from tracekit.whatif.strategies import Prediction
 
 _PAIRS = ((FSDP1, FSDP2), (FSDP1, YAFSDP), (FSDP2, YAFSDP), (FSDP1, HSDP), (FSDP2, HSDP))
 _JOBS = (("llama2-7b", 16, 2048), ("llama2-7b", 32, 1024), ("llama2-7b", 64, 2048), ("llama2-13b", 64, 4096))

@@ -22,7 +22,7 @@ import polars as pl
 
 import tracekit
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.whatif import saving
+from tracekit.replay.graph import savings
 
 _ALL = (
     "--device cpu --model micro --max-norm 0 --keep 1 --no-memory --profile-wait 4 --profile-warmup 2 "
@@ -98,7 +98,7 @@ def _told(path: Path, cause: str) -> tuple[int, int]:
 
     The median leaves out steps in which something else had the processors.
     """
-    told = saving.saving(tracekit.load(str(path), cache=False), cause).steps
+    told = savings.saving(tracekit.load(str(path), cache=False), cause).steps
     each = told.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
     saved = (each["replayed_ns"] - each["without_ns"]).median()
     return int(each["duration_ns"].median() or 0), int(saved or 0)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import recording_training, results
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit import units
+from tracekit.model import units
 
 ALONE, AGAIN, RECORD, RECORDER = SUBJECTS = ("alone", "alone again", "tracekit record", "Recorder")
 _ROOT = Path(__file__).parents[1]

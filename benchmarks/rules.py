@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tracekit
-from tracekit.checking import check
+from tracekit.model.trace import Run
 from tracekit.plan import models
+from tracekit.rules.engine import check
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import FSDP2, Job
-from tracekit.trace import Run
 
 _RANKS, _STEPS = 8, 6
 _CASES = {

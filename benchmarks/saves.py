@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.results import machine
 from benchmarks.yafsdp_measures import median_with_interval
-from tracekit.capture.checkpoints import watching
+from tracekit.capture.checkpoints import auto_recording
 
 _WARM_UP_ROUNDS = 2
 
@@ -88,9 +88,9 @@ class Recording:
         watch = (lambda: folder if self.on else None), (lambda: 0), (lambda: 1)
         self._watch = watch
         self.bare = torch.save
-        watching.watch_torch_files(*watch)
-        watching.watch_distributed_checkpoints(*watch)
-        watching.watch_safetensors(*watch)
+        auto_recording.watch_torch_files(*watch)
+        auto_recording.watch_distributed_checkpoints(*watch)
+        auto_recording.watch_safetensors(*watch)
 
 
 def subjects(large_bytes: int, tensors: int) -> list[Subject]:

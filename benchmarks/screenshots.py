@@ -136,11 +136,11 @@ def simulate(run: Path) -> None:
 
 def remember(folder: Path) -> None:
     """Write a history of 20 simulated runs, slower by a fifth from the 13th on: that of docs/history.md."""
-    from tests import dated
-    from tracekit.history import store
-    from tracekit.history.commits import Commit
-    from tracekit.history.entry import entry
-    from tracekit.reports import json as reports
+    from tests.support import simulated_history
+    from tracekit.regression.history import store
+    from tracekit.regression.history.commits import Commit
+    from tracekit.regression.history.entry import entry
+    from tracekit.report import json as reports
 
     entries = [
         entry(
@@ -149,7 +149,7 @@ def remember(folder: Path) -> None:
             commit=Commit(f"{number:02d}{'abcdef' * 6}ab", f"Tune the loader, part {number}", "main"),
             failures=(),
         )
-        for number, report in enumerate(dated.slower_from(12, 20))
+        for number, report in enumerate(simulated_history.slower_from(12, 20))
     ]
     store.add(folder / store.FILE, entries)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from instrumented_trainers.faults.save import SlowDisk
 from tracekit import conventions
-from tracekit.capture.checkpoints import watching
+from tracekit.capture.checkpoints import auto_recording
 
 WORLD_SIZE = 2
 DELAY_S = 1.2
@@ -94,7 +94,7 @@ _now: dict[str, Training] = {}
 def record() -> None:
     """Record saves and loads of this process from now on, into the log of the training that runs."""
     folder = lambda: _now["training"].log if "training" in _now else None  # noqa: E731
-    watching.watch_distributed_checkpoints(folder, dist.get_rank, lambda: _now["training"].steps)
+    auto_recording.watch_distributed_checkpoints(folder, dist.get_rank, lambda: _now["training"].steps)
 
 
 def perform(name: str, folder: Path) -> None:

@@ -22,11 +22,11 @@ import torch.multiprocessing
 from benchmarks import stall_scenarios
 from benchmarks.results import machine
 from benchmarks.stall_scenarios import SCENARIOS, WORLD_SIZE
-from tracekit.analysis import saves
-from tracekit.checking import check
-from tracekit.readers import logs
+from tracekit.analysis.checkpoint import saves
+from tracekit.ingest.readers import logs
+from tracekit.model.trace import Run, Source, Trace
 from tracekit.rules import RULES
-from tracekit.trace import Run, Source, Trace
+from tracekit.rules.engine import check
 
 _RIVALS = (
     (*(f"CKPT00{number}" for number in range(2, 9)), "CKPT016"),

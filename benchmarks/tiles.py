@@ -25,7 +25,9 @@ from typing import Any
 
 from isal import igzip
 
-from tracekit import cache, conventions, tiles
+from tracekit import conventions
+from tracekit.ingest import trace_cache
+from tracekit.report import timeline
 
 _BEGIN_US = 1_700_000_000_000_000
 _LAYERS, _OPS = 32, 14
@@ -53,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.out or Path(temporary)
-        os.environ[cache.DIRECTORY] = str(folder / "cache")
+        os.environ[trace_cache.DIRECTORY] = str(folder / "cache")
         run = folder / "run"
         if not run.is_dir():
             _write(run, asked.ranks, asked.events)
         read = _alone(_read, run)
         print(f"{read['events']:,} events on {asked.ranks} ranks; parsed by {read['cpu_s']:.0f} s of CPU")
-        tiles.shelf().clear()
+        timeline.shelf().clear()
         built = _alone(_build, run)
         print(f"laid out by {built['cpu_s']:.1f} s of CPU, {built['peak_mib']:.0f} MiB at most; file of "
               f"{built['size_mib']:.0f} MiB")  # fmt: skip
@@ -89,22 +91,22 @@ def _read(path: str) -> dict[str, Any]:
 
 def _build(path: str) -> dict[str, Any]:
     import tracekit
-    from tracekit import tiles
+    from tracekit.report import timeline
 
     run = tracekit.load(path)
     _ = run.offsets
     began = time.process_time()
-    tiles.open_scene(run)
-    return {"cpu_s": time.process_time() - began, "size_mib": tiles.shelf().size_bytes() / 2**20}
+    timeline.open_scene(run)
+    return {"cpu_s": time.process_time() - began, "size_mib": timeline.shelf().size_bytes() / 2**20}
 
 
 def _see(path: str) -> dict[str, Any]:
     import tracekit
-    from tracekit import tiles
+    from tracekit.report import timeline
 
     run = tracekit.load(path)
     began = time.process_time()
-    scene = tiles.open_scene(run)
+    scene = timeline.open_scene(run)
     opened_s = time.process_time() - began
     rows = int(scene.tracks["rows"].sum())
     draw, (begin_ns, end_ns) = random.Random(2), scene.span
@@ -115,7 +117,7 @@ def _see(path: str) -> dict[str, Any]:
         for _ in range(_VIEWS):
             first_ns = begin_ns + draw.randrange(max(1, length_ns - length_ns // zoom))
             began = time.process_time()
-            found = tiles.view(scene, (first_ns, first_ns + length_ns // zoom), _PIXELS)
+            found = timeline.view(scene, (first_ns, first_ns + length_ns // zoom), _PIXELS)
             times.append(time.process_time() - began)
             rectangles.append(found.height)
         told["views"][zoom] = (times, rectangles)
@@ -124,7 +126,7 @@ def _see(path: str) -> dict[str, Any]:
         times = []
         for _ in range(5):
             began = time.process_time()
-            matches = tiles.find(scene, text)
+            matches = timeline.find(scene, text)
             times.append(time.process_time() - began)
         told["finds"][text] = (times, matches.total)
     return told

@@ -24,7 +24,7 @@ import torch
 from benchmarks import yafsdp_stints
 from benchmarks.yafsdp_measures import LARGE_BYTES, MAKERS, Measured, measure, median_with_interval
 from benchmarks.yafsdp_stints import Setting
-from tracekit import units
+from tracekit.model import units
 
 BASE, CANDIDATE = STRATEGIES = ("fsdp2", "yafsdp")
 RESULT_FILE = "result.json"

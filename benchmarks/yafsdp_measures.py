@@ -9,9 +9,9 @@ from pathlib import Path
 import polars as pl
 
 from tracekit import conventions
-from tracekit.analysis import breakdown
-from tracekit.loading import load
-from tracekit.trace import Trace
+from tracekit.analysis.time import breakdown
+from tracekit.ingest.loader import load
+from tracekit.model.trace import Trace
 
 LARGE_BYTES = 1_000_000
 MAKERS = ("engine", "backend", "rest")

@@ -106,7 +106,7 @@ def _stepper(strategy: str, setting: Setting, rank: int) -> Callable[[], None]:
     from torch.nn import functional
 
     from instrumented_trainers.model import PRESETS, Llama
-    from instrumented_trainers.strategies import STRATEGIES, ShardOptions, clip_grad_norm, make_optimizer
+    from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, clip_grad_norm, make_optimizer
 
     torch.manual_seed(0)
     config = PRESETS[setting.model]

@@ -13,8 +13,8 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
-from dashboard import address, catalog, opened, parts, uploads
-from dashboard.views import (
+from dashboard import run_catalog, run_store, uploads, url_state, widgets
+from dashboard.pages import (
     checkpoints,
     communication,
     compare,
@@ -45,14 +45,14 @@ def main() -> None:
     """Show the chosen page for the chosen run."""
     st.set_page_config(page_title="tracekit", page_icon=str(ICON), layout="wide")
     st.logo(str(ICON), size="large")
-    st.html(parts.STYLE)
+    st.html(widgets.STYLE)
     words = tuple(sys.argv[1:])
-    paths = tuple(word for word in words if not word.startswith(catalog.HISTORY))
+    paths = tuple(word for word in words if not word.startswith(run_catalog.HISTORY))
     known = _catalog(paths)
     listed = known.listed().entries
-    past = catalog.history_file(words)
+    past = run_catalog.history_file(words)
     if not listed:
-        parts.nothing_opened()
+        widgets.nothing_opened()
         return
     # The pages speak of what is chosen below: the choice must know the page that it is made on.
     pages = {
@@ -73,20 +73,20 @@ def main() -> None:
     }
     if past is not None:
         pages["history"] = st.Page(lambda: history.page(past), title="History", url_path="history")
-    st.session_state[parts.PAGES] = pages
+    st.session_state[widgets.PAGES] = pages
     named = st.Page(lambda: None, title="Overview by its name", url_path="overview", visibility="hidden")
     sections = _in_sections(pages)
     shown = st.navigation({**sections, "": [*sections[""], named]}, expanded=True)
     if shown == named:  # the default page has no address but the root
-        st.switch_page(pages["overview"], query_params=address.choices())
-    is_bare = parts.RUN not in st.query_params and parts.RUN not in st.session_state
+        st.switch_page(pages["overview"], query_params=url_state.choices())
+    is_bare = widgets.RUN not in st.query_params and widgets.RUN not in st.session_state
     if is_bare and shown == pages["overview"] and len(listed) > 1:
         st.switch_page(pages["runs"])  # nobody said which run to open
-    st.session_state[address.PAGE] = shown.url_path
+    st.session_state[url_state.PAGE] = shown.url_path
     before = st.session_state.get(_DROPPED)
     chosen, others = _choose(listed)
     if chosen.is_private and st.session_state[_DROPPED] != before and shown == pages["runs"]:
-        parts.go_to("overview")
+        widgets.go_to("overview")
     with st.sidebar:
         if shown == pages["runs"]:
             is_live = any(entry.is_live for entry in listed)
@@ -102,16 +102,16 @@ def main() -> None:
         _say(error, chosen, known)
 
 
-def _say(error: TracekitError, chosen: catalog.Entry, known: catalog.Catalog) -> None:
+def _say(error: TracekitError, chosen: run_catalog.Entry, known: run_catalog.Catalog) -> None:
     """Show what went wrong while a page was made, such as files that changed under it, and the way on."""
-    parts.problem(f"{chosen.name}: {error}")
+    widgets.problem(f"{chosen.name}: {error}")
     if st.button("Read again", key="read_after_error"):
-        opened.read_again(chosen)
+        run_store.read_again(chosen)
         known.forget()
         st.rerun()
 
 
-def _is_other(seen: catalog.Entry, known: catalog.Catalog) -> bool:
+def _is_other(seen: run_catalog.Entry, known: run_catalog.Catalog) -> bool:
     """Return whether a run has other traces than when it was seen, can be opened by now, or is recorded no more."""
     what = operator.attrgetter("traces_stamp", "problem", "is_live")
     return any(what(entry) != what(seen) for entry in known.listed().entries if entry.path == seen.path)
@@ -131,7 +131,7 @@ def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, e
         if not is_made:
             is_made = True  # the first call belongs to the page itself
         elif get_script_run_ctx().page_script_hash != page_hash:
-            st.switch_page(shown, query_params=address.choices())
+            st.switch_page(shown, query_params=url_state.choices())
         elif is_old():
             st.rerun(scope="app")
 
@@ -146,20 +146,20 @@ def _in_sections(pages: dict[str, Any]) -> dict[str, list[Any]]:
     return {title: [pages[name] for name in names] for title, names in sections.items()}
 
 
-def _choose(listed: tuple[catalog.Entry, ...]) -> tuple[catalog.Entry, tuple[catalog.Entry, ...]]:
+def _choose(listed: tuple[run_catalog.Entry, ...]) -> tuple[run_catalog.Entry, tuple[run_catalog.Entry, ...]]:
     with st.sidebar:
         place = st.container()
         dropped = uploads.choose()
         if dropped and st.session_state.get(_DROPPED) != dropped.stamp:
-            st.session_state[parts.RUN] = dropped.name  # who drops a trace wants to see it
+            st.session_state[widgets.RUN] = dropped.name  # who drops a trace wants to see it
         st.session_state[_DROPPED] = dropped.stamp if dropped else None
         with place:
-            return parts.choose((*listed, dropped) if dropped else listed)
+            return widgets.choose((*listed, dropped) if dropped else listed)
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
-def _catalog(paths: tuple[str, ...]) -> catalog.Catalog:
-    return catalog.Catalog(paths)
+def _catalog(paths: tuple[str, ...]) -> run_catalog.Catalog:
+    return run_catalog.Catalog(paths)
 
 
 if __name__ == "__main__":

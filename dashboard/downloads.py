@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from tracekit import markup
-from tracekit.reports import html
+from tracekit.model import escaping
+from tracekit.report import html
 
 _NESTED = (pl.List, pl.Array, pl.Struct)
 # What begins like this is a formula to a spreadsheet, and names in tables come from traces.
@@ -71,7 +71,7 @@ def _inert(cell: str) -> str:
 
 
 def _button(label: str, made: object, *, key: str, ending: str, mime: str) -> None:
-    name = re.sub(r"[^\w.-]+", "-", markup.inert(key, _MAX_NAME)).strip("-.") or "tracekit"
+    name = re.sub(r"[^\w.-]+", "-", escaping.inert(key, _MAX_NAME)).strip("-.") or "tracekit"
     st.download_button(
         f"Download {label}",
         made,

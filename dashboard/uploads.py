@@ -14,11 +14,11 @@ from pathlib import Path
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
-from dashboard import catalog
-from dashboard.catalog import Entry
-from tracekit import units
+from dashboard import run_catalog
+from dashboard.run_catalog import Entry
 from tracekit.errors import BadTraceError, InputError
-from tracekit.readers.blocks import Blocks
+from tracekit.ingest.decompression import Blocks
+from tracekit.model import units
 
 MAX_MB = 200
 """Of one file as it is dropped, the same as server.maxUploadSize in .streamlit/config.toml."""
@@ -121,13 +121,13 @@ def choose() -> Entry | None:
     names = list(dropped.names.values())
     name = f"dropped: {names[0] if len(names) == 1 else f'{len(names)} files'}"
     folder = dropped.folder
-    return catalog.entry(name, folder, (str(folder.resolve()),), is_private=True)
+    return run_catalog.entry(name, folder, (str(folder.resolve()),), is_private=True)
 
 
 def _plain(text: str) -> str:
-    from dashboard import parts  # it asks us for the run
+    from dashboard import widgets  # it asks us for the run
 
-    return parts.plain(text)
+    return widgets.plain(text)
 
 
 def _remove(dropped: Dropped) -> None:

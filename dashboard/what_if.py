@@ -3,14 +3,15 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from dashboard import facts, opened
-from dashboard.catalog import Entry
-from tracekit.trace import Run
-from tracekit.whatif import answers, causes, graph, saving, strategies
-from tracekit.whatif.answers import Answer, Answers
-from tracekit.whatif.replicas import Node
-from tracekit.whatif.saving import Saving
-from tracekit.whatif.strategies import Prediction
+from dashboard import run_facts, run_store
+from dashboard.run_catalog import Entry
+from tracekit.model.trace import Run
+from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
+from tracekit.replay.graph import savings as saving
+from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.savings import Saving
+from tracekit.replay.graph.strategies import Prediction
+from tracekit.replay.graph.what_if import Answer, Answers
 
 
 def replay(entry: Entry, on_progress: Callable[[float, str], None]) -> None:
@@ -22,46 +23,46 @@ def replay(entry: Entry, on_progress: Callable[[float, str], None]) -> None:
     def made(run: Run) -> bool:
         steps = len(run.sources) + len(causes.CAUSES)
         read = itertools.count(1)
-        run.measure(graph.FACTS, lambda _: on_progress(next(read) / steps, "Reading the traces"))
+        run.measure(dependency_graph.FACTS, lambda _: on_progress(next(read) / steps, "Reading the traces"))
         for done, name in enumerate(causes.CAUSES, len(run.sources)):
             on_progress(min(done / steps, 1.0), f"Replaying without {name}")
             saving.saving(run, name)
         return True
 
-    facts.kept(entry, "whatif", made)
+    run_facts.kept(entry, "whatif", made)
 
 
 def without(entry: Entry, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> Answers:
     """Return what the run would be without each cause named, or all that save anything. Raises TracekitError."""
-    held = opened.opened(entry)
+    held = run_store.opened(entry)
     with held.lock:
-        return answers.of(held.run, names, gpu_hour_price=gpu_hour_price)
+        return what_if.of(held.run, names, gpu_hour_price=gpu_hour_price)
 
 
 def together(entry: Entry, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
     """Return what the run would be without all of these causes at once, two or more. Raises TracekitError."""
-    held = opened.opened(entry)
+    held = run_store.opened(entry)
     with held.lock:
-        return answers.together(held.run, names, gpu_hour_price=gpu_hour_price)
+        return what_if.together(held.run, names, gpu_hour_price=gpu_hour_price)
 
 
 def savings(entry: Entry, several: Sequence[tuple[str, ...]]) -> list[Saving]:
     """Return what a step would save without each of these sets of causes. Raises TracekitError."""
-    held = opened.opened(entry)
+    held = run_store.opened(entry)
     with held.lock:
         return [saving.together(held.run, names) for names in several]
 
 
 def predicted(entry: Entry, strategy: str, node: Node | None) -> Prediction:
     """Return what a step would take under another strategy. Raises TracekitError, also where none can tell."""
-    return facts.kept(entry, ("predicted", strategy, node), lambda run: strategies.predicted(run, strategy, node))
+    return run_facts.kept(entry, ("predicted", strategy, node), lambda run: strategies.predicted(run, strategy, node))
 
 
 def other_network(entry: Entry, times: float) -> Prediction:
     """Return what a step would take on links that carry `times` as much. Raises TracekitError."""
-    return facts.kept(entry, ("other network", times), lambda run: strategies.other_network(run, times))
+    return run_facts.kept(entry, ("other network", times), lambda run: strategies.other_network(run, times))
 
 
 def recomputing_less(entry: Entry, layers: int) -> Prediction:
     """Return what a step would take with so many recomputed layers fewer. Raises TracekitError."""
-    return facts.kept(entry, ("recomputing less", layers), lambda run: strategies.recomputing_less(run, layers))
+    return run_facts.kept(entry, ("recomputing less", layers), lambda run: strategies.recomputing_less(run, layers))

@@ -13,7 +13,7 @@ import torch
 
 from instrumented_trainers import faults
 from instrumented_trainers.model import PRESETS
-from instrumented_trainers.strategies import STRATEGIES
+from instrumented_trainers.parallelism import STRATEGIES
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 NEWEST = "newest"

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from instrumented_trainers import seal
+from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import FailedError, RefusedError, TrainingConfig
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed

@@ -14,16 +14,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
-from instrumented_trainers import checkpoint, data, faults, resume
+from instrumented_trainers import data, faults
+from instrumented_trainers.checkpoints import resume, storage
+from instrumented_trainers.checkpoints.resume import Origin
+from instrumented_trainers.checkpoints.saver import Checkpoints
 from instrumented_trainers.config import RefusedError, TrainingConfig
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
+from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
 from instrumented_trainers.progress import Progress, Reading
-from instrumented_trainers.resume import Origin
-from instrumented_trainers.saving import Checkpoints
 from instrumented_trainers.stop import StopRequest
-from instrumented_trainers.strategies import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
 from tracekit import conventions
 from tracekit.capture import Recorder
 
@@ -195,7 +196,7 @@ def _model_config(config: TrainingConfig) -> ModelConfig:
 
 
 def _restore(origin: Origin, config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> None:
-    checkpoint.load(origin.path, model, optimizer, world_size=origin.seal.world_size)
+    storage.load(origin.path, model, optimizer, world_size=origin.seal.world_size)
     _set(optimizer, "weight_decay", config.weight_decay)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 
-from tests import rotation
+from tests.support import rotation
 
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")  # how long an example takes tells of the machine, not of the code
@@ -35,18 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    from tests import workers
+    from tests.support import xdist_scheduling
 
-    return workers.count()
+    return xdist_scheduling.count()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getoption("dist") != "loadfile":
         return None  # xdist's own
-    from tests import workers
+    from tests.support import xdist_scheduling
 
-    return workers.ByFile(config, log)
+    return xdist_scheduling.ByFile(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

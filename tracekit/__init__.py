@@ -7,25 +7,27 @@ The public names are resolved on first use, so that ``import tracekit`` costs no
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tracekit.checking import check
-    from tracekit.loading import load
-    from tracekit.querying import query
-    from tracekit.rule import Finding, Rule
-    from tracekit.rules import RULES
-    from tracekit.trace import Run, Trace
+from tracekit import conventions
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from tracekit.ingest.loader import load
+    from tracekit.model.trace import Run, Trace
+    from tracekit.rules import RULES
+    from tracekit.rules.engine import check
+    from tracekit.rules.rule import Finding, Rule
+    from tracekit.sql.run_query import query
+
+__version__ = conventions.VERSION
 __all__ = ["RULES", "Finding", "Rule", "Run", "Trace", "check", "load", "query"]
 
 _HOMES = {
-    "load": "tracekit.loading",
-    "check": "tracekit.checking",
-    "query": "tracekit.querying",
-    "Run": "tracekit.trace",
-    "Trace": "tracekit.trace",
-    "Finding": "tracekit.rule",
-    "Rule": "tracekit.rule",
+    "load": "tracekit.ingest.loader",
+    "check": "tracekit.rules.engine",
+    "query": "tracekit.sql.run_query",
+    "Run": "tracekit.model.trace",
+    "Trace": "tracekit.model.trace",
+    "Finding": "tracekit.rules.rule",
+    "Rule": "tracekit.rules.rule",
     "RULES": "tracekit.rules",
 }
 

@@ -4,6 +4,8 @@ The contract between recording and analysis is files on disk, and this module is
 imports nothing, so that a machine with only torch can record.
 """
 
+VERSION = "0.1.0"
+
 RUN_SCHEMA = "tracekit.run/1"
 REPORT_SCHEMA = "tracekit.report/1"
 
@@ -30,7 +32,7 @@ def window_folder(window: int) -> str:
     return f"window{window:03d}"
 
 
-# `tracekit record` tells the processes it starts, JSON: see tracekit/capture/settings.py
+# `tracekit record` tells the processes it starts, JSON: see tracekit/capture/launch_settings.py
 RECORD_VARIABLE = "TRACEKIT_RECORD"
 
 # Spans in a trace ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 
-from instrumented_trainers.strategies import ShardOptions
+from instrumented_trainers.parallelism import ShardOptions
 
 
 class Fault:

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from instrumented_trainers.memory.footprint import Footprint
-from instrumented_trainers.strategies.yafsdp.module import YaFSDPModule
+from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from tracekit import conventions
-from tracekit.capture.stderr import without_noise
+from tracekit.capture.profiler_stderr import without_noise
 
 # Spans in which a strategy, not the model, takes memory. FSDP1's own forward span is around the model's.
 _STRATEGY = re.compile(r"FSDP::|YaFSDP::|FullyShardedDataParallel\._|fsdp::")

@@ -27,8 +27,8 @@ from torch import nn
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
-from instrumented_trainers.strategies import ShardOptions, yafsdp
-from instrumented_trainers.strategies.yafsdp.layout import Layout
+from instrumented_trainers.parallelism import ShardOptions, yafsdp
+from instrumented_trainers.parallelism.yafsdp.layout import Layout
 
 _STEP_BYTES = 4  # AdamW counts the steps of each tensor in fp32
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the optimizer steps

@@ -13,7 +13,7 @@ from instrumented_trainers.config import MEMORY_STEP, TrainingConfig
 from instrumented_trainers.memory.footprint import KINDS, Footprint
 from instrumented_trainers.memory.measured import Measured, Meter
 from instrumented_trainers.memory.predicted import predicted
-from instrumented_trainers.strategies import ShardOptions
+from instrumented_trainers.parallelism import ShardOptions
 
 
 @dataclass(frozen=True)

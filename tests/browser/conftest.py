@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Error as PlaywrightError
 
 from tests.browser import recorded
-from tracekit.cli.dashboard import command
+from tracekit.cli.commands.dashboard import command
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 40_000

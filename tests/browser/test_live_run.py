@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean
 from tests.browser.grid import ROWS
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 
 pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
 expect.set_options(timeout=WAIT_MS)

@@ -5,8 +5,9 @@ from playwright.sync_api import expect
 
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard
-from tracekit import checking, loading
-from tracekit.reports import html
+from tracekit.ingest import loader
+from tracekit.report import html
+from tracekit.rules import engine
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -19,8 +20,8 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     recorded.write_runs(folder)
     for name in (recorded.GOOD, recorded.HOSTILE):
-        run = loading.load(str(folder / name))
-        (folder / f"{name}.html").write_text(html.render(checking.check(run), run), encoding="utf-8")
+        run = loader.load(str(folder / name))
+        (folder / f"{name}.html").write_text(html.render(engine.check(run), run), encoding="utf-8")
     return folder
 
 

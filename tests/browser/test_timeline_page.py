@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from dashboard.components import timeline
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 
 pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
 expect.set_options(timeout=WAIT_MS)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
-from instrumented_trainers.strategies.yafsdp.checkpoint import restore_model
-from instrumented_trainers.strategies.yafsdp.module import units_in
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, YaFSDPModule, fully_shard
+from instrumented_trainers.parallelism.yafsdp.checkpoint import restore_model
+from instrumented_trainers.parallelism.yafsdp.module import units_in
 from tests.integration.toy import RANK_DEPENDENT_PATHS, VOCABULARY, Toy
 
 SEQUENCES, TOKENS = 2, 9

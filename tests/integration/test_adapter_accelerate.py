@@ -6,7 +6,7 @@ import pytest
 
 import tracekit
 from tests.integration import recordings
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tracekit import conventions
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")

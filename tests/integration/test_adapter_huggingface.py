@@ -17,7 +17,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tracekit.capture.huggingface import TracekitCallback
 
 WORDS, TOKENS, BATCH, ACCUMULATED = 32, 8, 2, 2

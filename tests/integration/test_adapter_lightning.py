@@ -21,7 +21,7 @@ except ImportError:
         "pytorch_lightning", reason="Lightning is not installed: pip install pytorch-lightning", exc_type=ImportError
     )
 
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tracekit.capture.lightning import TracekitCallback
 
 WIDTH, ROWS, BATCH = 8, 24, 2

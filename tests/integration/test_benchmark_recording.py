@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recording, recording_training
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 
 
 def turns(*, alone: list[list[int]], recorded: list[list[int]]) -> recording.Turns:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from tests import ranks
-from tracekit import conventions, schema
-from tracekit.analysis import saves, stalls
+from tests.support import process_group
+from tracekit import conventions
+from tracekit.analysis.checkpoint import saves, stalls
 from tracekit.capture import record_save
-from tracekit.trace import Run, Source, Trace
+from tracekit.model import schema
+from tracekit.model.trace import Run, Source, Trace
 
 DELAY_S = 0.5
 SLOW_RANK = 1
@@ -70,7 +71,7 @@ def plant(fault: str, writer: FileSystemWriter) -> None:
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Log]]:
     folder = Path(tempfile.mkdtemp(dir=tmp_path_factory.mktemp("checkpoints")))
     faults = ("no fault", "slow plan", "slow fsync", "slow write")
-    outcomes = ranks.run_cases(2, {fault: functools.partial(save, fault, folder) for fault in faults})
+    outcomes = process_group.run_cases(2, {fault: functools.partial(save, fault, folder) for fault in faults})
     logs = {fault: outcome.results() for fault, outcome in outcomes.items()}
     for fault in faults:
         sizes = [path.stat().st_size for path in (folder / fault).iterdir()]

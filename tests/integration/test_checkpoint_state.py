@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests import ranks
 from tests.integration import training
 from tests.integration.training import Training
-from tests.rotation import modules_in_turns
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(folder: Path) -> dict[str, ranks.Outcome]:
+def on_two_ranks(folder: Path) -> dict[str, process_group.Outcome]:
     save, load = (functools.partial(f, path=str(folder / "yafsdp")) for f in (training.save, training.load))
     cases = {
         "save": functools.partial(save, YAFSDP),
@@ -41,11 +41,11 @@ def on_two_ranks(folder: Path) -> dict[str, ranks.Outcome]:
         "save zero1": functools.partial(training.save, ZERO1, str(folder / "zero1")),
         "load zero1": functools.partial(training.load, ZERO1, str(folder / "zero1")),
     }
-    return ranks.run_cases(2, cases)
+    return process_group.run_cases(2, cases)
 
 
 @pytest.fixture(scope="module")
-def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict[str, ranks.Outcome]:
+def on_three_ranks(folder: Path, on_two_ranks: dict[str, process_group.Outcome]) -> dict[str, process_group.Outcome]:
     for name in ("save", "save fsdp2", "save zero1"):
         on_two_ranks[name].results()
 
@@ -54,7 +54,7 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict
             training.load, by, str(folder / path), save_to=str(folder / f"{path} by {by.strategy}")
         )
 
-    return ranks.run_cases(
+    return process_group.run_cases(
         3,
         {name: move(BY_NAME[name.split(" to ")[1]], name.split(" to ")[0]) for name in MOVES}
         | {
@@ -67,11 +67,13 @@ def on_three_ranks(folder: Path, on_two_ranks: dict[str, ranks.Outcome]) -> dict
 
 
 @pytest.fixture(scope="module")
-def on_four_ranks(folder: Path, on_three_ranks: dict[str, ranks.Outcome]) -> dict[str, ranks.Outcome]:
+def on_four_ranks(folder: Path, on_three_ranks: dict[str, process_group.Outcome]) -> dict[str, process_group.Outcome]:
     on_three_ranks["yafsdp to fsdp2"].results()
     replicated, path = dataclasses.replace(YAFSDP, replicas=2), str(folder / "yafsdp by fsdp2")
     cases = {"yafsdp": YAFSDP, "yafsdp, replicated shards": replicated}
-    return ranks.run_cases(4, {name: functools.partial(training.load, case, path) for name, case in cases.items()})
+    return process_group.run_cases(
+        4, {name: functools.partial(training.load, case, path) for name, case in cases.items()}
+    )
 
 
 def whole(path: Path) -> dict[str, Any]:
@@ -101,13 +103,13 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
     ("name", "saved"), [("load", "save"), ("load into a trained model", "save"), ("load zero1", "save zero1")]
 )
 def test_a_loaded_run_goes_on_exactly_as_the_saved_one(
-    on_two_ranks: dict[str, ranks.Outcome], name: str, saved: str
+    on_two_ranks: dict[str, process_group.Outcome], name: str, saved: str
 ) -> None:
     assert on_two_ranks[name].results() == on_two_ranks[saved].results()
 
 
 def test_saving_in_the_background_saves_the_moment_it_began(
-    folder: Path, on_two_ranks: dict[str, ranks.Outcome]
+    folder: Path, on_two_ranks: dict[str, process_group.Outcome]
 ) -> None:
     on_two_ranks["save in the background"].results()
     assert_same(whole(folder / "background"), whole(folder / "yafsdp"))
@@ -115,7 +117,7 @@ def test_saving_in_the_background_saves_the_moment_it_began(
 
 @pytest.mark.parametrize("name", MOVES)
 def test_a_checkpoint_moves_to_other_ranks_and_strategies(
-    folder: Path, on_three_ranks: dict[str, ranks.Outcome], name: str
+    folder: Path, on_three_ranks: dict[str, process_group.Outcome], name: str
 ) -> None:
     on_three_ranks[name].results()
     origin, by = name.split(" to ")
@@ -124,7 +126,7 @@ def test_a_checkpoint_moves_to_other_ranks_and_strategies(
 
 @pytest.mark.parametrize("name", ["yafsdp", "yafsdp, replicated shards"])
 def test_from_two_ranks_by_fsdp2_on_three_to_four_the_next_losses_are_the_same(
-    on_two_ranks: dict[str, ranks.Outcome], on_four_ranks: dict[str, ranks.Outcome], name: str
+    on_two_ranks: dict[str, process_group.Outcome], on_four_ranks: dict[str, process_group.Outcome], name: str
 ) -> None:
     expected = on_two_ranks["save"].results()[0]
     for losses in on_four_ranks[name].results():
@@ -133,7 +135,7 @@ def test_from_two_ranks_by_fsdp2_on_three_to_four_the_next_losses_are_the_same(
 
 
 def test_after_fifty_steps_weights_and_optimizer_are_those_of_fsdp2(
-    folder: Path, on_three_ranks: dict[str, ranks.Outcome]
+    folder: Path, on_three_ranks: dict[str, process_group.Outcome]
 ) -> None:
     for name in ("long yafsdp", "long fsdp2"):
         on_three_ranks[name].results()

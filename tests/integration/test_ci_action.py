@@ -10,11 +10,11 @@ import xmlschema
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import Draft7Validator
 
-from tests import composite, guides
-from tests.composite import Done
-from tests.rotation import in_turns
+from tests.support import composite_action, doc_snippets
+from tests.support.composite_action import Done
+from tests.support.rotation import in_turns
 
-ACTION = guides.REPOSITORY / "action.yml"
+ACTION = doc_snippets.REPOSITORY / "action.yml"
 Act = Callable[..., Done]
 # Stands for GitHub: `gh api` on comments that lie in a file. It fails, as GitHub does, where the token cannot write.
 GH = """#!/usr/bin/env python3
@@ -44,30 +44,30 @@ store.write_text(json.dumps(comments))
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    return guides.repository(tmp_path)
+    return doc_snippets.repository(tmp_path)
 
 
 @pytest.fixture
 def act(tmp_path: Path, clone: Path) -> Act:
     """Return what runs the Action on the clone, as the tutorial's workflow does."""
-    environment = guides.environment(tmp_path)
+    environment = doc_snippets.environment(tmp_path)
 
     def run(**inputs: str) -> Done:
         given = {"run": "runs/today", "baseline": "baseline.json"} | inputs
-        return composite.run(ACTION, given, cwd=clone, temp=tmp_path / "temp", environment=environment)
+        return composite_action.run(ACTION, given, cwd=clone, temp=tmp_path / "temp", environment=environment)
 
     return run
 
 
 def record(build: str, clone: Path) -> None:
     """Put the recording of a build where the workflow puts it, and the code that was recorded."""
-    guides.write(guides.files(changed=build == "red"), clone)
+    doc_snippets.write(doc_snippets.files(changed=build == "red"), clone)
     shutil.rmtree(clone / "runs", ignore_errors=True)
-    shutil.copytree(guides.SAMPLES / build, clone / "runs" / "today")
+    shutil.copytree(doc_snippets.SAMPLES / build, clone / "runs" / "today")
 
 
 def test_the_action_is_valid() -> None:
-    Draft7Validator(get_builtin_schema("vendor.github-actions")).validate(composite.described(ACTION))
+    Draft7Validator(get_builtin_schema("vendor.github-actions")).validate(composite_action.described(ACTION))
 
 
 def test_a_build_is_green_and_red_after_a_regression(
@@ -87,22 +87,22 @@ def test_a_build_is_green_and_red_after_a_regression(
     assert (clone / "data.py").read_text().splitlines()[19] == "def fetched(rows, index):"
     assert {line.partition(",title")[0] for line in red.annotations} == {"::error file=data.py,line=20"}
     assert red.summary == Path(red.outputs["comment-file"]).read_text()
-    _, shown_green, shown_red = (block.shown for block in guides.blocks())
+    _, shown_green, shown_red = (block.shown for block in doc_snippets.blocks())
     printed = [line for line in red.log.splitlines() if line.startswith(("tracekit: today", "::"))]
     if request.config.getoption("--update-golden"):
-        text = guides.TUTORIAL.read_text().replace(guides.comment(), red.summary)
-        guides.TUTORIAL.write_text(text.replace(shown_red, "\n".join(printed)))
+        text = doc_snippets.TUTORIAL.read_text().replace(doc_snippets.comment(), red.summary)
+        doc_snippets.TUTORIAL.write_text(text.replace(shown_red, "\n".join(printed)))
     assert shown_green in green.log
-    assert guides.plain("\n".join(printed)) == guides.plain(shown_red)
-    assert guides.plain(red.summary) == guides.plain(guides.comment())
+    assert doc_snippets.plain("\n".join(printed)) == doc_snippets.plain(shown_red)
+    assert doc_snippets.plain(red.summary) == doc_snippets.plain(doc_snippets.comment())
 
     log = json.loads((clone / "tracekit.sarif").read_text())
-    schema = json.loads((guides.REPOSITORY / "tests" / "schemas" / "sarif-2.1.0.json").read_text())
+    schema = json.loads((doc_snippets.REPOSITORY / "tests" / "schemas" / "sarif-2.1.0.json").read_text())
     Draft7Validator(schema).validate(log)
     (place,) = log["runs"][0]["results"][0]["locations"]
     region = {"startLine": 20, "startColumn": 1, "endLine": 20, "endColumn": 26}
     assert place["physicalLocation"] == {"artifactLocation": {"uri": "data.py"}, "region": region}
-    xmlschema.validate(clone / "junit.xml", guides.REPOSITORY / "tests" / "schemas" / "junit-10.xsd")
+    xmlschema.validate(clone / "junit.xml", doc_snippets.REPOSITORY / "tests" / "schemas" / "junit-10.xsd")
     assert "<!doctype html>" in (clone / "report.html").read_text()[:20]
 
 
@@ -126,7 +126,7 @@ def test_further_words_are_given_to_the_check_as_they_are(act: Act, clone: Path)
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="what stands for gh needs jq")
 def test_one_comment_is_kept_up_to_date(tmp_path: Path) -> None:
-    environment = guides.environment(tmp_path)
+    environment = doc_snippets.environment(tmp_path)
     gh, store, comment = tmp_path / "bin" / "gh", tmp_path / "comments.json", tmp_path / "comment.md"
     gh.write_text(GH)
     gh.chmod(0o755)
@@ -137,7 +137,7 @@ def test_one_comment_is_kept_up_to_date(tmp_path: Path) -> None:
 
     def told(text: str, github: object, **inputs: str) -> list[dict[str, object]]:
         comment.write_text(text)
-        done = composite.run(
+        done = composite_action.run(
             ACTION,
             {"run": "runs/today", **inputs},
             cwd=tmp_path,

@@ -10,13 +10,13 @@ import yaml
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import Draft7Validator
 
-from tests import composite, guides
-from tests.rotation import in_turns
+from tests.support import composite_action, doc_snippets
+from tests.support.rotation import in_turns
 
-RECIPES = (guides.DOCS / "ci_recipes.md").read_text(encoding="utf-8")
+RECIPES = (doc_snippets.DOCS / "ci_recipes.md").read_text(encoding="utf-8")
 YAML: dict[str, str] = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", RECIPES, re.DOTALL | re.MULTILINE))
 WORKFLOWS = {name: text for name, text in YAML.items() if name.startswith(".github")}
-WORKFLOWS["tutorial"] = guides.files()[".github/workflows/performance.yml"]
+WORKFLOWS["tutorial"] = doc_snippets.files()[".github/workflows/performance.yml"]
 JENKINS = re.findall(r"sh '([^']*)'", RECIPES)
 
 
@@ -24,24 +24,24 @@ JENKINS = re.findall(r"sh '([^']*)'", RECIPES)
 def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
-    guides.write(guides.files(), folder)
-    guides.git("init", "--quiet", cwd=folder)
-    environment = guides.environment(tmp_path)
-    *before, red = guides.blocks()
+    doc_snippets.write(doc_snippets.files(), folder)
+    doc_snippets.git("init", "--quiet", cwd=folder)
+    environment = doc_snippets.environment(tmp_path)
+    *before, red = doc_snippets.blocks()
     for block in before:
         for command in block.commands:
-            done = composite.bash(command, cwd=folder, environment=environment)
+            done = composite_action.bash(command, cwd=folder, environment=environment)
             assert done.returncode == 0, done.stdout + done.stderr
     assert "Passed: nothing new, nothing worse than main" in done.stdout
-    guides.write(guides.files(changed=True), folder)
+    doc_snippets.write(doc_snippets.files(changed=True), folder)
     for command in red.commands:
-        done = composite.bash(command, cwd=folder, environment=environment)
+        done = composite_action.bash(command, cwd=folder, environment=environment)
     assert done.returncode == 1, done.stderr
     annotations = [line for line in done.stdout.splitlines() if line.startswith("::")]
     promised = next(line for line in red.shown.splitlines() if line.startswith("::"))
     assert annotations[0].startswith(promised.partition("::Loading")[0])
-    action = composite.run(
-        guides.REPOSITORY / "action.yml",
+    action = composite_action.run(
+        doc_snippets.REPOSITORY / "action.yml",
         {"run": "runs/today", "baseline": "baseline.json"},
         cwd=folder,
         temp=tmp_path / "temp",
@@ -57,7 +57,7 @@ def test_workflows_are_valid_and_name_inputs_that_the_action_has(name: str) -> N
     # YAML 1.1 reads the key "on" as true.
     told = {"on" if key is True else key: value for key, value in workflow.items()}
     Draft7Validator(get_builtin_schema("vendor.github-workflows")).validate(told)
-    inputs = composite.described(guides.REPOSITORY / "action.yml")["inputs"]
+    inputs = composite_action.described(doc_snippets.REPOSITORY / "action.yml")["inputs"]
     for step in _steps(told):
         if step.get("uses", "").startswith("OWNER/tracekit@"):
             assert set(step["with"]) <= set(inputs)
@@ -69,20 +69,20 @@ def test_the_pipeline_is_valid() -> None:
 
 @in_turns(4, "examples")
 def test_what_recipes_run_on_a_recorded_run_runs(tmp_path: Path) -> None:
-    clone = guides.repository(tmp_path)
-    guides.write(guides.files(changed=True), clone)
+    clone = doc_snippets.repository(tmp_path)
+    doc_snippets.write(doc_snippets.files(changed=True), clone)
     for place in ("today", "1", "2", "3"):
-        shutil.copytree(guides.SAMPLES / "red", clone / "runs" / place)
+        shutil.copytree(doc_snippets.SAMPLES / "red", clone / "runs" / place)
     shutil.copyfile(clone / "baseline.json", clone / "nightly.json")
     (clone / "nightly.toml").write_text('fail_on = "warning"\n')
-    environment = guides.environment(tmp_path) | {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    environment = doc_snippets.environment(tmp_path) | {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
     scripts = [step["run"] for text in WORKFLOWS.values() for step in _steps(yaml.safe_load(text)) if "run" in step]
     scripts += yaml.safe_load(YAML[".gitlab-ci.yml"])["performance"]["script"]
     scripts += [script.replace(".venv/bin/", "") for script in JENKINS]
     came = {}
     for script in scripts:
         if "pip install" not in script and "tracekit record" not in script:
-            done = composite.bash(script, cwd=clone, environment=environment)
+            done = composite_action.bash(script, cwd=clone, environment=environment)
             came[script] = done.returncode
             assert done.returncode in (0, 1), done.stderr
     judging = [script for script in came if script.startswith("tracekit")]

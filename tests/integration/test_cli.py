@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import commands
 from tests.browser import recorded
-from tests.commands import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
-from tests.rotation import in_turns
+from tests.support import cli_runner
+from tests.support.cli_runner import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
+from tests.support.rotation import in_turns
 from tracekit import __version__
 
 HEAVY = ("torch", "pandas", "plotly", "streamlit", "polars", "duckdb", "numpy", "rich")
@@ -210,7 +210,7 @@ def test_runs_that_cannot_be_compared_exit_with_4_and_the_field(runs: Path, tmp_
 CRASHING_RULE = """
 from dataclasses import dataclass
 from typing import ClassVar
-from tracekit.rule import Rule
+from tracekit.rules.rule import Rule
 
 @dataclass(frozen=True)
 class AlwaysCrashes(Rule):
@@ -384,7 +384,7 @@ def process_on_a_terminal(*arguments: object, **variables: str) -> tuple[int, st
     variables = environment(**{"TERM": "xterm"} | variables)
     with subprocess.Popen(command(*arguments), cwd="/", env=variables, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        shown = commands.read_all(ours)
+        shown = cli_runner.read_all(ours)
         code = process.wait(TIMEOUT_S)
     os.close(ours)
     return code, shown.decode()

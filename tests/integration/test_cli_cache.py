@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
-from tests.commands import tracekit
+from tests.support.cli_runner import tracekit
 
 
 @pytest.fixture(scope="module")

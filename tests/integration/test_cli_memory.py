@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_cli import only_line, tracekit
-from tests.kineto_files import slice_, trace
-from tests.kineto_files import write as write_trace
-from tests.snapshots import MIB, Simulation, frame, recorded, write
+from tests.support.kineto_files import slice_, trace
+from tests.support.kineto_files import write as write_trace
+from tests.support.sample_snapshots import MIB, Simulation, frame, recorded, write
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["peak_allocated_bytes", "peak_reserved_bytes", "live_at_peak", "churn"]

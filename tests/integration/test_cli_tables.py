@@ -9,9 +9,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.commands import on_a_terminal, only_line, tracekit
-from tests.kineto_files import slice_, trace, write
-from tests.rotation import in_turns
+from tests.support.cli_runner import on_a_terminal, only_line, tracekit
+from tests.support.kineto_files import slice_, trace, write
+from tests.support.rotation import in_turns
 from tracekit.cli import output
 
 NASTY = {

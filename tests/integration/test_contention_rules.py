@@ -6,17 +6,17 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tests.unit.simulate.jobs import job, written
-from tracekit.analysis import collective_contention, contention, waiting
-from tracekit.analysis.overlap import COMMUNICATION, COMPUTE, PREPARATION
-from tracekit.checking import check
-from tracekit.loading import load
-from tracekit.reports import tables
-from tracekit.rule import Severity
-from tracekit.rules.contended import ContendedCompute, StarvedCollectives
-from tracekit.rules.stream import GiveWay, NeedlessOrder
-from tracekit.trace import Run
+from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
+from tracekit.ingest.loader import load
+from tracekit.model.trace import Run
+from tracekit.report import summary_tables
+from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+from tracekit.rules.streams import GiveWay, NeedlessOrder
 
 FAULTS = {
     "STREAM001": ("give-way", {"strategy": "yafsdp", "machine": "h100-80", "gpus": 32}),
@@ -73,10 +73,11 @@ def test_the_slowdowns_are_those_that_were_simulated(simulated):
 def test_all_pairs_are_shown_in_one_table(simulated):
     rows = collective_contention.all_pairs(simulated("")[0])
     assert {(COMPUTE, COMMUNICATION), (COMMUNICATION, COMPUTE)} <= set(rows.select("of", "beside").rows())
-    shown = tables.as_text(rows, width=120)
+    shown = summary_tables.as_text(rows, width=120)
     assert "slowdown" in shown
     assert (
-        tables.as_text(rows.clear(), width=120) == "The traces hold no work of one kind beside another on a device.\n"
+        summary_tables.as_text(rows.clear(), width=120)
+        == "The traces hold no work of one kind beside another on a device.\n"
     )
 
 
@@ -84,14 +85,14 @@ def test_the_chain_goes_through_the_next_gather_and_is_told_by_unit(simulated):
     run, share = simulated("STREAM001")
     (found,) = check(run, [GiveWay()]).findings
     assert found.impact == pytest.approx(share, rel=0.15)
-    units = run.table(waiting.chains_by_unit).filter(pl.col("rank") == 0, pl.col("step") == 1)
+    units = run.table(compute_gap_causes.chains_by_unit).filter(pl.col("rank") == 0, pl.col("step") == 1)
     held_up = units.filter(pl.col("contention_ns") > 0)
     assert set(held_up["unit"]) == {"layers.1", "layers.2", "layers.3"}
     causes = ("host_ns", "preparation_ns", "contention_ns", "compute_ns", "copy_ns", "unknown_ns")
     assert units.select(pl.sum_horizontal(causes)).to_series().to_list() == units["dur_ns"].to_list()
     # Compute waits for the reduce-scatter too, but most of it for the all-gather behind it.
     waits = run.trace(0).collectives.join(
-        waiting.compute_gap_causes(run.trace(0)).filter(cause="collective", step=1, phase="backward"),
+        compute_gap_causes.compute_gap_causes(run.trace(0)).filter(cause="collective", step=1, phase="backward"),
         left_on="activity_id", right_on="collective_id",
     )  # fmt: skip
     assert "all_gather" in waits["op"].to_list()

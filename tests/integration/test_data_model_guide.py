@@ -4,8 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.commands import tracekit
-from tracekit.rules import data
+from tests.support.cli_runner import tracekit
+from tracekit.rules import data_quality
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data_model.md").read_text(encoding="utf-8")
@@ -22,5 +22,5 @@ def test_the_outputs_on_the_page_are_what_the_commands_print():
 def test_every_doubt_is_on_the_page_with_its_severity():
     rows = dict(re.findall(r"^\| ([a-z_]+) \| ((?:info|warning|error)[a-z, ]*) \|", PAGE, re.M))
     assert rows == {
-        name: known.severity.label + (", grows" if known.grows else "") for name, known in data._KINDS.items()
+        name: known.severity.label + (", grows" if known.grows else "") for name, known in data_quality._KINDS.items()
     }

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import dashboard, instrumented_trainers, tracekit
 from tracekit.cli import opening
-from tracekit.cli.dashboard import command
-from tracekit.reports import baselines, json as report
+from tracekit.cli.commands.dashboard import command
+from tracekit.report import baselines, json as report
 
 run = tracekit.load(opening.sample())
 report.schema(), baselines.schema()

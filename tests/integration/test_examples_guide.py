@@ -8,8 +8,8 @@ import pytest
 
 import tracekit
 from tests.integration import raw
-from tests.rotation import in_turns
-from tracekit.analysis import lockstep
+from tests.support.rotation import in_turns
+from tracekit.analysis.parallelism import rank_timelines
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ROOT.parent / "shared" / "traces"
@@ -69,6 +69,6 @@ def test_the_shortest_of_each_all_reduce_of_megatron_sum_to_the_transfer_on_ever
     assert {len(each) for each in calls} == {84}
     shortest = sum(min(k.end - k.start for k in at) for at in zip(*calls, strict=True))
     assert f"they sum to {shortest / 1e6:.1f} ms" in words(GUIDE)
-    doings = run.across(lockstep.doings)
-    moved = doings.filter(pl.col("doing") == lockstep.TRANSFER).group_by("rank").agg(pl.col("dur_ns").sum())
+    doings = run.across(rank_timelines.doings)
+    moved = doings.filter(pl.col("doing") == rank_timelines.TRANSFER).group_by("rank").agg(pl.col("dur_ns").sum())
     assert moved["dur_ns"].to_list() == pytest.approx([shortest] * 8, rel=0.005)

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 
 import tracekit
-from instrumented_trainers import fault_samples
-from instrumented_trainers.faults import FAULTS
+from instrumented_trainers.faults import FAULTS, samples
 from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import stage
 from tracekit import conventions
-from tracekit.analysis import breakdown
-from tracekit.checking import check
-from tracekit.rule import Severity
+from tracekit.analysis.time import breakdown
 from tracekit.rules import RULES
 from tracekit.rules.checkpoint import BlockingCheckpoint
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
 
 FAULT_SAMPLES = Path(__file__).parents[2] / "sample_traces" / "faults"
 TRUTH: Mapping[str, Mapping[str, Any]] = {
-    sample["sample"]: sample for sample in json.loads((FAULT_SAMPLES / fault_samples.TRUTH_FILE).read_text())["samples"]
+    sample["sample"]: sample for sample in json.loads((FAULT_SAMPLES / samples.TRUTH_FILE).read_text())["samples"]
 }
 LAYERS, ACTIVE = 2, 2
 

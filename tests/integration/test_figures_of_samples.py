@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from tests import drawn
-from tests.proofs import beside_snapshots, on_streams
-from tracekit import charts
-from tracekit.analysis import breakdown, slices
-from tracekit.reports import html, memory_figures
+from tests.support import drawn_traces
+from tests.support.rule_examples import beside_snapshots, on_streams
+from tracekit.analysis.time import breakdown, slices
+from tracekit.report import charts, html, memory_figures
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -51,7 +50,7 @@ def test_a_snapshot_beside_the_traces_is_in_the_report_and_one_that_cannot_be_re
     assert list(pictures) == ["segments"]
     assert "rank 0" in pictures["segments"].caption
     (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"no pickle")
-    assert list(memory_figures.of_run(drawn.run(drawn.trace("compute a"), path=run.path))) == []
+    assert list(memory_figures.of_run(drawn_traces.run(drawn_traces.trace("compute a"), path=run.path))) == []
 
 
 def test_eight_gpus_are_drawn_one_bar_each():

@@ -9,13 +9,13 @@ import fsspec
 import polars as pl
 import pytest
 
-from tests import drawn
-from tests.kineto_files import trace, write
-from tracekit.analysis import breakdown
-from tracekit.checking import check
+from tests.support import drawn_traces
+from tests.support.kineto_files import trace, write
+from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
-from tracekit.loading import load
-from tracekit.trace import Run, Source
+from tracekit.ingest.loader import load
+from tracekit.model.trace import Run, Source
+from tracekit.rules.engine import check
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "sample_traces" / "demo-fsdp2"
@@ -348,7 +348,7 @@ def test_traces_are_read_once_in_order_and_let_go(readers):
 
     def source(rank):
         def read_it():
-            made = drawn.trace("compute aa.b", rank=rank)
+            made = drawn_traces.trace("compute aa.b", rank=rank)
             alive.add(made)
             read.append(rank)
             return made
@@ -379,7 +379,7 @@ def test_large_files_are_not_read_side_by_side():
             nonlocal most
             running.add(rank)
             most = max(most, len(running))
-            made = drawn.trace("compute aa", rank=rank)
+            made = drawn_traces.trace("compute aa", rank=rank)
             running.discard(rank)
             return made
 

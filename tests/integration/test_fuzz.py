@@ -14,11 +14,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.kineto_files import trace as device_trace
-from tracekit.analysis import breakdown, doubts
+from tests.support.kineto_files import trace as device_trace
+from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError
-from tracekit.loading import load
-from tracekit.readers import blocks, kineto, scan
+from tracekit.ingest import decompression
+from tracekit.ingest.loader import load
+from tracekit.ingest.readers.kineto import reader, scan
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "demo-fsdp2" / "rank00000.pt.trace.json.gz"
 SIZE = 200_000
@@ -113,8 +115,8 @@ def batches(request, monkeypatch):
     """Files of 200 KB are one batch to the reader; with smaller ones damage also lies at the edges of batches."""
     if request.param:
         monkeypatch.setattr(scan, "_BATCH_BYTES", request.param)
-        monkeypatch.setattr(blocks, "_READ_BYTES", request.param)
-        monkeypatch.setattr(blocks, "_BLOCK_BYTES", request.param)
+        monkeypatch.setattr(decompression, "_READ_BYTES", request.param)
+        monkeypatch.setattr(decompression, "_BLOCK_BYTES", request.param)
 
 
 class Damaged:
@@ -128,7 +130,7 @@ class Damaged:
         self.path.write_bytes(data)
         reference = lenient(data) if not packed else None
         try:
-            trace, counts = kineto.read_counted(str(self.path), rank=0)
+            trace, counts = reader.read_counted(str(self.path), rank=0)
         except BadTraceError:
             return Counter(), reference, None
         kinds = set(trace.doubts["kind"])
@@ -200,10 +202,10 @@ def test_missing_fields_and_values_of_other_types_lose_no_event(damaged, which, 
         assert counts == reference, seed
         assert kinds is not None, seed
         if which == "drawn":
-            trace = kineto.read(str(damaged.path), rank=0)
+            trace = reader.read(str(damaged.path), rank=0)
             wrong = breakdown.by_step(trace).filter(pl.sum_horizontal(PARTS) != pl.col("duration_ns"))
             assert wrong.is_empty(), seed
-            assert doubts.doubts(trace).height >= trace.doubts.height, seed
+            assert trace_quality.doubts(trace).height >= trace.doubts.height, seed
 
 
 def swap(document, random_):
@@ -236,7 +238,7 @@ def test_headers_of_any_values_leave_a_run_that_loads(tmp_path, some):
             (tmp_path / f"rank{rank}.json").write_text(json.dumps(document))
         run = load(tmp_path, cache=False)
         assert sum(trace.activities.height for trace in run.traces()) in (4, 8), seed
-        run.table(doubts.doubts)
+        run.table(trace_quality.doubts)
 
 
 def test_a_header_may_spell_what_is_no_text(tmp_path):

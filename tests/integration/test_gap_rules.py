@@ -7,13 +7,15 @@ import polars as pl
 import pytest
 
 import tracekit
-from tests import commands
-from tests.rotation import in_turns
-from tracekit.analysis import causes, gaps, waiting
-from tracekit.rule import Severity
-from tracekit.rules.comm import PreparationGap
+from tests.support import cli_runner
+from tests.support.rotation import in_turns
+from tracekit.analysis.communication import communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.time import gaps
+from tracekit.rules.communication import PreparationGap
 from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
-from tracekit.rules.rank import Straggler
+from tracekit.rules.rule import Severity
+from tracekit.rules.stragglers import Straggler
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RULES = (LateLaunch, BlockingSync, DataStall, Straggler, PreparationGap)
@@ -59,16 +61,16 @@ def test_causes_of_recorded_runs_sum_to_the_gaps(name):
     run = tracekit.load(SAMPLES / name)
     for trace in run.traces():
         for found, pieces in (
-            (gaps.communication_gaps(trace), causes.gap_causes(trace)),
-            (gaps.compute_gaps(trace), waiting.compute_gap_causes(trace)),
+            (gaps.communication_gaps(trace), communication_gap_causes.gap_causes(trace)),
+            (gaps.compute_gaps(trace), compute_gap_causes.compute_gap_causes(trace)),
         ):
             assert found.height
             assert pieces.group_by("gap", maintain_order=True).agg(pl.col("dur_ns").sum()).rows() == (
                 found.select("gap", "dur_ns").rows()
             )
-    across = run.across(waiting.compute_gap_causes_across)
-    assert across["dur_ns"].sum() == run.table(waiting.compute_gap_causes)["dur_ns"].sum()
-    assert across.filter(pl.col("cause") == causes.PEER).height
+    across = run.across(compute_gap_causes.compute_gap_causes_across)
+    assert across["dur_ns"].sum() == run.table(compute_gap_causes.compute_gap_causes)["dur_ns"].sum()
+    assert across.filter(pl.col("cause") == communication_gap_causes.PEER).height
 
 
 @in_turns(2)
@@ -85,7 +87,7 @@ def test_causes_of_recorded_runs_sum_to_the_gaps(name):
 def test_a_simulated_fault_is_found_and_nothing_else(strategy, fault, tmp_path):
     arguments = ["--strategy", strategy, "--model", "llama2-7b", "--layers", "4", "--gpus", "4", "--seq", "2048"]
     arguments += ["--hardware", "a100-80", "--seed", "11", *(("--fault", fault) if fault else ()), "--out", "run"]
-    done = commands.tracekit("simulate", *arguments, cwd=tmp_path)
+    done = cli_runner.tracekit("simulate", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     truth = json.loads((tmp_path / "run" / "truth.json").read_text())
     asked = {each["code"] for each in truth["faults"] if each["fault"] == fault}

@@ -7,9 +7,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.commands import ROOT, only_line, tracekit
-from tracekit.reports import baselines as saved
-from tracekit.reports import json as report_json
+from tests.support.cli_runner import ROOT, only_line, tracekit
+from tracekit.report import baseline_json as saved
+from tracekit.report import json as report_json
 
 SAMPLES = ROOT / "sample_traces"
 FAULTS = SAMPLES / "faults"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.browser import recorded
-from tests.kineto_files import trace, write
-from tracekit import loading
+from tests.support.kineto_files import trace, write
 from tracekit.errors import InputError, MissingExtraError
+from tracekit.ingest import loader
 
 pytest.importorskip("hta", reason="needs the extra [hta]")
 pd = pytest.importorskip("pandas")
@@ -22,8 +22,8 @@ from hta.common.trace import Trace as HtaTrace  # noqa: E402
 from hta.configs.env_options import HTAEnvOptions  # noqa: E402
 from hta.trace_analysis import TraceAnalysis  # noqa: E402
 
-from tests.rotation import one_in  # noqa: E402
-from tracekit.interop.hta import to_hta  # noqa: E402
+from tests.support.rotation import one_in  # noqa: E402
+from tracekit.report.export.hta import to_hta  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared" / "traces"
@@ -110,7 +110,7 @@ def pair(request, tmp_path_factory):
     own.mkdir()
     for file in files:
         (own / file.name).symlink_to(file)
-    return _from_files(files, folder, mend=True), to_hta(loading.load(own))
+    return _from_files(files, folder, mend=True), to_hta(loader.load(own))
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -155,7 +155,7 @@ def test_a_folder_that_hta_cannot_load_is_handed_over_all_the_same(tmp_path):
     whole.write_bytes(whole.read_bytes()[:200])
     with pytest.raises(EOFError):
         _from_files(sorted(run.glob("rank*.gz")), tmp_path, mend=False)
-    analysis = to_hta(loading.load(run))
+    analysis = to_hta(loader.load(run))
     assert {0, 1} <= set(analysis.t.get_ranks())
     assert analysis.get_comm_comp_overlap(visualize=False)["comp_comm_overlap_pctg"].tolist()[:2] == [0.0, 0.0]
 
@@ -163,7 +163,7 @@ def test_a_folder_that_hta_cannot_load_is_handed_over_all_the_same(tmp_path):
 def test_a_rank_without_a_device_is_left_out_aloud_and_the_others_are_analyzed(tmp_path):
     for rank in (0, 1, 2):
         write(tmp_path / f"rank{rank}.json", trace(rank, 3, start_us=100.0 + rank, on_device=rank != 1))
-    run = loading.load(tmp_path)
+    run = loader.load(tmp_path)
     with pytest.warns(UserWarning, match="rank 1 has no device activity"):
         analysis = to_hta(run)
     assert analysis.get_temporal_breakdown(visualize=False)["rank"].tolist() == [0, 2]
@@ -180,7 +180,7 @@ def test_times_are_whole_us_as_hta_rounds_them_unless_told_not_to(tmp_path, monk
          "args": {"correlation": 5, "stream": 7, "device": 0}},
     ]  # fmt: skip
     (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 10**18}))
-    run = loading.load(tmp_path / "rank0.json")
+    run = loader.load(tmp_path / "rank0.json")
     kernel = to_hta(run).t.get_trace(0).iloc[1]
     assert (kernel["ts"], kernel["dur"], kernel["correlation"]) == (9, -1, 0)  # HTA's rounding, its fault and all
     options = HTAEnvOptions.instance()  # it has read the environment already
@@ -191,7 +191,7 @@ def test_times_are_whole_us_as_hta_rounds_them_unless_told_not_to(tmp_path, monk
 
 def test_a_kernel_whose_launch_is_not_there_is_linked_to_nothing(tmp_path):
     recorded.write_run(tmp_path / "run", kernel="gemm", ranks=(0,))
-    frame = to_hta(loading.load(tmp_path / "run"), include_last_profiler_step=True).t.get_trace(0)
+    frame = to_hta(loader.load(tmp_path / "run"), include_last_profiler_step=True).t.get_trace(0)
     kernels = frame[frame["stream"] >= 0]
     assert len(kernels) == 9
     assert (
@@ -204,13 +204,13 @@ def test_a_kernel_whose_launch_is_not_there_is_linked_to_nothing(tmp_path):
 def test_a_window_that_is_not_there_is_named(tmp_path):
     recorded.write_run(tmp_path / "run", kernel="gemm")
     with pytest.raises(InputError, match="no window 3; there are 0"):
-        to_hta(loading.load(tmp_path / "run"), window=3)
+        to_hta(loader.load(tmp_path / "run"), window=3)
 
 
 def test_without_hta_the_extra_is_named(tmp_path, monkeypatch):
     recorded.write_run(tmp_path / "run", kernel="gemm")
-    run = loading.load(tmp_path / "run")
-    monkeypatch.setattr("tracekit.interop.hta.find_spec", lambda name: None)
+    run = loader.load(tmp_path / "run")
+    monkeypatch.setattr("tracekit.report.export.hta.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch-tracekit\[hta\]'"):
         to_hta(run)
 

@@ -16,14 +16,16 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.kineto_files import slice_, trace, write
-from tracekit import match
-from tracekit.analysis import breakdown, instances, kernels, summary
-from tracekit.checking import check
+from tests.support.kineto_files import slice_, trace, write
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.compute import kernels
+from tracekit.analysis.time import breakdown, summary
 from tracekit.errors import InputError
-from tracekit.loading import load
-from tracekit.reports import json as report_json
-from tracekit.trace import Run
+from tracekit.ingest.loader import load
+from tracekit.model.trace import Run
+from tracekit.report import json as report_json
+from tracekit.rules.engine import check
+from tracekit.sync import collective_matching
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 
@@ -357,8 +359,8 @@ def test_hta_fault_10_the_late_rank_is_told_by_kernels_of_any_nccl(tmp_path, nam
     for rank, content in enumerate(late_rank(name)):
         write(tmp_path / f"rank{rank}.json", content)
     run = load(tmp_path, cache=False)
-    assert run.table(match.calls)["op"].to_list() == ["all_reduce"] * 8
-    found = run.across(instances.instances)
+    assert run.table(collective_matching.calls)["op"].to_list() == ["all_reduce"] * 8
+    found = run.across(collective_instances.instances)
     assert found["last_rank"].to_list() == [1] * 4
     assert found["max_wait_ns"].to_list() == [300_000] * 4
 

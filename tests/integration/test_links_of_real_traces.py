@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
-from tests.rotation import one_in
-from tracekit.readers import kineto
+from tests.support.rotation import one_in
+from tracekit.ingest.readers.kineto import reader
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -33,7 +33,7 @@ class Both:
 
     def __init__(self, path: Path) -> None:
         self.plain = raw.RawTrace(path)
-        self.trace = kineto.read(str(path), rank=0)
+        self.trace = reader.read(str(path), rank=0)
         places = self.trace.lanes.select("lane", "device", "stream", "pid", "tid")
         self.ops = self.trace.ops.join(places, on="lane", maintain_order="left")
         self.activities = self.trace.activities.join(places, on="lane", maintain_order="left")
@@ -180,7 +180,7 @@ def test_kernels_all_named_generic_are_told_apart_by_their_arguments():
     if not path.is_file():
         pytest.skip("the traces of others are not beside this checkout")
     plain = raw.RawTrace(path)
-    for rank, trace in kineto.read_merged(str(path)).items():
+    for rank, trace in reader.read_merged(str(path)).items():
         kernels = [s for s in plain.of("kernel") if s.name.startswith("nccl") and s.args["rank"] == rank]
         expected = sorted(told_by(s.args) for s in kernels)
         columns = ("op", "group", "dtype", "sent_bytes", "received_bytes", "group_size")

@@ -9,12 +9,15 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.commands import tracekit
-from tests.rotation import in_turns
-from tracekit.analysis import breakdown, communication, doubts, memory
-from tracekit.checking import check
+from tests.support.cli_runner import tracekit
+from tests.support.rotation import in_turns
+from tracekit.analysis.communication import exposed_communication
+from tracekit.analysis.memory import steady_state
+from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
-from tracekit.loading import load
+from tracekit.ingest.loader import load
+from tracekit.rules.engine import check
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
@@ -103,7 +106,7 @@ def test_collectives_of_a_sample_have_op_unit_and_size(sample):
 
 
 def test_only_the_dynamic_strategy_allocates_unit_buffers():
-    calls = {name: load(SAMPLES / name).table(memory.unit_buffers).height for name in SAMPLE_NAMES}
+    calls = {name: load(SAMPLES / name).table(steady_state.unit_buffers).height for name in SAMPLE_NAMES}
     assert calls["demo-fsdp2"] > 0
     assert calls["demo-yafsdp"] == 0
 
@@ -112,7 +115,7 @@ def test_exposed_time_of_each_collective_equals_plain_python_and_saves_are_left_
     trace = sample.trace(0)
     compute = trace.activities.filter(pl.col("kind") == "compute").select("start_ns", "dur_ns").rows()
     sent = trace.activities.filter(pl.col("kind") == "communication")
-    mine = communication.exposed(trace)
+    mine = exposed_communication.exposed(trace)
     assert sent.height - mine.height == sent.filter(pl.col("phase") == "checkpoint").height > 0
     for start, dur, exposed in mine.select("start_ns", "dur_ns", "exposed_ns").rows():
         end = start + dur
@@ -177,7 +180,7 @@ def test_a_trace_without_steps_is_one_window(tmp_path):
     path.write_text(json.dumps(events))
     run = load(path)
     assert run.table(breakdown.by_step).select("step", "compute_ns").rows() == [(None, 2500)]
-    assert "no_steps" in run.table(doubts.doubts)["kind"].to_list()
+    assert "no_steps" in run.table(trace_quality.doubts)["kind"].to_list()
 
 
 @needs_nanogpt

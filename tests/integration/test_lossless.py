@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
-from tests.rotation import in_turns
-from tracekit import intervals
-from tracekit.loading import load
-from tracekit.readers import kineto
+from tests.support.rotation import in_turns
+from tracekit.ingest.loader import load
+from tracekit.ingest.readers.kineto import reader
+from tracekit.model import intervals
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -57,7 +57,7 @@ def test_no_event_is_lost_and_every_lane_is_busy_as_long_as_in_plain_python(fold
     assert files == sorted(folder.glob("*.json.gz"))
     for file in files:
         document = raw.RawTrace(file)
-        assert kineto.counts(str(file)) == counted(document.events)
+        assert reader.counts(str(file)) == counted(document.events)
         sources = [source for source in run.sources if Path(source.path) == file]
         for source in sources:
             trace = run.trace(source.rank, source.window)
@@ -79,7 +79,7 @@ def test_a_merged_file_splits_into_the_ranks_that_its_events_name():
     run = load(file.parent, cache=False)
     assert run.ranks == (0, 1, 2, 3)
     work = [run.trace(rank).activities.height + run.trace(rank).ops.height for rank in run.ranks]
-    found = kineto.counts(str(file))
+    found = reader.counts(str(file))
     assert sum(work) == sum(n for (ph, cat), n in found.items() if ph == "X" and cat != "gpu_user_annotation")
 
 
@@ -87,7 +87,7 @@ def test_allocator_events_of_a_sample_are_all_there():
     for file in (file for sample in SAMPLES for file in sample.glob("*.gz")):
         with gzip.open(file, "rt") as text:
             told = text.read().count('"name": "[memory]"')
-        assert kineto.read(str(file), rank=0).allocations.height == told > 0
+        assert reader.read(str(file), rank=0).allocations.height == told > 0
 
 
 def counted(events):

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import tracekit
-from tracekit import replay
-from tracekit.allocator import Settings
-from tracekit.analysis import allocations, snapshots
-from tracekit.readers import memory_snapshot
-from tracekit.replay.history import ALLOC, REQUEST
+from tracekit.analysis.memory import allocations
+from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.replay.allocator import Settings, playback
+from tracekit.replay.allocator.facts import snapshot_summary
+from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,18 +46,18 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def history(trained):
-    return replay.of(memory_snapshot.read(trained[0] / "rank00000.memory.pickle"), 0)
+    return playback.of(reader.read(trained[0] / "rank00000.memory.pickle"), 0)
 
 
 def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(trained, history):
     trace = tracekit.load(str(trained[0]), cache=False).trace(0)
     told = trace.allocations.filter(pl.col("device") == 0)
-    played = replay.play(history)
+    played = playback.play(history)
     mine = np.isin(history.action, (ALLOC, REQUEST))
     blocks = list(zip(history.address[mine].tolist(), played.moved_bytes[mine].tolist(), strict=True))
     traced = list(told.select("address", "delta_bytes").iter_rows())
     begin = next(i for i in range(len(blocks)) if blocks[i : i + len(traced)] == traced)
-    held = snapshots.held(history, played)[1:][mine][begin : begin + len(traced)]
+    held = snapshot_summary.held(history, played)[1:][mine][begin : begin + len(traced)]
     live = allocations.live(trace).filter(pl.col("device") == 0)
     assert live["live_bytes"].to_list() == held.tolist()
     apart_ns = told["at_ns"].to_numpy() - history.at_ns[mine][begin : begin + len(traced)]
@@ -66,7 +66,7 @@ def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(train
 
 def test_a_replay_takes_the_recorded_segments_and_torchs_own_counts_agree(trained, history):
     _, counted = trained
-    played = replay.play(history)
+    played = playback.play(history)
     assert played.address_mismatches == 0
     assert [event.bytes for event in played.taken] == [event.bytes for event in history.taken]
     assert len(played.taken) == counted["num_device_alloc"]
@@ -77,7 +77,7 @@ def test_a_replay_takes_the_recorded_segments_and_torchs_own_counts_agree(traine
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4"])
 def test_what_a_replay_predicts_for_other_settings_is_what_they_come_to(tmp_path, history, settings):
-    predicted = replay.predict(history, Settings.parse(settings))
+    predicted = playback.predict(history, Settings.parse(settings))
     counted = train(tmp_path / "run", settings)
     assert predicted.peak_reserved_bytes == pytest.approx(counted["reserved_bytes.all.peak"], rel=TOLERANCE)
     assert predicted.retries == counted["num_alloc_retries"]

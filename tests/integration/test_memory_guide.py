@@ -4,17 +4,17 @@ import re
 from pathlib import Path
 
 import tracekit
-from tests.snapshots import MIB, Simulation, write
-from tracekit import schema
-from tracekit.reports import columns, memory
+from tests.support.sample_snapshots import MIB, Simulation, write
+from tracekit.model import schema
+from tracekit.report import memory, schema_pages
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_lists_the_tables_of_a_snapshot_as_the_schema_says_them():
-    assert columns.tables_as_markdown(list(schema.SNAPSHOT_TABLES.values()), "###") in GUIDE, (
-        "write them again: tracekit.reports.columns.tables_as_markdown of schema.SNAPSHOT_TABLES"
+    assert schema_pages.tables_as_markdown(list(schema.SNAPSHOT_TABLES.values()), "###") in GUIDE, (
+        "write them again: tracekit.report.schema_pages.tables_as_markdown of schema.SNAPSHOT_TABLES"
     )
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from tests import drawn, perfetto_file
-from tests.unit.test_export import ops
-from tracekit.export import perfetto
-from tracekit.trace import Run
+from tests.support import drawn_traces, perfetto_reader
+from tests.unit.report.test_export import ops
+from tracekit.model.trace import Run
+from tracekit.report.export import perfetto
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ROOT.parent / "shared" / "traces"
@@ -68,7 +68,7 @@ ERRORS = "SELECT name, value FROM stats WHERE severity IN ('error', 'data_loss')
 def test_perfettos_own_reader_opens_the_file_without_an_error_and_finds_every_slice(trace_processor, tmp_path, name):
     if name == "overlapping":
         slices = ops(("outer", 0, 5), ("inner", 1, 3), ("late", 3, 7), ("nothing", 5, 5), ("again", 7, 7))
-        run = drawn.run(drawn.trace("compute aab", ops=slices))
+        run = drawn_traces.run(drawn_traces.trace("compute aab", ops=slices))
     elif name.startswith("demo"):
         run = tracekit.load(ROOT / "sample_traces" / name)
     elif (OTHERS / name).exists():
@@ -98,7 +98,7 @@ def test_by_the_published_schema_a_recorded_run_is_whole_and_no_track_overlaps(n
     run = tracekit.load(OTHERS / name)
     data = io.BytesIO()
     perfetto.write(run, data, ranks=ranks)
-    found = perfetto_file.read(data.getvalue())
+    found = perfetto_reader.read(data.getvalue())
     there = Counter()
     for rank in ranks or run.ranks:
         trace = run.trace(rank)

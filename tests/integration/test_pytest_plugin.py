@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tracekit.errors import ConfigError
 from tracekit.testing import marks, plugin, summary
 

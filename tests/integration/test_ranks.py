@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
+from tests.support import process_group
 
 
 def total(value: float) -> float:
@@ -28,28 +28,28 @@ def stay_silent() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, ranks.Outcome]:
+def outcomes() -> dict[str, process_group.Outcome]:
     cases = {
         "before": functools.partial(total, 1.0),
         "failing": functools.partial(fail_on, 1),
         "after": functools.partial(total, 2.0),
     }
-    return ranks.run_cases(2, cases, case_timeout_s=20)
+    return process_group.run_cases(2, cases, case_timeout_s=20)
 
 
-def test_every_rank_runs_every_case(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_every_rank_runs_every_case(outcomes: dict[str, process_group.Outcome]) -> None:
     assert outcomes["before"].results() == [2.0, 2.0]
 
 
-def test_a_case_that_fails_on_one_rank_fails_with_its_words(outcomes: dict[str, ranks.Outcome]) -> None:
-    with pytest.raises(ranks.RankError, match="rank 1 says no"):
+def test_a_case_that_fails_on_one_rank_fails_with_its_words(outcomes: dict[str, process_group.Outcome]) -> None:
+    with pytest.raises(process_group.RankError, match="rank 1 says no"):
         outcomes["failing"].results()
 
 
-def test_a_failed_case_does_not_spoil_the_next(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_a_failed_case_does_not_spoil_the_next(outcomes: dict[str, process_group.Outcome]) -> None:
     assert outcomes["after"].results() == [4.0, 4.0]
 
 
 def test_a_rank_that_gives_no_answer_in_time_has_failed() -> None:
-    with pytest.raises(ranks.RankError, match="no answer within 2 s"):
-        ranks.run(1, stay_silent, timeout_s=2)
+    with pytest.raises(process_group.RankError, match="no answer within 2 s"):
+        process_group.run(1, stay_silent, timeout_s=2)

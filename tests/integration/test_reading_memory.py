@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.kineto_files import slice_
+from tests.support.kineto_files import slice_
 
 MIB = 1 << 20
 STATUS = Path("/proc/self/status")
 # Not by getrusage: its peak counts what the parent held when it forked.
 PEAK = """
 import sys
-from tracekit.readers import kineto
+from tracekit.ingest.readers import kineto
 trace = kineto.read(sys.argv[1], rank=0)
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak) * 1024, trace.ops.height, trace.activities.height)

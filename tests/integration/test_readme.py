@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import tracekit
-from tests.rotation import in_turns
+from tests.support.cli_runner import tracekit
+from tests.support.rotation import in_turns
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

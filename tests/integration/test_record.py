@@ -12,7 +12,7 @@ import pytest
 import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 
 WITHOUT_THE_ANALYSIS = """
 import sys

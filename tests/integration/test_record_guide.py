@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 
 REPOSITORY = Path(__file__).parents[2]
 # What torch 2.13 now and then dies of when a process ends that saved by gloo, without our recorder as well as with it

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
-from tests.rotation import modules_in_turns
-from tracekit.capture import Recorder, agent
-from tracekit.capture.settings import Settings
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
+from tracekit.capture import Recorder, auto_recorder
+from tracekit.capture.launch_settings import Settings
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -51,7 +51,7 @@ def names() -> list[str]:
     found = []
     for attempt in ("0", "0", "1"):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
-        found.append(agent.training_name(Settings(out="", launch="launch", notes="", scratch="")))
+        found.append(auto_recorder.training_name(Settings(out="", launch="launch", notes="", scratch="")))
     return found
 
 
@@ -59,7 +59,7 @@ def names() -> list[str]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("recorded")
     cases = {"train": functools.partial(train, folder / "run"), "name": names, "name again": names}
-    done = {name: outcome.results() for name, outcome in ranks.run_cases(2, cases).items()}
+    done = {name: outcome.results() for name, outcome in process_group.run_cases(2, cases).items()}
     assert (folder / "run" / "run.json").exists()
     return done
 

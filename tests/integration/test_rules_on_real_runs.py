@@ -10,19 +10,20 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
-from tracekit import units
-from tracekit.analysis import collective_contention, contention, instances
-from tracekit.checking import check
-from tracekit.loading import load
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.compute import collective_contention, contention
+from tracekit.ingest.loader import load
+from tracekit.model import units
+from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
+from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
+from tracekit.rules.alternating_stragglers import UnevenRanks
 from tracekit.rules.checkpoint import BlockingCheckpoint
-from tracekit.rules.churn import AlternatingBuffers, ChangingSizes
-from tracekit.rules.comm import ExposedCommunication
-from tracekit.rules.contended import ContendedCompute, StarvedCollectives
-from tracekit.rules.data import DoubtfulTrace
+from tracekit.rules.communication import ExposedCommunication
+from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.engine import check
 from tracekit.rules.fragmentation import FragmentedMemory
-from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.stream import GiveWay, NeedlessOrder
-from tracekit.rules.uneven import UnevenRanks
+from tracekit.rules.streams import GiveWay, NeedlessOrder
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
@@ -85,7 +86,9 @@ def test_the_step_quoted_is_the_median_of_the_worst_rank():
 def waited_for_others(run, rank, step):
     """How long a rank computes nothing, and is in collectives to none of which all ranks have come: by brute force."""
     trace = run.trace(rank)
-    waits = dict(run.across(instances.waits).filter(pl.col("rank") == rank).select("activity_id", "wait_ns").rows())
+    waits = dict(
+        run.across(collective_instances.waits).filter(pl.col("rank") == rank).select("activity_id", "wait_ns").rows()
+    )
     window = trace.steps.filter(pl.col("step") == step).row(0, named=True)
     ends_ns = pl.col("start_ns") + pl.col("dur_ns")
     near = trace.activities.filter(pl.col("start_ns") < window["end_ns"], ends_ns > window["start_ns"])

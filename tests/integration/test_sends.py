@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import tracekit
-from tests import ranks
-from tracekit.analysis import breakdown, instances
-from tracekit.trace import Run
+from tests.support import process_group
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.time import breakdown
+from tracekit.model.trace import Run
 
 LATE_NS = 60_000_000
 STEPS = 3
@@ -45,12 +46,12 @@ def pipeline(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("pipeline")
-    ranks.run(2, functools.partial(pipeline, folder))
+    process_group.run(2, functools.partial(pipeline, folder))
     return tracekit.load(str(folder), cache=False)
 
 
 def test_a_receive_is_waiting_until_its_sender_comes_and_transfer_from_then_on(recorded: Run) -> None:
-    waits = recorded.across(instances.waits).filter(pl.col("op") == "send_recv")
+    waits = recorded.across(collective_instances.waits).filter(pl.col("op") == "send_recv")
     sent, received = (waits.filter(pl.col("rank") == rank).sort("step") for rank in (0, 1))
     assert sent.height == received.height == STEPS
     assert sent["instance"].to_list() == received["instance"].to_list()

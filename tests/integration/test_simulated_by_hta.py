@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.unit.simulate.jobs import job, written
-from tracekit import intervals
+from tracekit.model import intervals
 
 trace_analysis = pytest.importorskip("hta.trace_analysis", reason="needs the extra [hta]")
 

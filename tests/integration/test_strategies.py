@@ -6,11 +6,11 @@ import functools
 import pytest
 import torch
 
-from instrumented_trainers.strategies import STRATEGIES, ShardOptions
-from tests import ranks
+from instrumented_trainers.parallelism import STRATEGIES, ShardOptions
 from tests.integration import training
 from tests.integration.training import Training
-from tests.rotation import one_in, one_in_of
+from tests.support import process_group
+from tests.support.rotation import one_in, one_in_of
 
 TOLERANCE = 1e-12
 
@@ -60,7 +60,7 @@ WAYS = one_in_of(
 
 
 @functools.cache
-def all_outcomes() -> dict[int, dict[str, ranks.Outcome]]:
+def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
     cases: dict[int, dict[str, Training]] = {2: {}, 3: {}, 4: {REFERENCE: Training(REFERENCE, steps=6), **WAYS}}
     for size, name, optimizer in CURVES:
         for each in (REFERENCE, name):
@@ -68,7 +68,7 @@ def all_outcomes() -> dict[int, dict[str, ranks.Outcome]]:
     for name in (REFERENCE, *CLIPPED):
         cases[3][f"{name}, clipped"] = Training(name, micro_batches=2, max_norm=0.5, steps=10)
     cases[3] |= {f"{name}, bf16": case for name, case in BF16.items()}
-    return ranks.run_worlds(
+    return process_group.run_worlds(
         {
             size: {name: functools.partial(training.curve, case) for name, case in of_size.items()}
             for size, of_size in cases.items()
@@ -77,7 +77,7 @@ def all_outcomes() -> dict[int, dict[str, ranks.Outcome]]:
     )
 
 
-def outcomes(world_size: int) -> dict[str, ranks.Outcome]:
+def outcomes(world_size: int) -> dict[str, process_group.Outcome]:
     return all_outcomes()[world_size]
 
 

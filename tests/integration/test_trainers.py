@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.launched import train
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tracekit import conventions
 
 LEAN = ["--device", "cpu", "--batch", "2", "--tokens", "64", "--log-every", "1"]

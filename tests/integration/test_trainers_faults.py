@@ -12,11 +12,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from instrumented_trainers import faults
 from instrumented_trainers.faults import FAULTS, REGRESSIONS
-from tests import ranks
 from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import named, stage
 from tests.integration.trainings import case, micro
-from tests.rotation import modules_in_turns
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
 from tracekit import conventions
 
 pytestmark = modules_in_turns(3, "ranks")
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
+def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
     # What is compared by its time is trained in turns.
     cases = {
         name: case(micro("fsdp2", folder / name, **SETTINGS, fault=fault))
@@ -62,10 +62,10 @@ def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
         cases[f"{name} no-prefetch"] = case(
             micro(name, folder / f"{name} no-prefetch", steps=4, fault=("no-prefetch",))
         )
-    return ranks.run_cases(2, cases)
+    return process_group.run_cases(2, cases)
 
 
-def trained(outcomes: Mapping[str, ranks.Outcome], name: str) -> list[Any]:
+def trained(outcomes: Mapping[str, process_group.Outcome], name: str) -> list[Any]:
     return outcomes[name].results()
 
 
@@ -75,7 +75,7 @@ def test_every_fault_is_tried_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_without_the_fault_and_the_truth_is_written_down(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome], name: str
+    folder: Path, outcomes: Mapping[str, process_group.Outcome], name: str
 ) -> None:
     healthy = [losses for losses, _ in trained(outcomes, "none")]
     assert [losses for losses, _ in trained(outcomes, name)] == healthy
@@ -86,7 +86,9 @@ def test_losses_are_those_without_the_fault_and_the_truth_is_written_down(
     assert trainings.manifest(folder / "none")["faults"] == []
 
 
-def test_a_slow_rank_computes_longer_and_all_wait_for_it(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_a_slow_rank_computes_longer_and_all_wait_for_it(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
+) -> None:
     for name in ("slow-rank", "slow-rank again", "none", "again"):
         trained(outcomes, name)
     assert min(fault_signs.extra_compute_ms(folder / "slow-rank", 1)) >= 0.9 * SLOW_RANK_MS
@@ -103,7 +105,7 @@ def test_a_slow_rank_computes_longer_and_all_wait_for_it(folder: Path, outcomes:
 
 
 def test_late_launch_leaves_nothing_running_before_each_layer(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
     trained(outcomes, "late-launch")
     late = list(fault_signs.quiet_before_layers_ms(folder / "late-launch"))
@@ -118,14 +120,14 @@ def test_late_launch_leaves_nothing_running_before_each_layer(
     ids=["fsdp2", "yafsdp"],
 )
 def test_without_prefetch_a_layer_is_gathered_after_the_one_before_it_ran(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome], healthy: str, faulty: str, spans: str
+    folder: Path, outcomes: Mapping[str, process_group.Outcome], healthy: str, faulty: str, spans: str
 ) -> None:
     assert [losses for losses, _ in trained(outcomes, healthy)] == [losses for losses, _ in trained(outcomes, faulty)]
     assert fault_signs.gathered_ahead(folder / healthy, spans) == [True] * ACTIVE
     assert fault_signs.gathered_ahead(folder / faulty, spans) == [False] * ACTIVE
 
 
-def test_without_prefetch_fsdp1_names_no_prefetch(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_without_prefetch_fsdp1_names_no_prefetch(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
     assert trained(outcomes, "fsdp1") == trained(outcomes, "fsdp1 no-prefetch")
 
     def gathers_before_use(run: Path) -> int:
@@ -137,7 +139,7 @@ def test_without_prefetch_fsdp1_names_no_prefetch(folder: Path, outcomes: Mappin
     assert gathers_before_use(folder / "fsdp1 no-prefetch") == 0
 
 
-def test_churn_takes_a_large_buffer_in_each_layer(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_churn_takes_a_large_buffer_in_each_layer(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
     trained(outcomes, "churn")
     taken = fault_signs.blocks_bytes(folder / "churn", 4 << 20)
     assert len(taken) == LAYERS * ACTIVE
@@ -146,7 +148,9 @@ def test_churn_takes_a_large_buffer_in_each_layer(folder: Path, outcomes: Mappin
     assert fault_signs.blocks_bytes(folder / "none", 4 << 20) == []
 
 
-def test_a_slow_disk_writes_at_its_rate_on_its_rank(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_a_slow_disk_writes_at_its_rate_on_its_rank(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
+) -> None:
     def write_s(name: str, rank: int) -> float:
         return float(stage(folder / name, rank, conventions.WRITE)["dur_ns"]) / 1e9
 
@@ -158,7 +162,7 @@ def test_a_slow_disk_writes_at_its_rate_on_its_rank(folder: Path, outcomes: Mapp
     assert stage(folder / "slow-disk", 0, conventions.WAIT)["dur_ns"] >= 0.5e9 * size_bytes / RATE
 
 
-def test_slow_fsync_syncs_as_late_as_it_says(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_slow_fsync_syncs_as_late_as_it_says(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
     trained(outcomes, "slow-fsync")
     for rank in (0, 1):
         late, healthy = (stage(folder / name, rank, conventions.FSYNC) for name in ("slow-fsync", "none"))
@@ -168,7 +172,9 @@ def test_slow_fsync_syncs_as_late_as_it_says(folder: Path, outcomes: Mapping[str
 
 
 @pytest.mark.parametrize("name", ["small-tensors", "gil-save"])
-def test_small_tensors_are_in_the_checkpoint(folder: Path, outcomes: Mapping[str, ranks.Outcome], name: str) -> None:
+def test_small_tensors_are_in_the_checkpoint(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome], name: str
+) -> None:
     def tensors(run: Path) -> int:
         return len(FileSystemReader(run / "checkpoints" / "step-000003").read_metadata().state_dict_metadata)
 
@@ -177,12 +183,14 @@ def test_small_tensors_are_in_the_checkpoint(folder: Path, outcomes: Mapping[str
     assert stage(folder / name, 0, conventions.TOTAL)["blocking"] is (name == "small-tensors")
 
 
-def test_host_sync_reads_one_number_a_layer_on_the_host(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_host_sync_reads_one_number_a_layer_on_the_host(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
+) -> None:
     trained(outcomes, "host-sync")
     assert fault_signs.reads(folder / "host-sync") - fault_signs.reads(folder / "none") == LAYERS * ACTIVE
 
 
-def test_a_slow_dataloader_keeps_each_batch(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_a_slow_dataloader_keeps_each_batch(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
     trained(outcomes, "dataloader")
     late, healthy = (fault_signs.waits_for_data_ms(folder / name) for name in ("dataloader", "none"))
     assert len(late) == ACTIVE
@@ -226,11 +234,13 @@ def train_under_watch(run: Path, fault: tuple[str, ...]) -> float:
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's account of a thread's time")
 def test_gil_save_keeps_the_training_thread_waiting_for_the_lock(tmp_path: Path) -> None:
     watched = functools.partial(train_under_watch, tmp_path / "run", ("gil-save=400",))
-    (waiting_ratio,) = ranks.run(1, watched)
+    (waiting_ratio,) = process_group.run(1, watched)
     assert waiting_ratio > 0.1
 
 
-def test_regressions_do_more_work_and_change_no_loss(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_regressions_do_more_work_and_change_no_loss(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
+) -> None:
     assert tuple(text.partition("=")[0] for text in REGRESSED) == tuple(REGRESSIONS)
     healthy, more = (trained(outcomes, name) for name in ("none", "regressions"))
     assert [losses for losses, _ in more] == [losses for losses, _ in healthy]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ranks
+from tests.support import process_group
 from tracekit import conventions
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_two_ranks_share_a_gpu_and_record_their_collectives(tmp_path: Path, stra
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     both = {"PYTHONPATH": str(REPOSITORY), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    both |= {"LOCAL_RANK": "0", **ranks.BETWEEN_HOSTS}
+    both |= {"LOCAL_RANK": "0", **process_group.BETWEEN_HOSTS}
     processes = [
         subprocess.Popen(command, env={**os.environ, **both, "RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"})
         for rank in range(2)

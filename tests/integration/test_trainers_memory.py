@@ -16,11 +16,11 @@ from torch.nn import functional
 from instrumented_trainers import loop
 from instrumented_trainers.memory import predicted
 from instrumented_trainers.memory.footprint import KINDS
-from instrumented_trainers.strategies import STRATEGIES
-from tests import ranks
+from instrumented_trainers.parallelism import STRATEGIES
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
-from tests.rotation import modules_in_turns
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -88,17 +88,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
+def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
     cases: dict[str, Callable[[], Any]] = {}
     for name, (strategy, settings) in RUNS.items():
         cases[name] = case(micro(strategy, folder / name, **{**REPORTED, **settings}))
     for name in STRATEGIES:
         cases[f"count {name}"] = functools.partial(counted, name, folder)
-    return ranks.run_cases(2, cases)
+    return process_group.run_cases(2, cases)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_formulas_give_what_a_ranks_tensors_take(outcomes: Mapping[str, ranks.Outcome], strategy: str) -> None:
+def test_formulas_give_what_a_ranks_tensors_take(outcomes: Mapping[str, process_group.Outcome], strategy: str) -> None:
     for found, formula in outcomes[f"count {strategy}"].results():
         lasting = {name: found[name] for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes")}
         assert {name: formula[name] for name in lasting} == lasting
@@ -107,7 +107,9 @@ def test_formulas_give_what_a_ranks_tensors_take(outcomes: Mapping[str, ranks.Ou
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_measured_is_what_was_predicted(folder: Path, outcomes: Mapping[str, ranks.Outcome], name: str) -> None:
+def test_what_is_measured_is_what_was_predicted(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome], name: str
+) -> None:
     assert all(losses for losses, _ in outcomes[name].results()), outcomes[name].results()
     memory = trainings.manifest(folder / name)["memory"]
     assert memory["step"] == 2
@@ -124,7 +126,7 @@ def test_what_is_measured_is_what_was_predicted(folder: Path, outcomes: Mapping[
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_is_what_lasts_and_what_is_under_way_at_most(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome], name: str
+    folder: Path, outcomes: Mapping[str, process_group.Outcome], name: str
 ) -> None:
     outcomes[name].results()
     for rank in trainings.manifest(folder / name)["memory"]["ranks"]:
@@ -137,13 +139,15 @@ def test_the_peak_is_what_lasts_and_what_is_under_way_at_most(
         assert measured["peak_bytes"] < 1.2 * sum(measured[f"{kind}_bytes"] for kind in KINDS)
 
 
-def test_measuring_changes_no_number_of_the_training(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_measuring_changes_no_number_of_the_training(
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
+) -> None:
     losses = [[of_rank for of_rank, _ in outcomes[name].results()] for name in ("ddp", "ddp recomputed", "zero1")]
     assert losses[0] == losses[1] == losses[2]
 
 
 def test_sharding_leaves_a_rank_half_and_yafsdp_keeps_its_buffers(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
     def of(name: str) -> Mapping[str, int]:
         outcomes[name].results()

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from instrumented_trainers import loop, seal
+from instrumented_trainers import loop
+from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.stop import StopRequest
-from tests import ranks
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
-from tests.rotation import modules_in_turns
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -105,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
+def outcomes(folder: Path) -> Mapping[str, process_group.Outcome]:
     third = str(folder / "fsdp2" / "checkpoints" / THIRD)
     cases = {
         "fsdp2": case(micro("fsdp2", folder / "fsdp2", **LONG)),
@@ -141,23 +142,23 @@ def outcomes(folder: Path) -> Mapping[str, ranks.Outcome]:
         "limited": functools.partial(train_limited, folder / "limited"),
         "another text": case(micro("fsdp2", folder / "text", **{**LONG, "tokens": 16}, resume=third)),
     }
-    return ranks.run_cases(2, cases)
+    return process_group.run_cases(2, cases)
 
 
-def losses(outcomes: Mapping[str, ranks.Outcome], name: str) -> list[list[float]]:
+def losses(outcomes: Mapping[str, process_group.Outcome], name: str) -> list[list[float]]:
     """Return each rank's losses."""
     found = [value for value, _ in outcomes[name].results()]
     assert all(found), outcomes[name].results()
     return found
 
 
-def said(outcomes: Mapping[str, ranks.Outcome], name: str) -> str:
+def said(outcomes: Mapping[str, process_group.Outcome], name: str) -> str:
     return str(outcomes[name].results()[0][1])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", *OTHERS])
 def test_a_resumed_training_is_the_uninterrupted_one_random_numbers_included(
-    outcomes: Mapping[str, ranks.Outcome], strategy: str
+    outcomes: Mapping[str, process_group.Outcome], strategy: str
 ) -> None:
     name = "from the third step" if strategy == "fsdp2" else f"{strategy} on"
     assert losses(outcomes, name) == [of_rank[3:] for of_rank in losses(outcomes, strategy)]
@@ -165,7 +166,7 @@ def test_a_resumed_training_is_the_uninterrupted_one_random_numbers_included(
     assert losses(outcomes, "without dropout")[0][3:] != losses(outcomes, "fsdp2")[0][3:]
 
 
-def test_a_run_knows_every_checkpoint_it_stands_on(folder: Path, outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_a_run_knows_every_checkpoint_it_stands_on(folder: Path, outcomes: Mapping[str, process_group.Outcome]) -> None:
     assert losses(outcomes, "from its newest") == [of_rank[3:] for of_rank in losses(outcomes, "fsdp2")]
     lineage = trainings.manifest(folder / "on")["lineage"]
     assert [Path(link["checkpoint"]).parts[-3:] for link in lineage] == [
@@ -176,7 +177,9 @@ def test_a_run_knows_every_checkpoint_it_stands_on(folder: Path, outcomes: Mappi
     assert trainings.manifest(folder / "fsdp2")["lineage"] == []
 
 
-def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(
+    outcomes: Mapping[str, process_group.Outcome],
+) -> None:
     assert losses(outcomes, "past the damage") == [of_rank[3:] for of_rank in losses(outcomes, "fsdp2")]
     words = said(outcomes, "past the damage")
     assert words.count("\n") == 1
@@ -186,18 +189,20 @@ def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(outcomes: Ma
     )
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(outcomes: Mapping[str, process_group.Outcome]) -> None:
     assert "no whole checkpoint" in said(outcomes, "nothing there")
     words = said(outcomes, "the damaged one by name")
     assert words.startswith("RefusedError: --resume step-000006: damaged: rank 1: __1_0.distcp")
 
 
-def test_no_checkpoint_is_used_if_all_are_damaged_also_in_their_seals(outcomes: Mapping[str, ranks.Outcome]) -> None:
+def test_no_checkpoint_is_used_if_all_are_damaged_also_in_their_seals(
+    outcomes: Mapping[str, process_group.Outcome],
+) -> None:
     assert "every checkpoint is damaged" in said(outcomes, "all damaged")
 
 
 def test_other_settings_need_an_override_and_another_training_is_refused(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
     words = said(outcomes, "another rate")
     assert "learning_rate 0.003, not 0.001" in words
@@ -211,7 +216,7 @@ def test_other_settings_need_an_override_and_another_training_is_refused(
 
 
 def test_a_rank_that_cannot_save_ends_the_training_with_the_last_good_checkpoint(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
     words = {said for _, said in outcomes["limited"].results()}
     assert words == {
@@ -222,7 +227,7 @@ def test_a_rank_that_cannot_save_ends_the_training_with_the_last_good_checkpoint
 
 
 def test_all_of_a_checkpoint_is_on_disk_once_it_has_its_seal(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
     path = folder / "watched" / "checkpoints" / "step-000002"
     synced: dict[str, int] = {}
@@ -236,7 +241,7 @@ def test_all_of_a_checkpoint_is_on_disk_once_it_has_its_seal(
 
 
 def test_a_training_that_is_done_says_so_and_leaves_the_run_alone(
-    folder: Path, outcomes: Mapping[str, ranks.Outcome]
+    folder: Path, outcomes: Mapping[str, process_group.Outcome]
 ) -> None:
     first, second = outcomes["done"].results()
     assert first.endswith("step-000003 was saved after step 3 of 3; to train on, --override steps=N, N over 3\n")

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from instrumented_trainers import launch, seal
+from instrumented_trainers import launch
+from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import TrainingConfig
 from tests.integration import trainings
 from tests.integration.launched import MICRO, ranks_of, read_until, start, train
-from tests.rotation import in_turns
-from tracekit import conventions, verify
+from tests.support.rotation import in_turns
+from tracekit import conventions
+from tracekit.ingest import checkpoint_files
 
 ENDLESS = ["--steps", "100000", *MICRO]
 
@@ -133,8 +135,8 @@ def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_i
         "instrumented_trainers: rank 1 was killed by SIGKILL while step-000004/__1_0.distcp was written, so that "
         f"step-000004 is not whole and will not be loaded; go on with --resume {whole}",
     )
-    sound, cut = verify.verify(tmp_path)
-    assert (sound.path, sound.status, cut.status) == (str(whole), verify.WHOLE, verify.DAMAGED)
+    sound, cut = checkpoint_files.verify(tmp_path)
+    assert (sound.path, sound.status, cut.status) == (str(whole), checkpoint_files.WHOLE, checkpoint_files.DAMAGED)
     assert cut.remedy.endswith(f"go on from {whole}, which is whole")
     assert seal.whole(tmp_path / "checkpoints") == [whole]  # what --resume chooses from
     assert ranks_of(process.pid) == []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import watched
+from tests.support import sample_logs
 from tracekit import cli
 from tracekit.cli.output import Format
 from tracekit.errors import InputError
@@ -140,7 +140,7 @@ def test_on_a_terminal_the_picture_stays_in_place_and_the_last_one_remains(tmp_p
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_leaving_is_quiet_and_gives_the_cursor_back(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    watched.write(tmp_path, watched.steady(30), live=True)
+    sample_logs.write(tmp_path, sample_logs.steady(30), live=True)
     terminal = Terminal(tmp_path)
     terminal.read_until("30 steps done")
     terminal.process.send_signal(number)
@@ -161,7 +161,7 @@ def test_in_a_pipe_an_ended_run_is_its_steps_out_of_line_and_one_line() -> None:
 def test_once_shows_how_it_stands_and_ends_though_the_training_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watched.write(tmp_path, watched.steady(30), live=True)
+    sample_logs.write(tmp_path, sample_logs.steady(30), live=True)
     cli.watch(tmp_path, once=True)
     assert "30 steps done" in capsys.readouterr().out
     cli.watch(tmp_path, once=True, watch_format=Format.JSON)
@@ -186,7 +186,7 @@ def test_a_run_that_is_not_there_exits_with_2_and_one_line(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_watched_is_told_with_what_to_do(tmp_path: Path) -> None:
-    watched.write(tmp_path / "runs" / "today", watched.steady(3))
+    sample_logs.write(tmp_path / "runs" / "today", sample_logs.steady(3))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     for path, words in (

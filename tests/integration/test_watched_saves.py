@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from tests import ranks
-from tests.rotation import modules_in_turns
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
 from tracekit import conventions
-from tracekit.capture.checkpoints import watching
+from tracekit.capture.checkpoints import auto_recording
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -188,8 +188,8 @@ def run(case: Callable[[Path], None], folder: Path, name: str, *, recorded: bool
     log = folder / "logs" / name / ("with" if recorded else "without")
     rank = dist.get_rank()
     watch = (lambda: log if recorded else None), (lambda: rank), (lambda: 3)
-    watching.watch_torch_files(*watch)
-    watching.watch_distributed_checkpoints(*watch)
+    auto_recording.watch_torch_files(*watch)
+    auto_recording.watch_distributed_checkpoints(*watch)
     fsync = os.fsync
     path = folder / ("with" if recorded else "without") / name
     path.parent.mkdir(exist_ok=True)
@@ -232,7 +232,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[di
         for name, case in {**GOOD, **BAD}.items()
         for recorded in (True, False)
     }
-    found = ranks.run_cases(2, cases, case_timeout_s=100)
+    found = process_group.run_cases(2, cases, case_timeout_s=100)
     return {name: [found[f"{name} {recorded}"].results() for recorded in (True, False)] for name in {**GOOD, **BAD}}
 
 

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 import tracekit
-from tests import commands
-from tests.rotation import in_turns, one_in
-from tracekit import align, schema
-from tracekit.checking import check
+from tests.support import cli_runner
+from tests.support.rotation import in_turns, one_in
 from tracekit.errors import InputError
+from tracekit.model import schema
+from tracekit.model.trace import Run, Trace
 from tracekit.plan import models
+from tracekit.replay.graph import savings, strategies
+from tracekit.replay.graph.hsdp import Node
+from tracekit.rules.engine import check
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
-from tracekit.trace import Run, Trace
-from tracekit.whatif import saving, strategies
-from tracekit.whatif.replicas import Node
+from tracekit.sync import alignment
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "sample_traces"
@@ -26,7 +27,7 @@ REPRODUCED = 0.05
 
 
 def off(of):
-    told = saving.replayed(of)
+    told = savings.replayed(of)
     return float((told["replayed_ns"] / told["duration_ns"] - 1).abs().max())
 
 
@@ -71,7 +72,7 @@ def without_waits(loaded):
 
         return dataclasses.replace(source, read=read)
 
-    return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=align.offsets)
+    return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=alignment.offsets)
 
 
 @in_turns(2)
@@ -92,7 +93,7 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
     (true_ns,) = [each["cost_ns"] for each in truth(folder) if each["fault"] == name]
     loaded = tracekit.load(folder, cache=False)
     assert off(loaded) < 0.01
-    assert saving.saving(loaded, cause).saved_ns == pytest.approx(true_ns, rel=0.1)
+    assert savings.saving(loaded, cause).saved_ns == pytest.approx(true_ns, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,10 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
 )
 def test_what_two_causes_cost_together_is_what_a_run_without_both_takes_less(strategy, both, causes, simulated):
     faulty, healthy = (tracekit.load(simulated(strategy, *each), cache=False) for each in (both, ()))
-    found = saving.together(faulty, causes)
-    healthy_ns = saving.saving(healthy, "communication").step_ns
+    found = savings.together(faulty, causes)
+    healthy_ns = savings.saving(healthy, "communication").step_ns
     assert found.saved_ns == pytest.approx(found.step_ns - healthy_ns, rel=0.05)
-    alone_ns = sum(saving.saving(faulty, each).saved_ns for each in causes)
+    alone_ns = sum(savings.saving(faulty, each).saved_ns for each in causes)
     assert abs(found.saved_ns - alone_ns) > 0.05 * found.saved_ns
 
 
@@ -124,8 +125,8 @@ def test_waits_that_a_trace_does_not_tell_are_inferred(simulated):
     bare = without_waits(tracekit.load(folder, cache=False))
     (true_ns,) = [each["cost_ns"] for each in truth(folder) if each["fault"] == "host-sync"]
     assert off(bare) < 0.01
-    assert saving.saving(bare, "blocking-sync").saved_ns == pytest.approx(true_ns, rel=0.1)
-    told, known = (saving.saving(each, "blocking-sync") for each in (bare, tracekit.load(folder, cache=False)))
+    assert savings.saving(bare, "blocking-sync").saved_ns == pytest.approx(true_ns, rel=0.1)
+    told, known = (savings.saving(each, "blocking-sync") for each in (bare, tracekit.load(folder, cache=False)))
     assert told.confidence < known.confidence
 
 
@@ -139,7 +140,7 @@ def test_findings_cost_what_the_replay_says(simulated):
 def test_another_strategy_is_predicted_and_says_what_that_rests_on(simulated):
     fsdp1, yafsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp1", "yafsdp"))
     told = strategies.predicted(fsdp1, "yafsdp")
-    assert told.predicted_ns == pytest.approx(saving.saving(yafsdp, "data-loading").step_ns, rel=0.06)
+    assert told.predicted_ns == pytest.approx(savings.saving(yafsdp, "data-loading").step_ns, rel=0.06)
     assert any("two buffers" in each for each in told.assumed)
 
 
@@ -147,7 +148,7 @@ def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulat
     fsdp2, hsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp2", "hsdp"))
     machine = hardware.find("a100-80")
     told = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s))
-    assert told.predicted_ns == pytest.approx(saving.saving(hsdp, "data-loading").step_ns, rel=0.03)
+    assert told.predicted_ns == pytest.approx(savings.saving(hsdp, "data-loading").step_ns, rel=0.03)
     slower = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s / 8))
     assert slower.predicted_ns > 1.1 * told.predicted_ns
     assert any("sharded over 8 ranks only" in each for each in told.assumed)
@@ -159,7 +160,7 @@ def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulat
 
 def test_another_network_is_predicted_from_what_links_carried(simulated):
     base, slow = (tracekit.load(simulated("fsdp2", each), cache=False) for each in ("", "slow-network:2"))
-    step_ns = {run: saving.saving(run, "data-loading").step_ns for run in (base, slow)}
+    step_ns = {run: savings.saving(run, "data-loading").step_ns for run in (base, slow)}
     told = strategies.other_network(base, 0.5)
     assert told.predicted_ns == pytest.approx(step_ns[slow], rel=0.01)
     assert told.predicted_ns > 1.2 * told.step_ns
@@ -172,28 +173,28 @@ def test_another_network_is_predicted_from_what_links_carried(simulated):
 
 def test_the_command_tells_people_and_programs(simulated):
     folder = str(simulated("fsdp2", "host-sync"))
-    text = commands.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
+    text = cli_runner.tracekit("whatif", folder, "--gpu-hour-price", "2", cwd=ROOT)
     assert text.returncode == 0, text.stderr
     first, second, *_ = text.stdout.splitlines()
     assert "replayed with nothing changed" in first
     assert second.startswith(("without blocking-sync", "without communication"))
     assert "at 2 an hour" in text.stdout
-    told = commands.tracekit("whatif", folder, "--without", "blocking-sync", "--format", "json", cwd=ROOT)
+    told = cli_runner.tracekit("whatif", folder, "--without", "blocking-sync", "--format", "json", cwd=ROOT)
     (only,) = json.loads(told.stdout)["without"]
     assert only["cause"] == "blocking-sync"
     assert only["saved_ratio"] > 0.05
-    both = commands.tracekit(
+    both = cli_runner.tracekit(
         "whatif", folder, "--without", "communication", "--without", "blocking-sync", "--together", cwd=ROOT
     )
     assert "without blocking-sync and communication the step takes" in both.stdout
-    one = commands.tracekit("whatif", folder, "--without", "communication", "--together", cwd=ROOT)
+    one = cli_runner.tracekit("whatif", folder, "--without", "communication", "--together", cwd=ROOT)
     assert (one.returncode, "two causes or more" in one.stderr) == (2, True)
-    wrong = commands.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)
+    wrong = cli_runner.tracekit("whatif", folder, "--without", "blocking-sink", cwd=ROOT)
     assert wrong.returncode == 2
     assert "did you mean blocking-sync?" in wrong.stderr
-    other = commands.tracekit("whatif", folder, "--strategy", "hsdp", cwd=ROOT)
+    other = cli_runner.tracekit("whatif", folder, "--strategy", "hsdp", cwd=ROOT)
     assert other.returncode == 2
     assert "say it by --node-bandwidth" in other.stderr
-    known = commands.tracekit("whatif", folder, "--strategy", "hsdp", "--node-bandwidth", "230e9", cwd=ROOT)
+    known = cli_runner.tracekit("whatif", folder, "--strategy", "hsdp", "--node-bandwidth", "230e9", cwd=ROOT)
     assert known.returncode == 0, known.stderr
     assert "8 GPUs a node, whose rings carry 230 GB/s" in known.stdout

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy, fully_shard, materialize
-from instrumented_trainers.strategies.yafsdp.materialize import reset_parameters
-from instrumented_trainers.strategies.yafsdp.module import units_in
-from tests import ranks
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, fully_shard, meta_init
+from instrumented_trainers.parallelism.yafsdp.meta_init import reset_parameters
+from instrumented_trainers.parallelism.yafsdp.module import units_in
 from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import LAYERS, VOCABULARY, WIDTH, Block, Toy
-from tests.rotation import modules_in_turns
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -98,7 +98,7 @@ def materialized(device: str) -> list[Tensor]:
     if device == "meta":
         parity.shard(toy, Case(norms_once=True))
         torch.manual_seed(1)
-        materialize(toy)
+        meta_init(toy)
     else:
         torch.manual_seed(1)
         for module in toy.modules():
@@ -123,7 +123,7 @@ def most_held_while_materializing() -> tuple[int, int]:
         most = max(most, sum(parameter.numel() for parameter in held))
         reset_parameters(module)
 
-    materialize(toy, reset)
+    meta_init(toy, reset)
     return most, whole
 
 
@@ -244,7 +244,7 @@ def leave_weights_unfilled() -> None:
         if not isinstance(module, nn.LayerNorm):
             reset_parameters(module)
 
-    materialize(meta_toy(), reset)
+    meta_init(meta_toy(), reset)
 
 
 def draw_what_cannot_be_drawn() -> None:
@@ -253,7 +253,7 @@ def draw_what_cannot_be_drawn() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.empty(3, device="meta"))
 
-    materialize(fully_shard(Scale()))
+    meta_init(fully_shard(Scale()))
 
 
 def shard_in_three_dims() -> None:
@@ -412,7 +412,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, ranks.Outcome]:
+def outcomes() -> dict[str, process_group.Outcome]:
     cases: dict[str, Callable[[], Any]] = {
         "addresses": functools.partial(buffer_addresses, Case()),
         "addresses, micro-batches in bf16": functools.partial(
@@ -429,62 +429,62 @@ def outcomes() -> dict[str, ranks.Outcome]:
     }
     cases |= {failure: functools.partial(train_on_after, failure) for failure in FAILURES}
     cases |= {name: functools.partial(refuse, name) for name in REFUSALS}
-    return ranks.run_cases(WORLD_SIZE, cases)
+    return process_group.run_cases(WORLD_SIZE, cases)
 
 
 @pytest.mark.parametrize("name", ["addresses", "addresses, micro-batches in bf16"])
-def test_buffers_are_allocated_once(outcomes: dict[str, ranks.Outcome], name: str) -> None:
+def test_buffers_are_allocated_once(outcomes: dict[str, process_group.Outcome], name: str) -> None:
     for seen in outcomes[name].results():
         (weights, gradients, own_weights, own_gradients), _ = seen[0]
         assert [len(kind) for kind in (weights, gradients, own_weights, own_gradients)] == [2, 2, 1, 1]
         assert all(step == seen[0] for step in seen)
 
 
-def test_layers_use_the_two_buffers_in_turn(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_layers_use_the_two_buffers_in_turn(outcomes: dict[str, process_group.Outcome]) -> None:
     for by_layer in outcomes["weights in buffers"].results():
         assert by_layer == [(index % 2, index % 2) for index in range(LAYERS)]
 
 
-def test_a_rank_keeps_its_share_of_the_weights_and_little_more(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_a_rank_keeps_its_share_of_the_weights_and_little_more(outcomes: dict[str, process_group.Outcome]) -> None:
     for whole, kept in outcomes["shard sizes"].results():
         padding = 8 * (LAYERS + 1)
         assert whole / WORLD_SIZE <= kept <= whole / WORLD_SIZE + padding
 
 
 def test_weights_drawn_after_sharding_on_meta_are_those_drawn_before_sharding(
-    outcomes: dict[str, ranks.Outcome],
+    outcomes: dict[str, process_group.Outcome],
 ) -> None:
     for found, expected in zip(outcomes["drawn on meta"].results(), outcomes["drawn on cpu"].results(), strict=True):
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
-def test_one_module_at_a_time_is_whole_while_weights_are_drawn(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_one_module_at_a_time_is_whole_while_weights_are_drawn(outcomes: dict[str, process_group.Outcome]) -> None:
     for most, whole in outcomes["held while materializing"].results():
         assert 0 < most <= whole / LAYERS
 
 
-def test_gradients_need_no_output_of_the_model(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_gradients_need_no_output_of_the_model(outcomes: dict[str, process_group.Outcome]) -> None:
     assert all(outcomes["stored activation"].results())
 
 
-def test_a_model_that_nobody_holds_gives_its_buffers_back(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_a_model_that_nobody_holds_gives_its_buffers_back(outcomes: dict[str, process_group.Outcome]) -> None:
     assert outcomes["forgotten"].results() == [[True, True]] * WORLD_SIZE
 
 
-def test_the_code_in_the_guide_trains(outcomes: dict[str, ranks.Outcome]) -> None:
+def test_the_code_in_the_guide_trains(outcomes: dict[str, process_group.Outcome]) -> None:
     for first, last, buffers in outcomes["guide"].results():
         assert last < 0.9 * first
         assert buffers == 2
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_trains_on_after(outcomes: dict[str, ranks.Outcome], failure: str) -> None:
+def test_trains_on_after(outcomes: dict[str, process_group.Outcome], failure: str) -> None:
     for message, difference in outcomes[failure].results():
         assert message == ("as it was told" if failure.startswith("in ") else "")
         assert difference < 1e-5
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refuses_by_name(outcomes: dict[str, ranks.Outcome], name: str) -> None:
+def test_refuses_by_name(outcomes: dict[str, process_group.Outcome], name: str) -> None:
     for words in outcomes[name].results():
         assert re.match(REFUSALS[name][1], words), words

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from instrumented_trainers.model import ModelConfig
-from instrumented_trainers.strategies import ShardOptions
-from tests import ranks
+from instrumented_trainers.parallelism import ShardOptions
 from tests.integration import parity, training
 from tests.integration.parity import Case
 from tests.integration.test_yafsdp_parity import CASES
 from tests.integration.training import Training
+from tests.support import process_group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def memory(strategy: str, micro_batches: int) -> Memory:
 
 
 @functools.cache
-def outcomes() -> dict[str, ranks.Outcome]:
+def outcomes() -> dict[str, process_group.Outcome]:
     cases = {
         f"{name}, {count} micro-batches": functools.partial(memory, name, count)
         for name in ("yafsdp", "fsdp2")
@@ -84,7 +84,7 @@ def outcomes() -> dict[str, ranks.Outcome]:
         for name, case in (CASES | {"divisor off by a thousandth": Case(divisor_error=1.001)}).items()
     }
     # Making communicators over sockets takes a second or two a case.
-    return ranks.run_cases(WORLD_SIZE, cases, cuda=True, timeout_s=560)
+    return process_group.run_cases(WORLD_SIZE, cases, cuda=True, timeout_s=560)
 
 
 def pairs(micro_batches: int) -> list[tuple[Memory, Memory]]:

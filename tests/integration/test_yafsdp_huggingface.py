@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rotation import in_turns
+from tests.support.rotation import in_turns
 from tracekit import conventions
 
 pytestmark = pytest.mark.skipif(

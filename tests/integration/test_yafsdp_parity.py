@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 
-from instrumented_trainers.strategies.yafsdp import MixedPrecisionPolicy
-from tests import ranks
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy
 from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import PATHS, Toy
-from tests.rotation import one_in_of
+from tests.support import process_group
+from tests.support.rotation import one_in_of
 
 WORLD_SIZES = (1, 2, 3, 4)
 TOLERANCE = 1e-12
@@ -77,10 +77,10 @@ CHANGING_PATHS = ("conditional", "shuffled", "spare on one rank")
 
 
 @functools.cache
-def all_outcomes() -> dict[int, dict[str, ranks.Outcome]]:
+def all_outcomes() -> dict[int, dict[str, process_group.Outcome]]:
     cases = CASES | {name: Case(dtype=torch.float32, policy=policy) for name, policy in BF16.items()}
     cases["divisor off by a thousandth"] = Case(divisor_error=1.001)
-    return ranks.run_worlds(
+    return process_group.run_worlds(
         {
             size: {
                 name: functools.partial(parity.compare, dataclasses.replace(case, steps=steps(case, size)))
@@ -96,7 +96,7 @@ def steps(case: Case, world_size: int) -> int:
     return case.steps if case.path in CHANGING_PATHS else STEPS[world_size]
 
 
-def outcomes(world_size: int) -> dict[str, ranks.Outcome]:
+def outcomes(world_size: int) -> dict[str, process_group.Outcome]:
     return all_outcomes()[world_size]
 
 

@@ -14,11 +14,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from instrumented_trainers.model import ModelConfig
-from tests import ranks
 from tests.integration import training
 from tests.integration.training import Training
-from tests.rotation import modules_in_turns
-from tracekit import intervals
+from tests.support import process_group
+from tests.support.rotation import modules_in_turns
+from tracekit.model import intervals
 
 pytestmark = modules_in_turns(3, "ranks")
 
@@ -90,31 +90,31 @@ def _spans(events: Iterator[dict[str, Any]]) -> intervals.Spans:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[str, ranks.Outcome]:
-    return ranks.run_cases(2, {name: functools.partial(record, name) for name in ("yafsdp", "fsdp2")})
+def recorded() -> dict[str, process_group.Outcome]:
+    return process_group.run_cases(2, {name: functools.partial(record, name) for name in ("yafsdp", "fsdp2")})
 
 
 def overlap_ratio(of_ranks: list[Recorded]) -> float:
     return sum(rank.overlapped_ns for rank in of_ranks) / sum(rank.communication_ns for rank in of_ranks)
 
 
-def test_communication_runs_beside_computation(recorded: dict[str, ranks.Outcome]) -> None:
+def test_communication_runs_beside_computation(recorded: dict[str, process_group.Outcome]) -> None:
     # Over many runs benchmarks/yafsdp.py finds more than half; a single short one on a busy machine may lie lower.
     assert overlap_ratio(recorded["yafsdp"].results()) > 0.25
 
 
-def test_that_of_fsdp2_does_not(recorded: dict[str, ranks.Outcome]) -> None:
+def test_that_of_fsdp2_does_not(recorded: dict[str, process_group.Outcome]) -> None:
     # The measure itself: FSDP2's calls block on gloo, so whatever it reported as overlapped would be an error of ours.
     assert overlap_ratio(recorded["fsdp2"].results()) < 0.01
 
 
-def test_in_steady_state_the_engine_allocates_nothing_large(recorded: dict[str, ranks.Outcome]) -> None:
+def test_in_steady_state_the_engine_allocates_nothing_large(recorded: dict[str, process_group.Outcome]) -> None:
     for rank in recorded["yafsdp"].results():
         assert rank.allocations["engine"] == 0
         assert rank.allocations["backend"] > 0  # gloo copies what it sends: the events are there to be seen
 
 
-def test_fsdp2_allocates_for_every_unit(recorded: dict[str, ranks.Outcome]) -> None:
+def test_fsdp2_allocates_for_every_unit(recorded: dict[str, process_group.Outcome]) -> None:
     for rank in recorded["fsdp2"].results():
         assert rank.allocations["engine"] >= STEPS * LAYERS
 
@@ -122,13 +122,13 @@ def test_fsdp2_allocates_for_every_unit(recorded: dict[str, ranks.Outcome]) -> N
 @pytest.mark.parametrize(
     "label", ["pre_forward", "post_forward", "pre_backward", "post_backward_reduce", "post_backward_reshard"]
 )
-def test_spans_are_named_as_those_of_fsdp2(recorded: dict[str, ranks.Outcome], label: str) -> None:
+def test_spans_are_named_as_those_of_fsdp2(recorded: dict[str, process_group.Outcome], label: str) -> None:
     names = [f"YaFSDP::{label}"] + [f"YaFSDP::{label} (layers.{index})" for index in range(LAYERS)]
     for rank in recorded["yafsdp"].results():
         assert {name: rank.spans[name] for name in names} == dict.fromkeys(names, 1)
 
 
-def test_the_last_layers_and_the_root_are_gathered_once_a_step(recorded: dict[str, ranks.Outcome]) -> None:
+def test_the_last_layers_and_the_root_are_gathered_once_a_step(recorded: dict[str, process_group.Outcome]) -> None:
     expected = {f"YaFSDP::all_gather (layers.{i})": 1 if i >= LAYERS - BUFFERS else 2 for i in range(LAYERS)}
     expected["YaFSDP::all_gather"] = 1
     for rank in recorded["yafsdp"].results():
@@ -136,7 +136,7 @@ def test_the_last_layers_and_the_root_are_gathered_once_a_step(recorded: dict[st
         assert gathers == expected
 
 
-def test_each_layer_is_gathered_before_its_turn(recorded: dict[str, ranks.Outcome]) -> None:
+def test_each_layer_is_gathered_before_its_turn(recorded: dict[str, process_group.Outcome]) -> None:
     forward = {f"YaFSDP::forward_prefetch for layers.{i}": 1 for i in range(LAYERS)}
     backward = {f"YaFSDP::backward_prefetch for layers.{i}": 1 for i in range(LAYERS - BUFFERS)}
     for rank in recorded["yafsdp"].results():

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from instrumented_trainers import strategies
+from instrumented_trainers import parallelism
 from instrumented_trainers.model import Llama, ModelConfig
-from instrumented_trainers.strategies import STRATEGIES, ShardOptions
+from instrumented_trainers.parallelism import STRATEGIES, ShardOptions
 
 CONFIG = ModelConfig(width=32, layers=3, heads=4, key_value_heads=2, hidden_width=80, vocabulary=61)
 SEQUENCES, TOKENS = 2, 12
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: strategies.make_optimizer(model, torch.optim.SGD, lr=0.3),
-    "adamw": lambda model: strategies.make_optimizer(model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
-    "fused adamw": lambda model: strategies.make_optimizer(
+    "sgd": lambda model: parallelism.make_optimizer(model, torch.optim.SGD, lr=0.3),
+    "adamw": lambda model: parallelism.make_optimizer(model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
+    "fused adamw": lambda model: parallelism.make_optimizer(
         model, torch.optim.AdamW, lr=3e-3, weight_decay=0.1, fused=True
     ),
 }
@@ -61,13 +61,13 @@ def step(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer,
     """Train one step; return the mean loss over ranks and the norm of the gradients (0 where they are not clipped)."""
     loss, norm = torch.zeros((), dtype=torch.float64, device=training.device), torch.zeros(())
     for index, tokens in enumerate(_batch(training, number)):
-        with strategies.accumulate(model, index == training.micro_batches - 1):
+        with parallelism.accumulate(model, index == training.micro_batches - 1):
             logits = model(tokens[:, :-1]).to(torch.float64)
             part = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / training.micro_batches
             part.backward()
         loss += part.detach()
     if training.max_norm is not None:
-        norm = strategies.clip_grad_norm(model, training.max_norm)
+        norm = parallelism.clip_grad_norm(model, training.max_norm)
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(loss)
@@ -84,7 +84,7 @@ def save(training: Training, path: str) -> list[float]:
     """Train, save a checkpoint, and return the losses of two more steps."""
     model, optimizer = build(training)
     _run(training, model, optimizer, range(training.steps))
-    checkpoint.save(strategies.checkpoint_state(model, optimizer), checkpoint_id=path)
+    checkpoint.save(parallelism.checkpoint_state(model, optimizer), checkpoint_id=path)
     return _run(training, model, optimizer, range(training.steps, training.steps + 2))
 
 
@@ -94,7 +94,7 @@ def save_while_training(training: Training, path: str) -> None:
     _run(training, model, optimizer, range(training.steps))
     group = dist.new_group()  # the saving thread's collectives must not come between those of the training thread
     saving = checkpoint.async_save(
-        strategies.checkpoint_state(model, optimizer), checkpoint_id=path, process_group=group
+        parallelism.checkpoint_state(model, optimizer), checkpoint_id=path, process_group=group
     )
     _run(training, model, optimizer, range(training.steps, training.steps + 2))
     saving.result()
@@ -104,11 +104,11 @@ def load(training: Training, path: str, *, steps_before: int = 0, save_to: str |
     """Load into a model of other weights that has trained some steps, maybe save that, and train two steps on."""
     model, optimizer = build(training, seed=1)
     _run(training, model, optimizer, range(steps_before))
-    state = strategies.checkpoint_state(model, optimizer)
+    state = parallelism.checkpoint_state(model, optimizer)
     checkpoint.load(state, checkpoint_id=path)
-    strategies.restore_state(model, optimizer, state)
+    parallelism.restore_state(model, optimizer, state)
     if save_to is not None:
-        checkpoint.save(strategies.checkpoint_state(model, optimizer), checkpoint_id=save_to)
+        checkpoint.save(parallelism.checkpoint_state(model, optimizer), checkpoint_id=save_to)
     return _run(training, model, optimizer, range(training.steps, training.steps + 2))
 
 

@@ -25,7 +25,7 @@ def micro(strategy: str, out: Path, **settings: Any) -> TrainingConfig:
 
 
 def case(config: TrainingConfig) -> Callable[[], tuple[list[float], str]]:
-    """Return a case for `tests.ranks` that trains and returns the rank's losses and what it said on stderr."""
+    """Return a case for `tests.support.process_group` that trains and returns the rank's losses and what it said on stderr."""
     return functools.partial(train, config)
 
 

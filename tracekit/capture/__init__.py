@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tracekit.capture.checkpoints.distributed import record_load, record_save
+    from tracekit.capture.checkpoints.dcp import record_load, record_save
     from tracekit.capture.recorder import Recorder
     from tracekit.capture.redaction import redact
 
@@ -16,8 +16,8 @@ __all__ = ["Recorder", "record_load", "record_save", "redact"]
 
 _HOMES = {
     "Recorder": "tracekit.capture.recorder",
-    "record_load": "tracekit.capture.checkpoints.distributed",
-    "record_save": "tracekit.capture.checkpoints.distributed",
+    "record_load": "tracekit.capture.checkpoints.dcp",
+    "record_save": "tracekit.capture.checkpoints.dcp",
     "redact": "tracekit.capture.redaction",
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.following import EVALUATION, Follower, harmless
+from tracekit.capture.framework_recorder import EVALUATION, Follower, harmless
 from tracekit.capture.metrics import Number
 
 try:

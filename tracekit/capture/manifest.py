@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture import files
-from tracekit.capture.place import this_world_size
+from tracekit.capture import atomic_files
+from tracekit.capture.rank_info import this_world_size
 from tracekit.capture.redaction import redact
 
 
@@ -46,7 +46,7 @@ class ManifestFile:
         """Write what is known."""
         with self._lock:
             windows = [self._windows[number] for number in sorted(self._windows)]
-            files.write_json(self._path, {**self._found, "windows": windows})
+            atomic_files.write_json(self._path, {**self._found, "windows": windows})
 
 
 def manifest(given: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:

@@ -12,14 +12,14 @@ import torch
 from torch.profiler import record_function
 
 from tracekit import conventions
-from tracekit.capture import files, writing
-from tracekit.capture.checkpoints.distributed import record_save
-from tracekit.capture.control import Requests
+from tracekit.capture import atomic_files, trace_writer
+from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
-from tracekit.capture.place import this_rank
-from tracekit.capture.profiling import Profiling, ProfilingOptions
-from tracekit.capture.windows import Window, Windows, parse_steps
+from tracekit.capture.on_demand_windows import Requests
+from tracekit.capture.rank_info import this_rank
+from tracekit.capture.window_profiler import Profiling, ProfilingOptions
+from tracekit.capture.window_schedule import Window, Windows, parse_steps
 
 DEFAULT_STEPS = "10:15"
 WARMUP_STEPS = 2
@@ -206,7 +206,7 @@ class Recorder:
         """Make room where traces take too much, and say in the manifest what there is."""
         if self._manifest is not None:
             budget_bytes = self._disk_budget_bytes
-            gone = writing.prune(self.folder, budget_bytes) if budget_bytes is not None else []
+            gone = trace_writer.prune(self.folder, budget_bytes) if budget_bytes is not None else []
             self._manifest.add_window(window.number, first_step=window.first, steps=steps, gone=gone)
 
     @contextlib.contextmanager
@@ -221,7 +221,7 @@ class Recorder:
         try:
             yield
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            files.complain(f"rank {self.rank}: {what}", error)
+            atomic_files.complain(f"rank {self.rank}: {what}", error)
             if give_up is not None:
                 give_up()
 

@@ -14,27 +14,27 @@ import typer
 
 from tracekit import __version__
 from tracekit.cli import output
-from tracekit.cli.baseline import baseline
-from tracekit.cli.cache import cache
-from tracekit.cli.check import check
-from tracekit.cli.checkpoint import checkpoint
-from tracekit.cli.compare import compare
-from tracekit.cli.dashboard import dashboard
-from tracekit.cli.export import export
-from tracekit.cli.history import history
-from tracekit.cli.kernels import kernels
-from tracekit.cli.memory import memory
-from tracekit.cli.ops import ops
-from tracekit.cli.plan import plan
-from tracekit.cli.query import query
-from tracekit.cli.record import PASS_ON, gather, record
-from tracekit.cli.rules import explain, rules
-from tracekit.cli.schema import schema
-from tracekit.cli.scrub import scrub
-from tracekit.cli.simulate import simulate
-from tracekit.cli.summary import summary
-from tracekit.cli.watch import watch
-from tracekit.cli.whatif import whatif
+from tracekit.cli.commands.baseline import baseline
+from tracekit.cli.commands.cache import cache
+from tracekit.cli.commands.check import check
+from tracekit.cli.commands.checkpoint import checkpoint
+from tracekit.cli.commands.compare import compare
+from tracekit.cli.commands.dashboard import dashboard
+from tracekit.cli.commands.export import export
+from tracekit.cli.commands.history import history
+from tracekit.cli.commands.kernels import kernels
+from tracekit.cli.commands.memory import memory
+from tracekit.cli.commands.ops import ops
+from tracekit.cli.commands.plan import plan
+from tracekit.cli.commands.query import query
+from tracekit.cli.commands.record import PASS_ON, gather, record
+from tracekit.cli.commands.rules import explain, rules
+from tracekit.cli.commands.schema import schema
+from tracekit.cli.commands.scrub import scrub
+from tracekit.cli.commands.simulate import simulate
+from tracekit.cli.commands.summary import summary
+from tracekit.cli.commands.watch import watch
+from tracekit.cli.commands.whatif import whatif
 from tracekit.errors import TracekitError
 
 DEBUG = "TRACEKIT_DEBUG"

@@ -11,8 +11,8 @@ from tracekit.cli import output
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tracekit.gate import Gate
-    from tracekit.reports.locations import Checkout
+    from tracekit.regression.gate import Gate
+    from tracekit.report.code_locations import Checkout
 
 
 class ReportFormat(StrEnum):
@@ -59,9 +59,9 @@ def write(
     comment_key: str,
 ) -> None:
     """Write the reports on runs: one to `out`, or stdout, and those that are wanted besides."""
-    from tracekit.reports import locations
+    from tracekit.report import code_locations
 
-    checkout = locations.Checkout(locations.root_of(Path.cwd()))
+    checkout = code_locations.Checkout(code_locations.root_of(Path.cwd()))
     for each, file in also:
         output.emit(_render(gates, each, file, checkout, comment_key), file)
     emit = output.emit_commands if report_format is ReportFormat.GITHUB else output.emit
@@ -73,7 +73,7 @@ def _render(
 ) -> str:
     if report_format in (ReportFormat.TEXT, ReportFormat.JSON, ReportFormat.HTML):
         return _report(gates, report_format, out)
-    from tracekit.reports import codequality, github, junit, markdown, sarif
+    from tracekit.report import codequality, github, junit, markdown, sarif
 
     if report_format is ReportFormat.MARKDOWN:
         return markdown.render(gates, checkout, key=comment_key)
@@ -89,15 +89,15 @@ def _render(
 def _report(gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | None) -> str:
     told = [(gate.report, gate.report.run) for gate in gates]
     if report_format is ReportFormat.HTML:
-        from tracekit.reports import html
+        from tracekit.report import html
 
         return html.render_several(told, gates)
     if report_format is ReportFormat.JSON:
-        from tracekit.reports import json
+        from tracekit.report import json
 
         return json.render(*told[0], gates[0]) if len(told) == 1 else json.render_several(told, gates)
-    from tracekit.reports import gates as verdicts
-    from tracekit.reports import text
+    from tracekit.report import gate_text as verdicts
+    from tracekit.report import text
 
     width, color = output.width(out), output.color(out)
     if any(gate.comparison or gate.budgets for gate in gates):

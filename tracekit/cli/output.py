@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
     from rich.progress import Progress, TaskID
 
-    from tracekit.trace import Source
+    from tracekit.model.trace import Source
 
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends
@@ -108,8 +108,8 @@ def names(text: str) -> tuple[str, ...]:
 
 def emit_totals(rows: "pl.DataFrame", totals_format: TotalsFormat, top: int | None, output: Path | None) -> None:
     """Write a table of kernels or ops, its first `top` rows: unless told, 20 as text and all for programs."""
-    from tracekit.reports import rows as written
-    from tracekit.reports import totals
+    from tracekit.report import query_rows as written
+    from tracekit.report import totals
 
     if totals_format is TotalsFormat.TEXT:
         emit(totals.as_text(rows, top=top or _TOP, width=width(output), color=color(output)), output)
@@ -121,17 +121,17 @@ def emit_totals(rows: "pl.DataFrame", totals_format: TotalsFormat, top: int | No
 def emit_rows(text: str, output: Path | None) -> None:
     """Write rows for programs as they are; a person's terminal gets no control character of theirs but line ends."""
     if output is None and sys.stdout.isatty():
-        from tracekit import markup
+        from tracekit.model import escaping
 
-        text = "".join(markup.inert(line, len(line) + 1) + "\n" for line in text.split("\n")[:-1])
+        text = "".join(escaping.inert(line, len(line) + 1) + "\n" for line in text.split("\n")[:-1])
     emit(text, output)
 
 
 def say(message: str) -> None:
     """Write one line to stderr. Names from traces in it can do nothing to a terminal."""
-    from tracekit import markup
+    from tracekit.model import escaping
 
-    sys.stderr.write(_for_log(f"tracekit: {markup.inert(message, _MAX_MESSAGE)}\n"))
+    sys.stderr.write(_for_log(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n"))
     sys.stderr.flush()
 
 
@@ -155,9 +155,9 @@ class Bar:
 
         def step(source: "Source") -> None:
             self._done += 1
-            from tracekit import markup
+            from tracekit.model import escaping
 
-            name = markup.inert(source.path.rsplit("/", 1)[-1], _MAX_NAME)
+            name = escaping.inert(source.path.rsplit("/", 1)[-1], _MAX_NAME)
             self._show(f"reading {name}", self._done, total)
 
         return step
@@ -195,9 +195,9 @@ def _for_log(text: str) -> str:
     """Return text as it can stand in the log of CI: names from traces in it can make the runner do nothing."""
     if not os.environ.get("GITHUB_ACTIONS"):
         return text
-    from tracekit import markup
+    from tracekit.model import escaping
 
-    return markup.without_commands(text)
+    return escaping.without_commands(text)
 
 
 def _progress() -> "tuple[Progress, TaskID]":

@@ -2,30 +2,30 @@
 
 from importlib.metadata import entry_points
 
-from tracekit.rule import Rule
-from tracekit.rules.batching import ReducedEveryMicroBatch, SmallCollectives
-from tracekit.rules.beside import BlockingBackgroundSave, CrowdedOut, LockedOut
+from tracekit.rules.allocation_churn import AlternatingBuffers, ChangingSizes
+from tracekit.rules.allocator_calls import AllocatorRetry, SteadyDeviceAllocation
+from tracekit.rules.alternating_stragglers import UnevenRanks
+from tracekit.rules.background_save import BlockingBackgroundSave, CrowdedOut, LockedOut
 from tracekit.rules.checkpoint import BlockingCheckpoint
-from tracekit.rules.churn import AlternatingBuffers, ChangingSizes
-from tracekit.rules.comm import ExposedCommunication, PreparationGap
-from tracekit.rules.contended import ContendedCompute, StarvedCollectives
-from tracekit.rules.data import DoubtfulTrace
-from tracekit.rules.footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
-from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
-from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
-from tracekit.rules.link import SlowLink
-from tracekit.rules.machine import CrowdedSave, GlobalSync
-from tracekit.rules.memory import AllocatorRetry, SteadyDeviceAllocation
-from tracekit.rules.rank import Straggler
-from tracekit.rules.recomputation import NeedlessRecomputation
-from tracekit.rules.safekeeping import (
+from tracekit.rules.checkpoint_policy import (
     AmplifiedRestore,
     LostOnPowerFailure,
     SeveralWriters,
     UnverifiedShards,
     UnwiseInterval,
 )
-from tracekit.rules.stalled import (
+from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
+from tracekit.rules.communication import ExposedCommunication, PreparationGap
+from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
+from tracekit.rules.host import BlockingSync, DataStall, LateLaunch
+from tracekit.rules.link_bandwidth import SlowLink
+from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.rule import Rule
+from tracekit.rules.save_interference import CrowdedSave, GlobalSync
+from tracekit.rules.save_stalls import (
     PlannedSave,
     SerializedSave,
     SlowStorage,
@@ -33,8 +33,8 @@ from tracekit.rules.stalled import (
     StagedSave,
     StragglingWriter,
 )
-from tracekit.rules.stream import GiveWay, NeedlessOrder
-from tracekit.rules.uneven import UnevenRanks
+from tracekit.rules.stragglers import Straggler
+from tracekit.rules.streams import GiveWay, NeedlessOrder
 
 RULES: tuple[type[Rule], ...] = (
     ExposedCommunication,

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit import conventions, units
-from tracekit.analysis import checkpoint, saves, stalls
-from tracekit.rule import Finding, Rule, Severity
-from tracekit.trace import Fact, Run
+from tracekit import conventions
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules.rule import Finding, Rule, Severity
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
@@ -53,17 +54,17 @@ class BlockingCheckpoint(Rule):
 
     code: ClassVar[str] = "CKPT001"
     facts: ClassVar[tuple[Fact, ...]] = (
-        checkpoint.saves,
-        checkpoint.step_times,
-        checkpoint.save_spans,
-        checkpoint.host_steps,
+        save_stages.saves,
+        save_stages.step_times,
+        save_stages.save_spans,
+        save_stages.host_steps,
     )
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run by others without a log and without a span that is a save cannot be judged."""
-        if run.manifest or run.table(checkpoint.saves).height or run.table(checkpoint.save_spans).height:
+        if run.manifest or run.table(save_stages.saves).height or run.table(save_stages.save_spans).height:
             return None
         return (
             "no checkpoint log lies beside the traces and no span in them is a save by its name, so saves were not "
@@ -75,7 +76,7 @@ class BlockingCheckpoint(Rule):
         stages = _stages(run)
         if stages.filter(pl.col("stage") == conventions.TOTAL).height:
             yield self._by_log(run, stages)
-        elif run.table(checkpoint.save_spans).height:
+        elif run.table(save_stages.save_spans).height:
             yield self._by_spans(run)
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
@@ -106,11 +107,11 @@ class BlockingCheckpoint(Rule):
         )
 
     def _by_spans(self, run: Run) -> Finding:
-        spans = run.table(checkpoint.save_spans)
+        spans = run.table(save_stages.save_spans)
         rank = spans.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
         own = spans.filter(pl.col("rank") == rank["rank"][0]).sort("start_ns")
         longest = own.sort("dur_ns", descending=True).row(0, named=True)
-        steps = run.table(checkpoint.host_steps).filter(pl.col("rank") == rank["rank"][0])
+        steps = run.table(save_stages.host_steps).filter(pl.col("rank") == rank["rank"][0])
         inside = own.drop_nulls("step")
         share = int(inside["dur_ns"].sum()) / int(steps["dur_ns"].sum()) if steps.height else 0.0
         # Only where it saves more than once is it seen how often a run saves; a window may be laid around one save.

@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit import units
-from tracekit.analysis import allocations, beside, memory
-from tracekit.rule import Finding, Rule, Severity
-from tracekit.trace import Fact, Run
+from tracekit.analysis.memory import allocations, steady_state
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.rules.rule import Finding, Rule, Severity
 
 _DEVICE = ["window", "rank", "device"]
 _EVIDENCE_ROWS = 60
@@ -41,7 +42,7 @@ class FragmentedMemory(Rule):
     """
 
     code: ClassVar[str] = "MEM008"
-    facts: ClassVar[tuple[Fact, ...]] = (memory.regrowth, allocations.peaks, allocations.churn)
+    facts: ClassVar[tuple[Fact, ...]] = (steady_state.regrowth, allocations.peaks, allocations.churn)
     min_grown_ratio: float = 0.02
     min_free_ratio: float = 0.1
     min_bytes: int = 64 << 20
@@ -53,7 +54,7 @@ class FragmentedMemory(Rule):
         yield from self._cut_up(run)
 
     def _grown(self, run: Run) -> Iterator[Finding]:
-        grown = run.table(memory.regrowth)
+        grown = run.table(steady_state.regrowth)
         if grown.is_empty():
             return
         known = (
@@ -99,7 +100,7 @@ class FragmentedMemory(Rule):
         )
 
     def _cut_up(self, run: Run) -> Iterator[Finding]:
-        pools = run.across(beside.pools)
+        pools = run.across(run_snapshots.pools)
         cut = pools.filter(
             pl.col("free_bytes") >= self.min_bytes,
             pl.col("free_bytes") >= self.min_free_ratio * pl.col("total_bytes"),
@@ -154,7 +155,7 @@ class CrossStreamSlack(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with most of it."""
-        pools = run.across(beside.pools)
+        pools = run.across(run_snapshots.pools)
         of_stream = pools.group_by(*_DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
         main = pl.col("total_bytes") == pl.col("total_bytes").max().over(_DEVICE)
         told = of_stream.with_columns(aside_bytes=pl.when(main).then(0).otherwise("free_bytes"))

@@ -6,24 +6,27 @@ from typing import Any, ClassVar
 
 import polars as pl
 
-from tracekit import units
-from tracekit.analysis import contention, hosts, lateness, plain
-from tracekit.rule import Finding, Rule, Severity, Without
-from tracekit.rules import typical
-from tracekit.trace import Fact, Run
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.compute import contention
+from tracekit.analysis.host import launch_delay
+from tracekit.analysis.time import host_activity
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules import representative_step
+from tracekit.rules.rule import Finding, Rule, Severity, Without
 
 _EVIDENCE_ROWS = 40
 _FACTS: tuple[Fact, ...] = (
-    lateness.host_gaps,
-    *plain.FACTS,
+    launch_delay.host_gaps,
+    *steps_without_saves.FACTS,
     contention.device_count,
 )
-_LATE = (hosts.PYTHON, hosts.OP, hosts.LAUNCH, hosts.LOCK)
+_LATE = (host_activity.PYTHON, host_activity.OP, host_activity.LAUNCH, host_activity.LOCK)
 _WHILE = {
-    hosts.PYTHON: "in Python or not running",
-    hosts.OP: "inside ops of the framework",
-    hosts.LAUNCH: "inside launches",
-    hosts.LOCK: "waiting for a lock",
+    host_activity.PYTHON: "in Python or not running",
+    host_activity.OP: "inside ops of the framework",
+    host_activity.LAUNCH: "inside launches",
+    host_activity.LOCK: "waiting for a lock",
 }
 _PLACE = ["window", "rank", "device", "phase", "name", "nth"]
 
@@ -60,13 +63,13 @@ class LateLaunch(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         on_device = _on_device(run)
-        late = run.table(lateness.host_gaps).filter(pl.col("detail").is_in(_LATE))
+        late = run.table(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE))
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
-        steps = plain.losses(run, late, "dur_ns")
-        worst = typical.of_worst(steps, "lost_ratio")
+        steps = steps_without_saves.losses(run, late, "dur_ns")
+        worst = representative_step.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_late_ratio:
             return
-        own = typical.here(late, worst)
+        own = representative_step.here(late, worst)
         doing = own.group_by("detail").agg(pl.col("dur_ns").sum()).sort("dur_ns", "detail", descending=[True, False])
         most = doing.row(0, named=True)
         yield _finding(
@@ -84,10 +87,12 @@ class LateLaunch(Rule):
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
         """Return the long pauses of Python that every step has at the same place, each as long as the shortest."""
-        judged = plain.steps(run).drop_nulls("step")
+        judged = steps_without_saves.steps(run).drop_nulls("step")
         every = judged.group_by("window", "rank", "device").agg(pl.len().alias("steps"))
-        pauses = late.filter(pl.col("detail") == hosts.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
-        pauses = pauses.join(judged.select(plain.PLACE), on=plain.PLACE, how="semi", nulls_equal=True)
+        pauses = late.filter(pl.col("detail") == host_activity.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
+        pauses = pauses.join(
+            judged.select(steps_without_saves.PLACE), on=steps_without_saves.PLACE, how="semi", nulls_equal=True
+        )
         counted = pauses.join(every, on=["window", "rank", "device"], nulls_equal=True, maintain_order="left")
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
@@ -121,7 +126,7 @@ class BlockingSync(Rule):
     """
 
     code: ClassVar[str] = "HOST002"
-    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, lateness.reads)
+    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.reads)
     min_idle_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -129,11 +134,11 @@ class BlockingSync(Rule):
         if not _on_device(run):
             yield from self._reads(run)
             return
-        late = run.table(lateness.host_gaps).filter(
-            pl.col("synced") & pl.col("detail").is_in([*_LATE, hosts.SYNCHRONIZE])
+        late = run.table(launch_delay.host_gaps).filter(
+            pl.col("synced") & pl.col("detail").is_in([*_LATE, host_activity.SYNCHRONIZE])
         )
-        steps = plain.losses(run, late, "dur_ns")
-        worst = typical.of_worst(steps, "lost_ratio")
+        steps = steps_without_saves.losses(run, late, "dur_ns")
+        worst = representative_step.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_idle_ratio:
             return
         yield _finding(
@@ -142,32 +147,32 @@ class BlockingSync(Rule):
             steps.filter(pl.col("lost_ratio") >= self.min_idle_ratio),
             _evidence(worst, late),
             f"The host waits for the device, which then runs dry: for {_share(worst)} nothing computes after "
-            f"{typical.here(late, worst)['gap'].n_unique()} such waits.",
+            f"{representative_step.here(late, worst)['gap'].n_unique()} such waits.",
             _READ_LATER,
             0.8,
             Without("blocking-sync"),
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
-        reads = run.table(lateness.reads)
-        steps = plain.steps(run).drop_nulls("step")
+        reads = run.table(launch_delay.reads)
+        steps = steps_without_saves.steps(run).drop_nulls("step")
         counts = reads.group_by("window", "rank", "step").agg(pl.len().cast(pl.Int64).alias("reads"))
         counted = steps.join(counts, on=["window", "rank", "step"], how="left").with_columns(
             pl.col("reads").fill_null(0)
         )
-        worst = typical.of_worst(counted, "reads")
+        worst = representative_step.of_worst(counted, "reads")
         if worst is None or not worst["reads"]:
             return
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{worst['reads']} values are read onto the host in forward and backward of {typical.in_words(worst)}; on "
+            f"{worst['reads']} values are read onto the host in forward and backward of {representative_step.in_words(worst)}; on "
             "the CPU that costs nothing, on a device each read would wait for all that is queued.",
             _READ_LATER,
             confidence=0.9,
             ranks=tuple(counted.filter(pl.col("reads") > 0)["rank"].unique().sort().to_list()),
             steps=tuple(counted.filter(pl.col("reads") > 0)["step"].unique().sort().to_list()),
-            evidence=typical.here(reads, worst).head(_EVIDENCE_ROWS),
+            evidence=representative_step.here(reads, worst).head(_EVIDENCE_ROWS),
         )
 
 
@@ -204,11 +209,11 @@ class DataStall(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        late = run.table(lateness.host_gaps).filter(pl.col("detail") == hosts.DATA)
+        late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_activity.DATA)
         place = ["window", "rank", "device"]
         last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
-        steps = plain.losses(run, late, "dur_ns").filter(~last)
-        worst = typical.of_worst(steps, "lost_ratio")
+        steps = steps_without_saves.losses(run, late, "dur_ns").filter(~last)
+        worst = representative_step.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_stall_ratio:
             return
         yield _finding(
@@ -231,14 +236,14 @@ def _on_device(run: Run) -> bool:
 def _share(worst: dict[str, Any]) -> str:
     return (
         f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])}) in {typical.in_words(worst)}"
+        f"({units.share(worst['lost_ratio'])}) in {representative_step.in_words(worst)}"
     )
 
 
 def _evidence(worst: dict[str, Any], late: pl.DataFrame) -> pl.DataFrame:
     """Return the gaps of the quoted step, the longest first, then the longest of others."""
     order = {"by": ["dur_ns", "start_ns"], "descending": [True, False]}
-    own = typical.here(late, worst).sort(**order)  # type: ignore[arg-type]
+    own = representative_step.here(late, worst).sort(**order)  # type: ignore[arg-type]
     others = late.join(own, on=["window", "rank", "gap", "detail"], how="anti").sort(**order)  # type: ignore[arg-type]
     columns = ("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")
     return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(columns)

@@ -6,11 +6,13 @@ from typing import ClassVar
 
 import polars as pl
 
-from tracekit import units
-from tracekit.analysis import allocations, plain, recomputation
-from tracekit.rule import Finding, Rule, Severity, Without
-from tracekit.rules import typical
-from tracekit.trace import Fact, Run
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.compute import recomputation
+from tracekit.analysis.memory import allocations
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules import representative_step
+from tracekit.rules.rule import Finding, Rule, Severity, Without
 
 _EVIDENCE_ROWS = 80
 
@@ -41,7 +43,7 @@ class NeedlessRecomputation(Rule):
 
     code: ClassVar[str] = "MEM002"
     facts: ClassVar[tuple[Fact, ...]] = (
-        recomputation.regions, allocations.peaks, *plain.FACTS,
+        recomputation.regions, allocations.peaks, *steps_without_saves.FACTS,
     )  # fmt: skip
     keep_free_ratio: float = 0.05
     min_saved_ratio: float = 0.02
@@ -62,13 +64,13 @@ class NeedlessRecomputation(Rule):
         if room is None or parts.is_empty():
             return
         spared = _spared(parts, room)
-        steps = plain.losses(run, spared, "compute_ns")
-        worst = typical.of_worst(steps, "lost_ratio")
+        steps = steps_without_saves.losses(run, spared, "compute_ns")
+        worst = representative_step.of_worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_saved_ratio:
             return
-        own = typical.here(parts, worst)
+        own = representative_step.here(parts, worst)
         passes = int(own["backward"].n_unique())
-        layers, count = own.height // passes, typical.here(spared, worst).height // passes
+        layers, count = own.height // passes, representative_step.here(spared, worst).height // passes
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -76,7 +78,7 @@ class NeedlessRecomputation(Rule):
             f"{units.size(int(own['held_bytes'].max()))} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
             f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['lost_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
-            f"{typical.in_words(worst)}.",
+            f"{representative_step.in_words(worst)}.",
             f"Checkpoint {layers - count} of the {layers} parts only (torch.utils.checkpoint on the first layers, a "
             "check_fn for apply_activation_checkpointing), or keep costly outputs by "
             "create_selective_checkpoint_contexts.",
@@ -101,7 +103,7 @@ class NeedlessRecomputation(Rule):
 
 def _spared(parts: pl.DataFrame, room: int) -> pl.DataFrame:
     """Return the parts of each pass that memory could hold, the costliest first."""
-    by = [*typical.PLACE, "backward"]
+    by = [*representative_step.PLACE, "backward"]
     needed = pl.col("held_bytes").fill_null(0).clip(1)
     ordered = parts.drop_nulls("held_bytes").sort("compute_ns", "start_ns", descending=[True, False])
     return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(pl.col("needed_bytes") <= room)

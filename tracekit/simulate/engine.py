@@ -14,8 +14,8 @@ from tracekit.simulate.job import Job
 from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
 from tracekit.simulate.recording import Activity, RankRecord, Recording
 from tracekit.simulate.strategies import HIGH_PRIORITY, SCHEDULES
+from tracekit.simulate.topology import World
 from tracekit.simulate.transfers import Transfer
-from tracekit.simulate.world import World
 
 _KERNEL_GAP_NS = 1_000  # between two kernels of a stream
 _JITTERS = 4096

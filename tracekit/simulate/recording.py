@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from tracekit.simulate.program import Kernel
-from tracekit.simulate.world import Group
+from tracekit.simulate.topology import Group
 
 TERMS = ("compute", "communication", "copy", "overlapped", "exposed_communication", "exposed_copy", "idle")
 # What time counts for, by whether it computes, communicates, copies.

@@ -9,14 +9,14 @@ from typing import Any
 from tracekit import conventions
 from tracekit.errors import InputError
 from tracekit.plan.checkpoint import ADAM_BYTES_PER_PARAM
-from tracekit.simulate import engine, faults, kineto, memory, truth
+from tracekit.simulate import engine, faults, kineto_writer, memory, truth
 from tracekit.simulate.faults import Asked
 from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.recording import Recording
 from tracekit.simulate.truth import Known
 
 _OURS = (
-    f"rank*{kineto.TRACE_SUFFIX}",
+    f"rank*{kineto_writer.TRACE_SUFFIX}",
     f"rank*{conventions.METRICS_SUFFIX}",
     f"rank*{conventions.CHECKPOINT_LOG_SUFFIX}",
 )
@@ -54,7 +54,7 @@ def simulate(
     written = [rank for rank in job.simulated_ranks if rank in recording.ranks]
     for done, rank in enumerate(written, 1):
         record = recording.ranks[rank]
-        kineto.write(out / conventions.rank_file(rank, kineto.TRACE_SUFFIX), job, record)
+        kineto_writer.write(out / conventions.rank_file(rank, kineto_writer.TRACE_SUFFIX), job, record)
         _write_lines(out / conventions.rank_file(rank, conventions.METRICS_SUFFIX), _metrics(job, recording, rank))
         if job.troubles.save_ns:
             _write_lines(
@@ -85,7 +85,7 @@ def _manifest(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "schema": conventions.RUN_SCHEMA,
         "simulated": True,
-        "created_ns": kineto.BASE_NS,
+        "created_ns": kineto_writer.BASE_NS,
         "strategy": YAFSDP if job.strategy == YAFSDP_V1 else job.strategy,
         "world_size": job.gpus,
         "model": {**asdict(job.model), "parameters": job.model.parameters},
@@ -117,7 +117,7 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
 
 def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
     step = job.troubles.save_step
-    end_ns = kineto.BASE_NS + recording.ranks[rank].host_steps[step][1]
+    end_ns = kineto_writer.BASE_NS + recording.ranks[rank].host_steps[step][1]
     common = {
         "simulated": True,
         "checkpoint": f"step-{step + 1}",

@@ -21,7 +21,7 @@ from tracekit.simulate.program import (
     Synchronize,
     Take,
 )
-from tracekit.simulate.world import World
+from tracekit.simulate.topology import World
 
 _READ_BYTES = 4
 _PCIE_BYTES_PER_S = 20e9

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tracekit.simulate.device import Device, Work
 from tracekit.simulate.program import Collective
-from tracekit.simulate.world import Group
+from tracekit.simulate.topology import Group
 
 
 @dataclass(slots=True, eq=False)

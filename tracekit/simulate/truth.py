@@ -7,7 +7,7 @@ from typing import Any
 from tracekit.simulate import engine, faults
 from tracekit.simulate.faults import Asked
 from tracekit.simulate.job import FSDP1, Job
-from tracekit.simulate.kineto import BASE_NS
+from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.recording import Recording
 
 _LEAST_RATIO = 0.01  # what a setting costs by itself is told from this share of the step on

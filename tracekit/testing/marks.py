@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracekit import budget, config, quantities
-from tracekit.budget import Budgets
-from tracekit.capture.windows import parse_steps
+from tracekit.capture.window_schedule import parse_steps
+from tracekit.cli import settings
 from tracekit.errors import ConfigError
-from tracekit.rule import Severity
+from tracekit.regression import budgets as budget
+from tracekit.regression import quantities
+from tracekit.regression.budgets import Budgets
+from tracekit.rules.rule import Severity
 
 DEFAULT_STEPS = (3, 8)
 
@@ -37,7 +39,7 @@ def asked(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Asked:
         steps = parse_steps(steps)
     elif steps != DEFAULT_STEPS:
         raise ConfigError(f'{_STEPS}: expected text such as "3:8", not {steps!r}')
-    fail_on = config.parse_fail_on(str(given.pop(_FAIL_ON, config.NEVER)))
+    fail_on = settings.parse_fail_on(str(given.pop(_FAIL_ON, settings.NEVER)))
     try:
         return Asked(steps, budget.parse(given), fail_on)
     except ConfigError as error:

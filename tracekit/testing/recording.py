@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tracekit import conventions, loading
+from tracekit import conventions
+from tracekit.capture.launch_settings import Settings
 from tracekit.capture.launcher import launch
-from tracekit.capture.optimizers import OptimizerSteps
+from tracekit.capture.optimizer_hooks import OptimizerSteps
 from tracekit.capture.recorder import WARMUP_STEPS, Recorder
-from tracekit.capture.settings import Settings
 from tracekit.errors import InputError
-from tracekit.trace import Run
+from tracekit.ingest import loader
+from tracekit.model.trace import Run
 
 
 class TraceRun:
@@ -48,7 +49,7 @@ class TraceRun:
         self.stop()
         if self._run is None:
             self._refuse_what_lacks_steps()
-            self._run = loading.load(str(self.folder), cache=False)
+            self._run = loader.load(str(self.folder), cache=False)
         return self._run
 
     def step(self, metrics: Mapping[str, float] | None = None, *, tokens: int | None = None) -> None:

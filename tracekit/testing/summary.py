@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tracekit import markup
+from tracekit.model import escaping
 
 if TYPE_CHECKING:
     import pytest
@@ -42,17 +42,17 @@ def lines(rows: "Sequence[Row]", width: int) -> list[str]:
 def _cells(row: "Row") -> tuple[str, ...]:
     numbers = [_number(column, row[column]) for column in _COLUMNS]  # type: ignore[literal-required]  # its own
     shown = (row["test"].rpartition("/")[2], *numbers, row["outcome"], row["finding"])
-    return tuple(map(markup.inert, shown))
+    return tuple(map(escaping.inert, shown))
 
 
 def _number(column: str, value: float | None) -> str:
-    return f"{value:,.0f}" if column == "allocations" and value is not None else markup.cell(column, value)
+    return f"{value:,.0f}" if column == "allocations" and value is not None else escaping.cell(column, value)
 
 
 def _line(cells: "Sequence[str]", widths: "Sequence[int]") -> str:
     shown = [_ending(cells[0], widths[0]).ljust(widths[0])]
     shown += [cell.rjust(width) for cell, width in zip(cells[1:5], widths[1:5], strict=True)]
-    shown += [markup.inert(cell, width).ljust(width) for cell, width in zip(cells[5:], widths[5:], strict=True)]
+    shown += [escaping.inert(cell, width).ljust(width) for cell, width in zip(cells[5:], widths[5:], strict=True)]
     return _GAP.join(shown).rstrip()
 
 

@@ -9,17 +9,19 @@ from typing import TypedDict
 import numpy as np
 import polars as pl
 
-from tracekit import checking, config, units
-from tracekit.analysis.samples import samples
-from tracekit.compare import job_samples
+from tracekit.cli import settings
 from tracekit.errors import TracekitError
-from tracekit.gate import Budgeted, Gate, Outcome, judging
-from tracekit.reports import words
-from tracekit.rule import Finding
-from tracekit.rules import all_rules
+from tracekit.model import units
+from tracekit.model.trace import Run
+from tracekit.regression import judgement
+from tracekit.regression.comparison import job_samples
+from tracekit.regression.gate import Budgeted, Gate, Outcome
+from tracekit.regression.samples import samples
+from tracekit.report import phrases
+from tracekit.rules import all_rules, engine
+from tracekit.rules.rule import Finding
 from tracekit.testing.marks import Asked
 from tracekit.testing.recording import TraceRun
-from tracekit.trace import Run
 
 MOST_FINDINGS = 3
 
@@ -57,7 +59,7 @@ def judge(recording: TraceRun, asked: Asked, test: str, *, settings_from: Path) 
         return Judged(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
     measured = {metric: float(np.median(each)) for metric, each in job_samples(run.table(samples)).items()}
     costliest = _costliest(gate.report.findings)
-    top = f"{costliest[0].code} {words.rule_name(costliest[0].code)}" if costliest else ""
+    top = f"{costliest[0].code} {phrases.rule_name(costliest[0].code)}" if costliest else ""
     outcome = _outcome(gate)
     failed = gate.failures or _unmeasured(gate)
     return Judged(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
@@ -65,13 +67,13 @@ def judge(recording: TraceRun, asked: Asked, test: str, *, settings_from: Path) 
 
 def _gate(run: Run, asked: Asked, folder: Path) -> Gate:
     catalog = all_rules()
-    file = config.nearest(folder)
-    settled = config.read(file, catalog) if file else config.Config()
-    facts = (samples, *judging.facts(asked.budgets, with_baseline=False))
-    report = checking.check(run, config.configured(settled, catalog), facts=facts)
+    file = settings.nearest(folder)
+    settled = settings.read(file, catalog) if file else settings.Config()
+    facts = (samples, *judgement.facts(asked.budgets, with_baseline=False))
+    report = engine.check(run, settings.configured(settled, catalog), facts=facts)
     today = datetime.datetime.now(datetime.UTC).date()
-    report = config.set_aside(report, settled.ignore, catalog, today=today)
-    return judging.judge(report, asked.fail_on, budgets=asked.budgets)
+    report = settings.set_aside(report, settled.ignore, catalog, today=today)
+    return judgement.judge(report, asked.fail_on, budgets=asked.budgets)
 
 
 def _failure(gate: Gate, run: Run, folder: Path) -> str:
@@ -85,7 +87,7 @@ def _failure(gate: Gate, run: Run, folder: Path) -> str:
     if told:
         lines.append("what costs most:")
     for each in told[:MOST_FINDINGS]:
-        lines.append(f"  {each.id} {words.rule_name(each.code)}: {each.message}")
+        lines.append(f"  {each.id} {phrases.rule_name(each.code)}: {each.message}")
         lines += [f"    fix: {each.fix}"] if each.fix else []
     return "\n".join([*lines, f"the run: tracekit check {folder}"])
 

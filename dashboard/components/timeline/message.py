@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit import align, charts, markup, tiles, units
-from tracekit.intervals import Window
-from tracekit.rule import Finding
-from tracekit.tiles import lookup
+from tracekit.model import escaping, units
+from tracekit.model.intervals import Window
+from tracekit.report import charts, timeline
+from tracekit.report.timeline import lookup
+from tracekit.rules.rule import Finding
+from tracekit.sync import alignment
 
 MAX_NAME = 300
 MAX_VALUE = 2000
@@ -91,11 +93,11 @@ def packed(told: Mapping[str, Any]) -> bytes:
     return b"".join((len(head).to_bytes(4, "little"), head, *arrays))
 
 
-def scene(of: tiles.Scene) -> dict[str, Any]:
+def scene(of: timeline.Scene) -> dict[str, Any]:
     """Return what stays the same while a scene is looked at: its length, tracks, colours."""
     tracks = of.tracks.select("track", "rank", "group", "label", "role", "rows").to_dicts()
     for track in tracks:
-        track |= {"group": markup.inert(track["group"], MAX_NAME), "label": markup.inert(track["label"], MAX_NAME)}
+        track |= {"group": escaping.inert(track["group"], MAX_NAME), "label": escaping.inert(track["label"], MAX_NAME)}
         track["rows"] = min(track["rows"], MAX_ROWS)
     units = of.bands.filter(pl.col("kind") == "unit")
     return {
@@ -103,26 +105,26 @@ def scene(of: tiles.Scene) -> dict[str, Any]:
         "span_ns": of.span[1] - of.span[0],
         "tracks": tracks,
         "unit_ranks": units["rank"].unique().sort().to_list(),
-        "kinds": [_kind(name) for name in tiles.KINDS],
+        "kinds": [_kind(name) for name in timeline.KINDS],
         "colours": {ink: charts.COLOURS[kind] for ink, kind in _INKS.items()},
     }
 
 
-def tracks_at_first(of: tiles.Scene) -> tuple[int, ...]:
+def tracks_at_first(of: timeline.Scene) -> tuple[int, ...]:
     """Return the tracks that a browser asks for at first: of many ranks it folds the host's."""
     tracks = of.tracks
     shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
     return tuple(shown["track"].head(MAX_FIRST_TRACKS))
 
 
-def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
+def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
     """Return the slices and bands of a view and its margins."""
     span_ns = of.span[1] - of.span[0]
     margin_ns = int((view.end_ns - view.start_ns) * MARGIN_RATIO)
     start_ns, end_ns = max(view.start_ns - margin_ns, 0), min(view.end_ns + margin_ns, span_ns)
     pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
     part = (of.span[0] + start_ns, of.span[0] + end_ns)
-    table = tiles.view(of, part, pixels, view.tracks)
+    table = timeline.view(of, part, pixels, view.tracks)
     # From here on NumPy: these tables are small, and each step of Polars would wait for its threads.
     of_table = {name: table[name].to_numpy() for name in table.columns if name != "id"}
     distinct, name = np.unique(of_table["name_id"], return_inverse=True)
@@ -139,11 +141,11 @@ def tile(of: tiles.Scene, view: View) -> dict[str, Any]:
         "fill": np.rint(255 * np.clip(of_table["busy_ns"] / np.maximum(of_table["dur_ns"], 1), 0, 1)),
     }
     told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
-    told |= {"names": [_name(each) for each in tiles.names(of, distinct)]}
+    told |= {"names": [_name(each) for each in timeline.names(of, distinct)]}
     return told | {"columns": _columns(columns), "bands": _bands(of, part, pixels, view.tracks)}
 
 
-def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
+def matches(of: timeline.Scene, text: str, found: timeline.Matches) -> dict[str, Any]:
     """Return what a search found: how many, how long together, and the first of them by time."""
     table = found.table.head(MAX_MATCHES)
     distinct = table["name"].unique(maintain_order=True)
@@ -156,12 +158,12 @@ def matches(of: tiles.Scene, text: str, found: tiles.Matches) -> dict[str, Any]:
         "name": name.to_numpy(),
         "id": table["id"].to_numpy(),
     }
-    names = [markup.inert(each, MAX_NAME) for each in distinct]
+    names = [escaping.inert(each, MAX_NAME) for each in distinct]
     told = {"text": text, "total": found.total, "total_ns": found.total_ns, "names": names}
     return told | {"columns": _columns(columns)}
 
 
-def findings(of: tiles.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
+def findings(of: timeline.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
     """Return the longest moments that the findings' evidence names in this window, the findings in their order."""
     marks = [mark for key, each in found.items() for mark in _marks(of, window, key, each)]
     longest = sorted(marks, key=lambda mark: mark["start"] - mark["end"])[:MAX_MARKS]
@@ -169,7 +171,7 @@ def findings(of: tiles.Scene, window: int, found: Mapping[str, Finding]) -> list
     return sorted(longest, key=lambda mark: (order[mark["key"]], mark["start"] - mark["end"]))
 
 
-def details(of: tiles.Scene, told: tiles.Details) -> list[dict[str, Any]]:
+def details(of: timeline.Scene, told: timeline.Details) -> list[dict[str, Any]]:
     """Return what is known of a slice as rows of text, each with the slice that it leads to where there is one."""
     rows = [
         _row(fact.label, fact.value, _slice(of, fact.track, fact.id) if fact.track is not None else None)
@@ -177,7 +179,7 @@ def details(of: tiles.Scene, told: tiles.Details) -> list[dict[str, Any]]:
         if fact.label not in _SHOWN_ABOVE
     ]
     if told.stack:
-        rows.append(_row("stack", "\n".join(markup.inert(name, MAX_NAME) for name in told.stack)))
+        rows.append(_row("stack", "\n".join(escaping.inert(name, MAX_NAME) for name in told.stack)))
     for peer in told.peers.iter_rows(named=True):
         time = f"{units.duration(peer['dur_ns'])} from {units.duration(peer['start_ns'] - of.span[0])}"
         waits = f", waits {units.duration(peer['wait_ns'])}" if peer["wait_ns"] else ""
@@ -185,7 +187,7 @@ def details(of: tiles.Scene, told: tiles.Details) -> list[dict[str, Any]]:
     return rows
 
 
-def arrows(of: tiles.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
+def arrows(of: timeline.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
     """Return arrows with both of their slices."""
     origin_ns = of.span[0]
     return [
@@ -199,15 +201,15 @@ def arrows(of: tiles.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _row(label: str, value: str, leads_to: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    lines = [markup.inert(line, MAX_VALUE) for line in value.split("\n")]
-    return {"label": markup.inert(label), "value": "\n".join(lines), "slice": leads_to}
+    lines = [escaping.inert(line, MAX_VALUE) for line in value.split("\n")]
+    return {"label": escaping.inert(label), "value": "\n".join(lines), "slice": leads_to}
 
 
-def _slice(of: tiles.Scene, track: int, slice_id: int) -> dict[str, Any]:
+def _slice(of: timeline.Scene, track: int, slice_id: int) -> dict[str, Any]:
     found = lookup.slice_at(of, track, slice_id)
     place = {"track": track, "row": int(found["row"]), "id": slice_id}
     times = {"start": int(found["start_ns"]) - of.span[0], "dur": int(found["dur_ns"])}
-    return {**place, **times, "name": markup.inert(tiles.names(of, [found["name_id"]])[0], MAX_NAME)}
+    return {**place, **times, "name": escaping.inert(timeline.names(of, [found["name_id"]])[0], MAX_NAME)}
 
 
 def _kind(name: str) -> dict[str, Any]:
@@ -228,10 +230,10 @@ def _columns(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _name(text: str) -> str:
-    return markup.inert(text, MAX_NAME)
+    return escaping.inert(text, MAX_NAME)
 
 
-def _bands(of: tiles.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
+def _bands(of: timeline.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return the steps and units of a part that are wide enough to be seen, of the tracks' ranks."""
     ranks, is_step, rank, start_ns, end_ns = _banded(of)
     least_ns = np.where(is_step, MIN_STEP_PX, MIN_UNIT_PX) * ((part[1] - part[0]) / pixels)
@@ -248,22 +250,22 @@ def _bands(of: tiles.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) 
 
 
 @functools.lru_cache(maxsize=8)
-def _banded(of: tiles.Scene) -> tuple[npt.NDArray[Any], ...]:
+def _banded(of: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
     """Return the rank of each track, and of each band whether it is a step, its rank, start and end."""
     bands = of.bands
     columns = (bands[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
     return of.tracks["rank"].to_numpy(), (bands["kind"] == "step").to_numpy(), *columns
 
 
-def _marks(of: tiles.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:
+def _marks(of: timeline.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:
     rows = moments(of, window, found)
-    title = markup.inert(found.message, MAX_NAME)
+    title = escaping.inert(found.message, MAX_NAME)
     about = {"key": key, "finding": found.id, "severity": found.severity.label, "title": title}
     for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
         yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
 
 
-def moments(of: tiles.Scene, window: int, found: Finding) -> pl.DataFrame:
+def moments(of: timeline.Scene, window: int, found: Finding) -> pl.DataFrame:
     """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: not known)."""
     rows = found.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
@@ -271,7 +273,7 @@ def moments(of: tiles.Scene, window: int, found: Finding) -> pl.DataFrame:
     return placed(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
 
 
-def placed(of: tiles.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
+def placed(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `moments` does."""
     known = rows
     if "window" in rows.columns:
@@ -286,7 +288,7 @@ def placed(of: tiles.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         lane.cast(pl.Int64).alias("lane"),
     )
-    return align.shifted(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+    return alignment.shifted(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
 
 
 _MOMENTS: Mapping[str, type[pl.DataType]] = {

@@ -6,7 +6,7 @@ const TICK_PX = 110;
 // A tick's label with more digits than this is split: what the ticks share stands once, at the left.
 const MAX_LABEL_STEPS = 20000;
 
-/** A duration with three digits, as tracekit.units.duration writes it. */
+/** A duration with three digits, as tracekit.model.units.duration writes it. */
 function durationText(ns) {
   const [scale, unit] = UNITS.find(([scale]) => Math.abs(ns) >= scale) ?? [1, "ns"];
   const scaled = ns / scale;

@@ -4,7 +4,7 @@ import pytest
 
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.memory import Footprint, Measured, MemoryReport, predicted
-from instrumented_trainers.strategies import ShardOptions
+from instrumented_trainers.parallelism import ShardOptions
 
 MIB = 1 << 20
 

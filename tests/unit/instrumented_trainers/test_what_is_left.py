@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from instrumented_trainers import seal
+from instrumented_trainers.checkpoints import seal
+from instrumented_trainers.checkpoints.seal import Seal
 from instrumented_trainers.config import TrainingConfig
 from instrumented_trainers.launch import what_is_left
-from instrumented_trainers.seal import Seal
 
 
 def begin(run: Path, step: int, *files: str) -> Path:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.commands import ROOT, tracekit
+from tests.support.cli_runner import ROOT, tracekit
 from tracekit.errors import ConfigError
 from tracekit.plan import checkpoint as plan
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.commands import tracekit
+from tests.support.cli_runner import tracekit
 from tracekit.errors import ConfigError
 from tracekit.plan import memory, models, pipeline
 from tracekit.plan.checkpoint import Layout

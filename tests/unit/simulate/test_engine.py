@@ -23,7 +23,7 @@ from tracekit.simulate.program import (
     Synchronize,
 )
 from tracekit.simulate.recording import Activity
-from tracekit.simulate.world import World
+from tracekit.simulate.topology import World
 
 MS = 1_000_000
 NEAR_NS = 50_000  # launches and gaps between kernels

@@ -10,16 +10,16 @@ import pytest
 
 import tracekit
 from tests.unit.simulate.jobs import job, written
-from tracekit.analysis import breakdown
-from tracekit.checking import check
+from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
-from tracekit.rule import Severity
-from tracekit.rules.data import DoubtfulTrace
+from tracekit.model.trace import Run
+from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
 from tracekit.simulate.hardware import HARDWARE
 from tracekit.simulate.job import STRATEGIES
-from tracekit.simulate.kineto import BASE_NS
+from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.run import Simulated
-from tracekit.trace import Run
 
 CASES = [
     *((strategy, ()) for strategy in STRATEGIES),

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracekit import conventions
-from tracekit.capture.checkpoints.looks import Looks
+from tracekit.capture.checkpoints.durability import Written
 from tracekit.capture.checkpoints.spans import span
 from tracekit.capture.checkpoints.stages import Stage, StageClock, share_out
-from tracekit.capture.checkpoints.written import Written
+from tracekit.capture.checkpoints.thread_sampling import Looks
 
 AT_WORK = "at work"  # the part in which threads take turns at several stages, each by its own clock
 

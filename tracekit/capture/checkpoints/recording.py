@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from tracekit.capture import files
-from tracekit.capture.checkpoints import counters, operation
-from tracekit.capture.checkpoints.counters import Counters
-from tracekit.capture.checkpoints.entry import Entry, with_counters
+from tracekit.capture import atomic_files
+from tracekit.capture.checkpoints import io_counters, operation
+from tracekit.capture.checkpoints.io_counters import Counters
+from tracekit.capture.checkpoints.log_entry import Entry, with_counters
 from tracekit.capture.checkpoints.operation import Course, Operation, Row
-from tracekit.capture.checkpoints.replacing import replaced_for_all
+from tracekit.capture.checkpoints.patching import replaced_for_all
 from tracekit.capture.checkpoints.spans import span
 
 Attach = Callable[[Operation, contextlib.ExitStack], None]
@@ -43,7 +43,7 @@ class Recording:
         try:
             self.operation.stop()
             blocking = self.operation.looks.blocked() if self.blocking is None else self.blocking
-            after = (counters.read_processor_time if self.hand_over else counters.read)(self.before.thread)
+            after = (io_counters.read_processor_time if self.hand_over else io_counters.read)(self.before.thread)
         finally:
             self.window.close()
         entry = None if failed else self.conclude(self.operation)
@@ -65,7 +65,7 @@ def begin(
     hand_over: HandOver | None = None,
 ) -> Recording:
     """Begin to record what the calling thread does from now on. Nothing stays replaced if this raises."""
-    before = counters.read(threading.get_native_id())
+    before = io_counters.read(threading.get_native_id())
     with contextlib.ExitStack() as window:
         window.enter_context(span())
         running = Operation(course, step)
@@ -131,4 +131,4 @@ def say(error: Exception) -> None:
     what = "the checkpoint log was not written" if isinstance(error, OSError) else "a checkpoint was not recorded"
     if what not in _said:
         _said.add(what)
-        files.complain(what, error)
+        atomic_files.complain(what, error)

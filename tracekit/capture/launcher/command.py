@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tracekit.capture.launcher import attaching, gathering, launch
-from tracekit.capture.settings import GIBIBYTE, Settings
-from tracekit.capture.windows import Windows, parse_steps
+from tracekit.capture.launch_settings import GIBIBYTE, Settings
+from tracekit.capture.launcher import attach, launch, merge
+from tracekit.capture.window_schedule import Windows, parse_steps
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
@@ -41,7 +41,7 @@ def record(words: list[str], *, program: str) -> int:
     if options.attach is not None:
         if command:
             parser.error("--attach asks a training that runs already: name no command")
-        return attaching.attach(Path(options.attach), steps=_count(parser, options.steps), quiet=options.quiet)
+        return attach.attach(Path(options.attach), steps=_count(parser, options.steps), quiet=options.quiet)
     if not command:
         parser.error(f"no command to record: {program} -- torchrun … train.py")
     return launch.run(command, _settings(parser, options), on_signal=options.signal, quiet=options.quiet)
@@ -54,7 +54,7 @@ def gather(words: list[str], *, program: str) -> int:
     parser.add_argument("parts", metavar="PART", type=Path, nargs="+", help="folders that hold files of the run")
     options = parser.parse_args(words)
     try:
-        moved = gathering.gather(options.run, options.parts)
+        moved = merge.gather(options.run, options.parts)
     except OSError as error:
         sys.stderr.write(f"tracekit: {error.filename}: {error.strerror}; check the path and its permissions\n")
         return 2
@@ -138,8 +138,8 @@ def _name() -> str:
 
 
 def _count(parser: argparse.ArgumentParser, steps: "str | None") -> "int | None":
-    if steps is not None and not (steps.isdigit() and 0 < int(steps) <= attaching.MOST_STEPS):
-        parser.error(f"--attach takes --steps N, a number of steps up to {attaching.MOST_STEPS}, not {steps!r}")
+    if steps is not None and not (steps.isdigit() and 0 < int(steps) <= attach.MOST_STEPS):
+        parser.error(f"--attach takes --steps N, a number of steps up to {attach.MOST_STEPS}, not {steps!r}")
     return int(steps) if steps is not None else None
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.capture.launcher import ending
-from tracekit.capture.settings import Settings
+from tracekit.capture.launch_settings import Settings
+from tracekit.capture.launcher import exit_report
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INJECTED = Path(__file__).parent / "inject"
@@ -45,13 +45,13 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
     """
     with _folders(settings) as placed:
         try:
-            code = _run(_words(command), environment(placed), lambda: ending.ask_for_window(placed), on_signal)
+            code = _run(_words(command), environment(placed), lambda: exit_report.ask_for_window(placed), on_signal)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             sys.stderr.write(f"tracekit: {command[0]}: {'command not found' if missing else error.strerror}\n")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
-            ending.tell(placed, code=code, quiet=quiet)
+            exit_report.tell(placed, code=code, quiet=quiet)
         except KeyboardInterrupt:
             pass
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it

@@ -53,9 +53,9 @@ class _Wait:
 
 def _imported(name):
     try:
-        from tracekit.capture import agent
+        from tracekit.capture import auto_recorder
 
-        agent.imported(name)
+        auto_recorder.imported(name)
     except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
         sys.stderr.write(f"tracekit: not recorded: {type(error).__name__}: {error}; training goes on\n")
 

@@ -1,0 +1,130 @@
+"""History: what checked runs came to over time, where it changed, and with which commit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+import polars as pl
+import streamlit as st
+
+from dashboard import widgets
+from tracekit.errors import TracekitError
+from tracekit.model import escaping
+from tracekit.regression.history import store, trends
+from tracekit.regression.history.trends import Group, Series
+from tracekit.report import history as told
+from tracekit.report import history_figures
+from tracekit.report.comparison import label
+
+MOST_DRAWN = 4
+
+
+def page(path: Path) -> None:
+    """Show the metrics of one kind of run, what changed, and the run that a person picks."""
+    st.html(f'<div class="tk-title"><b>History</b><span>{escaping.escape(path.name)}</span></div>')
+    try:
+        groups = _groups(str(path), _stamp(path))
+    except TracekitError as error:
+        widgets.problem(str(error))
+        return
+    if not groups:
+        st.info("No run is in this history yet: tracekit check RUN --history FILE adds one.")
+        return
+    numbers = list(range(len(groups)))
+    chosen = st.selectbox(
+        "Runs of", numbers, key="history_group", format_func=lambda n: escaping.inert(_named(groups[n]), 300)
+    )
+    group = groups[chosen if chosen is not None else 0]
+    _changes(group)
+    by_label = {label(series.metric): series for series in _in_order(group.series)}
+    picked = st.multiselect("Metrics", list(by_label), list(by_label)[:MOST_DRAWN], key=f"history_{group.fingerprint}")
+    for name in picked:
+        st.subheader(widgets.plain(name))
+        st.caption(widgets.plain(told.verdict(by_label[name])))
+        _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
+    _run(group)
+
+
+def _stamp(path: Path) -> str:
+    files = (path, path.with_name(path.name + ".wal"))
+    return "-".join(f"{file.stat().st_mtime_ns} {file.stat().st_size}" for file in files if file.exists())
+
+
+@st.cache_resource(max_entries=4, show_spinner="Reading the history")
+def _groups(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the stamp is part of the cache's key
+    return trends.groups(store.read(Path(path)))
+
+
+def _named(group: Group) -> str:
+    return f"{told.identity_in_words(group)} · {group.runs.height} runs · {group.fingerprint}"
+
+
+def _in_order(series: Sequence[Series]) -> list[Series]:
+    """Return the metrics, those that changed or drift first."""
+    return sorted(series, key=lambda each: (not each.shifts, not each.drifts))
+
+
+def _changes(group: Group) -> None:
+    """Show each change with its commits and what came with it, the latest first."""
+    moments = told.changes(group)
+    if not moments:
+        st.caption("No metric changed its level.")
+    for shifts in moments[: told.MAX_MOMENTS]:
+        with st.container(border=True):
+            heads = "".join(
+                f"<p><b>{'worse' if shift.is_worse else 'better'}: {escaping.escape(label(shift.metric))}</b> "
+                f"{escaping.escape(told.before_and_after(shift))}</p>"
+                for shift in shifts
+            )
+            st.html(heads + escaping.html_table(("", ""), told.context(group, shifts[0])))
+
+
+def _clickable(figure: go.Figure, group: Group, series: Series) -> None:
+    """Show a figure whose points choose the run that is told below."""
+    key = f"history-{group.fingerprint}-{series.metric}"
+    figure.update_layout(clickmode="event+select", dragmode=False)
+    clicked = widgets.clickable(figure, key=key)
+    number = clicked[0] if clicked else None
+    if number is not None and st.session_state.get(f"{key}-last") != number:
+        st.session_state[_picked(group)] = int(number)
+    st.session_state[f"{key}-last"] = number
+
+
+def _picked(group: Group) -> str:
+    return f"history-run-{group.fingerprint}"
+
+
+def _run(group: Group) -> None:
+    """Show one run: its commit's own words, what it measured and what was found."""
+    st.subheader("One run")
+    numbers = list(range(group.runs.height))
+    if st.session_state.get(_picked(group)) not in numbers:
+        st.session_state[_picked(group)] = numbers[-1]
+    number = st.selectbox(
+        "Run, or click on a point above",
+        numbers,
+        key=_picked(group),
+        format_func=lambda n: f"{n + 1} · {told.day(int(group.runs['at_ns'][n]))} · {told.run_in_words(group.runs, n)}",
+    )
+    row = group.runs.row(number if number is not None else -1, named=True)
+    left, right = st.columns(2)
+    with left:
+        for word in ("commit", "branch", "name"):
+            st.text(f"{word:7} {escaping.inert(row[word] or 'not known')}")
+        if row["commit_text"]:
+            st.text("\n".join(escaping.inert(line, 500) for line in row["commit_text"].splitlines()))
+        if row["passed"] is not None:
+            st.caption(widgets.plain("passed" if row["passed"] else f"failed: {', '.join(row['failures'] or ())}"))
+    with right:
+        _metrics(group.metrics.filter(pl.col("run") == row["run"]))
+    found = group.findings.filter(pl.col("run") == row["run"])
+    if found.height:
+        widgets.frame(found.select("finding", "name", "severity", "impact_ratio", "cost_ns", "message"))
+
+
+def _metrics(rows: pl.DataFrame) -> None:
+    cells = [
+        [label(row["metric"]), *(escaping.cell(row["metric"], row[name]) for name in ("median", "low", "high"))]
+        for row in rows.iter_rows(named=True)
+    ]
+    st.html(escaping.html_table(("metric", "median", "low", "high"), cells, right=[False, True, True, True]))

@@ -1,0 +1,109 @@
+"""Going on from a checkpoint: which one, whether it may be trusted, and whether this is the same training."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from instrumented_trainers.checkpoints import seal
+from instrumented_trainers.checkpoints.seal import Seal
+from instrumented_trainers.config import NEWEST, OVERRIDABLE, RefusedError, TrainingConfig
+
+# What the result of a training depends on. Strategy, ranks and recording are not among them: they change only the order
+# of sums.
+_ESSENCE = (*OVERRIDABLE, "model", "data", "tokens", "precision", "seed")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a training goes on from."""
+
+    path: Path
+    seal: Seal
+
+    def lineage(self, config: TrainingConfig) -> tuple[Mapping[str, Any], ...]:
+        """Return the checkpoints that the training stands on, oldest first, this one last."""
+        last = {
+            "checkpoint": str(self.path),
+            "step": self.seal.step,
+            "strategy": self.seal.strategy,
+            "world_size": self.seal.world_size,
+            "overrides": list(config.override),
+        }
+        return (*self.seal.lineage, last)
+
+
+def origin(config: TrainingConfig) -> Origin | None:
+    """Return the checkpoint to go on from, verified; None if the training starts anew. Every rank calls it.
+
+    A damaged one that was asked for by name is refused (RefusedError); without a name the one before it is taken, and
+    rank 0 says so on stderr. Raises RefusedError too if there is none, or it is of another training.
+    """
+    if config.resume is None:
+        return None
+    candidates, named = _candidates(config)
+    for path in reversed(candidates):
+        found, complaint = _verified(path)
+        if found is not None:
+            _refuse_another_training(config, found)
+            return Origin(path, found)
+        if named:
+            raise RefusedError(
+                f"--resume {config.resume}: damaged: {complaint}; name another, or restore it from a copy"
+            )
+        if dist.get_rank() == 0:
+            sys.stderr.write(f"instrumented_trainers: {path} is damaged: {complaint}; trying the one before it\n")
+    words = "every checkpoint is damaged" if candidates else "no whole checkpoint"
+    where = config.checkpoints if config.resume == NEWEST else Path(config.resume)
+    raise RefusedError(f"--resume: {words} in {where}; name one, or leave --resume out")
+
+
+def essence(config: TrainingConfig) -> dict[str, Any]:
+    """Return what the result of the training depends on, as it is after a way through JSON."""
+    values = {name: getattr(config, name) for name in _ESSENCE}
+    return json.loads(json.dumps({**values, "data": [str(path) for path in config.data]}))
+
+
+def _candidates(config: TrainingConfig) -> tuple[list[Path], bool]:
+    """Return the checkpoints to choose from, oldest first, and whether one was named."""
+    if config.resume == NEWEST:
+        return seal.whole(config.checkpoints), False
+    asked = Path(str(config.resume))
+    for path in (asked, config.checkpoints / asked):
+        if seal.is_sealed(path):
+            return [path], True
+    run = dataclasses.replace(config, out=asked)
+    if run.checkpoints.is_dir():
+        return seal.whole(run.checkpoints), False
+    raise RefusedError(f"--resume {asked}: no whole checkpoint")
+
+
+def _verified(path: Path) -> tuple[Seal | None, str | None]:
+    """Return the seal if every file matches it, else what is wrong. The ranks share the reading."""
+    complaint = None
+    found: Seal | None = None
+    try:
+        found = seal.read(path)
+        own = sorted(found.files.items())[dist.get_rank() :: dist.get_world_size()]
+        complaint = next(filter(None, (seal.damage(path, name, expected) for name, expected in own)), None)
+    except seal.BrokenSealError as error:
+        complaint = str(error)
+    complaints: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(complaints, complaint)
+    complaint = next(filter(None, complaints), None)
+    return (None, complaint) if complaint else (found, None)
+
+
+def _refuse_another_training(config: TrainingConfig, found: Seal) -> None:
+    overridden = {text.partition("=")[0] for text in config.override}
+    for name, value in essence(config).items():
+        if name in overridden or found.arguments.get(name, value) == value:
+            continue
+        words = f"--resume: the checkpoint is of a training with {name} {found.arguments[name]}, not {value}"
+        way_out = f", or say --override {name}={value}" if name in OVERRIDABLE else ""
+        raise RefusedError(f"{words}: repeat the options it was started with{way_out}")

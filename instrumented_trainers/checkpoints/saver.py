@@ -1,0 +1,73 @@
+"""When and how a training saves: in the foreground, or on a thread of its own while training goes on."""
+
+import contextlib
+import dataclasses
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.optim import Optimizer
+
+from instrumented_trainers.checkpoints import resume, storage
+from instrumented_trainers.checkpoints.resume import Origin
+from instrumented_trainers.checkpoints.seal import Seal
+from instrumented_trainers.checkpoints.storage import Save, Writer
+from instrumented_trainers.config import TrainingConfig
+from instrumented_trainers.faults import Fault
+from tracekit.capture import Recorder
+
+
+class Checkpoints:
+    """Saves the checkpoints of one run on this rank, and keeps the newest."""
+
+    def __init__(self, config: TrainingConfig, faults: tuple[Fault, ...], origin: Origin | None) -> None:
+        self._config = config
+        self._faults = faults
+        self._lineage = origin.lineage(config) if origin else ()
+        self.blocking = not (config.background_save or any(fault.saves_in_background for fault in faults))
+        # Its collectives must not come between those of training.
+        self._group = dist.new_group(backend="gloo") if not self.blocking else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if not self.blocking else None
+        self._pending: Future[None] | None = None
+
+    def save(self, model: nn.Module, optimizer: Optimizer, *, step: int, sequences: int, recorder: Recorder) -> Path:
+        """Save after `step` optimizer steps that took `sequences` of the text; return where. Every rank calls it.
+
+        In the background this returns as soon as the state is copied; a save that is still going on is waited for.
+        Raises FailedError if this save, or in the background the one before, has failed.
+        """
+        path = self._config.checkpoints / f"step-{step:06d}"
+        writer = Writer(path)
+        state = storage.state_to_save(model, optimizer)
+        for fault in self._faults:
+            fault.prepare_writer(writer, dist.get_rank())
+            state |= fault.add_state(dist.get_rank())
+        work = Save(path, state, self._seal(step, sequences), writer, self._group, blocking=self.blocking)
+        if self._thread is None:
+            self._run(work, recorder)
+        else:
+            self.wait()
+            staged = BlockingAsyncStager().stage(state)
+            self._pending = self._thread.submit(self._run, dataclasses.replace(work, state=staged), recorder)
+        return path
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one, and raise what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _run(self, work: Save, recorder: Recorder) -> None:
+        with contextlib.ExitStack() as troubles:
+            for fault in self._faults:
+                troubles.enter_context(fault.during_save())
+            work.run(recorder)
+        if dist.get_rank() == 0:
+            storage.prune(self._config.checkpoints, self._config.keep)
+
+    def _seal(self, step: int, sequences: int) -> Seal:
+        config = self._config
+        arguments = resume.essence(config)
+        return Seal(step, sequences, config.strategy, config.world_size, arguments, self._lineage)

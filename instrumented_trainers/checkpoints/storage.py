@@ -1,0 +1,167 @@
+"""Distributed checkpoints of a run: saved with their stages recorded, sealed, found again, loaded."""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter
+from torch.optim import Optimizer
+
+from instrumented_trainers.checkpoints import seal
+from instrumented_trainers.checkpoints.seal import Seal
+from instrumented_trainers.config import FailedError
+from instrumented_trainers.parallelism import checkpoint_state, restore_state
+from tracekit.capture import Recorder
+
+_METADATA = ".metadata"
+
+
+class Writer(FileSystemWriter):
+    """torch's writer, but a disk that is full is an OSError, which names the file."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except (RuntimeError, OSError) as error:
+            # torch's serialization goes on after a failed write, and then complains of a position.
+            found = _os_error_before(error)
+            if found is None:
+                raise
+            raise OSError(found.errno, found.strerror, found.filename or self._last_file()) from error
+
+    def _last_file(self) -> str | None:
+        """Return the file that this rank wrote to last."""
+        own = Path(self.path).glob(f"__{dist.get_rank()}_*")
+        return max(((file.stat().st_mtime_ns, file.name) for file in own), default=(0, None))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """One save: what goes into it, where, and how. `group`: the ranks' process group; None: that of training."""
+
+    path: Path
+    state: Mapping[str, Any]
+    seal: Seal
+    writer: Writer
+    group: dist.ProcessGroup | None = None
+    blocking: bool = True
+
+    def run(self, recorder: Recorder) -> None:
+        """Save, record where the time goes, and seal. Every rank calls it. Raises FailedError if any rank cannot."""
+        rank = dist.get_rank()
+        if rank == 0 and self.path.is_dir():
+            shutil.rmtree(self.path)
+        planner = DefaultSavePlanner()
+        recorded = recorder.checkpoint(
+            self.writer, planner, checkpoint=self.path.name, step=self.seal.step, blocking=self.blocking
+        )
+        try:
+            with recorded:
+                dcp.save(dict(self.state), storage_writer=self.writer, planner=planner, process_group=self.group)
+                complaint = self._close(rank)
+        except CheckpointException as failure:
+            complaint = _words(failure)
+        if complaint is not None:
+            if rank == 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise FailedError(f"{self.path.name} could not be saved: {complaint}; {_what_is_left(self.path)}")
+
+    def _close(self, rank: int) -> str | None:
+        """Exchange the files' checksums and seal the checkpoint; return what went wrong, the same on every rank."""
+        described: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(described, self._describe_own(rank), group=self.group)
+        complaints = [found for found in described if isinstance(found, str)]
+        if complaints:
+            return complaints[0]
+        outcome: list[str | None] = [None]
+        if rank == 0:
+            files = {name: found for part in described for name, found in part.items()}
+            try:
+                seal.write(self.path, dataclasses.replace(self.seal, files=files))
+            except OSError as error:
+                outcome = [f"rank 0: {seal.SEAL_FILE}: {error.strerror}"]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        return outcome[0]
+
+    def _describe_own(self, rank: int) -> dict[str, Any] | str:
+        try:
+            own = sorted(path.name for path in self.path.glob(f"__{rank}_*"))
+            # torch syncs its metadata before it is flushed.
+            return {
+                **{name: seal.describe(self.path, name) for name in own},
+                **({_METADATA: seal.describe(self.path, _METADATA, sync=True)} if rank == 0 else {}),
+            }
+        except OSError as error:
+            return f"rank {rank}: {_told(error)}"
+
+
+def state_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return all that a training needs to go on exactly: weights, optimizer, and this rank's random state."""
+    return {**checkpoint_state(model, optimizer), "random": random_state()}
+
+
+def load(path: Path, model: nn.Module, optimizer: Optimizer, *, world_size: int) -> None:
+    """Give model, optimizer and random generators the state saved at `path` by `world_size` ranks.
+
+    Another number of ranks than now has other random states, so these then stay as they are.
+    """
+    state: dict[str, Any] = dict(checkpoint_state(model, optimizer))
+    if world_size == dist.get_world_size():
+        state["random"] = random_state()
+    dcp.load(state, checkpoint_id=path)
+    restore_state(model, optimizer, state)
+    for name, value in state.get("random", {}).items():
+        _set_random_state(name, value)
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the state of this rank's random generators, under names that no other rank has."""
+    rank = dist.get_rank()
+    states = {f"{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states[f"{rank}.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` sealed checkpoints. One rank calls it."""
+    for path in seal.whole(folder)[:-keep]:
+        shutil.rmtree(path)
+
+
+def _set_random_state(name: str, value: Tensor) -> None:
+    if name.endswith(".cuda"):
+        torch.cuda.set_rng_state(value)
+    else:
+        torch.set_rng_state(value)
+
+
+def _os_error_before(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _words(failure: CheckpointException) -> str:
+    """Return which rank failed first and why; errors that no disk is to blame for are raised again."""
+    rank, (error, _) = min(failure.failures.items())
+    if isinstance(error, OSError):
+        return f"rank {rank}: {_told(error)}"
+    raise failure
+
+
+def _told(error: OSError) -> str:
+    return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error.strerror)
+
+
+def _what_is_left(path: Path) -> str:
+    earlier = [other.name for other in seal.whole(path.parent) if other != path]
+    if not earlier:
+        return "there is no earlier one: make it possible to write there, and start anew"
+    return f"{earlier[-1]} is the last whole one: make it possible to write there, and go on with --resume"

@@ -1,0 +1,37 @@
+"""Ways to train a model over ranks, one module each: ``shard(model, mesh, options) -> model``.
+
+A model is any module with `layers`, an nn.ModuleList; it knows nothing of parallelism. What a loop needs besides is
+here too, the same for all strategies.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from instrumented_trainers.parallelism import ddp, fsdp1, fsdp2, yafsdp, zero1
+from instrumented_trainers.parallelism.gradient_sync import accumulate, clip_grad_norm
+from instrumented_trainers.parallelism.optimizer import make_optimizer
+from instrumented_trainers.parallelism.options import ShardOptions
+from instrumented_trainers.parallelism.state import checkpoint_state, restore_state
+
+__all__ = [
+    "STRATEGIES",
+    "ShardOptions",
+    "accumulate",
+    "checkpoint_state",
+    "clip_grad_norm",
+    "make_optimizer",
+    "restore_state",
+]
+
+STRATEGIES: Mapping[str, Callable[[nn.Module, DeviceMesh, ShardOptions], nn.Module]] = MappingProxyType(
+    {
+        "ddp": ddp.shard,
+        "zero1": zero1.shard,
+        "fsdp1": fsdp1.shard,
+        "fsdp2": fsdp2.shard,
+        "yafsdp": yafsdp.shard,
+    }
+)

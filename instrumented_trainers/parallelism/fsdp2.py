@@ -1,0 +1,49 @@
+"""The second fully sharded data parallel of PyTorch: each parameter a DTensor cut along its first dim."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from instrumented_trainers.parallelism.options import ShardOptions
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
+    """Shard each of ``model.layers``, then the rest of the model, over the mesh's ranks.
+
+    Of two dims of the mesh the first replicates.
+
+    Raises NotImplementedError if weights are to be resharded to groups that do not divide the ranks.
+    """
+    _refuse_uneven_groups(mesh, options.reshard_after_forward)
+    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if options.prefetch is not None:
+        _prefetch(model, list(model.layers), mesh, options.prefetch)
+    return model
+
+
+def _refuse_uneven_groups(mesh: DeviceMesh, reshard_to: bool | int) -> None:
+    ranks = mesh.size(-1)
+    if not isinstance(reshard_to, bool) and (not 1 < reshard_to < ranks or ranks % reshard_to):
+        raise NotImplementedError(f"fsdp2 reshards {ranks} ranks' weights to groups that divide them, not {reshard_to}")
+
+
+def _prefetch(root: FSDPModule, layers: Sequence[FSDPModule], mesh: DeviceMesh, depth: int) -> None:
+    """Have each layer, in forward and backward, gather the `depth` layers that run after it; none if that is 0.
+
+    The root gathers for the first layer. In backward it has none to gather for: its own ends after the layers'.
+    """
+    # An empty list would bring FSDP2's own prefetching back; a module without parameters has nothing to gather.
+    nothing = [fully_shard(nn.Identity(), mesh=mesh)]
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(list(layers[index + 1 : index + 1 + depth]) or nothing)
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(0, index - depth) : index])) or nothing)
+    root.set_modules_to_forward_prefetch(list(layers[:depth]) or nothing)
+    root.set_modules_to_backward_prefetch(list(reversed(layers[-depth:] if depth else [])) or nothing)
+    if depth and mesh.device_type == "cpu":
+        # Streams let gathers run ahead on GPUs; on the CPU only an asynchronous call does.
+        root._set_unshard_async_op(True)

@@ -1,0 +1,51 @@
+"""A model's and its optimizer's state as a distributed checkpoint takes it, the same keys for every strategy.
+
+    {"model": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}, "param_groups": [...]}}
+
+Tensors are whole or know which part of the whole they are, so a checkpoint can be loaded by another number of ranks
+and, since the keys agree, by another strategy.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from instrumented_trainers.parallelism import zero1
+from instrumented_trainers.parallelism.yafsdp import checkpoint as yafsdp_checkpoint
+from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
+
+
+def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state to save, or, before ``torch.distributed.checkpoint.load``, the state to load into.
+
+    Saving in the background (``async_save``) needs a process group of its own, or its collectives come between those
+    of training.
+    """
+    if isinstance(model, YaFSDPModule):
+        return {
+            "model": yafsdp_checkpoint.model_state(model),
+            "optimizer": yafsdp_checkpoint.optimizer_state(model, optimizer),
+        }
+    if isinstance(model, zero1.Zero1DataParallel):
+        return {"model": get_model_state_dict(model), "optimizer": zero1.optimizer_state(model, optimizer)}
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Give model and optimizer what was loaded into `state`, which `checkpoint_state` made for them."""
+    if isinstance(model, YaFSDPModule):
+        yafsdp_checkpoint.restore_model(model, state["model"])
+        yafsdp_checkpoint.restore_optimizer(model, optimizer, state["optimizer"])
+    elif isinstance(model, zero1.Zero1DataParallel):
+        set_model_state_dict(model, state["model"])
+        zero1.restore_optimizer(model, optimizer, state["optimizer"])
+    else:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

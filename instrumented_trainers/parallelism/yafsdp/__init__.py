@@ -1,0 +1,54 @@
+"""YaFSDP: fully sharded data parallelism in buffers that are allocated once. Our own implementation of the technique.
+
+Whole layers are one flat shard; two weight and two gradient buffers serve all layers in turn; every collective runs on
+one lane, and nothing but collectives does: copies and casts belong to the computing stream, and gradients are divided
+once, after backward. https://github.com/yandex/YaFSDP describes the technique.
+"""
+
+import functools
+from collections import Counter
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from instrumented_trainers.parallelism.options import ShardOptions
+from instrumented_trainers.parallelism.yafsdp.api import fully_shard
+from instrumented_trainers.parallelism.yafsdp.meta_init import materialize
+from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
+from instrumented_trainers.parallelism.yafsdp.module import CommunicationBuffers, YaFSDPModule
+
+__all__ = ["CommunicationBuffers", "MixedPrecisionPolicy", "YaFSDPModule", "fully_shard", "materialize", "shard"]
+
+_LARGE_NUMEL = 1 << 20  # below that, what a collective costs whatever its size outweighs what is gained
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
+    """Shard each of ``model.layers``, then the large parts beside them, then what is left, over the mesh's ranks.
+
+    A large head is a unit of its own, so that the first layer doesn't wait until the head's weights are gathered.
+    """
+    policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, buffers=options.buffers)
+    for layer in model.layers:
+        left_out = _vectors(layer) if options.gather_norms_once else ()
+        unit(layer, reshard_after_forward=options.reshard_after_forward, left_out=left_out)
+    for part in _large_parts(model):
+        unit(part, reshard_after_forward=False)
+    return unit(model)
+
+
+def _vectors(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of at most one dim: those of norms, and biases."""
+    return [parameter for parameter in layer.parameters() if parameter.dim() < 2]
+
+
+def _large_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the large children beside the layers that share no parameter with another child."""
+    children = [child for child in model.children() if child is not model.layers]
+    count = Counter(parameter for child in children for parameter in child.parameters())
+    return [
+        child
+        for child in children
+        if sum(parameter.numel() for parameter in child.parameters()) >= _LARGE_NUMEL
+        and all(count[parameter] == 1 for parameter in child.parameters())
+    ]

@@ -1,0 +1,192 @@
+"""`fully_shard`: make a module a unit that is gathered before use and whose gradients are reduced after."""
+
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from instrumented_trainers.parallelism.device import device_of
+from instrumented_trainers.parallelism.yafsdp.communication_lane import Ranks
+from instrumented_trainers.parallelism.yafsdp.engine import Engine
+from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
+from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_UNIT_MARK = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 -- frozen, and as FSDP2 spells it
+    reshard_after_forward: bool = True,
+    buffers: int = 2,
+    left_out: Collection[nn.Parameter] = (),
+) -> nn.Module:
+    """Shard the parameters of `module` that no unit inside it has, as one flat tensor, and return the module.
+
+    Applied as FSDP2's function of that name: to the blocks first, then to the model, the root, and before the optimizer
+    is made. Units run one after the other and share `buffers` buffers for whole weights and as many for whole
+    gradients, allocated once in the first forward pass and each as large as the largest unit; so memory does not move
+    from step to step, and layers of equal size fit best. The root has buffers of its own and keeps its weights from
+    forward to backward. So does a unit with ``reshard_after_forward=False``, and one that holds other units.
+
+    `mesh` has one dim, the ranks to shard over, or two: how many replicas of the shards there are, and the ranks to
+    shard over (hybrid sharding, HSDP); without it, all ranks are sharded over. The parameters of a unit must have one
+    dtype, which that of the shards is; precision of computation and reduction is `mp_policy`'s. The parameters in
+    `left_out` stay for the unit around this one: norms, say, which the root then gathers once a step for all layers.
+    Each rank must run the same units in the same order; within a unit, ranks may use different parameters.
+
+    A module on the meta device is sharded without ever having its weights: give it shards by ``to_empty`` and then
+    weights by a checkpoint, or both by `materialize`.
+
+    Optimizers see one-dimensional shards: element-wise ones (SGD, Adam and their kin) work as they are, those that need
+    whole matrices do not. Raises NotImplementedError or ValueError, by name, for what is not supported.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"YaFSDP shards one module at a time, not {type(module).__name__}")
+    if isinstance(module, YaFSDPModule):
+        raise ValueError(f"YaFSDP: {type(module).__name__} is sharded already")
+    if buffers < 1:
+        raise ValueError(f"YaFSDP needs at least 1 buffer (2 to overlap), not {buffers}")
+    mesh = mesh if mesh is not None else _world_mesh()
+    ranks = Ranks.of(mesh)
+    device = device_of(mesh)
+    parameters = _own_parameters(module, left_out)
+    _refuse_unsupported(module, parameters)
+    unit = Unit(module, parameters, ranks=ranks, device=device, policy=mp_policy, buffers=buffers)
+    unit.owns_slots, unit.left_out = not reshard_after_forward, bool(left_out)
+    for parameter in parameters:
+        setattr(parameter, _UNIT_MARK, type(module).__name__)
+    for buffer in module.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(device)
+    _add_hooks(module, unit)
+    module._yafsdp_unit = unit  # type: ignore[assignment]
+    module.__class__ = _sharded_class(type(module))
+    return module
+
+
+def _world_mesh() -> DeviceMesh:
+    device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _own_parameters(
+    module: nn.Module, left_out: Collection[nn.Parameter]
+) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return the parameters that no unit inside `module` has, each with every place where it stands."""
+    taken = {
+        id(parameter.shard)
+        for inner in module.modules()
+        if isinstance(inner, YaFSDPModule)
+        for parameter in inner._yafsdp_unit.parameters
+    }
+    taken |= {id(parameter) for parameter in left_out}
+    sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and id(parameter) not in taken:
+                sites[parameter].append((inner, name))
+    return dict(sites)
+
+
+def _refuse_unsupported(module: nn.Module, parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
+    kind = type(module).__name__
+    for parameter, sites in parameters.items():
+        name = f"parameter {sites[0][1]!r} of {type(sites[0][0]).__name__} in {kind}"
+        if is_shard(parameter):
+            raise ValueError(
+                f"YaFSDP: {name} is a shard already: a module around {kind} was sharded before it; shard the blocks "
+                "first, then the module that holds them"
+            )
+        if (other := getattr(parameter, _UNIT_MARK, None)) is not None:
+            raise ValueError(
+                f"YaFSDP: {name} is tied to one that the unit of {other} has; parameters that are tied must be in one "
+                "unit, so shard a module that holds both places, or neither"
+            )
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(f"YaFSDP: {name} is a DTensor; combining with other parallelisms")
+        if not parameter.is_floating_point():
+            raise NotImplementedError(f"YaFSDP: {name} is {parameter.dtype}, not floating-point")
+    if len({parameter.is_meta for parameter in parameters}) > 1:
+        raise NotImplementedError(f"YaFSDP: of the parameters of {kind} some are on the meta device, but not all")
+    dtypes = {parameter.dtype for parameter in parameters}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"YaFSDP: parameters of one unit must have one dtype, but {kind} has {sorted(map(str, dtypes))}"
+        )
+
+
+def _add_hooks(module: nn.Module, unit: Unit) -> None:
+    def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _engine(unit).pre_forward(unit, args, kwargs)
+
+    def post_forward(_: nn.Module, args: Any, outputs: Any) -> Any:  # noqa: ARG001 -- the signature of a hook
+        return _engine(unit).post_forward(unit, outputs)
+
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(post_forward)
+
+
+def _engine(unit: Unit) -> Engine:
+    """Return the engine of a unit's model. The first module to run is the root: its engine is made then."""
+    if unit.engine is None:
+        with torch.inference_mode(mode=False):  # buffers made in that mode could never be trained with
+            unit.engine = _make_engine(unit)
+    return unit.engine
+
+
+def _make_engine(root: Unit) -> Engine:
+    units = []
+    for name, inner in root.module.named_modules():
+        if isinstance(inner, YaFSDPModule):
+            inner._yafsdp_unit.name = name
+            units.append(inner._yafsdp_unit)
+    if any(unit.engine is not None for unit in units):
+        raise RuntimeError("YaFSDP: a sharded module inside ran before its root did; run the root first")
+    _refuse_unready(units)
+    _find_takers(root.module, None)
+    for unit in units:
+        unit.encloses_units = sum(isinstance(inner, YaFSDPModule) for inner in unit.module.modules()) > 1
+        unit.owns_slots = unit.owns_slots or unit.encloses_units or unit is root
+    return Engine(root, units)
+
+
+def _refuse_unready(units: list[Unit]) -> None:
+    if any(unit.master.is_meta for unit in units):
+        raise RuntimeError(
+            "YaFSDP: the model has no weights yet, only shapes; call yafsdp.materialize(model), or to_empty and load a "
+            "checkpoint, before it runs"
+        )
+    if len({(unit.buffers, unit.device, unit.ranks.members) for unit in units}) > 1:
+        raise ValueError("YaFSDP: all units of a model must have the same mesh and the same number of buffers")
+
+
+def _find_takers(module: nn.Module, around: Unit | None) -> None:
+    """Tell each unit that left parameters out which unit around it has them."""
+    if isinstance(module, YaFSDPModule):
+        unit = module._yafsdp_unit
+        if unit.left_out and around is None:
+            raise ValueError(
+                f"YaFSDP: {type(module).__name__} left parameters out, but no unit around it has them; shard the model "
+                "that holds it, too"
+            )
+        unit.leaves_to = around if unit.left_out else None
+        around = unit
+    for child in module.children():
+        _find_takers(child, around)
+
+
+def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"YaFSDP{kind.__name__}", (YaFSDPModule, kind), {"__module__": kind.__module__})
+    return _CLASSES[kind]

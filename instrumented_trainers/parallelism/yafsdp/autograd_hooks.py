@@ -1,0 +1,70 @@
+"""How a unit notices that its backward is over, and how it is called in traces and messages."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+
+def watch_inputs(unit: Unit, inputs: Any) -> Any:
+    """Return `inputs`, any nesting of containers, such that the unit's engine hears when their gradients are there."""
+    if not torch.is_grad_enabled():
+        return inputs
+    leaves, tree = tree_flatten(inputs)
+    watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not watched:
+        return inputs
+    for i, tensor in zip(watched, _BackwardEnd.apply(unit, *(leaves[i] for i in watched)), strict=True):
+        leaves[i] = tensor
+    return tree_unflatten(leaves, tree)
+
+
+def refuse_lost_weights(unit: Unit) -> None:
+    """Raise RuntimeError if another unit took the weights while this one's backward was under way."""
+    if unit.lost_weights:
+        raise RuntimeError(
+            f"YaFSDP: another unit took the weight buffer of {named(unit)} during its backward; shard it with "
+            "reshard_after_forward=False, which gives it a buffer of its own"
+        )
+
+
+def refuse_replaced_parameters(unit: Unit) -> None:
+    """Raise RuntimeError if an optimizer's parameter is no longer the shard that the engine gathers from."""
+    if (parameter := unit.replaced()) is not None:
+        module, name = parameter.sites[0]
+        raise RuntimeError(
+            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {named(unit)} was replaced after fully_shard, "
+            "or given other memory or another dtype; copy values into it in place, and cast before sharding"
+        )
+
+
+def span(label: str, unit: Unit) -> record_function:
+    """Return a span named as FSDP2 names its own: the root has no suffix."""
+    return record_function(f"YaFSDP::{label} ({unit.name})" if unit.name else f"YaFSDP::{label}")
+
+
+def named(unit: Unit) -> str:
+    """Return what to call the unit in a message."""
+    return f"unit {unit.name!r}" if unit.name else "the root unit"
+
+
+class _BackwardEnd(torch.autograd.Function):
+    """The identity on a unit's inputs; their gradients are there when the unit's backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_lost_weights(ctx.unit)
+        ctx.unit.engine.post_backward(ctx.unit)
+        return (None, *gradients)

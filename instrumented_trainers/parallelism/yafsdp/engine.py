@@ -1,0 +1,311 @@
+"""When things happen: what the hooks of all units of one model do, in what order, and who may use which buffer.
+
+The rules
+    A collective is issued in the order of the program, which is the same on every rank; nothing here asks whether
+    something has arrived yet, because the answer would differ from rank to rank.
+    Weights stay in a slot until another unit takes it, so the last units of a forward pass are not gathered again for
+    backward. A unit whose forward or backward is under way keeps its slot; only a recomputation (activation
+    checkpointing over several units) may take it, and then the unit's own recomputation brings its weights back.
+    Weights in slots are forgotten when they may have changed: when the model's forward begins, and after backward.
+    A gradient slot can always be taken: what was written so far is reduced, and what comes later is reduced again.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.profiler import record_function
+
+from instrumented_trainers.parallelism.yafsdp.autograd_hooks import (
+    named,
+    refuse_lost_weights,
+    refuse_replaced_parameters,
+    span,
+    watch_inputs,
+)
+from instrumented_trainers.parallelism.yafsdp.buffers import GradientSlot, Slots, WeightSlot, allocate
+from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
+from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
+from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+from instrumented_trainers.parallelism.yafsdp.unused_parameters import Usage
+
+
+class Engine:
+    """Runs the units of one model. The root is the unit whose module holds all others."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
+        """Take charge of `units` (the root is one of them) and allocate their buffers.
+
+        Units that run one after the other share slots in turn, as many as the units' `buffers` says. Those that
+        `owns_slots` says have slots of their own.
+        """
+        self.root, self.units = root, tuple(units)
+        self.lane = lane_for(root.device, root.ranks)
+        self.order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.usage = Usage(self.units, self.lane)
+        filled = [unit for unit in self.units if unit.layout.numel]
+        self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
+        self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
+        self._turn = 0  # which of the shared slots the unit that ran last has
+        self._depth = max(1, root.buffers - 1)
+        self._callback_queued = False
+        for unit in self.units:
+            unit.engine = self
+
+    @property
+    def slots(self) -> tuple[Slots, ...]:
+        """Return all slots: the shared ones first, then those of single units."""
+        return (*self.shared_slots, *self.own_slots.values())
+
+    # Hooks -----------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Bring the unit's weights, start gathering what should run next, and watch the inputs for backward's end."""
+        with span("pre_forward", unit):
+            if _in_backward():
+                self._recompute(unit)
+            else:
+                self._enter(unit)
+            self._await_weights(unit)
+            args, kwargs = unit.policy.cast_inputs((args, kwargs))
+            return watch_inputs(unit, (args, kwargs))
+
+    def post_forward(self, unit: Unit, outputs: Any) -> Any:
+        """Give the unit's slot free and watch its outputs for backward's begin."""
+        with span("post_forward", unit):
+            if not _in_backward():
+                unit.in_forward = max(0, unit.in_forward - 1)
+                if not unit.in_forward:
+                    unit.show_shards()
+            outputs = unit.policy.cast_outputs(outputs)
+            if torch.is_grad_enabled():
+                for tensor in tensors_in(outputs):
+                    if tensor.requires_grad:
+                        tensor.register_hook(functools.partial(self.pre_backward, unit))
+        return outputs
+
+    def pre_backward(self, unit: Unit, gradient: Tensor) -> Tensor:
+        """Bring the unit's weights back, and start gathering those of the unit whose backward should be next."""
+        with span("pre_backward", unit):
+            self._queue_callback()
+            unit.in_backward = True
+            self._gather(unit)
+            if unit is self.root or self.order.leave(unit):
+                self._prefetch(self.order.behind(self._depth), "backward")
+            self._await_weights(unit)
+        return gradient
+
+    def on_gradient(self, unit: Unit, index: int) -> None:
+        """Move a gradient that autograd has finished into the unit's gradient slot, waiting until the slot is free."""
+        gradient = unit.parameters[index].weight.grad  # type: ignore[union-attr]
+        if gradient is not None and gradient.requires_grad:
+            raise NotImplementedError(f"YaFSDP: {named(unit)}: backward with create_graph=True is not supported")
+        refuse_lost_weights(unit)
+        self._queue_callback()  # no output of a unit may have been part of this backward pass
+        assert unit.slots is not None
+        slot = unit.slots.gradients
+        if slot.owner is not unit:
+            if slot.owner is not None:
+                self._reduce(slot.owner)
+            if slot.leaving is not None:
+                with span("grad_slot_wait", unit):
+                    self._receive(slot)
+            slot.owner = unit
+        with span("post_backward_accumulate", unit):
+            unit.take_gradient(index)
+
+    def post_backward(self, unit: Unit) -> None:
+        """Send the unit's gradients off to be summed and give its weight slot free."""
+        if unit.slots is not None and unit.slots.gradients.owner is unit:
+            self._reduce(unit)
+        if unit.in_backward:
+            with span("post_backward_reshard", unit):
+                unit.in_backward = unit.lost_weights = False
+                unit.show_shards()
+
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def _enter(self, unit: Unit) -> None:
+        if unit is self.root:
+            self._begin_pass()
+        elif not self.root.in_forward:
+            self._begin_alone(unit)
+        unit.in_forward += 1
+        self._place(unit)
+        self._gather(unit)
+        if not unit.encloses_units:
+            self.order.enter(unit)
+        # The root computes nothing before the first unit that could hide the second's gather, so both are sent for.
+        self._prefetch(self.order.ahead(self._depth + (unit is self.root)), "forward")
+
+    def _begin_pass(self) -> None:
+        if self._callback_queued:
+            self._abandon_backward()
+        for unit in self.units:
+            if unit.in_forward:  # the last forward raised
+                unit.in_forward = 0
+                unit.show_shards()
+        self._forget_all()
+        for unit in self.units:
+            refuse_replaced_parameters(unit)
+        self._turn = -1
+        self.order.begin()
+
+    def _begin_alone(self, unit: Unit) -> None:
+        if unit.leaves_to is not None:
+            raise RuntimeError(
+                f"YaFSDP: {named(unit)} was run by itself, but {named(unit.leaves_to)} has the parameters that it left "
+                "out; run that one"
+            )
+        refuse_replaced_parameters(unit)
+        if unit.slots is not None:
+            self._forget(unit.slots.weights)  # the optimizer may have stepped since they were gathered
+
+    def _place(self, unit: Unit) -> None:
+        """Give a unit that runs for the first time its slots: the ones after those of the unit that ran before it."""
+        if unit.slots is None and unit.layout.numel:
+            slots = self.own_slots.get(unit) or self.shared_slots[(self._turn + 1) % len(self.shared_slots)]
+            unit.bind(slots)
+        if unit.slots in self.shared_slots:
+            self._turn = self.shared_slots.index(unit.slots)
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.slots is None or unit.has_weights:
+            return
+        slot = unit.slots.weights
+        self._take(slot, unit)
+        with span("all_gather", unit):
+            slot.owner = unit
+            slot.arriving = self.lane.all_gather(unit.stage(self.lane))
+        unit.lost_weights = False
+
+    def _await_weights(self, unit: Unit) -> None:
+        if unit.slots is None:
+            return
+        slot = unit.slots.weights
+        if slot.arriving is not None:
+            with span("all_gather_wait", unit):
+                slot.arriving.wait()
+            slot.arriving = None
+        unit.show_weights()
+
+    def _prefetch(self, units: Iterable[Unit], direction: str) -> None:
+        """Start gathering the units as far as their slots are free; a slot that holds a wrong guess is free."""
+        expected: list[Unit] = []
+        for unit in units:
+            if unit.slots is None:
+                continue
+            owner = unit.slots.weights.owner
+            if owner is not None and owner is not unit and (owner.in_use or owner in expected):
+                return
+            expected.append(unit)
+            if owner is not unit:
+                with record_function(f"YaFSDP::{direction}_prefetch for {unit.name}"):
+                    self._gather(unit)
+
+    def _take(self, slot: WeightSlot, taker: Unit) -> None:
+        if slot.owner is None:
+            return
+        if slot.owner.in_forward:
+            raise RuntimeError(
+                f"YaFSDP: {named(taker)} needs the weight buffer of {named(slot.owner)}, whose forward is under way "
+                "and does not hold it; shard one of them with reshard_after_forward=False, which gives it a buffer of "
+                "its own"
+            )
+        slot.owner.lost_weights = slot.owner.in_backward
+        self._forget(slot)
+
+    def _forget(self, slot: WeightSlot) -> None:
+        if slot.arriving is not None:
+            slot.arriving.wait()
+        if slot.owner is not None:
+            slot.owner.show_shards()
+        slot.owner = slot.arriving = None
+
+    def _forget_all(self) -> None:
+        for slots in self.slots:
+            self._forget(slots.weights)
+
+    # Backward --------------------------------------------------------------------------------------------------------
+
+    def _recompute(self, unit: Unit) -> None:
+        """Bring the weights of a unit whose forward is run again for activation checkpointing."""
+        self._queue_callback()
+        if unit.leaves_to is not None and not unit.leaves_to.in_backward:
+            unit.leaves_to.in_backward = True  # until the whole backward pass is over, as it is the root
+            self._gather(unit.leaves_to)
+            self._await_weights(unit.leaves_to)
+        unit.in_backward = True
+        self._place(unit)
+        self._gather(unit)
+        if self.order.is_next_back(unit):
+            self.order.leave(unit)
+            self._prefetch(self.order.behind(self._depth), "backward")
+
+    def _reduce(self, unit: Unit) -> None:
+        assert unit.slots is not None
+        slot = unit.slots.gradients
+        with span("post_backward_reduce", unit):
+            slot.leaving = (unit, self.lane.reduce_scatter(unit.fill_gaps()))
+        slot.owner = None
+        slot.written.clear()
+
+    def _receive(self, slot: GradientSlot) -> None:
+        if slot.leaving is not None:
+            unit, token = slot.leaving
+            token.wait()
+            unit.add_sum(self.lane.chunk(unit.whole_gradients))
+            slot.leaving = None
+
+    def _receive_all(self) -> None:
+        for slots in self.slots:
+            if slots.gradients.leaving is not None:
+                with span("post_backward_rs_wait", slots.gradients.leaving[0]):
+                    self._receive(slots.gradients)
+
+    def _queue_callback(self) -> None:
+        """Have `_finish_backward` called when the backward pass under way, the outermost one, is over."""
+        if not self._callback_queued:
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        """Reduce what is left (units whose inputs need no gradient, such as the root) and publish what is due."""
+        with record_function("YaFSDP::root_post_backward_callback"):
+            for unit in reversed(self.units):
+                self.post_backward(unit)
+            due = [unit for unit in self.units if unit.requires_gradient_sync and self._has_news(unit)]
+            self.usage.send(due)
+            self._receive_all()
+            unused = self.usage.unused(due)
+            for unit in due:
+                unit.publish(unused[unit])
+            self._forget_all()
+            self.order.turn_back()
+            self._callback_queued = False
+
+    def _has_news(self, unit: Unit) -> bool:
+        leaving = unit.slots.gradients.leaving if unit.slots is not None else None
+        return unit.awaits_publication or (leaving is not None and leaving[0] is unit)
+
+    def _abandon_backward(self) -> None:
+        """Clear up after a backward pass that raised: what was not published by then is lost."""
+        for slots in self.slots:
+            if slots.gradients.leaving is not None:
+                slots.gradients.leaving[1].wait()
+            slots.gradients.owner = slots.gradients.leaving = None
+            slots.gradients.written.clear()
+        for unit in self.units:
+            unit.in_backward = unit.lost_weights = False
+            unit.discard_gradients()
+        self._callback_queued = False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

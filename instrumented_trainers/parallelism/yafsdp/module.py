@@ -1,0 +1,126 @@
+"""What a module can do once it is sharded."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class CommunicationBuffers:
+    """The buffers that a model gathers weights into and reduces gradients from, allocated once.
+
+    `weights` and `gradients` are shared by the units in turn, `own_weights` and `own_gradients` belong to one unit
+    each: the root, and units that hold other units or keep their weights after forward.
+    """
+
+    weights: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    own_weights: tuple[Tensor, ...]
+    own_gradients: tuple[Tensor, ...]
+
+
+class YaFSDPModule:
+    """A module that `fully_shard` was applied to: its class was swapped for one that has this one as a base."""
+
+    _yafsdp_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build a module of the original class: a sharded container that makes a part of itself makes a plain one."""
+        original = cls.__mro__[2]
+        module = original.__new__(original)
+        module.__init__(*args, **kwargs)  # type: ignore[misc]
+        return module
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether the next backward passes complete the gradients: False on all micro-batches but the last.
+
+        Each micro-batch is reduce-scattered all the same (the buffers hold the whole gradients of two units only); its
+        sums are added up in the gradient shards, and the last one divides them and shows them as ``.grad``. With
+        `recurse`, this holds for the sharded modules inside this one too.
+        """
+        for unit in self._units() if recurse else [self._yafsdp_unit]:
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of this module so that their norm over all ranks is at most `max_norm`.
+
+        Returns the norm before, the same on every rank, as `torch.nn.utils.clip_grad_norm_` does.
+        """
+        shards = [parameter.shard for unit in self._units() for parameter in unit.parameters]
+        unit = self._yafsdp_unit
+        gradients = [shard.grad for shard in shards if shard.grad is not None and shard.grad.numel()]
+        norm = nn.utils.get_total_norm(gradients, norm_type).to(unit.master)
+        if norm_type == torch.inf:
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=unit.ranks.shards)
+        else:
+            norm.pow_(norm_type)
+            dist.all_reduce(norm, group=unit.ranks.shards)
+            norm.pow_(1 / norm_type)
+        nn.utils.clip_grads_with_norm_(shards, max_norm, norm)
+        return norm
+
+    @property
+    def communication_buffers(self) -> CommunicationBuffers:
+        """Return the model's buffers. Raises RuntimeError before the first forward pass, which allocates them."""
+        engine = self._yafsdp_unit.engine
+        if engine is None:
+            raise RuntimeError("YaFSDP: buffers are allocated in the first forward pass; run one first")
+        shared, own = engine.shared_slots, tuple(engine.own_slots.values())
+        return CommunicationBuffers(
+            tuple(slots.weights.buffer for slots in shared),
+            tuple(slots.gradients.buffer for slots in shared),
+            tuple(slots.weights.buffer for slots in own),
+            tuple(slots.gradients.buffer for slots in own),
+        )
+
+    def _units(self) -> list[Unit]:
+        assert isinstance(self, nn.Module)
+        return list(units_in(self))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if any(unit.master.is_meta for unit in self._units()):
+            return self._leave_meta(fn)
+        for unit in self._units():
+            before, after = unit.master[:0], fn(unit.master[:0])
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                raise NotImplementedError(
+                    f"YaFSDP: a sharded module cannot become {after.dtype} on {after.device}; cast and move it before "
+                    "fully_shard"
+                )
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for unit in self._units():
+            unit.keep_master()
+        return self
+
+    def _leave_meta(self, fn: Callable[[Tensor], Tensor]) -> Any:
+        assert isinstance(self, nn.Module)
+        for unit in self._units():
+            after = fn(unit.master[:0])
+            if after.is_meta or after.device.type != unit.device.type or after.dtype != unit.dtype:
+                raise NotImplementedError(
+                    f"YaFSDP: a module that was sharded on the meta device can only leave it, for {unit.device} and "
+                    f"in {unit.dtype}: call to_empty(device={str(unit.device)!r})"
+                )
+            unit.leave_meta()
+        for inner in self.modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    inner._buffers[name] = fn(buffer)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise NotImplementedError("YaFSDP: a sharded module cannot be copied; copy it before fully_shard")
+
+
+def units_in(module: nn.Module) -> Iterator[Unit]:
+    """Yield the units of a module and the modules inside it, the enclosing ones first."""
+    for inner in module.modules():
+        if isinstance(inner, YaFSDPModule):
+            yield inner._yafsdp_unit

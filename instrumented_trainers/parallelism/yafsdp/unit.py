@@ -1,0 +1,301 @@
+"""A unit: what is sharded, gathered and reduced as one. It knows its tensors; when things happen is the engine's."""
+
+import functools
+import weakref
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from instrumented_trainers.parallelism.yafsdp.buffers import Slots
+from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ranks
+from instrumented_trainers.parallelism.yafsdp.layout import Layout, Part
+from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
+from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
+
+if TYPE_CHECKING:
+    from instrumented_trainers.parallelism.yafsdp.engine import Engine
+
+
+class UnitParameter:
+    """One parameter of a unit: the shard that the optimizer sees and the weight that the module computes with."""
+
+    def __init__(self, original: nn.Parameter, sites: list[tuple[nn.Module, str]], part: Part, shard: Tensor) -> None:
+        self.shape = original.shape
+        self.sites = sites
+        """Every place in the modules where it stands: more than one if it is tied."""
+        self.part = part
+        self.shard = nn.Parameter(shard, requires_grad=original.requires_grad)
+        self.shard.__dict__.update(original.__dict__)  # marks such as "no weight decay" that users put on parameters
+        mark(self.shard)
+        self.weight: nn.Parameter | None = None
+
+    def replace_shard(self, values: Tensor) -> None:
+        """Let optimizers see a new parameter with these values, of the shard's shape."""
+        old = self.shard
+        self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
+        self.shard.__dict__.update(old.__dict__)
+        self.show(self.shard)
+
+    @torch.no_grad()
+    def cut(self, whole: Tensor) -> None:
+        """Give the shard its part of the whole parameter."""
+        self.shard.copy_(whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()])
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` wherever the modules look for this one."""
+        for module, name in self.sites:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = parameter  # many times a step, and without nn.Module's checks
+            else:
+                setattr(module, name, parameter)  # such as nn.LSTM, which keeps a list of its own
+
+
+class Unit:
+    """The parameters of one module that no unit inside it has, as one flat tensor cut into a shard per rank.
+
+    `master` is this rank's shard, in the parameters' own dtype; the optimizer's parameters are views of it. `gradient`
+    is its gradient, summed over ranks and micro-batches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        buffers: int,
+    ) -> None:
+        self.module, self.ranks, self.device, self.policy, self.buffers = module, ranks, device, policy, buffers
+        self.name = ""
+        self.rank = ranks.shards.rank()
+        self.layout = Layout.of([p.shape for p in parameters], ranks.shards.size())
+        self.dtype = next((p.dtype for p in parameters), torch.get_default_dtype())
+        self.weight_dtype = policy.param_dtype or self.dtype
+        self.reduce_dtype = policy.reduce_dtype or self.weight_dtype
+        self.master = self._cut(list(parameters))
+        self.gradient: Tensor | None = None
+        self.parameters = [
+            UnitParameter(original, sites, part, self.master[part.start : part.stop])
+            for (original, sites), part in zip(parameters.items(), self._parts(), strict=True)
+        ]
+        self.left_out = False
+        """Whether the module has parameters that were left for a unit around it."""
+        self.leaves_to: Unit | None = None
+        """The unit that has them."""
+        self.engine: Engine | None = None
+        self.slots: Slots | None = None
+        self.encloses_units = False
+        """Whether other units run inside this one; such a unit has buffers of its own."""
+        self.owns_slots = False
+        self.requires_gradient_sync = True
+        self.in_forward = 0
+        self.in_backward = False
+        self.lost_weights = False
+        """Whether another unit took the weights while this one's backward was under way."""
+        self.touched: set[int] = set()
+        """Indices of the parameters that got a gradient on this rank since gradients were last published."""
+        self.awaits_publication = False
+        """Whether the gradient shard holds a sum that the optimizer does not see yet."""
+        self._divided = True  # whether `gradient` is an average over the ranks, not a sum
+        self.show_shards()
+
+    def _parts(self) -> Iterator[Part]:
+        return (self.layout.part(index, self.rank) for index in range(len(self.layout.shapes)))
+
+    def _cut(self, originals: list[nn.Parameter]) -> Tensor:
+        """Return this rank's shard of the flat tensor, without ever making the whole one."""
+        if any(original.is_meta for original in originals):
+            return torch.empty(self.layout.shard_numel, dtype=self.dtype, device="meta")
+        shard = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+        for original, part in zip(originals, self._parts(), strict=True):
+            piece = original.detach().reshape(-1)[part.origin : part.origin + part.stop - part.start]
+            shard[part.start : part.stop] = piece
+        return shard
+
+    def leave_meta(self) -> None:
+        """Make the shard on the device, if it is on the meta device still, with zeros in it."""
+        if self.master.is_meta:
+            self.master = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+            for parameter in self.parameters:
+                parameter.replace_shard(self.master[parameter.part.start : parameter.part.stop])
+
+    @torch.no_grad()
+    def keep_master(self) -> None:
+        """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
+        for parameter in self.parameters:
+            own = self.master[parameter.part.start : parameter.part.stop]
+            if not _is_same_memory(parameter.shard, own):
+                own.copy_(parameter.shard)
+                parameter.shard.data = own
+
+    def replaced(self) -> UnitParameter | None:
+        """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
+        for parameter in self.parameters:
+            shard, own = parameter.shard, self.master[parameter.part.start : parameter.part.stop]
+            is_there = all(module._parameters.get(name) is shard for module, name in parameter.sites)
+            if not is_there or not _is_same_memory(shard, own):
+                return parameter
+        return None
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def whole_weights(self) -> Tensor:
+        """Return the part of the weight slot's buffer that this unit uses, flat."""
+        assert self.slots is not None
+        return self.slots.weights.buffer[: self.layout.numel]
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether the unit's weights are in its slot or on their way there."""
+        return self.slots is not None and self.slots.weights.owner is self
+
+    @property
+    def in_use(self) -> bool:
+        """Return whether the unit's forward or backward is under way, so that its weights must stay."""
+        return self.in_forward > 0 or self.in_backward
+
+    @torch.inference_mode(mode=False)
+    def bind(self, slots: Slots) -> None:
+        """Give the unit its slots for good: autograd keeps views of the weights, so their address must not change.
+
+        From then on its engine hears of each gradient that a parameter got.
+        """
+        self.slots = slots
+        for index, parameter in enumerate(self.parameters):
+            weight = nn.Parameter(torch.empty(0, dtype=self.weight_dtype, device=self.device))
+            # Not nn.Parameter(view): that shares the buffer's version counter, every gather bumps it, and backward
+            # would take the weights for modified.
+            weight.data = self.whole_weights[self.layout.span(index)].view(parameter.shape)
+            # A weak reference: Python's garbage collector does not see what these hooks hold, and a cycle through them
+            # would keep the model for ever.
+            weight.register_post_accumulate_grad_hook(functools.partial(_tell_engine, weakref.ref(self), index))
+            parameter.weight = weight
+
+    @torch.no_grad()
+    def stage(self, lane: Lane) -> Tensor:
+        """Put this rank's shard into its place in the weight buffer, cast, and return what is to be gathered."""
+        whole = self.whole_weights
+        lane.chunk(whole).copy_(self.master)
+        return whole
+
+    def show_weights(self) -> None:
+        """Let the modules see whole weights."""
+        for parameter in self.parameters:
+            assert parameter.weight is not None
+            if parameter.weight.requires_grad != parameter.shard.requires_grad:
+                parameter.weight.requires_grad_(parameter.shard.requires_grad)
+            parameter.show(parameter.weight)
+
+    def show_shards(self) -> None:
+        """Let the modules see shards, as optimizers and state dicts do."""
+        for parameter in self.parameters:
+            parameter.show(parameter.shard)
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    @property
+    def whole_gradients(self) -> Tensor:
+        """Return the part of the gradient slot's buffer that this unit uses, flat."""
+        assert self.slots is not None
+        return self.slots.gradients.buffer[: self.layout.numel]
+
+    @property
+    def untouched(self) -> set[int]:
+        """Return the indices of trainable parameters that got no gradient on this rank since the last publication."""
+        trainable = {index for index, parameter in enumerate(self.parameters) if parameter.shard.requires_grad}
+        return trainable - self.touched
+
+    @torch.no_grad()
+    def take_gradient(self, index: int) -> None:
+        """Move a parameter's gradient from autograd into the gradient buffer, cast to the reduce dtype."""
+        assert self.slots is not None
+        parameter, slot = self.parameters[index], self.slots.gradients
+        assert parameter.weight is not None
+        gradient = parameter.weight.grad
+        assert gradient is not None
+        parameter.weight.grad = None
+        target = self.whole_gradients[self.layout.span(index)].view(parameter.shape)
+        if index in slot.written:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+        slot.written.add(index)
+        self.touched.add(index)
+
+    @torch.no_grad()
+    def fill_gaps(self) -> Tensor:
+        """Zero what no gradient was written to and return what is to be reduced."""
+        assert self.slots is not None
+        whole = self.whole_gradients
+        for index in range(len(self.parameters)):
+            if index not in self.slots.gradients.written:
+                whole[self.layout.span(index)].zero_()
+        whole[self.layout.used_numel :].zero_()
+        return whole
+
+    @torch.no_grad()
+    def add_sum(self, chunk: Tensor) -> None:
+        """Add a sum over ranks to the gradient shard.
+
+        What was published is an average already: a sum that comes on top of it is divided as it is added.
+        """
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.master)
+        if not self._divided:
+            self.gradient.add_(chunk)
+        elif self._adopt_published():
+            self.gradient.add_(chunk, alpha=1 / self.ranks.count)
+        else:
+            self.gradient.copy_(chunk)
+            self._divided = False
+        self.awaits_publication = True
+
+    @torch.no_grad()
+    def publish(self, unused: Collection[int]) -> None:
+        """Divide the sum by the number of ranks, once, and show it to the optimizer; `unused` parameters get none."""
+        assert self.gradient is not None
+        if not self._divided:
+            self.gradient.div_(self.ranks.count)
+        self._divided, self.awaits_publication = True, False
+        for index, parameter in enumerate(self.parameters):
+            if parameter.shard.requires_grad and (index not in unused or parameter.shard.grad is not None):
+                parameter.shard.grad = self.gradient[parameter.part.start : parameter.part.stop]
+        self.touched.clear()
+
+    def discard_gradients(self) -> None:
+        """Forget gradients that the optimizer does not see yet, of earlier micro-batches too."""
+        for parameter in self.parameters:
+            if parameter.weight is not None:
+                parameter.weight.grad = None
+        self._divided, self.awaits_publication = True, False
+        self.touched.clear()
+
+    def _adopt_published(self) -> bool:
+        """Make the gradient shard equal to what the optimizer sees of it. Return whether it sees any."""
+        assert self.gradient is not None
+        if all(parameter.shard.grad is None for parameter in self.parameters):
+            return False
+        for parameter in self.parameters:
+            local, published = self.gradient[parameter.part.start : parameter.part.stop], parameter.shard.grad
+            if published is None:
+                local.zero_()
+            elif published.data_ptr() != local.data_ptr():
+                local.copy_(published)
+        return True
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    # By storage, not by address: a part without elements has no address, and ranks must not differ in the answer.
+    storages = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
+
+
+def _tell_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
+    unit = reference()
+    if unit is not None and unit.engine is not None:  # else nobody holds the model, and nobody would see the gradient
+        unit.engine.on_gradient(unit, index)

@@ -1,0 +1,84 @@
+"""ZeRO stage 1: data parallel, but each rank keeps and steps the optimizer state of a part of the parameters only.
+
+Whole parameters are dealt out, the largest first, to the rank that has the least so far; after its step each rank
+sends its parameters to all others. https://arxiv.org/abs/1910.02054 names the stages.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from instrumented_trainers.parallelism import ddp
+from instrumented_trainers.parallelism.options import ShardOptions
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Module:
+    """Replicate the model over the mesh's ranks; `make_optimizer` then shares out the optimizer state."""
+    return Zero1DataParallel(*ddp.replicated(model, mesh, options))
+
+
+class Zero1DataParallel(ddp.AutocastDataParallel):
+    """A model whose parameters are replicated and whose optimizer is not."""
+
+    def make_optimizer(self, kind: type[Optimizer], **options: Any) -> Optimizer:
+        """Return this rank's part of an optimizer of that kind."""
+        return ZeroRedundancyOptimizer(self.parameters(), kind, process_group=self.process_group, **options)
+
+
+def optimizer_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """Return the optimizer state of this rank's parameters, whole tensors by name, in the form of `checkpoint_state`.
+
+    Other ranks' parameters have no entry: each rank saves its own, and a load asks for what the rank has then.
+    """
+    local = optimizer.optim
+    _allocate(local)
+    return {
+        "state": {name: dict(local.state[parameter]) for name, parameter in _own_parameters(model, optimizer)},
+        "param_groups": [_group(group, _names(model)) for group in optimizer.param_groups],
+    }
+
+
+def restore_optimizer(model: nn.Module, optimizer: ZeroRedundancyOptimizer, state: dict[str, Any]) -> None:
+    """Give this rank's part of the optimizer what was loaded into `state`."""
+    for name, parameter in _own_parameters(model, optimizer):
+        optimizer.optim.state[parameter] = state["state"][name]
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _own_parameters(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    names = _names(model)
+    for group in optimizer.optim.param_groups:
+        for parameter in group["params"]:
+            yield names[parameter], parameter
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+
+
+def _group(group: dict[str, Any], names: dict[nn.Parameter, str]) -> dict[str, Any]:
+    return {**group, "params": [names[parameter] for parameter in group["params"]]}
+
+
+def _allocate(optimizer: Optimizer) -> None:
+    """Have an optimizer that has not stepped yet make its state: by a step of size 0 on gradients of 0."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not parameters or optimizer.state:
+        return
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    optimizer.step()
+    for group, rate in rates:
+        group["lr"] = rate
+    for parameter, gradient in kept:
+        parameter.grad = gradient

@@ -1,0 +1,480 @@
+"""For each rule a drawn run on which it fires and one on which it stays silent. A rule without them fails the tests."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import polars as pl
+
+from tests.support import drawn_hosts, drawn_traces
+from tests.support.sample_snapshots import MIB, Simulation, write
+from tracekit.model import schema
+from tracekit.model.trace import RUN_DOUBTS, Run, Trace
+
+HOST_LANE = 99
+GIB = 1 << 30
+MS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Proof:
+    fires: Callable[[], Run]
+    silent: Callable[[], Run]
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """What has to be told for the rule to judge at all."""
+
+
+def ops(*rows: tuple[str, str, int, int], step: int | None = 0, phase: str | None = None) -> pl.DataFrame:
+    """Return host slices of one thread from (name, kind, start, end)."""
+    made = [
+        {"id": number, "lane": HOST_LANE, "name": name, "kind": kind, "start_ns": start, "dur_ns": end - start}
+        for number, (name, kind, start, end) in enumerate(rows)
+    ]
+    frame = pl.DataFrame(made).with_columns(step=pl.lit(step, pl.Int64), phase=pl.lit(phase, pl.String))
+    return schema.OPS.conform(frame)
+
+
+def saves(**stages_ns: int) -> pl.DataFrame:
+    """Return the log of one save of a rank, after step 2, by its stages' times."""
+    rows = [
+        {"checkpoint": "step-2", "operation": "save", "step": 2, "stage": stage, "start_ns": 0, "dur_ns": dur_ns}
+        for stage, dur_ns in stages_ns.items()
+    ]
+    return pl.DataFrame(rows).with_columns(blocking=pl.lit(value=True))
+
+
+def metrics(name: str, *values: float) -> pl.DataFrame:
+    """Return a metric of steps 0, 1, …"""
+    return pl.DataFrame({"step": range(len(values)), "name": [name] * len(values), "value": [float(v) for v in values]})
+
+
+EXPOSED = """
+    step     0000000000
+    compute  aaaaaa....
+    comm     .....xxxx.
+"""
+HIDDEN = """
+    step     0000000000
+    compute  aaaaaaaaaa
+    comm     .xxxxxxxx.
+"""
+# p takes 2 alone, 6 beside a; x starts 4 late, and compute waits for its last 4.
+GIVE_WAY = """
+    step     0000000000000000000000000
+    compute  aaaaaaaa....aaaa......aaa
+    comm     ppppppxxxxxx....ppxxxx...
+"""
+# The same work, prepared before the compute beside it.
+PREPARED = """
+    step     0000000000000000000000000
+    compute  ..aaaaaa....aaaa......aaa
+    comm     ppxxxxxx........ppxxxx...
+"""
+# The device is idle from 10 to 16, from 30 to 36 and from 50 to 56 ns.
+CHURNING = """
+    step     000000000000000000001111111111111111111122222222222222222222
+    compute  aaaaaaaaaa......aaaaaaaaaaaaaa......aaaaaaaaaaaaaa......aaaa
+"""
+
+
+def giving_way(picture: str, **more: object) -> Run:
+    return drawn_traces.run(
+        drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, columns={"p": {"kind": "compute"}}, **more)
+    )
+
+
+def calling(picture: str, *calls: tuple[int, int, int]) -> Run:
+    """Return a drawn run with device mallocs at (step, start, end)."""
+    rows = [ops(("cudaMalloc", "runtime", start, end), step=step) for step, start, end in calls]
+    return drawn_traces.run(drawn_traces.trace(picture, ops=pl.concat(rows)) if rows else drawn_traces.trace(picture))
+
+
+def buffered(span: str) -> Run:
+    """Return a simulated run whose steps each take a block of 8 MiB in a span of FSDP."""
+    rows = pl.DataFrame({"step": [0, 1, 2], "at_ns": [0, 1, 2], "delta_bytes": [8 * MIB] * 3})
+    taken = rows.with_columns(span=pl.lit(span), unit=pl.lit("layers.0"))
+    return drawn_traces.run(drawn_traces.trace("step 000111222\ncompute aaabbbccc", allocations=taken))
+
+
+def saving(**stages_ns: int) -> Run:
+    trace = drawn_traces.trace(
+        "step 01\ncompute ab", checkpoints=saves(**stages_ns), metrics=metrics("step_time_ns", 100, 100, 100)
+    )
+    return drawn_traces.run(trace, strategy="ddp")
+
+
+def stalling(
+    *ranks: dict[str, int],
+    steps_ms: tuple[int, ...] = (1000, 1000, 1000),
+    columns: dict[str, dict[str, object]] | None = None,
+    every: dict[str, object] | None = None,
+    **manifest: object,
+) -> Run:
+    """Return ranks that save after step 2, each in stages of so many ms.
+
+    `columns` sets more of a stage's line, such as {"write": {"bytes": 5}}, and `every` of all lines.
+    """
+    traces = []
+    for rank, stages_ms in enumerate(ranks):
+        table = schema.CHECKPOINTS.conform(saves(**{stage: ms * MS for stage, ms in stages_ms.items()}))
+        table = table.with_columns(pl.lit(value).alias(name) for name, value in (every or {}).items())
+        for stage, more in (columns or {}).items():
+            table = table.with_columns(
+                pl.when(pl.col("stage") == stage).then(pl.lit(value)).otherwise(name).alias(name)
+                for name, value in more.items()
+            )
+        times = metrics("step_time_ns", *(ms * MS for ms in steps_ms))
+        traces.append(drawn_traces.trace("step 01\ncompute ab", rank=rank, checkpoints=table, metrics=times))
+    return drawn_traces.run(*traces, **manifest)
+
+
+def writing(*ranks: tuple[int, int]) -> Run:
+    """Return ranks that write so many bytes in so many ms each, and then wait for the slowest."""
+    longest = max(ms for _, ms in ranks)
+    parts = [
+        stalling({"write": ms, "wait": longest - ms, "total": longest}, columns={"write": {"bytes": size}})
+        for size, ms in ranks
+    ]
+    return drawn_traces.run(*(replace(part.trace(0), rank=rank) for rank, part in enumerate(parts)))
+
+
+def beside(*, python_ms: int = 1500, worker: str = "thread", after_ms: int = 150, **counters_ms: int) -> Run:
+    """Return a rank that saves for 2 s in the background, after 20 steps of 100 ms and beside steps of `after_ms`."""
+    counted: dict[str, object] = {"blocking": False} | {name: ms * MS for name, ms in counters_ms.items()}
+    stages = {"serialize": python_ms, "write": 2000 - python_ms, "total": 2000}
+    run = stalling(
+        stages | ({"complete": 2000} if counters_ms else {}),
+        every={"blocking": False, "worker": worker, "step": 20},
+        columns={"complete": counted},
+        steps_ms=(*[100] * 20, *[after_ms] * 10),
+    )
+    return drawn_traces.run(*run.traces(), strategy="ddp")
+
+
+def again(*, uploads_ms: int) -> Run:
+    """Return a rank that saves in the background every 3 s, for `uploads_ms`."""
+    one = schema.CHECKPOINTS.conform(saves(write=uploads_ms * MS, total=uploads_ms * MS)).with_columns(
+        blocking=pl.lit(value=False)
+    )
+    both = [
+        one.with_columns(checkpoint=pl.lit(f"step-{step}"), step=pl.lit(step), start_ns=pl.lit(start_ms * MS, pl.Int64))
+        for step, start_ms in ((20, 0), (40, 3000))
+    ]
+    times = metrics("step_time_ns", *[100.0 * MS] * 42)
+    trace = drawn_traces.trace("step 01\ncompute ab", checkpoints=pl.concat(both), metrics=times)
+    return drawn_traces.run(trace, strategy="ddp")
+
+
+def restoring(*read_bytes: int, whole_bytes: int, call: str = "dcp.load") -> Run:
+    """Return ranks that load one checkpoint, each so many bytes of it."""
+    traces = []
+    for rank, size_bytes in enumerate(read_bytes):
+        rows = [
+            {"stage": "read", "dur_ns": 5 * MS, "bytes": size_bytes},
+            {"stage": "total", "dur_ns": 9 * MS, "bytes": size_bytes, "whole_bytes": whole_bytes},
+        ]
+        table = pl.DataFrame(rows, infer_schema_length=None).with_columns(
+            checkpoint=pl.lit("step-2"), operation=pl.lit("load"), path=pl.lit("a/step-2"), call=pl.lit(call),
+            start_ns=pl.lit(0), blocking=pl.lit(value=True),
+        )  # fmt: skip
+        traces.append(drawn_traces.trace("step 01\ncompute ab", rank=rank, checkpoints=table))
+    return drawn_traces.run(*traces)
+
+
+def doubtful(*doubts: tuple[str, float]) -> Run:
+    """Return a sound run that is said to have these doubts, by kind and share."""
+    run = drawn_traces.run(drawn_traces.trace(HIDDEN))
+    rows = [(0, None, kind, f"Something is {kind}.", ratio) for kind, ratio in doubts]
+    return Run(run.path, run.sources, doubts=pl.DataFrame(rows, schema=RUN_DOUBTS.schema, orient="row"))
+
+
+def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> Run:
+    """Return a run of three steps in which the host is late for the middle of each: idle from 8 to 16 of 20."""
+    picture = """
+        step     000000000000000000001111111111111111111122222222222222222222
+        compute  aaaaaaaa........bbbbcccccccc........ddddeeeeeeee........ffff
+    """
+    starts = (8, 28, 48)
+    doing: list[tuple[str, str, int, int]] = []
+    if reads:
+        doing += [("cudaStreamSynchronize", "runtime", start - 4, start) for start in starts]
+    if loads:
+        doing += [("enumerate(DataLoader)#it.__next__", "annotation", start, start + 8) for start in starts]
+    launched = {letter: start + late_by for letter, start in zip("bdf", starts, strict=True)}
+    return drawn_traces.run(drawn_hosts.trace(picture, dict.fromkeys("ace", 0) | launched, tuple(doing)))
+
+
+def queued(picture: str) -> Run:
+    """Return a run whose work was all launched before it, by start, of two at once the collective first."""
+    plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
+    order = plain.activities.sort("start_ns", pl.col("kind") == "compute")["id"].to_list()
+    calls = [
+        {"id": made, "name": "cudaLaunchKernel", "kind": "runtime", "start_ns": -9999 + i, "dur_ns": 0}
+        for i, made in enumerate(order)
+    ]
+    launches = schema.OPS.conform(pl.DataFrame(calls).with_columns(lane=pl.lit(HOST_LANE)))
+    return drawn_traces.run(drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, ops=launches))
+
+
+def preparing(picture: str) -> Run:
+    """Return a run in which p prepares the collective behind it on its stream."""
+    return drawn_traces.run(drawn_hosts.trace(picture, dict.fromkeys("abpx", 0)))
+
+
+def carrying(compute: str, communication: str) -> Run:
+    """Return a run that repeats this eight times, with collectives of one size."""
+    picture = f"step {'0' * 8 * len(compute)}\ncompute {compute * 8}\ncomm {communication * 8}"
+    return drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "b": 0}))
+
+
+def meeting(*tardy: int, turns: bool = False) -> Run:
+    """Return ranks that all-reduce four times in each of three steps, each so much later than it could.
+
+    If they take `turns`, it is the next rank that is late at the next all-reduce.
+    """
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(tardy)))]})
+    steps = "".join(str(step) * 32 for step in range(3))
+    traces = []
+    for rank in range(len(tardy)):
+        late_by = [tardy[(rank + turns * call) % len(tardy)] for call in range(12)]
+        compute = "".join("a" * (2 + after) + "." * (6 - after) for after in late_by)
+        calls = "".join("." * (2 + after) + "y" * (5 - after) + "." for after in late_by)
+        picture = f"step {steps}\ncompute {compute}\ncomm {calls}"
+        traces.append(drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"}))
+    return drawn_traces.run(*traces)
+
+
+def holding(*held_bytes: int, reserved_bytes: int = 10 << 30, memory_bytes: int = 100 << 30) -> Run:
+    """Return a simulated run on a device in which each step ends with so much held, by one op."""
+    steps = range(len(held_bytes))
+    deltas = [after - before for before, after in zip((0, *held_bytes), held_bytes, strict=False)]
+    events = pl.DataFrame(
+        {"at_ns": steps, "step": steps, "address": steps, "delta_bytes": deltas, "allocated_bytes": held_bytes}
+    ).with_columns(device=0, reserved_bytes=reserved_bytes, op_id=0)
+    trace = drawn_traces.trace(HIDDEN, allocations=events, ops=ops(("aten::_softmax", "cpu_op", 0, 9)))
+    header = {"deviceProperties": [{"id": 0, "totalGlobalMem": memory_bytes}]}
+    return drawn_traces.run(replace(trace, header=header))
+
+
+def taking(*steps: dict[int, int], reserved: tuple[int, ...] = ()) -> Run:
+    """Return a simulated run on a device: each step takes a block of each size that it names, so often, and frees it.
+
+    `reserved` tells how much is reserved in each step.
+    """
+    rows, at = [], 0
+    for step, sizes in enumerate(steps):
+        for size, count in sizes.items():
+            for delta in (size, -size) * count:
+                held = GIB + max(delta, 0)
+                rows.append((at, step, at // 2, delta, held, reserved[step] if reserved else 4 * GIB))
+                at += 1
+    names = ["at_ns", "step", "address", "delta_bytes", "allocated_bytes", "reserved_bytes"]
+    events = pl.DataFrame(rows, schema=names, orient="row").with_columns(device=0)
+    return drawn_traces.run(drawn_traces.trace(HIDDEN, allocations=events))
+
+
+def beside_snapshots(*programs: Simulation) -> Run:
+    """Return a drawn run in a folder of its own, beside which lie the snapshots of simulated programs, one a rank."""
+    folder = tempfile.TemporaryDirectory(prefix="tracekit-test-")
+    _FOLDERS.append(folder)
+    for rank, program in enumerate(programs):
+        write(Path(folder.name) / f"rank{rank:05d}.memory.pickle", program.document())
+    return drawn_traces.run(drawn_traces.trace(HIDDEN), path=folder.name)
+
+
+def on_streams(*held: tuple[int, int]) -> Simulation:
+    """Return a simulated program that took and freed a block of so many MiB on each of these streams."""
+    program = Simulation()
+    for stream, size in held:
+        program.free(program.malloc(size * MIB, stream=stream))
+    return program
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # they go when the tests end
+
+
+def leaking(step_bytes: int) -> Run:
+    return holding(*(GIB + step * step_bytes for step in range(8)))
+
+
+def sending(picture: str, **columns: object) -> Trace:
+    """Return a trace whose collectives are of a group of 8, with these columns."""
+    plain = drawn_hosts.trace(picture, dict.fromkeys("ab", 0))
+    told = plain.collectives.with_columns(
+        pl.lit(value).alias(name) for name, value in ({"group_size": 8, "group": "0"} | columns).items()
+    )
+    return replace(plain, collectives=schema.COLLECTIVES.conform(told))
+
+
+def accumulating(picture: str) -> Run:
+    """Return a run whose compute f and g goes forward and b and c backward, with gradients reduced by x and y."""
+    backward = dict.fromkeys("bcxy", "backward")
+    return drawn_traces.run(
+        drawn_hosts.trace(
+            picture, phases=dict.fromkeys("fg", "forward") | backward, ops=dict.fromkeys("xy", "reduce_scatter")
+        )
+    )
+
+
+def linked(*took: int) -> Run:
+    """Return groups of two ranks each that gather four times in each of three steps, each time for so long."""
+    traces = []
+    for rank in range(2 * len(took)):
+        group, takes = rank // 2, took[rank // 2]
+        steps = "".join(str(step) * 40 for step in range(3))
+        picture = f"step {steps}\ncompute {'aa........' * 12}\ncomm {('..' + 'x' * takes).ljust(10, '.') * 12}"
+        ranks = [2 * group, 2 * group + 1]
+        groups = pl.DataFrame({"group": [str(group)], "description": ["dp"], "ranks": [ranks]})
+        plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
+        told = plain.collectives.with_columns(group=pl.lit(str(group)), group_size=pl.lit(2), dtype=pl.lit("Float"))
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+    return drawn_traces.run(*traces)
+
+
+def recomputing(free_bytes: int, *, step: str = "0" * 20) -> Run:
+    """Return a run whose kernel r, of 1 GiB of activations, runs again in backward, with so much memory left."""
+    picture = f"step {step}\ncompute ffffffffrrrrbbbbbbbb"
+    node = ("CheckpointFunctionBackward", "cpu_op", 8, 12)
+    plain = drawn_hosts.trace(picture, phases={"f": "forward", "r": "backward", "b": "backward"}, doing=(node,))
+    inside = (pl.col("start_ns") >= 8 * drawn_hosts.UNIT_NS) & (pl.col("start_ns") < 12 * drawn_hosts.UNIT_NS)
+    of_node = pl.when(inside & (pl.col("kind") == "runtime")).then(plain.ops.height - 1).alias("parent_id")
+    events = pl.DataFrame(
+        {
+            "at_ns": [8 * drawn_hosts.UNIT_NS, 14 * drawn_hosts.UNIT_NS],
+            "delta_bytes": [GIB, -GIB],
+            "allocated_bytes": [2 * GIB, GIB],
+        }
+    ).with_columns(device=0, reserved_bytes=100 * GIB - free_bytes, address=1, step=0)
+    header = {"deviceProperties": [{"id": 0, "totalGlobalMem": 100 * GIB}]}
+    held = schema.ALLOCATIONS.conform(events)
+    return drawn_traces.run(replace(plain, ops=plain.ops.with_columns(of_node), allocations=held, header=header))
+
+
+PROOFS: dict[str, Proof] = {
+    "COMM001": Proof(
+        lambda: drawn_traces.run(drawn_traces.trace(EXPOSED)), lambda: drawn_traces.run(drawn_traces.trace(HIDDEN))
+    ),
+    "STREAM001": Proof(lambda: giving_way(GIVE_WAY), lambda: giving_way(PREPARED)),
+    # a is launched after x and could begin before it.
+    "STREAM002": Proof(
+        lambda: queued(f"step {'0' * 80}\ncompute {'..aaaa....' * 8}\ncomm {'..xx......' * 8}"),
+        lambda: queued(f"step {'0' * 80}\ncompute {'aaaa......' * 8}\ncomm {'..xx......' * 8}"),
+    ),
+    # a takes 4 beside x, and 2 alone.
+    "STREAM003": Proof(
+        lambda: drawn_traces.run(
+            drawn_traces.trace(f"step {'0' * 64}\ncompute {'aaaa.aa.' * 8}\ncomm {'.xxx....' * 8}")
+        ),
+        lambda: drawn_traces.run(drawn_traces.trace(f"step {'0' * 48}\ncompute {'aa.aa.' * 8}\ncomm {'xx....' * 8}")),
+    ),
+    # x takes 4 beside a, y of the same size 2 alone; the compute that follows waits for the last of x.
+    "STREAM004": Proof(lambda: carrying("aaa.b..", "xxxx.yy"), lambda: carrying("aaaab..", "xx...yy")),
+    "COMM004": Proof(
+        lambda: preparing("""
+            step     0000000000000000
+            compute  aaaa........bbbb
+            comm     ....ppppxxxx....
+        """),
+        lambda: preparing("""
+            step     0000000000000000
+            compute  aaaaaaaaaaaabbbb
+            comm     ppppxxxxxxxx....
+        """),
+    ),
+    "COMM002": Proof(
+        lambda: drawn_traces.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")),
+        lambda: drawn_traces.run(sending("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxxxxx....")),
+    ),
+    "COMM003": Proof(
+        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"),
+        lambda: accumulating("step 00000000000000000000\ncompute ffffbbbbggggcccc....\ncomm ................yy.."),
+    ),
+    "HOST001": Proof(lambda: launching(late_by=7), launching),
+    "HOST002": Proof(lambda: launching(late_by=7, reads=True), lambda: launching(late_by=7)),
+    "HOST003": Proof(lambda: launching(late_by=8, loads=True), lambda: launching(late_by=8)),
+    "RANK001": Proof(lambda: meeting(0, 3), lambda: meeting(0, 0)),
+    "RANK002": Proof(lambda: linked(3, 6), lambda: linked(3, 3)),
+    "MEM002": Proof(lambda: recomputing(10 * GIB), lambda: recomputing(5 * GIB)),
+    "RANK003": Proof(lambda: meeting(0, 3, turns=True), lambda: meeting(0, 3)),
+    "MEM001": Proof(lambda: calling(CHURNING, (0, 10, 15), (1, 30, 35), (2, 50, 55)), lambda: calling(CHURNING)),
+    "MEM003": Proof(lambda: leaking(1 << 20), lambda: leaking(0)),
+    "MEM004": Proof(lambda: holding(GIB, reserved_bytes=96 * GIB), lambda: holding(GIB)),
+    "MEM005": Proof(lambda: holding(GIB), lambda: holding(9 * GIB)),
+    "MEM006": Proof(lambda: holding(GIB), lambda: holding(1 << 20)),
+    "MEM007": Proof(
+        lambda: drawn_traces.run(drawn_traces.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 0, 0, 2))),
+        lambda: drawn_traces.run(drawn_traces.trace(HIDDEN, metrics=metrics("num_alloc_retries", 0, 2, 2, 2))),
+    ),
+    "MEM008": Proof(
+        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)),
+        lambda: taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB, 4 * GIB)),
+    ),
+    "MEM009": Proof(
+        lambda: beside_snapshots(on_streams((0, 900), (7, 500))), lambda: beside_snapshots(on_streams((0, 900)))
+    ),
+    "MEM010": Proof(
+        lambda: taking(*({GIB + step * 2 * MIB: 1, GIB: 1} for step in range(4))), lambda: taking(*[{GIB: 2}] * 4)
+    ),
+    "MEM011": Proof(lambda: buffered("all_gather"), lambda: buffered("forward")),
+    "CKPT001": Proof(
+        lambda: saving(plan=10, write=80, total=100),
+        lambda: drawn_traces.run(drawn_traces.trace(HIDDEN), strategy="ddp"),
+    ),
+    # Of 500 ms blocked, most is one stage; nobody else waits.
+    "CKPT002": Proof(
+        lambda: stalling({"serialize": 400, "write": 50, "total": 500}),
+        lambda: stalling({"serialize": 40, "write": 5, "total": 50}),
+    ),
+    "CKPT003": Proof(
+        lambda: stalling({"stage": 400, "write": 50, "total": 500}),
+        lambda: stalling({"stage": 400, "write": 50, "total": 500}, steps_ms=(9000, 9000, 9000)),
+    ),
+    "CKPT004": Proof(
+        lambda: stalling({"serialize": 50, "write": 400, "total": 500}),
+        lambda: stalling({"serialize": 400, "write": 50, "total": 500}),
+    ),
+    "CKPT005": Proof(
+        lambda: stalling({"write": 50, "fsync": 200, "finish": 200, "total": 500}),
+        lambda: stalling({"write": 300, "fsync": 50, "finish": 50, "total": 500}),
+    ),
+    # Both write 1 GB: rank 1 takes ten times as long. In silence it has ten times the bytes.
+    "CKPT006": Proof(lambda: writing((10**9, 50), (10**9, 450)), lambda: writing((10**8, 50), (10**9, 450))),
+    "CKPT007": Proof(
+        lambda: stalling({"plan": 300, "write": 50, "wait": 150, "total": 500}),
+        lambda: stalling({"plan": 100, "write": 300, "wait": 100, "total": 500}),
+    ),
+    "CKPT008": Proof(
+        lambda: stalling({"write": 50, "fsync": 400, "total": 500}, columns={"fsync": {"calls": 1}}),
+        lambda: stalling({"write": 50, "fsync": 400, "total": 500}),
+    ),
+    "CKPT009": Proof(beside, lambda: beside(worker="process")),
+    "CKPT010": Proof(
+        lambda: beside(cpu_ns=900, run_delay_ns=1000), lambda: beside(cpu_ns=1500, run_delay_ns=100, python_ms=100)
+    ),
+    "CKPT011": Proof(lambda: again(uploads_ms=2990), lambda: again(uploads_ms=2000)),
+    "CKPT012": Proof(lambda: restoring(10, 10, whole_bytes=10), lambda: restoring(5, 5, whole_bytes=10)),
+    # With 0.5 s a save and a failure a day 294 s between saves lose least.
+    "CKPT013": Proof(
+        lambda: stalling({"write": 500, "total": 500}),
+        lambda: stalling({"write": 500, "total": 500}, steps_ms=(147000,) * 3),
+        {"mtbf_s": 86400},
+    ),
+    "CKPT014": Proof(
+        lambda: stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}}),
+        lambda: stalling({"write": 500, "total": 500}, columns={"total": {"durable": True, "bytes": 5}}),
+    ),
+    "CKPT015": Proof(
+        lambda: stalling({"write": 500, "total": 500}, every={"call": "dcp.save"}),
+        lambda: stalling({"write": 500, "total": 500}, every={"call": "torch.save"}),
+    ),
+    "CKPT016": Proof(
+        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 350 * MS}}),
+        lambda: stalling({"write": 100, "wait": 400, "total": 500}, columns={"total": {"run_delay_ns": 50 * MS}}),
+    ),
+    "CKPT017": Proof(
+        lambda: stalling(*[{"total": 5}] * 2, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
+        lambda: stalling({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
+    ),
+    "DATA001": Proof(lambda: doubtful(("truncated", 0.3)), doubtful),
+}

@@ -1,0 +1,59 @@
+"""Drawn baselines and candidates for what judges a run against another. All numbers are made by hand."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import unit_work
+from tracekit.model.trace import Run
+from tracekit.regression.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Known, Recording
+from tracekit.rules.rule import Finding, Report, Severity
+
+FINGERPRINT = {"device": "cpu", "world_size": 2, "model.layers": 2}
+
+
+def recording(
+    metrics: Mapping[str, Sequence[float]],
+    *,
+    name: str = "main",
+    ranks: Sequence[int] = (0, 1),
+    findings: Sequence[Known] = (),
+    work: Sequence[tuple[str, str | None, str, float]] = (),
+) -> Recording:
+    """Return a recording in which every rank has the same samples of each metric, one per step."""
+    rows = [
+        (rank, step, metric, float(value))
+        for metric, values in metrics.items()
+        for rank in ranks
+        for step, value in enumerate(values)
+    ]
+    return Recording(
+        name,
+        None,
+        pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row"),
+        pl.DataFrame(schema=UNIT_COLUMNS),
+        pl.DataFrame(list(work), schema=unit_work.WORK_COLUMNS, orient="row"),
+        tuple(findings),
+    )
+
+
+def baseline(*recordings: Recording, fingerprint: Mapping[str, object] = FINGERPRINT) -> Baseline:
+    return Baseline("main", dict(fingerprint), recordings)  # type: ignore[arg-type]
+
+
+def steps(median: float, *, count: int = 20, spread: float = 0.02, seed: int = 0) -> np.ndarray:
+    """Return simulated steps of one recording, log-normal around a median."""
+    return np.asarray(median * np.exp(np.random.default_rng(seed).normal(0, spread, count)))
+
+
+def known(name: str, severity: Severity = Severity.WARNING, *, impact: float = 0.1, cost_bytes: int = 0) -> Known:
+    return Known(name, name.partition("-")[0], severity, impact, 0, cost_bytes, "")
+
+
+def finding(code: str, severity: Severity = Severity.WARNING, *, impact: float = 0.1, cost_bytes: int = 0) -> Finding:
+    return Finding(code, severity, f"{code} costs {impact:.1%}.", "Mend it.", impact=impact, cost_bytes=cost_bytes)
+
+
+def report(run: Run, *findings: Finding) -> Report:
+    return Report(run, findings, (), (), "0")

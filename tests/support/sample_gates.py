@@ -1,0 +1,102 @@
+"""Gates on the drawn run of `tests.support.sample_report`, for what shows them in CI. Not a test."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.support import sample_report
+from tracekit.regression import gate
+from tracekit.regression.change import Change, compare_samples
+from tracekit.regression.comparison import Comparison
+from tracekit.regression.gate import Budgeted, Cause, Gate, Gone, Judged, Outcome, Standing
+from tracekit.rules.rule import Finding, Ignored, Report, Severity
+
+HOSTILE = (
+    "@octocat/team #1 !2 GH-3 ~bug $x$ :tada: https://evil.example www.evil.example a|b `c` **d** _e_ <img src=x> "
+    "</details> --> [f](javascript:g) ```\n::error file=h::i\r\n# j\x1b[31m\u202e\x00%0Ak,l]]>&amp;"
+)
+
+
+def change(metric: str, before: float, now: float, *, samples: int = 12, spread: float = 0.01) -> Change:
+    """Return how a metric differs between two sets of samples around these two numbers."""
+    random = np.random.default_rng(int(hashlib.sha256(metric.encode()).hexdigest()[:8], 16))
+    a, b = (value * (1 + spread * random.standard_normal(samples)) for value in (before, now))
+    return compare_samples(metric, a, b, step_ns=10e6)
+
+
+def plain(path: str = "runs/today", *, found: Sequence[Finding] | None = None, bar: Severity | None = None) -> Gate:
+    """Return the gate of a run by its findings alone."""
+    run = sample_report.run(path)
+    given = None if found is None else tuple(found)
+    report = dataclasses.replace(
+        sample_report.report(run, found=given),
+        rules=("COMM001", "STREAM001", "HOST003", "MEM001", "DATA001", "CKPT001"),
+        blind_spots={"STREAM001": "it needs device lanes"},
+    )
+    return gate.of_findings(report, bar)
+
+
+def held(path: str = "runs/today") -> Gate:
+    """Return the gate of a run that has all there is: each standing and outcome, a regression, what is gone."""
+    base = plain(path, bar=Severity.WARNING)
+    exposed, churn, doubt = base.report.findings
+    slow = Finding("CKPT001", Severity.WARNING, "A save blocks.", "Save in the background.", impact=0.03)
+    report: Report = dataclasses.replace(
+        base.report, findings=(exposed, churn, doubt), ignored=(Ignored(slow, "moves in May"),)
+    )
+    judged = (
+        Judged(exposed, Standing.WORSE, fails=True, impact_before=0.1),
+        Judged(churn, Standing.NEW, fails=True),
+        Judged(doubt, Standing.KNOWN, fails=False, impact_before=0.0),
+    )
+    worse = change("step_time_ns", 10e6, 13e6)
+    changes = (
+        worse,
+        change("compute_ns", 6e6, 6e6),
+        change("exposed_communication_ns", 2e6, 5e6, samples=3),
+        change("idle_ns", 2e6, 1.5e6),
+    )
+    return Gate(
+        report,
+        Severity.WARNING,
+        judged,
+        comparison=Comparison("main", "today", changes, ("versions.torch differs: 2.12 in main, 2.13 in today",)),
+        regressions=(worse,),
+        budgets=(
+            Budgeted("step_time", "step_time_ns", 12e6, 13e6, Outcome.BROKEN, "13 ms of 12 ms a step."),
+            Budgeted("idle", "idle_ns", 3e6, 1.5e6, Outcome.KEPT, "1.5 ms of 3 ms a step."),
+            Budgeted("tokens", "tokens_per_second", 100.0, None, Outcome.CANNOT_TELL, "The run logs no tokens."),
+        ),
+        fixed=(Gone("HOST003", "HOST003", Severity.WARNING, 0.07),),
+        causes=(Cause("communication", "3 ms more a step are exposed communication.", ("step_time_ns",)),),
+        baseline="main",
+    )
+
+
+def hostile() -> Gate:
+    """Return the gate of a run whose every name is out to do harm."""
+    found = [
+        Finding("COMM001", Severity.WARNING, f"bad {HOSTILE}", HOSTILE, impact=0.1, subject=HOSTILE),
+        Finding(HOSTILE, Severity.ERROR, HOSTILE, HOSTILE, cost_bytes=1),
+    ]
+    made = plain(f"runs/{HOSTILE}".replace("/", "∕").replace("∕", "/", 1), found=found, bar=Severity.WARNING)
+    broken = Budgeted(HOSTILE, "step_time_ns", 1.0, 2.0, Outcome.BROKEN, HOSTILE)
+    cause = Cause(HOSTILE, HOSTILE, ("step_time_ns",))
+    worse = change("step_time_ns", 10e6, 13e6)
+    compared = Comparison(HOSTILE, HOSTILE, (worse,), (HOSTILE,))
+    return dataclasses.replace(
+        made, comparison=compared, regressions=(worse,), budgets=(broken,), causes=(cause,), baseline=HOSTILE
+    )
+
+
+def repository(folder: Path, **files: str) -> Path:
+    """Return a folder made a repository with these files: their names with '__' for '/' and without '.py'."""
+    for name, text in files.items():
+        path = folder / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (folder / ".git").mkdir(exist_ok=True)
+    return folder

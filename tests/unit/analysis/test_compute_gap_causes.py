@@ -1,0 +1,127 @@
+"""Why nothing computes, on timelines drawn by hand and on random ones; the chain from preparation to compute gap."""
+
+import polars as pl
+from hypothesis import given, settings
+
+from tests.support import drawn_hosts, drawn_traces
+from tests.unit.analysis.test_gaps import random_traces, tiles
+from tracekit.analysis.compute.compute_gap_causes import chains, compute_gap_causes, compute_gap_causes_across
+from tracekit.analysis.time.gaps import compute_gaps
+
+
+def test_compute_that_waits_for_a_collective():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aa.....bbb
+        comm     .xxxxxx...
+        """,
+        {"b": 0, "x": 0},
+    )
+    assert drawn_hosts.told(compute_gap_causes(trace), "evidence") == [("collective", None, 2, 5, "adjacent")]
+
+
+def test_compute_that_is_launched_late_is_the_hosts():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aa.....bbb
+        """,
+        {"b": 6},
+        doing=(("cudaFree", "runtime", 1, 5),),
+    )
+    assert drawn_hosts.told(compute_gap_causes(trace)) == [
+        ("host", "allocator", 2, 3),
+        ("host", "python", 5, 1),
+        ("unknown", None, 6, 1),
+    ]
+
+
+def test_a_host_that_waits_for_a_collective_is_not_what_is_late():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aa.....bbb
+        comm     .xxx......
+        """,
+        {"b": 7},
+        doing=(("cudaStreamSynchronize", "runtime", 1, 4),),
+    )
+    assert drawn_hosts.told(compute_gap_causes(trace)) == [
+        ("collective", "synchronize", 2, 2),
+        ("host", "python", 4, 3),
+    ]
+
+
+def test_compute_that_waits_for_a_copy():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aa.....bbb
+        copy     ..mmmmm...
+        """,
+        {"b": 0},
+    )
+    assert drawn_hosts.told(compute_gap_causes(trace)) == [("copy", None, 2, 5)]
+
+
+def test_a_gap_in_compute_inherits_the_cause_of_the_gap_in_communication():
+    # The host launches y late; nothing runs until then, and b waits for y.
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aa......bb
+        comm     x.....yy..
+        """,
+        {"y": 6, "b": 6},
+    )
+    causes = compute_gap_causes(trace)
+    assert drawn_hosts.told(causes) == [("host", "python", 2, 4), ("collective", None, 6, 2)]
+    assert causes["communication_gap"].to_list() == [0, None]
+    assert causes["collective_id"].n_unique() == 1
+
+
+def test_preparation_that_crawls_opens_a_gap_and_then_the_same_gap_in_compute():
+    # Alone p takes 2, beside a it takes 6: y starts 4 late, and b waits all of y.
+    trace = drawn_hosts.trace(
+        """
+        step     00000000000000000000000000
+        compute  aaaaaaaa....bbbb......cccc
+        comm     xxppppppyyyy....ppzzzz....
+        """,
+        dict.fromkeys("abcpyz", 0),
+    )
+    first, second = chains(trace).rows(named=True)
+    assert [first[name] // drawn_hosts.UNIT_NS for name in ("dur_ns", "preparation_ns", "contention_ns", "waited_ns")] == [
+        6, 2, 4, 4,
+    ]  # fmt: skip
+    assert second["contention_ns"] == 0
+    assert second["preparation_ns"] == 2 * drawn_hosts.UNIT_NS
+
+
+@settings(max_examples=20, deadline=None)
+@given(random_traces)
+def test_causes_tile_the_gaps_in_compute_and_chains_keep_all_time(trace):
+    tiles(compute_gaps(trace), compute_gap_causes(trace))
+    found = chains(trace)
+    parts = [name for name in found.columns if name.endswith("_ns") and name not in ("start_ns", "dur_ns", "waited_ns")]
+    assert found.select(pl.sum_horizontal(parts)).to_series().to_list() == found["dur_ns"].to_list()
+
+
+def test_waiting_for_a_peer_is_told_from_the_transfer():
+    # Rank 1 comes to each y three later than rank 0.
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    picture = "step 000000000000000000000000000000\n"
+    early = picture + "compute aa....bbaa....bbaa....bbaa....\ncomm ..yyyy....yyyy....yyyy....yyyy"
+    tardy = picture + "compute aaaaa.bbaaaaa.bbaaaaa.bbaaaaa.\ncomm .....y.......y.......y.......y"
+    run = drawn_traces.run(
+        *(
+            drawn_hosts.trace(text, {"b": 0}, rank=rank, groups=groups, ops={"y": "all_reduce"})
+            for rank, text in enumerate((early, tardy))
+        )
+    )
+    causes = run.across(compute_gap_causes_across)
+    mine = causes.filter(pl.col("rank") == 0).group_by("cause", "peer_rank").agg(pl.col("dur_ns").sum()).sort("cause")
+    assert mine.rows() == [("collective", None, 4 * drawn_hosts.UNIT_NS), ("peer", 1, 12 * drawn_hosts.UNIT_NS)]
+    assert causes["dur_ns"].sum() == run.table(compute_gap_causes)["dur_ns"].sum()
+    assert set(causes.filter(pl.col("rank") == 1)["cause"]) == {"collective"}

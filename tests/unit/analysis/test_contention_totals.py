@@ -1,0 +1,108 @@
+"""Contention of all kinds added up by phase, its worst moments, and their figures; what takes most, as bars."""
+
+import json
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tests.unit.report.test_charts import HOSTILE
+from tracekit.analysis.compute import collective_contention, contention, contention_totals, kernels
+from tracekit.analysis.host import ops
+from tracekit.report import charts
+
+UNIT = drawn_hosts.UNIT_NS
+# p takes 2 alone, 6 beside a.
+GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
+
+
+def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
+    row = GIVING_WAY.across(contention_totals.moments).filter(pl.col("of") == "preparation").row(0, named=True)
+    assert (row["name"], row["beside"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
+    assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)
+
+
+def test_time_together_is_added_up_by_phase_and_pair():
+    # compute  a a a a a a a a .        beside p for 6 and beside x for 2
+    # comm     p p p p p p x x x
+    rows = GIVING_WAY.across(contention_totals.by_phase)
+    together = {(of, beside): ns for of, beside, ns in rows.select("of", "beside", "overlapped_ns").iter_rows()}
+    assert together["compute", "preparation"] == together["preparation", "compute"] == 6 * UNIT
+    assert together["compute", "communication"] == 2 * UNIT
+    bars = {bar.name: bar for bar in charts.shared(rows).data}
+    assert list(bars["beside preparation"].x) == pytest.approx([6 * UNIT / 1e6])
+    assert list(bars["beside communication"].x) == pytest.approx([2 * UNIT / 1e6])
+    assert bars["beside communication"].marker.color == charts.COLOURS["communication"]
+
+
+def test_preparation_is_drawn_where_it_lies_against_the_same_alone():
+    figure = charts.give_way(GIVING_WAY.table(contention.preparation))
+    points = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    assert points["beside compute"] == [(2 * UNIT, 6 * UNIT)]
+    assert points["alone"] == [(2 * UNIT, 2 * UNIT)]
+
+
+def test_slowdowns_have_a_mark_per_rank_with_its_interval_and_a_line_at_one():
+    pairs = pl.DataFrame(
+        [
+            (0, 0, "compute", "communication", 10, 10, 2, 1.25, 1.2, 1.3, None, None),
+            (1, 0, "compute", "communication", 10, 10, 0, 1.0, None, None, None, None),
+            (0, 0, "copy", "compute", 10, 0, 0, None, None, None, "no sample alone", "…"),
+        ],
+        schema=contention.PAIR_COLUMNS,
+        orient="row",
+    )
+    figure = charts.slowdowns(pairs)
+    marks = figure.data[0]
+    assert figure.layout.yaxis.ticktext == ("compute beside communication",)
+    assert list(marks.x) == [1.25, 1.0]
+    assert list(marks.error_x.array) == pytest.approx([0.05, 0])
+    assert list(marks.error_x.arrayminus) == pytest.approx([0.05, 0])
+    assert figure.layout.shapes[0].x0 == 1
+    assert not charts.slowdowns(GIVING_WAY.across(collective_contention.all_pairs).clear()).data
+
+
+def test_a_kernel_waits_from_the_end_of_its_launch():
+    # launches   a b
+    # compute    . . . a a a b b
+    trace = drawn_hosts.trace("step 00000000\ncompute ...aaabb", {"a": 0, "b": 1})
+    table = kernels.launch_delays(drawn_traces.run(trace))
+    assert table.select("name", "launched", "delay_p50_ns", "delay_p95_ns").rows() == [
+        ("a", 1, 3 * UNIT, 3 * UNIT),
+        ("b", 1, 5 * UNIT, 5 * UNIT),
+    ]
+    assert kernels.launch_delays(drawn_traces.run(drawn_hosts.trace("compute aaa", on_device=False))).is_empty()
+
+
+def test_what_takes_most_is_drawn_first_in_the_colour_of_its_kind_and_as_text():
+    picture = "compute aabbbb..\ncomm ......xx"
+    trace = drawn_traces.trace(picture, columns={"b": {"name": HOSTILE}}, scale_ns=1_000_000)
+    figure = charts.tops(kernels.kernels(drawn_traces.run(trace)), ["name"], most=2)
+    compute = next(bar for bar in figure.data if bar.name == "compute")
+    assert list(compute.y) == [0, 1]
+    assert list(compute.x) == [4, 2]
+    assert compute.marker.color == charts.COLOURS["compute"]
+    assert len(figure.data) == 1
+    text = json.dumps(figure.to_dict(), ensure_ascii=False, default=str)
+    assert "&lt;" in text
+    assert "<script" not in text
+
+
+def test_rows_of_several_keys_are_named_by_all_of_them():
+    trace = drawn_traces.trace("compute aabb", columns={"a": {"phase": "forward", "unit": ""}})
+    figure = charts.tops(kernels.kernels(drawn_traces.run(trace), ["name", "unit", "phase"]), ["name", "unit", "phase"])
+    assert figure.layout.yaxis.ticktext == ("a · root · forward", "b · not known · not known")
+
+
+def test_operators_are_drawn_by_the_time_in_no_slice_inside():
+    trace = drawn_hosts.trace("compute aaaa", doing=(("aten::mm", "cpu_op", 0, 3), ("aten::t", "cpu_op", 4, 5)))
+    figure = charts.tops(ops.ops(drawn_traces.run(trace)), ["name"], measure="self_ns")
+    assert list(figure.layout.yaxis.ticktext) == ["aten::mm", "aten::t"]
+    assert list(figure.data[0].x) == pytest.approx([3 * UNIT / 1e6, UNIT / 1e6])
+
+
+def test_a_prediction_is_told_from_a_record_and_what_is_held_is_marked():
+    figure = charts.reserved({"recorded": (3 << 30, False), "predicted": (2 << 30, True)}, held_bytes=1 << 30)
+    assert list(figure.data[0].x) == [3, 2]
+    assert figure.data[0].marker.pattern.shape == ("", "/")
+    assert figure.layout.shapes[0].x0 == 1

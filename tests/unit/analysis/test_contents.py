@@ -1,0 +1,40 @@
+"""What traces hold and what was not recorded."""
+
+import polars as pl
+
+from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tracekit.analysis.quality import contents
+from tracekit.model.trace import Trace
+
+
+def test_a_trace_is_counted_by_what_each_row_knows():
+    columns = {"a": {"phase": "forward"}, "b": {"launch_id": None}}
+    # Counted by hand: a, b, x and y; a alone is of a known phase, b alone has no launch.
+    trace = drawn_traces.trace(
+        "step 0011\ncompute ab..\ncomm ..xy", columns=columns, metrics=rule_examples.metrics("loss", 1.0)
+    )
+    row = contents.contents(trace).row(0, named=True)
+    assert (row["steps"], row["first_step"], row["last_step"], row["span_ns"]) == (2, 0, 1, 4)
+    assert (row["activities"], row["linked"], row["phased"]) == (4, 3, 1)
+    assert (row["collectives"], row["metrics"], row["syncs"]) == (0, 1, 0)
+
+
+def test_what_no_row_knows_is_missing_with_what_to_record():
+    full = drawn_hosts.trace("step 00\ncompute aa", columns={"a": {"phase": "forward"}})
+    bare = drawn_traces.trace("compute aa", rank=1)
+    table = drawn_traces.run(full, bare).across(contents.missing)
+    ranks = dict(table.select("missing", "ranks").iter_rows())
+    assert ranks["steps"] == ranks["phases"] == [1]
+    assert ranks["memory events"] == [0, 1]
+    assert "sizes of messages" not in ranks  # there are no collectives
+    assert table.filter(pl.col("missing") == "memory events")["to_record"].to_list() == ["profile_memory=True"]
+
+
+def test_only_what_applies_to_a_device_is_missed_there():
+    table = drawn_traces.run(drawn_traces.trace("compute aa", on_device=False)).across(contents.missing)
+    assert not {"synchronization events", "memory snapshot"} & set(table["missing"])
+
+
+def test_a_trace_without_work_is_counted_too():
+    row = contents.contents(Trace(0, 0, "empty")).row(0, named=True)
+    assert (row["on_device"], row["activities"], row["span_ns"], row["first_step"]) == (False, 0, None, None)

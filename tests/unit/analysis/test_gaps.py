@@ -1,0 +1,323 @@
+"""Gaps, and why no collective runs in them, on timelines drawn by hand and on random ones."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import drawn_hosts, drawn_traces
+from tracekit.analysis.communication.communication_gap_causes import CAUSES, gap_causes
+from tracekit.analysis.time.gaps import communication_gaps, compute_gaps
+
+
+def spans(gaps):
+    return [(row["start_ns"], row["dur_ns"]) for row in gaps.iter_rows(named=True)]
+
+
+def test_a_communication_gap_lies_between_collectives_of_a_phase():
+    trace = drawn_traces.trace(
+        """
+        step     00000000000000000000
+        compute  aaaaaa....bbbbbbbb..
+        comm     ..xx...x.......yy...
+        """,
+        columns={name: {"phase": "forward" if name in "ax" else "backward"} for name in "abxy"},
+    )
+    gaps = communication_gaps(trace)
+    # Before x since forward began, between both x, and before y since backward began.
+    assert spans(gaps) == [(0, 2), (4, 3), (10, 5)]
+    assert gaps["phase"].to_list() == ["forward", "forward", "backward"]
+    assert gaps["name"].to_list() == ["x", "x", "y"]
+
+
+def test_collectives_on_several_lanes_leave_a_gap_only_where_none_runs():
+    trace = drawn_traces.trace("""
+        step     0000000000
+        compute  a.........
+        comm1    .xxx......
+        comm2    ..yyyy..zz
+    """)
+    assert spans(communication_gaps(trace)) == [(0, 1), (6, 2)]
+
+
+def test_a_compute_gap_lies_in_the_window_of_its_step():
+    trace = drawn_traces.trace("""
+        step     0000011111
+        compute  .aa..b.cc.
+        comm     ...xx.....
+    """)
+    gaps = compute_gaps(trace)
+    assert spans(gaps) == [(0, 1), (3, 2), (6, 1), (9, 1)]
+    assert gaps["step"].to_list() == [0, 0, 1, 1]
+    assert gaps["name"].to_list() == ["a", "b", "c", None]
+
+
+def test_a_collective_that_is_launched_late_leaves_a_gap_that_is_the_hosts():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaaaaaaaa
+        comm     x.......y.
+        """,
+        {"y": 8},
+        doing=(("cudaMalloc", "runtime", 2, 4), ("aten::mm", "cpu_op", 4, 6)),
+    )
+    assert drawn_hosts.told(gap_causes(trace)) == [
+        ("host", "python", 1, 1),
+        ("host", "allocator", 2, 2),
+        ("host", "op", 4, 2),
+        ("host", "python", 6, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "detail"),
+    [
+        ("FullyShardedDataParallel.rate_limiter", "annotation", "rate_limiter"),
+        ("cudaStreamSynchronize", "runtime", "synchronize"),
+        ("aten::item", "cpu_op", "synchronize"),
+        ("hipFree", "runtime", "allocator"),
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "annotation", "data"),
+        ("cudaEventRecord", "runtime", "launch"),
+        ("acquire lock", "annotation", "lock"),
+    ],
+)
+def test_what_the_host_did_instead_of_launching(name, kind, detail):
+    picture = """
+        step     0000000000
+        compute  aaaaaaaaaa
+        comm     x.......y.
+    """
+    doing = (
+        ((name, kind, 1, 8), ("cudaEventSynchronize", "runtime", 2, 3)) if "limiter" in name else ((name, kind, 1, 8),)
+    )
+    assert drawn_hosts.told(gap_causes(drawn_hosts.trace(picture, {"y": 8}, doing))) == [("host", detail, 1, 7)]
+
+
+def test_a_collective_that_waits_for_the_compute_before_it():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaaaabbbb
+        comm     x.....y...
+        """,
+        {"b": 0, "y": 2},
+    )
+    assert drawn_hosts.told(gap_causes(trace), "name", "evidence") == [("compute", None, 1, 5, "a", "adjacent")]
+
+
+def test_a_reduction_that_is_launched_after_what_it_reduces_waits_for_both():
+    # While a ran nothing could be reduced; then the host took three more to launch it.
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaa......
+        comm     x......y..
+        """,
+        {"y": 7},
+        ops={"y": "reduce_scatter"},
+    )
+    assert drawn_hosts.told(gap_causes(trace), "evidence") == [
+        ("compute", None, 1, 3, "running"),
+        ("host", "python", 4, 3, "launch_time"),
+    ]
+
+
+def test_a_gather_that_is_launched_late_is_the_hosts_also_while_compute_runs():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaa......
+        comm     x......y..
+        """,
+        {"y": 7},
+    )
+    assert drawn_hosts.told(gap_causes(trace)) == [("host", "python", 1, 6)]
+
+
+def test_a_collective_that_waits_for_a_copy():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaa.......
+        copy     ...mmm....
+        comm     x.....y...
+        """,
+        {"m": 0, "y": 1},
+    )
+    assert drawn_hosts.told(gap_causes(trace)) == [("compute", None, 1, 2), ("copy", None, 3, 3)]
+
+
+def test_what_nothing_explains_is_unknown():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaaaaaaaa
+        comm     x......y..
+        """,
+        {"y": 1},
+    )
+    assert drawn_hosts.told(gap_causes(trace), "confidence") == [("unknown", None, 1, 6, 0.0)]
+
+
+def test_preparation_is_split_into_its_own_time_and_what_contention_adds():
+    # p takes 2 alone (before z), 6 beside a.
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000000000000
+        compute  aaaaaaaaa......bbbb
+        comm     x.ppppppyyy.pp.z...
+        """,
+        {"p": 0, "y": 0, "z": 0},
+    )
+    found = [row for row in drawn_hosts.told(gap_causes(trace), "name", "evidence") if row[2] < 12]
+    assert found == [
+        ("unknown", None, 1, 1, None, "none"),
+        ("preparation", None, 2, 2, "p", "lane_order"),
+        ("contention", None, 4, 4, "p", "lane_order"),
+        ("unknown", None, 11, 1, None, "none"),
+    ]
+
+
+def test_preparation_without_a_sample_alone_is_not_split():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaaaaaaaa
+        comm     xppppyy...
+        """,
+        {"p": 0, "y": 0},
+    )
+    assert drawn_hosts.told(gap_causes(trace)) == [("preparation", "no_sample_alone", 1, 4)]
+
+
+def test_preparation_on_another_lane_is_known_by_its_span():
+    under = {"span": "all_gather", "unit": "layers.1"}
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaaaaaaaa
+        set      .ppp......
+        comm     x...y.....
+        """,
+        {"p": 0, "y": 1},
+        columns={"p": under, "y": under},
+    )
+    assert drawn_hosts.told(gap_causes(trace), "evidence")[0] == ("preparation", "no_sample_alone", 1, 3, "span")
+
+
+def test_on_the_host_what_computes_is_waited_for():
+    trace = drawn_hosts.trace(
+        """
+        step     0000000000
+        compute  aaaa..bb..
+        comm     .......yy.
+        """,
+        {"y": 7},
+        on_device=False,
+    )
+    assert drawn_hosts.told(gap_causes(trace)) == [
+        ("compute", None, 0, 4),
+        ("host", "python", 4, 2),
+        ("compute", None, 6, 1),
+    ]
+
+
+def test_a_trace_without_collectives_has_no_communication_gaps():
+    trace = drawn_traces.trace("step 0000\ncompute aa.b")
+    assert communication_gaps(trace).is_empty()
+    assert gap_causes(trace).is_empty()
+
+
+def test_a_trace_without_launches_leaves_causes_unknown():
+    trace = drawn_traces.trace("step 00000000\ncompute aaaaaaaa\ncomm x....y..", scale_ns=drawn_hosts.UNIT_NS)
+    assert set(gap_causes(trace)["cause"]) == {"unknown"}
+
+
+cells = st.lists(st.sampled_from("aab.x"), min_size=24, max_size=24).map("".join)
+random_traces = st.builds(
+    lambda compute, first, second, launches, host, on_device: drawn_hosts.trace(
+        f"step 000000001111111122222222\ncompute {compute}\ncomm1 {first}\ncomm2 {second}",
+        launches,
+        tuple((name, kind, start, start + length) for name, kind, start, length in host),
+        phases={"a": "forward", "x": "backward"},
+        prepares="ab",
+        on_device=on_device,
+    ),
+    cells,
+    cells,
+    cells,
+    st.dictionaries(st.sampled_from("abx"), st.integers(0, 23)),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["cudaMalloc", "aten::mm", "cudaStreamSynchronize"]),
+            st.sampled_from(["runtime", "cpu_op"]),
+            st.integers(0, 20),
+            st.integers(1, 5),
+        ),
+        max_size=3,
+    ),
+    st.booleans(),
+)
+
+
+def by_hand(trace):
+    """Return, character by character, the collective that ends the gap it lies in; None outside gaps."""
+    work = trace.activities.with_columns(
+        (pl.col("start_ns") // drawn_hosts.UNIT_NS).alias("start"),
+        ((pl.col("start_ns") + pl.col("dur_ns")) // drawn_hosts.UNIT_NS).alias("end"),
+    ).rows(named=True)
+    calls = sorted((w for w in work if w["kind"] == "communication"), key=lambda w: (w["start"], w["id"]))
+    found = []
+    for t in range(24):
+        following = next((c for c in calls if c["start"] > t), None)
+        if following is None or any(c["start"] <= t < c["end"] for c in calls):
+            found.append(None)
+            continue
+        begun = min(w["start"] for w in work if all(w[k] == following[k] for k in ("step", "phase")))
+        found.append(following["id"] if t >= begun else None)
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_traces)
+def test_gaps_are_those_of_a_mask_and_causes_tile_them(trace):
+    gaps, causes = communication_gaps(trace), gap_causes(trace)
+    mask: list[int | None] = [None] * 24
+    for row in gaps.iter_rows(named=True):
+        for t in range(
+            row["start_ns"] // drawn_hosts.UNIT_NS, (row["start_ns"] + row["dur_ns"]) // drawn_hosts.UNIT_NS
+        ):
+            assert mask[t] is None
+            mask[t] = row["collective_id"]
+    assert mask == by_hand(trace)
+    tiles(gaps, causes)
+
+
+def tiles(gaps, causes):
+    assert set(causes["cause"]) <= set(CAUSES)
+    assert causes["gap"].unique().sort().to_list() == gaps["gap"].to_list()
+    for gap, start_ns, dur_ns in gaps.select("gap", "start_ns", "dur_ns").iter_rows():
+        parts = causes.filter(pl.col("gap") == gap)
+        edges = np.cumsum([start_ns, *parts["dur_ns"].to_list()])
+        assert parts["start_ns"].to_list() == edges[:-1].tolist()
+        assert edges[-1] == start_ns + dur_ns
+        assert (parts["dur_ns"] > 0).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_traces)
+def test_compute_gaps_are_those_of_a_mask(trace):
+    compute = trace.activities.filter(pl.col("kind") == "compute")
+    busy = {
+        t
+        for start, dur in compute.select("start_ns", "dur_ns").iter_rows()
+        for t in range(start // drawn_hosts.UNIT_NS, (start + dur) // drawn_hosts.UNIT_NS)
+    }
+    idle = [
+        t
+        for start, dur in compute_gaps(trace).select("start_ns", "dur_ns").iter_rows()
+        for t in range(start // drawn_hosts.UNIT_NS, (start + dur) // drawn_hosts.UNIT_NS)
+    ]
+    assert idle == [t for t in range(24) if t not in busy]

@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tracekit
+from tests.support import drawn_traces
+from tracekit.analysis.host import ops
+from tracekit.model import nesting, schema
+
+SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
+
+
+def slices(*rows: tuple[str, str, int, int, int]) -> pl.DataFrame:
+    """Return an ops table of (name, kind, lane, start_ns, end_ns), each inside the one that encloses it."""
+    table = (
+        pl.DataFrame(rows, schema=["name", "kind", "lane", "start_ns", "end_ns"], orient="row")
+        .sort("lane", "start_ns", "end_ns", descending=[False, False, True], maintain_order=True)
+        .with_row_index("id")
+    )
+    parent = nesting.parents(table["lane"].to_numpy(), table["start_ns"].to_numpy(), table["end_ns"].to_numpy())
+    return schema.OPS.conform(
+        table.with_columns(pl.Series("parent_id", parent), dur_ns=pl.col("end_ns") - pl.col("start_ns"))
+    )
+
+
+def test_time_by_itself_leaves_out_what_runs_inside_whatever_its_kind():
+    # time    0 1 2 3 4 5 6 7 8 9
+    # linear  # # # # # # # # # .      9, by itself 9 - 5 - 2
+    # mm      . # # # # # . . . .      5, by itself 5 - 1
+    # launch  . . # . . . . . . .      1
+    # add     . . . . . . # # . .      2
+    table = slices(
+        ("linear", "cpu_op", 0, 0, 9),
+        ("mm", "cpu_op", 0, 1, 6),
+        ("launch", "runtime", 0, 2, 3),
+        ("add", "cpu_op", 0, 6, 8),
+    )
+    assert dict(zip(table["name"], ops.self_times(table), strict=True)) == {"linear": 2, "mm": 4, "launch": 1, "add": 2}
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 12)), min_size=1, max_size=25)
+
+
+@settings(deadline=None)
+@given(SPANS)
+def test_times_by_themselves_are_those_of_a_mask_of_every_nanosecond(spans):
+    table = slices(*((f"s{i}", "cpu_op", lane, start, start + dur) for i, (lane, start, dur) in enumerate(spans)))
+    parents = table["parent_id"].to_list()
+    for row, found in zip(table.iter_rows(named=True), ops.self_times(table), strict=True):
+        mask = np.zeros(50, bool)
+        mask[row["start_ns"] : row["start_ns"] + row["dur_ns"]] = True
+        for child, parent in zip(table.iter_rows(named=True), parents, strict=True):
+            if parent == row["id"]:
+                mask[child["start_ns"] : child["start_ns"] + child["dur_ns"]] = False
+        assert found == mask.sum()
+
+
+def test_device_time_goes_to_the_innermost_op_around_the_launch_and_to_no_other():
+    table = slices(
+        ("aten::linear", "cpu_op", 9, 0, 9),
+        ("aten::mm", "cpu_op", 9, 1, 6),
+        ("cudaLaunchKernel", "runtime", 9, 2, 3),
+        ("cudaLaunchKernel", "runtime", 9, 7, 8),
+    )
+    launches = table.filter(pl.col("kind") == "runtime")["id"]
+    activities = pl.DataFrame({"name": ["gemm", "bias"], "kind": "compute", "dur_ns": [70, 5], "start_ns": [3, 80]})
+    activities = activities.with_columns(launch_id=launches, lane=pl.lit(0))
+    run = drawn_traces.run(drawn_traces.trace("compute a", activities=activities, ops=table))
+    found = {row["name"]: row for row in ops.ops(run).to_dicts()}
+    assert {name: row["device_ns"] for name, row in found.items()} == {"aten::mm": 70, "aten::linear": 5}
+    assert found["aten::mm"]["self_ratio"] == 4 / 9
+
+
+def test_a_cpu_run_has_no_device_time():
+    run = drawn_traces.run(
+        drawn_traces.trace("compute aa", on_device=False, ops=slices(("aten::mm", "cpu_op", 0, 0, 2)))
+    )
+    assert ops.ops(run)["device_ns"].to_list() == [None]
+
+
+def test_kinds_are_chosen_and_never_joined():
+    table = slices(("x", "cpu_op", 0, 0, 2), ("x", "python", 1, 0, 7))
+    run = drawn_traces.run(drawn_traces.trace("compute aa", ops=table))
+    assert ops.ops(run).select("name", "kind").rows() == [("x", "cpu_op")]
+    both = ops.ops(run, kinds=ops.KINDS)
+    assert both.select("name", "kind").rows() == [("x", "python"), ("x", "cpu_op")]
+    assert both["self_ratio"].to_list() == pytest.approx([7 / 9, 2 / 9])
+
+
+@pytest.mark.parametrize("by", [("name",), ("shapes", "phase"), ("unit", "span", "step", "thread", "rank")])
+def test_on_a_recorded_run_the_shares_of_all_slices_add_up_to_one_by_any_key(by):
+    run = tracekit.load(SAMPLE)
+    found = ops.ops(run, by=by, kinds=ops.KINDS)
+    whole = pl.concat([each.ops for each in run.traces()])
+    assert (found["count"].sum(), found["total_ns"].sum()) == (whole.height, whole["dur_ns"].sum())
+    assert found["self_ratio"].sum() == pytest.approx(1)
+
+
+def test_shapes_are_those_that_the_profiler_recorded():
+    run = tracekit.load(SAMPLE)
+    found = ops.ops(run, by=("name", "shapes")).filter(pl.col("name") == "aten::mm")
+    assert found.height > 1
+    assert found["shapes"].str.json_decode(pl.List(pl.List(pl.Int64))).list.len().to_list() == [2] * found.height

@@ -1,0 +1,94 @@
+"""Forward work that runs again in backward, drawn and recorded, and the rule that weighs it against free memory."""
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support import rule_examples
+from tests.support.rule_examples import GIB
+from tracekit.analysis.compute import recomputation
+from tracekit.rules.engine import check
+from tracekit.rules.recomputation import NeedlessRecomputation
+
+
+def judge(run, **thresholds):
+    return check(run, [NeedlessRecomputation(**thresholds)])
+
+
+def test_a_region_tells_its_kernels_their_time_and_what_was_allocated_in_it():
+    (found,) = rule_examples.recomputing(10 * GIB).table(recomputation.regions).iter_rows(named=True)
+    assert (found["evidence"], found["kernels"], found["backward"]) == ("checkpoint_node", 1, 0)
+    assert (found["compute_ns"], found["held_bytes"]) == (4 * 50_000, GIB)
+
+
+def test_what_is_saved_and_what_is_needed_is_said():
+    (found,) = judge(rule_examples.recomputing(10 * GIB)).findings
+    assert (found.impact, found.cost_ns) == (0.2, 4 * 50_000)
+    assert "1 parts of the model" in found.message
+    assert "1 GiB each, with 5 GiB free on each device beyond 5.0%" in found.message
+    assert "Checkpoint 0 of the 1 parts only" in found.fix
+
+
+@pytest.mark.parametrize(("free_gib", "fires"), [(6, True), (5.9, False)])
+def test_memory_must_hold_the_part_with_some_left_free(free_gib, fires):
+    assert bool(judge(rule_examples.recomputing(int(free_gib * GIB))).findings) == fires
+    assert judge(rule_examples.recomputing(int(free_gib * GIB)), keep_free_ratio=0.0).findings
+
+
+def test_where_memory_is_not_told_that_is_said():
+    run = rule_examples.recomputing(10 * GIB)
+    (trace,) = run.traces()
+    trace.header["deviceProperties"] = []
+    report = judge(run)
+    assert report.findings == ()
+    assert "profile_memory=True" in report.notes[0]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Return a folder for each way of checkpointing: four layers, of which three are checkpointed, in two steps."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up = torch.nn.RMSNorm(16), torch.nn.Linear(16, 32)
+            self.down = torch.nn.Linear(32, 16)
+
+        def forward(self, stream):
+            return stream + self.down(torch.nn.functional.silu(self.up(self.norm(stream))))
+
+    layers = [Layer() for _ in range(4)]
+    inputs = torch.randn(8, 16, requires_grad=True)
+
+    def step(checkpointed, reentrant):
+        stream = inputs
+        for number, layer in enumerate(layers):
+            again = number < checkpointed
+            stream = checkpoint(layer, stream, use_reentrant=reentrant) if again else layer(stream)
+        stream.sum().backward()
+
+    folders = {}
+    for name, checkpointed, reentrant in (("reentrant", 3, True), ("other", 3, False), ("none", 0, False)):
+        step(checkpointed, reentrant)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            for number in range(2):
+                with torch.profiler.record_function(f"ProfilerStep#{number}"):
+                    step(checkpointed, reentrant)
+        folders[name] = tmp_path_factory.mktemp(name)
+        profiler.export_chrome_trace(str(folders[name] / "rank0.pt.trace.json"))
+    return folders
+
+
+@pytest.mark.parametrize(("name", "evidence"), [("reentrant", "checkpoint_node"), ("other", "forward_ops")])
+def test_both_ways_of_checkpointing_are_seen_in_recordings_layer_by_layer(recorded, name, evidence):
+    again = recomputation.again(tracekit.load(recorded[name], cache=False).trace(0))
+    by_step = again.group_by("step").agg(pl.col("region").n_unique(), (pl.col("name") == "aten::linear").sum())
+    assert by_step.sort("step").rows() == [(0, 3, 6), (1, 3, 6)]
+    assert set(again["evidence"]) == {evidence}
+    assert not again["name"].str.contains("backward").any()
+
+
+def test_without_checkpointing_nothing_runs_again(recorded):
+    assert recomputation.again(tracekit.load(recorded["none"], cache=False).trace(0)).is_empty()

@@ -1,0 +1,256 @@
+"""The same work against itself alone: against brute force, and on timelines whose slowdown is known."""
+
+import statistics
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import drawn_hosts, drawn_traces
+from tests.support.rule_examples import PROOFS, carrying, queued
+from tracekit.analysis.communication import queueing
+from tracekit.analysis.compute import collective_contention, concurrency, contention, slowdown
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
+from tracekit.rules.contention import ContendedCompute, StarvedCollectives
+from tracekit.rules.engine import check
+from tracekit.rules.streams import NeedlessOrder
+
+samples = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.integers(0, 2), st.integers(1, 99), st.sampled_from(("alone", "beside", "between"))
+    ),
+    max_size=30,
+)
+
+
+def of_alone(rows):
+    return {row[1] for row in rows if row[3] == "alone"}
+
+
+def quartile(values: list[float], quarter: int) -> float:
+    at = (len(values) - 1) * quarter / 4
+    return sorted(values)[-int(-at // 1) if quarter == 3 else int(at)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples)
+def test_samples_are_compared_as_by_hand(rows):
+    key, step, dur = (np.array([row[i] for row in rows], np.int64) for i in range(3))
+    alone, beside = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "beside"))
+    found = slowdown.compared(key, step, dur, alone=alone, beside=beside)
+    for i, (k, s, ns, how) in enumerate(rows):
+        same = [row for row in rows if row[0] == k]
+        own = [row[2] for row in same if row[3] == "alone"]
+        here = [row[2] for row in same if row[3] == "alone" and row[1] == s]
+        steps = {
+            of: statistics.median_low([r[2] for r in same if r[3] == "alone" and r[1] == of]) for of in of_alone(same)
+        }
+        ratios = [row[2] / steps[row[1]] for row in same if row[3] == "alone"]
+        alike = own and quartile(ratios, 3) - quartile(ratios, 1) <= slowdown.MAX_SPREAD
+        assert found.judged[i] == bool(alike)
+        if not alike:
+            assert (found.alone_ns[i], found.excess_ns[i]) == (0, 0)
+            continue
+        assert found.alone_ns[i] == statistics.median_low(here or own)
+        others = [row[2] for row in same if row[3] == "beside"]
+        fence = quartile(others, 3) + 3 * (quartile(others, 3) - quartile(others, 1)) if others else ns
+        assert found.excess_ns[i] == (
+            0 if how == "alone" else min(ns, max(fence, found.alone_ns[i])) - found.alone_ns[i]
+        )
+
+
+def test_one_outlier_beside_is_held_to_the_fence():
+    dur = np.array([10] * 5 + [20] * 8 + [2000])
+    which = np.arange(14) < 5
+    found = slowdown.compared(np.zeros(14, int), np.zeros(14, int), dur, alone=which, beside=~which)
+    assert found.excess_ns.tolist() == [0] * 5 + [10] * 9
+
+
+def test_the_slowdown_is_time_together_over_the_time_alone_and_the_interval_holds_it():
+    random = np.random.default_rng(1)
+    together = random.integers(50, 150, 40)
+    excess = together * random.normal(0.5, 0.1, 40)
+    found, low, high = slowdown.pooled(together, excess)
+    assert found == together.sum() / (together.sum() - excess.sum())
+    assert low < found < high
+    assert high - low < 0.3
+    assert slowdown.pooled(together[:5], excess[:5])[1:] == (None, None)
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+    random = np.random.default_rng(2)
+    held = 0
+    for _ in range(200):
+        together = random.integers(50, 150, 20)
+        alone = together / 1.5 * random.normal(1, 0.1, 20)
+        _, low, high = slowdown.pooled(together, together - alone)
+        held += low <= 1.5 <= high
+    assert 0.85 <= held / 200 <= 1.0
+
+
+# What ran beside what -------------------------------------------------------------------------------------------------
+
+cells = st.lists(st.sampled_from("ab."), min_size=24, max_size=24).map("".join)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cells, cells, cells, cells)
+def test_what_ran_beside_each_piece_is_counted_as_by_hand(first, second, calls, copies):
+    trace = drawn_traces.trace(f"compute1 {first}\ncompute2 {second}\ncomm {calls}\ncopy {copies}")
+    lanes = {0: (COMPUTE, first), 1: (COMPUTE, second), 2: (COMMUNICATION, calls), 3: ("copy", copies)}
+    for here in concurrency.residents(trace):
+        for row, (lane, start, dur) in enumerate(here.work.select("lane", "start_ns", "dur_ns").iter_rows()):
+            for kind, name in enumerate(KINDS):
+                others = [picture for of, (its, picture) in lanes.items() if its == name and of != lane]
+                busy = sum(any(picture[at] != "." for picture in others) for at in range(start, start + dur))
+                assert here.beside_ns[row, kind] == busy
+
+
+def test_kernels_without_shapes_are_told_apart_by_their_neighbours():
+    # g stands for a product: one grid, once short after f, once long after h.
+    (here,) = concurrency.residents(drawn_traces.trace(f"compute {'f.gg.h.gggg.' * 4}"))
+    lengths = {}
+    for row, (name, dur) in enumerate(here.work.select("name", "dur_ns").iter_rows()):
+        if name == "g":
+            lengths.setdefault(int(here.kernel[row]), set()).add(dur)
+    assert all(len(of) == 1 for of in lengths.values())
+
+
+def pair(trace, of, beside):
+    run = drawn_traces.run(trace)
+    found = run.across(contention.pairs).filter(pl.col("of") == of, pl.col("beside") == beside)
+    return found.row(0, named=True) if found.height else None
+
+
+def test_a_kernel_that_takes_twice_as_long_beside_a_collective():
+    # Beside x for 3 of its 4; of these the work takes 1 alone.
+    run = PROOFS["STREAM003"].fires()
+    found = run.across(contention.pairs).row(0, named=True)
+    assert (found["of"], found["beside"]) == (COMPUTE, COMMUNICATION)
+    assert found["slowdown"] == 3.0
+    assert found["judged_ns"] == 3 * 6  # without the first and last two, which have other neighbours
+    assert found["overlapped_ns"] == 3 * 8
+    kernel = run.table(contention.by_kernel).row(0, named=True)
+    assert (kernel["alone_ns"], kernel["beside_ns"], kernel["slowdown"]) == (2, 4, 3.0)
+
+
+def test_the_cost_of_contended_compute_is_what_it_took_longer():
+    (found,) = check(PROOFS["STREAM003"].fires(), [ContendedCompute()]).findings
+    assert "3.00 times as long beside collectives" in found.message
+    assert found.cost_ns == 2 * 8  # two of the eight without a sample of theirs, at the slowdown of the others
+    assert found.impact == 16 / 64
+
+
+def test_never_alone_is_said_and_what_to_record():
+    run = drawn_traces.run(drawn_traces.trace(f"step {'0' * 48}\ncompute {'aaaaa.' * 8}\ncomm {'xxxxx.' * 8}"))
+    report = check(run, [ContendedCompute()])
+    assert report.findings == ()
+    (note,) = report.notes
+    assert "never alone" in note
+    assert "CUDA_LAUNCH_BLOCKING=1" in note
+    assert run.across(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
+
+
+def test_work_beside_two_others_is_not_held_against_one_of_them():
+    # a is slow beside x only where the copy runs too, which alone has no sample.
+    trace = drawn_traces.trace(
+        f"step {'0' * 80}\ncompute {'aa...aaaa.' * 8}\ncomm {'.....xxxx.' * 8}\ncopy {'.....mmmm.' * 8}"
+    )
+    assert pair(trace, COMPUTE, COMMUNICATION)["unknown"] == contention.NO_SAMPLE
+
+
+def test_a_clock_that_falls_is_no_contention():
+    # In step 1 everything takes twice as long, and most of it runs beside x.
+    compute = f"{'aa.' * 12}{'aaaa.' * 12}"
+    calls = f"{'...' * 3}{'xx.' * 2}{'...' * 7}{'xxxx.' * 5}{'.....' * 3}{'xxxx.' * 4}"
+    picture = f"step {'0' * 36}{'1' * 60}\ncompute {compute}\ncomm {calls}"
+    found = pair(drawn_traces.trace(picture), COMPUTE, COMMUNICATION)
+    assert found["judged_ns"] > 0
+    assert found["slowdown"] == pytest.approx(1.0)
+
+
+def test_collectives_beside_compute_by_bus_bandwidth():
+    run = carrying("aaa.b..", "xxxx.yy")
+    found = contention.pooled(run.across(collective_contention.by_step)).row(0, named=True)
+    assert found["slowdown"] == 3.0
+    (size,) = run.across(collective_contention.bandwidths).to_dicts()
+    assert (size["alone_calls"], size["beside_calls"]) == (8, 8)
+    assert (size["alone_ns"], size["beside_ns"]) == (2 * drawn_hosts.UNIT_NS, 4 * drawn_hosts.UNIT_NS)
+    (told,) = check(run, [StarvedCollectives()]).findings
+    assert told.cost_ns == 8 * drawn_hosts.UNIT_NS  # compute waits 1 for each, of the 2 that it takes longer
+    assert "all_gather of 1.00 KiB" in told.message or "bus bandwidth" not in told.message
+
+
+def test_collectives_that_nobody_waits_for_cost_nothing():
+    run = carrying("aaaaaab..", "xxxx...yy")
+    assert contention.pooled(run.across(collective_contention.by_step))["slowdown"].item() > 1.9
+    assert check(run, [StarvedCollectives()]).findings == ()
+
+
+def test_waiting_for_a_peer_is_no_slow_transfer():
+    # x takes 2 on rank 1, which comes last; rank 0 waits for it 4 longer, beside compute.
+    groups = pl.DataFrame({"group": ["0"], "ranks": [[0, 1]]})
+    traces = [
+        drawn_hosts.trace(f"step {'0' * 80}\ncompute {a * 8}\ncomm {x * 8}", {"a": 0, "b": 0}, rank=rank, groups=groups)
+        for rank, (a, x) in enumerate((("aaaaaa.b..", "xxxxxx..yy"), ("aaaaaa.b..", "....xx..yy")))
+    ]
+    found = drawn_traces.run(*traces).across(collective_contention.across)
+    assert found.filter("beside")["transfer_ns"].unique().to_list() == [2 * drawn_hosts.UNIT_NS]
+    assert found["excess_ns"].sum() == 0
+
+
+# Queues ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_begins_right_with_earlier_work_of_another_stream_is_held():
+    run = PROOFS["STREAM002"].fires()
+    held = run.table(queueing.held)
+    assert held["name"].to_list() == ["a"] * 8
+    assert held["behind_name"].to_list() == ["x"] * 8
+    assert (held["held_ns"] // drawn_hosts.UNIT_NS).to_list()[1:] == [6] * 7  # from the end of the last a
+    order = run.table(queueing.order).row(0, named=True)
+    assert (order["chances"], order["overtaken"], order["held"]) == (8, 0, 8)
+    (found,) = check(run, [NeedlessOrder()]).findings
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.fix
+    assert "of 8 kernels that could begin" in found.message
+
+
+def test_one_that_overtakes_shows_more_queues_than_one():
+    # The last a begins before the x launched before it.
+    run = queued(f"step {'0' * 90}\ncompute {'..aaaa....' * 8}aaaa......\ncomm {'..xx......' * 9}")
+    assert run.table(queueing.order)["overtaken"].sum() == 0  # it was launched first
+    late_x = f"step {'0' * 80}\ncompute {'..aaaa....' * 7}aaaa......\ncomm {'..xx......' * 8}"
+    plain = drawn_traces.trace(late_x, scale_ns=drawn_hosts.UNIT_NS)
+    order = plain.activities.sort(pl.col("start_ns") // (10 * drawn_hosts.UNIT_NS), pl.col("kind") == COMPUTE)[
+        "id"
+    ].to_list()
+    calls = [
+        {"id": made, "kind": "runtime", "start_ns": i - 999, "dur_ns": 0, "lane": 9} for i, made in enumerate(order)
+    ]
+    run = drawn_traces.run(drawn_traces.trace(late_x, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls)))
+    assert run.table(queueing.order)["overtaken"].sum() == 1
+    assert check(run, [NeedlessOrder()]).findings == ()
+
+
+def test_waiting_for_the_end_of_other_work_is_no_queue():
+    run = queued(f"step {'0' * 80}\ncompute {'....aaaa..' * 8}\ncomm {'..xx......' * 8}")
+    assert run.table(queueing.held).is_empty()
+
+
+def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator():
+    # Each y was launched at 0 and begins when x of the other stream ends.
+    picture = f"step {'0' * 80}\ncompute {'aa........' * 8}\ncomm1 {'..xxxx....' * 8}\ncomm2 {'......yyyy' * 8}"
+    plain = drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS)
+    calls = [{"id": i, "kind": "runtime", "start_ns": i - 999, "dur_ns": 0, "lane": 9} for i in plain.activities["id"]]
+    groups = plain.activities.filter(pl.col("kind") == COMMUNICATION).select(
+        pl.col("id").alias("activity_id"), group=pl.lit("0"), op=pl.lit("all_gather")
+    )
+    apart = groups.with_columns(pl.col("activity_id").cast(pl.String).alias("group"))
+    for told, count in ((groups, 8), (apart, 0)):
+        run = drawn_traces.run(
+            drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls), collectives=told)
+        )
+        held = run.table(queueing.held).filter(by=queueing.COMMUNICATOR, name="y")
+        assert held["behind_name"].to_list() == ["x"] * count

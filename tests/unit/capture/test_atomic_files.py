@@ -1,0 +1,66 @@
+import gzip
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from tracekit.capture import atomic_files
+
+
+def test_a_file_appears_when_its_writing_is_done(tmp_path: Path) -> None:
+    final = tmp_path / "run" / "run.json"
+    with atomic_files.whole_file(final) as partial:
+        partial.write_text("half")
+        assert not final.exists()
+    assert final.read_text() == "half"
+    assert [path.name for path in final.parent.iterdir()] == ["run.json"]
+
+
+def test_a_failed_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
+    final = tmp_path / "run.json"
+    final.write_text("old")
+
+    def fail_halfway() -> None:
+        with atomic_files.whole_file(final) as partial:
+            partial.write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail_halfway()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert final.read_text() == "old"
+
+
+def test_lines_are_added_to_those_there(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    atomic_files.append_lines(log, [{"a": 1}])
+    atomic_files.append_lines(log, [{"a": 2}, {"a": 3}])
+    assert [json.loads(line)["a"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_lines_that_do_not_fit_leave_the_others_whole(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    atomic_files.append_lines(log, [{"a": 1}])
+    whole = log.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            atomic_files.append_lines(log, [{"a": 2}, {"a": 3}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert log.read_bytes() == whole
+
+
+def test_compressing_removes_the_plain_file(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "t.json", tmp_path / "t.json.gz"
+    plain.write_bytes(b"{}" * 1000)
+    atomic_files.compress(plain, packed)
+    assert not plain.exists()
+    assert gzip.decompress(packed.read_bytes()) == b"{}" * 1000
+
+
+def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    atomic_files.complain("the trace was not written", OSError("no\nspace"))
+    assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training goes on\n")

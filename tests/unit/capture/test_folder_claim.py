@@ -1,0 +1,40 @@
+import threading
+from pathlib import Path
+
+from tracekit import conventions
+from tracekit.capture.folder_claim import claim, owner
+
+
+def test_the_ranks_of_a_training_share_a_folder_and_another_training_has_its_own(tmp_path: Path) -> None:
+    first = [claim(tmp_path / "run", "one") for _ in range(3)]
+    assert set(first) == {tmp_path / "run"}
+    (tmp_path / "run" / "rank00000.metrics.jsonl.partial").touch()
+    assert claim(tmp_path / "run", "two") == tmp_path / "run-2"
+    assert claim(tmp_path / "run", "three") == tmp_path / "run-3"
+    assert claim(tmp_path / "run", "two") == tmp_path / "run-2"
+    assert claim(tmp_path / "run", "one") == tmp_path / "run"
+    assert owner(tmp_path / "run-2") == "two"
+
+
+def test_a_folder_that_holds_something_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert claim(tmp_path, "one") == tmp_path.with_name(tmp_path.name + "-2")
+    assert owner(tmp_path) is None
+
+
+def test_ranks_that_come_at_once_agree(tmp_path: Path) -> None:
+    found: dict[int, Path] = {}
+
+    def come(rank: int) -> None:
+        folder = claim(tmp_path / "run", f"training {rank % 3}")
+        (folder / conventions.rank_file(rank, ".x")).touch()
+        found[rank] = folder
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    by_training = [{found[rank] for rank in range(30) if rank % 3 == training} for training in range(3)]
+    assert all(len(folders) == 1 for folders in by_training)
+    assert len(set.union(*by_training)) == 3

@@ -1,0 +1,62 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tracekit.capture.folder_claim import claim
+from tracekit.capture.launcher import command, merge
+
+
+def part(folder: Path, rank: int, training: str = "one") -> Path:
+    """Make what a node with a folder of its own leaves."""
+    claim(folder, training)
+    (folder / "window001").mkdir()
+    for name in ("rank{}.pt.trace.json.gz", "window001/rank{}.pt.trace.json.gz", "rank{}.metrics.jsonl"):
+        (folder / name.format(f"{rank:05d}")).write_text(f"of {rank}")
+    if rank == 0:
+        (folder / "run.json").write_text("{}")
+    return folder
+
+
+def test_parts_from_nodes_become_one_run(tmp_path: Path) -> None:
+    parts = [part(tmp_path / f"node{rank}", rank) for rank in (0, 1)]
+    assert merge.gather(tmp_path / "run", parts) == 8
+    found = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*.gz"))
+    assert found == [
+        "rank00000.pt.trace.json.gz",
+        "rank00001.pt.trace.json.gz",
+        "window001/rank00000.pt.trace.json.gz",
+        "window001/rank00001.pt.trace.json.gz",
+    ]
+    assert (tmp_path / "run" / "run.json").exists()
+    assert (tmp_path / "run" / "rank00001.metrics.jsonl").read_text() == "of 1"
+
+
+def test_a_trace_that_waits_to_be_compressed_is_taken_too(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "rank00003.window002.json").write_text(json.dumps({"traceEvents": []}))
+    (tmp_path / "scratch" / "rank00003.window003.json.partial").write_text('{"traceEv')
+    assert merge.gather(tmp_path / "run", [tmp_path / "scratch"]) == 1
+    with gzip.open(tmp_path / "run" / "window002" / "rank00003.pt.trace.json.gz", "rt") as trace:
+        assert json.load(trace) == {"traceEvents": []}
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["rank00003.window003.json.partial"]
+
+
+@pytest.mark.parametrize("trouble", ["another training", "the same rank", "no folder", "nothing of a run"])
+def test_parts_that_do_not_fit_are_left_where_they_are(
+    tmp_path: Path, trouble: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = part(tmp_path / "node0", 0)
+    second = tmp_path / "node1"
+    if trouble == "nothing of a run":
+        second.mkdir()
+    elif trouble != "no folder":
+        part(second, 0 if trouble == "the same rank" else 1, "two" if trouble == "another training" else "one")
+    before = sorted(tmp_path.rglob("*"))
+    code = command.gather([str(tmp_path / "run"), str(first), str(second)], program="tracekit gather")
+    assert code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tracekit: ")
+    assert said.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before

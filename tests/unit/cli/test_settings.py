@@ -1,0 +1,229 @@
+"""Settings are found, read and laid over each other; what is wrong in them is said in one line with the way out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.support import drawn_traces
+from tracekit.cli import settings as config
+from tracekit.cli.settings import Config, Ignore
+from tracekit.errors import ConfigError
+from tracekit.model.trace import Run
+from tracekit.rules.rule import Finding, Report, Rule, Severity
+
+
+@dataclass(frozen=True)
+class SlowStart(Rule):
+    """Start-up that takes long."""
+
+    code: ClassVar[str] = "BOOT001"
+    max_start_ratio: float = 0.2
+    min_steps: int = 5
+    strict: bool = False
+    phase: str = "data"
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        yield Finding(self.code, Severity.INFO, "slow", "start faster")
+
+
+@dataclass(frozen=True)
+class ColdCache(Rule):
+    """A cache that is cold."""
+
+    code: ClassVar[str] = "BOOT002"
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        yield Finding(self.code, Severity.INFO, "cold", "warm it")
+
+
+CATALOG = (SlowStart, ColdCache)
+
+
+def read(folder: Path, text: str) -> Config:
+    path = folder / config.FILE
+    path.write_text(text)
+    return config.read(path, CATALOG)
+
+
+def test_every_setting_is_read(tmp_path: Path) -> None:
+    settings = read(
+        tmp_path,
+        """
+        fail_on = "warning"
+        select = ["BOOT", "cold-cache"]
+        ignore = [{code = "BOOT001", reason = "known", until = 2027-01-31}, {code = "cold-cache", reason = "so it is"}]
+        [rules.slow-start]
+        max_start_ratio = 1
+        strict = true
+        """,
+    )
+    assert settings.fail_on is Severity.WARNING
+    assert settings.select == ("BOOT", "cold-cache")
+    assert settings.ignore == (Ignore("BOOT001", "known", date(2027, 1, 31)), Ignore("cold-cache", "so it is"))
+    assert settings.thresholds == {"BOOT001": {"max_start_ratio": 1.0, "strict": True}}
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    settings = read(tmp_path, "")
+    assert (settings.fail_on, settings.select, settings.ignore) == (Severity.ERROR, (), ())
+
+
+WRONG = {
+    "unknown key": ('fail_an = "error"', "fail_an is no setting: did you mean fail_on?"),
+    "severity": ('fail_on = "warnings"', "fail_on: 'warnings' is no severity: did you mean warning?"),
+    "severity type": ("fail_on = 3", "fail_on: '3' is no severity"),
+    "select type": ('select = "BOOT001"', "select: expected a list"),
+    "select unknown": ('select = ["BOOT01"]', "select: no rule is called 'BOOT01': did you mean BOOT001?"),
+    "rules type": ("rules = 3", "rules: expected tables"),
+    "rule unknown": ("[rules.slow-stat]\nx = 1", "no rule is called 'slow-stat': did you mean slow-start?"),
+    "rule family": ("[rules.BOOT]\nx = 1", "BOOT is a family of rules: name one of BOOT001, BOOT002"),
+    "rule type": ("[rules]\nBOOT001 = 3", "rules.BOOT001: expected a table of thresholds, not 3"),
+    "threshold unknown": (
+        "[rules.BOOT001]\nmax_start = 1",
+        "max_start is no threshold of BOOT001: did you mean max_start_ratio?",
+    ),
+    "threshold of none": ("[rules.BOOT002]\nx = 1", "BOOT002 has no thresholds"),
+    "float": ('[rules.BOOT001]\nmax_start_ratio = "0.2"', "max_start_ratio: expected a number, not '0.2'"),
+    "float from bool": ("[rules.BOOT001]\nmax_start_ratio = true", "max_start_ratio: expected a number, not True"),
+    "ratio": ("[rules.BOOT001]\nmax_start_ratio = 20.0", "max_start_ratio: expected a ratio from 0 to 1, not 20.0"),
+    "not a number": ("[rules.BOOT001]\nmax_start_ratio = nan", "max_start_ratio: expected a finite number"),
+    "int": ("[rules.BOOT001]\nmin_steps = 2.5", "min_steps: expected a whole number, not 2.5"),
+    "int from bool": ("[rules.BOOT001]\nmin_steps = true", "min_steps: expected a whole number, not True"),
+    "bool": ("[rules.BOOT001]\nstrict = 1", "strict: expected true or false, not 1"),
+    "text": ("[rules.BOOT001]\nphase = 1", "phase: expected text, not 1"),
+    "ignore type": ('ignore = "BOOT001"', "ignore: expected a list"),
+    "ignore item": ('ignore = ["BOOT001"]', "ignore[0]: expected {code"),
+    "ignore reason": ('ignore = [{code = "BOOT001"}]', "ignore[0]: reason is required"),
+    "ignore blank": ('ignore = [{code = "BOOT001", reason = " "}]', "ignore[0]: reason is required"),
+    "ignore code": ('ignore = [{code = "BOOT9", reason = "x"}]', "ignore[0]: no rule is called 'BOOT9'"),
+    "ignore key": ('ignore = [{code = "BOOT001", reasn = "x"}]', "reasn is no key of an ignore: did you mean reason?"),
+    "ignore date": ('ignore = [{code = "BOOT001", reason = "x", until = "soon"}]', "ignore[0].until: expected a date"),
+    "toml": ("fail_on = ", "is not valid TOML"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said_in_one_line_that_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    message = str(caught.value)
+    assert expected in message
+    assert message.startswith(str(tmp_path / config.FILE))
+    assert "\n" not in message
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read"):
+        config.read(tmp_path / "absent.toml", CATALOG)
+
+
+def test_the_nearest_file_counts_and_projects_without_a_section_are_passed_over(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    assert config.nearest(inner) is None or tmp_path not in config.nearest(inner).parents
+    (tmp_path / "pyproject.toml").write_text('[tool.tracekit]\nfail_on = "info"\n')
+    (tmp_path / "a" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
+    found = config.nearest(inner)
+    assert found == tmp_path / "pyproject.toml"
+    assert config.read(found, CATALOG).fail_on is Severity.INFO
+    (tmp_path / "tracekit.toml").write_text('fail_on = "never"\n')
+    found = config.nearest(inner)
+    assert found == tmp_path / "tracekit.toml"
+    assert config.read(found, CATALOG).fail_on is None
+
+
+def test_a_named_pyproject_without_a_section_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool.other]\n")
+    with pytest.raises(ConfigError, match=r"no \[tool\.tracekit\]"):
+        config.read(tmp_path / "pyproject.toml", CATALOG)
+
+
+def test_settings_given_by_hand_win_over_the_file(tmp_path: Path) -> None:
+    settings = read(tmp_path, "[rules.BOOT001]\nmax_start_ratio = 0.5\nmin_steps = 7")
+    settings = config.with_settings(settings, ["slow-start.max_start_ratio=0.1", "BOOT001.strict=true"], CATALOG)
+    (rule, _) = config.configured(settings, CATALOG)
+    assert rule == SlowStart(max_start_ratio=0.1, min_steps=7, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("BOOT001", "expected CODE.field=value"),
+        ("BOOT001.min_steps", "expected CODE.field=value"),
+        ("BOOT1.min_steps=3", "no rule is called 'BOOT1'"),
+        ("BOOT001.min_step=3", "did you mean min_steps?"),
+        ("BOOT001.min_steps=3.5", "expected a whole number, not '3.5'"),
+        ("BOOT001.strict=maybe", "expected true or false, not 'maybe'"),
+        ("BOOT001.max_start_ratio=inf", "expected a finite number"),
+    ],
+)
+def test_settings_given_by_hand_are_checked_too(setting: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.with_settings(Config(), [setting], CATALOG)
+    assert str(caught.value).startswith(f"--set {setting}: ")
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("select", "codes"),
+    [
+        ((), ["BOOT001", "BOOT002"]),
+        (("BOOT",), ["BOOT001", "BOOT002"]),
+        (("BOOT002",), ["BOOT002"]),
+        (("slow-start",), ["BOOT001"]),
+    ],
+)
+def test_rules_are_selected_by_code_name_and_family(select: tuple[str, ...], codes: list[str]) -> None:
+    assert [rule.code for rule in config.configured(Config(select=select), CATALOG)] == codes
+
+
+def test_a_selection_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean cold-cache"):
+        config.configured(Config(select=("cold-cash",)), CATALOG)
+
+
+@pytest.mark.parametrize("code", ["BOOT001", "slow-start", "BOOT", "BOOT001-5feceb66"])
+def test_an_ignore_names_a_code_a_name_a_family_or_one_finding(code: str) -> None:
+    found = Finding("BOOT001", Severity.ERROR, "slow", "start faster", subject="0")
+    other = Finding("DATA001", Severity.ERROR, "cut", "record again")
+    ignores = [Ignore(code, "known")]
+    assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 1)) == ignores[0]
+    assert config.ignore_for(other, ignores, CATALOG, today=date(2026, 1, 1)) is None
+
+
+def test_an_ignore_holds_through_its_day_and_not_after() -> None:
+    found = Finding("BOOT001", Severity.ERROR, "slow", "start faster")
+    ignores = [Ignore("BOOT001", "known", until=date(2026, 1, 1))]
+    assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 1)) is not None
+    assert config.ignore_for(found, ignores, CATALOG, today=date(2026, 1, 2)) is None
+
+
+def test_what_is_ignored_leaves_the_findings_and_is_said_aloud() -> None:
+    slow = Finding("BOOT001", Severity.ERROR, "slow", "start faster", impact=0.5)
+    cold = Finding("BOOT002", Severity.INFO, "cold", "warm it")
+    report = Report(run=drawn_traces.run(), findings=(slow, cold), notes=("n",), inputs=(), tool_version="0")
+    ignores = [Ignore("slow-start", "known", date(2027, 1, 31)), Ignore("BOOT002", "so it is", date(2025, 1, 1))]
+
+    told = config.set_aside(report, ignores, CATALOG, today=date(2026, 1, 1))
+
+    assert told.findings == (cold,)
+    assert [(each.finding, each.reason, each.until) for each in told.ignored] == [(slow, "known", date(2027, 1, 31))]
+    assert told.notes == (
+        "n",
+        "BOOT001 is ignored until 2027-01-31: known",
+        "The ignore of BOOT002 (so it is) ended on 2025-01-01 and no longer holds.",
+    )
+
+
+@pytest.mark.parametrize("name", ["BOOT001", "slow-start", "BOOT001-5feceb66"])
+def test_a_rule_is_found_by_code_name_and_finding(name: str) -> None:
+    assert config.find_rule(name, CATALOG) is SlowStart
+
+
+def test_a_rule_that_is_not_there_is_not_found() -> None:
+    with pytest.raises(ConfigError, match="did you mean slow-start"):
+        config.find_rule("slow-strat", CATALOG)

@@ -1,0 +1,333 @@
+"""A run watched: what is told of steps, ranks, saves and losses, from the logs that the recorder writes."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import sample_logs
+from tests.support.sample_logs import line, steady
+from tracekit.cli.watch.run_watch import Watch
+from tracekit.cli.watch.snapshot import Happened, OutOfLine, Picture
+from tracekit.cli.watch.steps import GRACE_S
+
+ROOT = Path(__file__).parents[3]
+NOW_S = 2e9  # later than any file is
+
+
+def seen(folder: Path, now_s: float = NOW_S) -> Picture:
+    watch = Watch(folder)
+    watch.poll(now_s)
+    watch.settle_rest()
+    return watch.picture(now_s)
+
+
+def only(picture: Picture) -> OutOfLine:
+    (found,) = picture.out_of_line
+    return found
+
+
+def slow(lines: list[dict[str, object]], step: int, *, ms: float = 300, **more: object) -> list[dict[str, object]]:
+    lines[step] = line(step, ms=ms, **more)
+    return lines
+
+
+def whats(found: OutOfLine) -> list[Happened]:
+    return [coincidence.what for coincidence in found.coincided]
+
+
+# Slow steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_step_is_told_with_what_is_usual(tmp_path: Path) -> None:
+    found = only(seen(sample_logs.write(tmp_path, slow(steady(60), 40))))
+    assert (found.what, found.step, found.last_step, found.step_time_ns) == (Happened.SLOW, 40, 40, 300e6)
+    assert found.usual_ns == pytest.approx(100e6, rel=0.02)
+    assert found.coincided == ()
+
+
+def test_a_step_that_is_slow_on_all_ranks_is_told_once(tmp_path: Path) -> None:
+    ranks = [slow(steady(60, seed=rank), 40) for rank in range(8)]
+    found = only(seen(sample_logs.write(tmp_path, *ranks)))
+    assert (found.ranks, found.rank_count) == (tuple(range(8)), 8)
+
+
+def test_a_single_late_rank_is_named(tmp_path: Path) -> None:
+    ranks = [steady(60, seed=rank) for rank in range(8)]
+    slow(ranks[5], 40)
+    found = only(seen(sample_logs.write(tmp_path, *ranks)))
+    assert (found.ranks, found.rank_count) == ((5,), 8)
+
+
+def test_the_number_of_ranks_does_not_raise_the_number_of_alarms(tmp_path: Path) -> None:
+    ranks = [steady(300, seed=rank, jitter=0.1) for rank in range(64)]
+    assert seen(sample_logs.write(tmp_path, *ranks)).out_of_line_count <= 2
+
+
+def test_steps_of_the_warm_up_are_never_out_of_line(tmp_path: Path) -> None:
+    lines = [line(n, ms=5000) for n in range(5)] + steady(60, first=5)
+    picture = seen(sample_logs.write(tmp_path, lines))
+    assert picture.out_of_line_count == 0
+    assert picture.median_step_ns == pytest.approx(100e6, rel=0.02)
+
+
+def test_slow_steps_on_end_are_one_stretch(tmp_path: Path) -> None:
+    lines = steady(60)
+    for step in range(40, 46):
+        slow(lines, step, ms=250 + step)
+    found = only(seen(sample_logs.write(tmp_path, lines)))
+    assert (found.step, found.last_step, found.step_time_ns) == (40, 45, 295e6)
+
+
+def test_a_stretch_is_news_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, slow(steady(41), 40), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    assert [(each.step, each.last_step) for each in watch.take_news()] == [(40, 40)]
+    sample_logs.append(tmp_path, [line(41, ms=320), line(42, ms=310)])
+    watch.poll(NOW_S)
+    assert watch.take_news() == []
+    sample_logs.append(tmp_path, steady(3, first=43))
+    watch.poll(NOW_S)
+    assert [(each.step, each.last_step, each.step_time_ns) for each in watch.take_news()] == [(40, 42, 320e6)]
+
+
+# What coincided ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [39, 40])
+def test_a_save_at_the_end_or_the_beginning_of_the_slow_step_is_told(tmp_path: Path, step: int) -> None:
+    sample_logs.write(tmp_path, slow(steady(60), step))
+    sample_logs.save(tmp_path, step=40, ms=200)
+    (coincidence,) = only(seen(tmp_path)).coincided
+    assert (coincidence.what, coincidence.dur_ns, coincidence.name) == (Happened.SAVE, 200_000_000, "step-40")
+
+
+def test_a_save_in_the_background_is_told_as_long_as_it_lasts(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, slow(slow(steady(80), 43), 60))
+    sample_logs.save(tmp_path, step=40, ms=450, blocking=False)
+    first, second = seen(tmp_path).out_of_line
+    assert whats(first) == [Happened.BACKGROUND_SAVE]
+    assert whats(second) == []
+
+
+def test_a_save_that_stops_the_training_and_goes_on_in_the_background_is_told_as_both(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60))
+    for rank in range(2):
+        sample_logs.save(tmp_path, step=40, ms=150 + rank, rank=rank)
+        sample_logs.save(tmp_path, step=40, ms=450, rank=rank, blocking=False, stage="complete")
+    sample_logs.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60), steady(80, seed=1))
+    picture = seen(tmp_path)
+    assert [whats(found) for found in picture.out_of_line] == [[Happened.SAVE], [Happened.BACKGROUND_SAVE], []]
+    assert picture.saves == 1
+    assert picture.last_save is not None
+    assert (picture.last_save.blocked_ns, picture.last_save.background_ns) == (151_000_000, 450_000_000)
+
+
+@pytest.mark.parametrize(("step", "what"), [(41, Happened.PROFILED), (44, Happened.TRACE_WRITTEN)])
+def test_a_profiled_window_and_the_writing_of_its_trace_are_told(tmp_path: Path, step: int, what: Happened) -> None:
+    sample_logs.write(tmp_path, slow(steady(60), step))
+    sample_logs.manifest(tmp_path, windows=[{"window": 2, "first_step": 40, "steps": 4}])
+    (coincidence,) = only(seen(tmp_path)).coincided
+    assert (coincidence.what, coincidence.count) == (what, 2)
+
+
+def test_the_rank_that_waited_for_data_is_told_where_the_wait_makes_the_excess(tmp_path: Path) -> None:
+    ranks = [[{**each, "data_wait_ns": 1e6} for each in steady(60, seed=rank)] for rank in range(4)]
+    for rank, lines in enumerate(ranks):
+        slow(lines, 30, data_wait_ns=20e6)
+        slow(lines, 40, data_wait_ns=190e6 if rank == 2 else 1e6)
+    first, second = seen(sample_logs.write(tmp_path, *ranks)).out_of_line
+    assert whats(first) == []
+    (coincidence,) = second.coincided
+    assert (coincidence.what, coincidence.rank, coincidence.dur_ns) == (Happened.DATA_WAIT, 2, 190e6)
+
+
+def test_what_the_allocator_and_the_scaler_did_is_told(tmp_path: Path) -> None:
+    lines = [{**each, "num_alloc_retries": 3, "num_device_alloc": 10} for each in steady(60)]
+    slow(lines, 40, num_alloc_retries=5, num_device_alloc=11, skipped=1)
+    for later in lines[41:]:
+        later |= {"num_alloc_retries": 5, "num_device_alloc": 11}
+    picture = seen(sample_logs.write(tmp_path, lines))
+    found = only(picture)
+    assert [(each.what, each.count) for each in found.coincided] == [
+        (Happened.RETRIES, 2),
+        (Happened.DEVICE_ALLOCS, 1),
+        (Happened.SKIPPED, None),
+    ]
+    assert (picture.retries, picture.device_allocs, picture.skipped) == (5, 11, 1)
+
+
+def test_a_window_is_told_though_its_trace_was_written_only_later(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, slow(steady(60), 41), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    sample_logs.manifest(tmp_path, windows=[{"window": 0, "first_step": 40, "steps": 4}])
+    watch.poll(NOW_S)
+    assert whats(only(watch.picture(NOW_S))) == [Happened.PROFILED]
+
+
+# Losses --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_is_told_once_with_its_ranks(tmp_path: Path) -> None:
+    ranks = [[{**each, "loss": 2.0} for each in steady(60, seed=rank)] for rank in range(3)]
+    for step in range(40, 60):
+        ranks[1][step]["loss"] = float("nan")
+    picture = seen(sample_logs.write(tmp_path, *ranks))
+    found = only(picture)
+    assert (found.what, found.step, found.ranks) == (Happened.LOSS_NOT_FINITE, 40, (1,))
+    assert picture.loss != picture.loss
+
+
+def test_a_spike_of_the_loss_is_told_and_its_fall_is_not(tmp_path: Path) -> None:
+    noise = random.Random(1)
+    lines = [{**each, "loss": 5 * 0.99**n + noise.gauss(0, 0.05)} for n, each in enumerate(steady(200))]
+    lines[150]["loss"] = 9.0
+    lines[170]["loss"] = 0.1
+    found = only(seen(sample_logs.write(tmp_path, lines)))
+    assert (found.what, found.step, found.loss) == (Happened.LOSS_SPIKE, 150, 9.0)
+
+
+# Ranks and logs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_waits_for_the_ranks_that_have_not_told_of_it_but_not_for_long(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, slow(steady(60), 50), slow(steady(60, seed=1), 50)[:50], live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    assert watch.take_news() == []
+    watch.poll(NOW_S + GRACE_S + 0.1)
+    assert [(each.step, each.rank_count) for each in watch.take_news()] == [(50, 1)]
+
+
+def test_ranks_behind_missing_or_standing_still_are_named(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, steady(60), steady(60, seed=1), steady(57, seed=2), live=True)
+    sample_logs.manifest(tmp_path, world_size=5, strategy="ddp")
+    now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime
+    watch = Watch(tmp_path)
+    watch.poll(now_s + 1)
+    picture = watch.picture(now_s + 1)
+    assert (picture.slowest_rank, picture.lag_steps, picture.missing, picture.standing) == (2, 3, (3, 4), {})
+    picture = watch.picture(now_s + 60)
+    assert set(picture.standing) == {0, 1, 2}
+    assert picture.standing[0] == pytest.approx(60, abs=1)
+
+
+def test_a_log_that_grows_does_not_stand_still_though_its_server_has_another_clock(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, steady(30), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    assert set(watch.picture(NOW_S).standing) == {0}
+    sample_logs.append(tmp_path, steady(1, first=30))
+    watch.poll(NOW_S + 1)
+    picture = watch.picture(NOW_S + 3)
+    assert (picture.standing, picture.quiet_s) == ({}, 2)
+
+
+def test_a_run_is_over_when_every_log_is_closed(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, steady(30), steady(30, seed=1), live=True)
+    watch = Watch(tmp_path)
+    for rank in range(2):
+        watch.poll(NOW_S)
+        assert not watch.is_over
+        sample_logs.path(tmp_path, rank, live=True).rename(sample_logs.path(tmp_path, rank))
+    watch.poll(NOW_S)
+    assert watch.is_over
+    assert watch.picture(NOW_S).steps_done == 30
+
+
+def test_a_log_that_is_replaced_makes_the_watch_begin_again(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, slow(steady(60), 40), live=True)
+    watch = Watch(tmp_path)
+    watch.poll(NOW_S)
+    assert watch.picture(NOW_S).steps_done == 60
+    sample_logs.write(tmp_path, steady(30, seed=9), live=True)
+    watch.poll(NOW_S)
+    picture = watch.picture(NOW_S)
+    assert (picture.steps_done, picture.out_of_line_count, watch.beginnings) == (30, 0, 2)
+
+
+def test_a_training_resumed_in_the_same_log_goes_on_from_where_it_resumed(tmp_path: Path) -> None:
+    lines = steady(60) + slow([line(n, ms=400) for n in range(5)] + steady(60, seed=1), 50)
+    for number, each in enumerate(lines[60:]):
+        each["step"] = 40 + number
+    picture = seen(sample_logs.write(tmp_path, lines))
+    assert picture.steps_done == 105
+    assert [(each.step, each.step_time_ns) for each in picture.out_of_line] == [(90, 300e6)]
+
+
+@pytest.mark.parametrize("stray", [0, 59, 10**15, -5, True, None, "7", 1.5, 10**30])
+def test_a_single_damaged_step_number_changes_nothing(tmp_path: Path, stray: object) -> None:
+    ranks = [steady(100, seed=rank) for rank in range(3)]
+    ranks[1].insert(60, {"step": stray, "step_time_ns": 10**12})
+    picture = seen(sample_logs.write(tmp_path, *ranks))
+    assert (picture.steps_done, picture.out_of_line_count, picture.lag_steps) == (100, 0, 0)
+
+
+def test_values_of_wrong_types_are_taken_as_missing(tmp_path: Path) -> None:
+    names = [
+        "step_time_ns",
+        "loss",
+        "tokens_per_second",
+        "data_wait_ns",
+        "num_alloc_retries",
+        "allocated_bytes",
+        "mine",
+    ]
+    values = ["12", None, True, [], {}, -1, 10**400, 1e308, float("inf")]
+    lines = steady(40)
+    for number, each in enumerate(lines[10:]):
+        each[names[number % len(names)]] = values[number % len(values)]
+    path = sample_logs.path(tmp_path)
+    path.write_text(re.sub(r"Infinity", "1e999", sample_logs.text(lines)))
+    picture = seen(tmp_path)
+    assert picture.steps_done == 40
+    assert picture.median_step_ns == pytest.approx(100e6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "told", ["[]", "{", '{"world_size": "8", "windows": 3, "strategy": []}', '{"windows": [1, {}]}']
+)
+def test_a_manifest_that_makes_no_sense_is_left_out(tmp_path: Path, told: str) -> None:
+    sample_logs.write(tmp_path, steady(30))
+    (tmp_path / "run.json").write_text(told)
+    picture = seen(tmp_path)
+    assert (picture.world_size, picture.windows, picture.steps_done) == (None, (), 30)
+
+
+def test_what_is_kept_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    sample_logs.write(tmp_path, [], live=True)
+    watch = Watch(tmp_path)
+    sizes = []
+    for part in range(4):
+        sample_logs.append(tmp_path, [{**each, "loss": 2.0} for each in steady(2000, first=2000 * part, seed=part)])
+        watch.poll(NOW_S)
+        steps = watch._steps
+        sizes.append(len(steps._pending) + len(steps._typical) + len(steps._losses) + len(steps._shares))
+        assert len(steps.loss_curve.values) <= 240
+    assert sizes[0] == sizes[-1]
+
+
+# Recorded samples ----------------------------------------------------------------------------------------------------
+
+SAMPLES = sorted(path.parent for path in (ROOT / "sample_traces").glob("**/run.json"))
+
+
+@pytest.mark.parametrize("run", SAMPLES, ids=lambda run: run.name)
+def test_recorded_samples_raise_few_alarms(run: Path) -> None:
+    picture = seen(run)
+    assert picture.is_over
+    assert picture.steps_done == json.loads(list(sample_logs.path(run).open())[-1])["step"] + 1
+    # Machines under load are slow in stretches; each is told once, in fewer than one of fifteen steps.
+    assert picture.out_of_line_count <= picture.steps_done / 15
+
+
+def test_in_the_recorded_demo_the_steps_out_of_line_are_those_that_saved(tmp_path: Path) -> None:
+    first, second = seen(ROOT / "sample_traces" / "demo-fsdp2").out_of_line
+    assert (first.last_step, second.step) == (23, 47)
+    assert Happened.SAVE in whats(first)
+    assert whats(second) == [Happened.SAVE]
+    assert second.ranks == (0, 1)

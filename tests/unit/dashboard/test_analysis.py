@@ -1,0 +1,179 @@
+"""The pages made of the analyses, without a browser: what they say of a run, and what comes in by a plugin."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.browser import recorded
+from tests.integration.test_cli_memory import run_on_a_device, simulated
+from tests.support import dashboard_pages
+from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
+
+runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
+PLUGIN = """
+from dataclasses import dataclass
+from typing import ClassVar
+import polars as pl
+from tracekit.sql.run_query import Measured
+from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.model.schema import Column, Table
+
+@dataclass(frozen=True)
+class TooManyRanks(Rule):
+    '''Says how many ranks there are.'''
+    code: ClassVar[str] = "ACME001"
+
+    def check(self, run):
+        yield Finding(self.code, Severity.INFO, f"There are {len(run.ranks)} ranks, says Acme.", "")
+
+table = Measured(
+    Table("acme_ranks", "rank", (Column("rank", pl.Int64(), "", "Rank, as Acme counts."),)),
+    lambda run: pl.DataFrame({"rank": run.ranks}),
+)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Install a rule and a table as another distribution would."""
+    (tmp_path / "acme_rules.py").write_text(PLUGIN)
+    metadata = tmp_path / "acme-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    points = "[tracekit.rules]\nranks = acme_rules:TooManyRanks\n[tracekit.tables]\nranks = acme_rules:table\n"
+    (metadata / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def _said(app):
+    return " ".join(each.value for each in (*app.caption, *app.info, *app.subheader)).replace("\\", "")
+
+
+def test_a_rule_and_a_table_of_a_plugin_are_shown_without_an_edit(plugin, tmp_path):
+    recorded.write_run(tmp_path / "run", kernel="gemm")
+    shown = page("quality", tmp_path / "run")
+    assert not shown.exception
+    assert "There are 2 ranks, says Acme." in html_of(shown)
+    rules = next(each.value for each in shown.dataframe if "family" in each.value.columns)
+    assert "ACME" in set(rules["family"])
+    asked = page("sql", tmp_path / "run", sql="SELECT * FROM acme_ranks ORDER BY rank", table="acme_ranks")
+    assert "Rank, as Acme counts." in html_of(asked)
+    asked.button[0].click().run()
+    assert asked.dataframe[0].value["rank"].tolist() == [0, 1]
+
+
+def test_a_query_in_the_address_is_shown_and_runs_only_when_told_to(runs):
+    shown = page("sql", runs / recorded.GOOD, sql="SELECT 42 AS answer")
+    assert not shown.exception
+    assert shown.text_area[0].value == "SELECT 42 AS answer"
+    assert "came with the address" in _said(shown)
+    assert not shown.dataframe
+    shown.button[0].click().run()
+    assert shown.dataframe[0].value["answer"].tolist() == [42]
+    assert "came with the address" not in _said(shown)
+
+
+def test_what_a_query_must_not_do_or_gets_wrong_is_said_as_text_and_a_long_answer_is_cut(runs, monkeypatch):
+    from dashboard.pages import sql
+
+    monkeypatch.setattr(sql, "MAX_ROWS", 3)
+    shown = page("sql", runs / recorded.GOOD)
+    for query, told in (
+        ("DROP TABLE ops", "query:"),
+        ("SELECT * FROM read_csv('/etc/passwd')", "query:"),
+        ("SELECT nothing FROM ops", "nothing"),
+    ):
+        shown.text_area[0].set_value(query)
+        shown.button[0].click().run()
+        assert not shown.exception
+        assert told in shown.error[0].value.replace("\\", "")
+        assert not shown.dataframe
+    shown.text_area[0].set_value("SELECT * FROM range(10) t(n)")
+    shown.button[0].click().run()
+    assert "the first 3 rows" in _said(shown)
+    assert len(shown.dataframe[0].value) == 3
+
+
+def test_kernels_are_added_up_as_the_address_says(runs):
+    shown = page("kernels", runs / recorded.GOOD, by="phase", search="compute")
+    assert not shown.exception
+    table = next(each.value for each in shown.dataframe if "count" in each.value.columns)
+    assert table["kind"].tolist() == ["compute"]
+    assert table["count"].tolist() == [6]
+    assert table["delay_p50_ns"].notna().all()
+
+
+def test_a_finding_of_a_family_stands_on_its_page(runs):
+    shown = page("communication", runs / recorded.GOOD)
+    assert not shown.exception
+    assert "COMM001" in html_of(shown)
+    assert len(shown.get("plotly_chart")) == 3
+
+
+def test_a_replay_is_shown_beside_the_record_as_a_prediction(tmp_path):
+    run = run_on_a_device(tmp_path)
+    simulated(run)
+    shown = page("memory", run)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
+    shown.toggle[0].set_value(True).run()
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in [code.value for code in shown.code]
+    next(button for button in shown.button if button.label == "Replay").click().run()
+    assert not shown.exception
+    assert "prediction of a model" in _said(shown)
+    assert len(shown.get("plotly_chart")) == 2
+    next(box for box in shown.selectbox if "garbage" in box.label).select(0.8).run()
+    next(button for button in shown.button if button.label == "Replay").click().run()
+    assert not shown.exception
+    assert "device-memory-gib" in _said(shown)  # without it, the threshold has no limit to count from
+
+
+class _Watched:
+    """A lock that another waits for from when it is first taken, to note whether a query's process still runs then."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        self._other = threading.Thread(target=self._wait)
+        self.is_asking = None
+
+    def __enter__(self):
+        self._lock.acquire()
+        self._other.start()
+
+    def __exit__(self, *_):
+        self._lock.release()
+        self._other.join()
+
+    def _wait(self):
+        with self._lock:
+            children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+            pids = [pid for each in children for pid in each.read_text().split()]
+            self.is_asking = any("sealed.py" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+
+
+def test_a_query_keeps_nobody_from_the_run_while_it_is_answered(runs):
+    def script(path):
+        import dataclasses
+
+        import streamlit as st
+
+        from dashboard import run_catalog, run_store
+        from dashboard.pages import sql
+
+        entry = run_catalog.entries([path])[0]
+        sql._ask(
+            entry,
+            dataclasses.replace(run_store.opened(entry), lock=st.session_state["lock"]),
+            "SELECT 42 AS n FROM ops LIMIT 1",
+        )
+        st.text(st.session_state[sql._ANSWER][2]["n"].to_list())
+
+    lock = _Watched()
+    shown = testing.AppTest.from_function(script, args=(str(runs / recorded.GOOD),), default_timeout=TIMEOUT_S)
+    shown.session_state["lock"] = lock
+    shown.run()
+    assert not shown.exception
+    assert shown.text[0].value == "[42]"
+    assert lock.is_asking

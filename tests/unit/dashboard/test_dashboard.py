@@ -1,0 +1,389 @@
+"""The dashboard's pages without a browser: what they show, and what a choice changes."""
+
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dashboard import run_catalog, run_store
+from tests.browser import recorded
+from tests.integration.test_cli_memory import run_on_a_device, simulated
+from tests.support import dashboard_pages, simulated_history
+from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
+from tracekit.cli.commands.dashboard import command
+from tracekit.regression.change import Verdict
+from tracekit.regression.history import store
+from tracekit.regression.history.commits import Commit
+from tracekit.regression.history.entry import entry
+from tracekit.report import json as report_json
+
+caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
+APP = str(Path(__file__).parents[3] / "dashboard" / "app.py")
+FAULTS = Path(__file__).parents[3] / "sample_traces" / "faults"
+SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
+runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main
+
+
+@pytest.fixture
+def app(monkeypatch):
+    def opened_on(*paths, **params):
+        monkeypatch.setattr(sys, "argv", ["app.py", *map(str, paths)])
+        shown = testing.AppTest.from_file(APP, default_timeout=TIMEOUT_S)
+        shown.query_params.update(params)
+        return shown.run()
+
+    return opened_on
+
+
+def test_opened_on_nothing_it_says_how_to_open_it(app):
+    shown = app()
+    assert not shown.exception
+    assert "tracekit dashboard" in shown.code[0].value
+
+
+def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, runs):
+    shown = app(runs / recorded.GOOD)
+    assert not shown.exception
+    html = html_of(shown)
+    assert 'class="tk-verdict' in html
+    assert "COMM001" in html
+    assert len(shown.get("plotly_chart")) == 1
+    assert not shown.selectbox(key="run").options[1:]
+
+
+def test_a_run_that_changes_under_a_page_is_an_error_box_with_the_way_on(app, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_catalog, "LISTING_LIVES_S", 600.0)
+    run = tmp_path / "changing"
+    recorded.write_run(run, kernel="gemm")
+    run_store.check(run_catalog.entries([str(run)])[0])
+    shown = app(run)
+    assert not shown.error
+    time.sleep(0.01)  # file systems count time in ticks of some milliseconds
+    os.utime(run / "rank00000.pt.trace.json.gz", (1, 1))
+    # As a browser tells that turns to another page: AppTest turns to pages that are files only.
+    shown._page_hash = next(key for key, page in shown._registered_pages.items() if page["url_pathname"] == "kernels")
+    shown.run()
+    assert not shown.exception
+    assert "changed since it was checked" in shown.error[0].value
+    shown.button(key="read_after_error").click().run()
+    assert not shown.exception
+    assert not shown.error
+
+
+def test_a_broken_run_in_a_folder_is_an_error_box_and_the_others_open(app, runs):
+    shown = app(runs, run=recorded.TRUNCATED)
+    assert len(shown.error) == 1
+    assert not shown.exception
+    shown.selectbox(key="run").select(recorded.GOOD).run()
+    assert not shown.error
+    assert "COMM001" in html_of(shown)
+
+
+def test_a_path_that_is_missing_is_an_error_box(app, tmp_path):
+    shown = app(tmp_path / "missing")
+    assert "no such file" in shown.error[0].value
+    assert not shown.exception
+
+
+def test_names_in_what_is_shown_are_escaped(app, runs):
+    shown = app(runs / recorded.HOSTILE)
+    assert not shown.exception
+    everything = html_of(shown) + "".join(element.value for element in shown.markdown)
+    assert "<script" not in everything
+    assert "<img" not in everything
+
+
+def _numbers(app):
+    return {metric.label: metric.value for metric in app.metric}
+
+
+def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
+    shown = page("plan", SAMPLE)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 3
+    first = _numbers(shown)
+    assert first["GPUs"] == "256"
+    shown.select_slider(key="plan-pp").set_value(8)
+    shown.select_slider(key="plan-interval").set_value(1800)
+    shown.toggle(key="plan-buffered").set_value(True).run()
+    assert not shown.exception
+    then = _numbers(shown)
+    assert (then["GPUs"], then["Size"]) == ("512", first["Size"])
+    assert then["Training blocked"] != first["Training blocked"]
+    assert "The burst buffer is drained in" in "".join(caption.value for caption in shown.caption)
+    shown.toggle(key="plan-measured").set_value(True).run()
+    assert not shown.exception
+    told = "".join(caption.value for caption in shown.caption)
+    assert "872 MB/s by 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
+    assert _numbers(shown)["Each node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
+    assert "synced" not in told
+
+
+def test_the_plan_says_where_a_measured_rate_may_be_that_of_the_page_cache(tmp_path):
+    run = shutil.copytree(SAMPLE, tmp_path / "run")
+    for log in run.glob("*.checkpoint.jsonl"):
+        kept = [line for line in log.read_text().splitlines(keepends=True) if '"fsync"' not in line]
+        log.write_text("".join(kept))
+    shown = page("plan", run)
+    shown.toggle(key="plan-measured").set_value(True).run()
+    assert not shown.exception
+    assert "saves, each blocking for" in "".join(caption.value for caption in shown.caption)
+    assert "Not all of their files were synced" in "".join(caption.value for caption in shown.caption)
+
+
+def test_the_breakdown_can_be_seen_by_step(app, runs):
+    shown = app(runs / recorded.GOOD)
+    shown.get("button_group")[0].set_value("by step").run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 2
+
+
+def _told(shown):
+    sent = shown.get("bidi_component")[0].proto.bytes
+    return json.loads(sent[4 : 4 + int.from_bytes(sent[:4], "little")])
+
+
+def test_the_timeline_opens_on_the_whole_run_with_all_ranks_and_every_finding_marked(runs):
+    shown = page("timeline", runs / recorded.GOOD)
+    assert not shown.exception
+    told = _told(shown)
+    assert {track["rank"] for track in told["tracks"]} == {0, 1}
+    assert told["view"] == {"from": 0, "to": told["span_ns"]}
+    assert told["tile"]["start"] == 0
+    assert told["tile"]["end"] == told["span_ns"]
+    assert {band["name"] for band in told["tile"]["bands"] if band["kind"] == "step"} == {"step 3", "step 4", "step 5"}
+    assert "COMM001" in {mark["finding"] for mark in told["findings"]}
+    assert {mark["rank"] for mark in told["findings"]} == {0, 1}
+
+
+def test_a_finding_chosen_on_the_timeline_brings_its_moment_into_view(runs):
+    shown = page("timeline", runs / recorded.GOOD)
+    finding = next(box for box in shown.selectbox if box.label == "Finding")
+    finding.select(next(option for option in finding.options if "COMM001" in option)).run()
+    assert not shown.exception
+    told = _told(shown)
+    marks = [mark for mark in told["findings"] if mark["finding"] == "COMM001"]
+    longest_ns = max(mark["end"] - mark["start"] for mark in marks)
+    shown_in_it = [mark for mark in marks if told["go"]["start"] < mark["start"] and mark["end"] < told["go"]["end"]]
+    assert longest_ns in {mark["end"] - mark["start"] for mark in shown_in_it}
+    track = next(track for track in told["tracks"] if track["track"] == told["go"]["track"])
+    assert track["rank"] in {mark["rank"] for mark in shown_in_it}
+    assert "COMM001" in html_of(shown)
+
+
+def test_a_moment_chosen_on_another_page_is_shown_on_the_clock_of_the_run(runs):
+    begun_ns = 1_790_000_000_000_000_000  # of the trace, and the run's clock is rank 0's
+    row = {"run": recorded.GOOD, "window": 0, "rank": 1, "start_ns": begun_ns + 200_000, "dur_ns": 5_000_000}
+    told = _told(page("timeline", runs / recorded.GOOD, state={"shown_moment": row}))
+    assert told["go"]["start"] < 200_000 < 5_200_000 < told["go"]["end"] < 20_000_000
+    assert next(track for track in told["tracks"] if track["track"] == told["go"]["track"])["rank"] == 1
+
+
+def test_names_reach_the_timeline_inert_and_short(runs):
+    told = _told(page("timeline", runs / recorded.HOSTILE))
+    names = [*told["tile"]["names"], *(track["label"] for track in told["tracks"])]
+    assert any("<script>" in name for name in names)
+    assert not any("\u202e" in name or len(name) > 300 for name in names)
+
+
+def test_a_timeline_that_cannot_be_read_says_why(runs):
+    shown = page("timeline", runs / recorded.TRUNCATED)
+    assert not shown.exception
+    assert "truncated" in shown.error[0].value
+
+
+def test_a_timeline_without_a_slice_says_so(tmp_path):
+    trace = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": []}
+    (tmp_path / "rank0.json").write_text(json.dumps(trace))
+    shown = page("timeline", tmp_path)
+    assert not shown.exception
+    assert len(shown.info) + len(shown.error) == 1
+
+
+def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(runs):
+    shown = page("compare", runs)
+    assert not shown.exception
+    assert len(shown.error) == 1  # the truncated run
+    assert len(shown.get("plotly_chart")) == 1
+    row = html_of(shown).split("exposed communication</td>")[1].split("</tr>")[0]
+    assert "4 ms" in row
+    assert "6 ms" in row
+    assert "+50%" in row
+    assert any(verdict.value in row for verdict in Verdict)
+    share = html_of(shown).split("exposed share of step</td>")[1].split("</tr>")[0]
+    assert " pt" in share
+
+
+def test_what_is_compared_and_drawn_of_a_dropped_run_goes_with_its_page(runs, tmp_path):
+    def script(kept, dropped):
+        import weakref
+        from dataclasses import replace
+        from pathlib import Path
+
+        import streamlit as st
+
+        from dashboard import run_catalog, run_facts, run_store
+        from dashboard.pages import compare
+
+        (named,) = run_catalog.entries([kept])
+        private = run_catalog.entry("dropped", Path(dropped), (dropped,), is_private=True)
+        gate = compare._judged(named, private)
+        assert compare._judged(named, private) is gate  # kept as long as the page
+        tables = run_facts.memory(private, 0, 0)
+        assert run_facts.memory(private, 0, 0) is tables
+        other = compare._judged(named, replace(named, name="again"))
+        kept = (gate, run_store.opened(private).run, tables["peaks"])
+        st.session_state["left"] = [weakref.ref(each) for each in kept]
+        st.session_state["held"] = [each.report.run.sources for each in (gate, other)]
+
+    recorded.write_run(tmp_path / "dropped", kernel="gemm")
+    folders = (str(runs / recorded.GOOD), str(tmp_path / "dropped"))
+    shown = testing.AppTest.from_function(script, args=folders, default_timeout=TIMEOUT_S).run()
+    assert not shown.exception
+    assert shown.session_state["held"] == [(), ()]
+    left = shown.session_state["left"]
+    assert all(each() is not None for each in left)
+    caches.clear_session_cache("test session id")  # as Streamlit does where a page is closed
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)
+
+
+def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_path):
+    run = run_on_a_device(tmp_path)
+    simulated(run)
+    shown = page("memory", run)
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 2
+    assert "held at most" in html_of(shown)
+    assert "40 MiB" in html_of(shown)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 1  # its map: the simulated history has no times
+    assert "The device's memory at the snapshot" in [heading.value for heading in shown.subheader]
+
+
+def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs):
+    shown = page("memory", runs / recorded.GOOD)
+    assert not shown.exception
+    assert "profile_memory=True" in shown.info[0].value
+
+
+def test_a_snapshot_that_cannot_be_read_is_an_error_box(tmp_path):
+    run = run_on_a_device(tmp_path)
+    (run / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
+    shown = page("memory", run)
+    source = next(box for box in shown.selectbox if box.label == "From")
+    source.select(source.options[1]).run()
+    assert "os.system" in shown.error[0].value.replace("\\", "")
+    assert not shown.exception
+
+
+def test_one_run_alone_is_not_compared(runs):
+    shown = page("compare", runs / recorded.GOOD)
+    assert "Compare with" in shown.info[0].value
+
+
+def test_ranks_are_drawn_beside_each_other_with_whom_they_wait_for(runs):
+    shown = page("ranks", runs / recorded.GOOD)
+    assert not shown.exception
+    assert any("clocks of the ranks" in caption.value for caption in shown.caption)
+    whole = shown.dataframe[0].value
+    assert whole["rank"].tolist() == sorted(whole["rank"])
+    assert {"compute_ns", "transfer_ns", "waiting_ns", "idle_ns"} <= set(whole.columns)
+    shown.selectbox[0].select("all").run()
+    assert not shown.exception
+    assert shown.dataframe[0].value["compute_ns"].sum() > whole["compute_ns"].sum()
+
+
+def test_the_saves_of_a_run_are_judged_and_drawn():
+    shown = page("checkpoints", FAULTS / "small-tensors")
+    assert not shown.exception
+    assert "CKPT002" in html_of(shown)
+    assert len(shown.get("plotly_chart")) == 3
+    assert shown.selectbox[0].options == ["step-000006"]
+
+
+def test_without_a_checkpoint_log_the_page_says_how_to_record_one():
+    shown = page("checkpoints", FAULTS / "churn")
+    assert not shown.exception
+    assert "record_save" in shown.info[0].value
+
+
+def _history(path):
+    def script(path):
+        from pathlib import Path
+
+        from dashboard.pages import history
+
+        history.page(Path(path))
+
+    return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
+
+
+def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(tmp_path):
+    path = tmp_path / "history.duckdb"
+    documents = [
+        *simulated_history.slower_from(12, 18),
+        *(simulated_history.report(number, world_size=8) for number in (30, 31)),
+    ]
+    texts = [f"Change {number}\n\n<b>why</b> ![x](http://192.0.2.1/x.png)" for number in range(len(documents))]
+    store.add(
+        path,
+        [
+            entry(each, report_json.side(each), commit=Commit(f"{number:02d}abcdef", text, "main"), failures=["<i>X"])
+            for number, (each, text) in enumerate(zip(documents, texts, strict=True))
+        ],
+    )
+    shown = _history(path)
+    assert not shown.exception
+    assert "No metric changed its level." in [caption.value for caption in shown.caption]  # of the latest kind of run
+    shown.selectbox(key="history_group").select(1).run()
+    assert not shown.exception
+    assert len(shown.get("plotly_chart")) == 3
+    html = html_of(shown)
+    assert "worse: step time" in html
+    assert "11abcdef..12abcdef" in html
+    assert "COMM001 exposed-communication" in html
+    assert "versions.torch 2.12.0 → 2.13.0" in html
+    run = next(box for box in shown.selectbox if box.label.startswith("Run, or"))
+    run.select(3).run()
+    # st.text knows no markup.
+    assert "Change 3\n\n<b>why</b> ![x](http://192.0.2.1/x.png)" in [text.value for text in shown.text]
+    assert "<b>why" not in html_of(shown)
+    assert not any("<i>X" in each.value for each in shown.markdown)
+
+
+def test_a_history_that_is_none_is_an_error_box(tmp_path):
+    (tmp_path / "history.duckdb").write_text("no database")
+    shown = _history(tmp_path / "history.duckdb")
+    assert not shown.exception
+    assert "cannot be read as a history" in shown.error[0].value.replace("\\", "")
+
+
+def test_the_page_is_there_where_a_history_is_named_or_lies_beside_the_runs(tmp_path):
+    assert run_catalog.history_file([str(tmp_path)]) is None
+    store.add(tmp_path / "history.duckdb", [])
+    assert run_catalog.history_file([str(tmp_path)]) == tmp_path / "history.duckdb"
+    assert run_catalog.history_file([str(tmp_path), "--history=/elsewhere"]) == Path("/elsewhere")
+    words = command(["runs"], port=1, browser=False, history=Path("/h.duckdb"))
+    assert words[words.index("--") + 1 :][-1] == "--history=/h.duckdb"
+
+
+def test_a_log_that_leads_out_is_not_told_on_the_page_of_runs(app, tmp_path):
+    log = tmp_path / "elsewhere.jsonl"
+    log.write_text('{"step": 7, "loss": 4.2, "step_time_ns": 123000000, "rank": 0}\n')
+    (tmp_path / "runs").mkdir()
+    for name in ("inside", "outside"):
+        recorded.write_run(tmp_path / "runs" / name, kernel="gemm")
+    (tmp_path / "runs" / "inside" / "rank00000.metrics.jsonl").write_text(log.read_text())
+    (tmp_path / "runs" / "outside" / "rank00000.metrics.jsonl").symlink_to(log)
+    shown = app(tmp_path / "runs")
+    assert not shown.exception
+    told = [caption.value for caption in shown.caption]
+    assert [each.partition("**")[2].partition("**")[0] for each in told if "is at step" in each] == ["inside"]

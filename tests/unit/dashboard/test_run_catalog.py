@@ -1,0 +1,403 @@
+"""What the dashboard lists, looks through and refuses, without a server."""
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
+
+from dashboard import downloads, run_catalog, run_store, runs_table, uploads, widgets
+from dashboard.run_catalog import Entry
+from dashboard.runs_table import Wanted
+from tests.browser import recorded
+from tracekit.cli.commands.dashboard import dashboard as serve
+from tracekit.errors import InputError
+from tracekit.ingest import trace_cache
+from tracekit.rules import report_cache
+from tracekit.rules.report_cache import Summary
+
+HOSTILE_FOLDERS = (
+    "<img src=x onerror=window.hacked=1>",
+    "\u202egnp.exe",
+    "😀" * 60,
+    "a" * 255,
+    "![x](http:⁄⁄192.0.2.1⁄x)",
+    "new\nline",
+    "$(reboot);`id`",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one") / "good"
+    recorded.write_run(folder, kernel="gemm")
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path, a_run):
+    shutil.copytree(a_run, tmp_path / "runs" / "a")
+    return tmp_path / "runs"
+
+
+def _names(path):
+    return [entry.name for entry in run_catalog.entries([str(path)])]
+
+
+# What is listed -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_found_three_folders_deep_in_natural_order(runs, a_run):
+    for name in ("x10", "x9", "deep/er/b", "too/deep/for/us", ".hidden"):
+        shutil.copytree(a_run, runs / name)
+    assert _names(runs) == ["a", "deep/er/b", "x9", "x10"]
+
+
+def test_a_json_file_beside_runs_does_not_make_their_folder_a_run(runs):
+    (runs / "baseline.json").write_text("{}")
+    assert _names(runs) == ["a"]
+    (runs / "only").mkdir()
+    (runs / "only" / "mine.json").write_text("{}")
+    assert _names(runs) == ["a", "only"]
+
+
+def test_of_too_many_runs_the_newest_are_listed_and_the_others_counted(runs, monkeypatch):
+    monkeypatch.setattr(run_catalog, "MAX_ENTRIES", 3)
+    for age_s, name in enumerate(("d", "b", "e", "c")):
+        (runs / name).mkdir()
+        (runs / name / "rank00000.pt.trace.json").write_text("")
+        os.utime(runs / name, (2e9 - age_s, 2e9 - age_s))
+    found = run_catalog.listed([str(runs)])
+    assert ([entry.name for entry in found.entries], found.left_out) == (["b", "d", "e"], 2)
+
+
+def test_what_takes_long_to_list_is_listed_less_often(runs, a_run):
+    now_s = [0.0]
+
+    def clock_s():
+        now_s[0] += 1  # a listing takes a second
+        return now_s[0]
+
+    known = run_catalog.Catalog([str(runs)], clock_s)
+    first = known.listed()
+    shutil.copytree(a_run, runs / "b")
+    now_s[0] += 10
+    assert known.listed() is first
+    now_s[0] += 10
+    second = known.listed()
+    assert [entry.name for entry in second.entries] == ["a", "b"]
+    shutil.rmtree(runs / "b")
+    known.forget()
+    assert [entry.name for entry in known.listed().entries] == ["a"]
+
+
+def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
+    (runs / "new").mkdir()
+    (runs / "new" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
+    entries = {entry.name: entry for entry in run_catalog.entries([str(runs)])}
+    assert entries["new"].is_live
+    assert "no trace yet" in entries["new"].problem
+    assert not entries["a"].is_live
+    assert [runs_table.verdict(entries[name]) for name in ("new", "a")] == [runs_table.AWAITED, runs_table.UNCHECKED]
+
+
+def test_traces_are_told_apart_once_they_are_whole_whatever_the_logs_do(runs):
+    def stamp():
+        return run_catalog.entries([str(runs)])[0].traces_stamp
+
+    trace, before = runs / "a" / "rank00001.pt.trace.json.gz", stamp()
+    (runs / "a" / "rank00000.metrics.jsonl.partial").write_text('{"step": 0}\n')
+    assert stamp() == before != ""
+    trace.write_bytes(trace.read_bytes())
+    assert stamp() == ""  # it may still be written
+    os.utime(trace, (time.time() - run_catalog.WHOLE_S,) * 2)
+    assert stamp() not in ("", before)
+
+
+@pytest.mark.parametrize("name", HOSTILE_FOLDERS, ids=range(len(HOSTILE_FOLDERS)))
+def test_a_folder_of_any_name_is_a_run(runs, a_run, name):
+    if len(name.encode()) > 255:
+        name = name.encode()[:252].decode()
+    shutil.copytree(a_run, runs / name)
+    (entry,) = (entry for entry in run_catalog.entries([str(runs)]) if entry.name != "a")
+    assert entry.problem == ""
+    shown = runs_table.table([entry])["run"][0]
+    assert "\u202e" not in shown
+    assert "\n" not in shown
+
+
+def test_a_name_that_is_no_text_is_listed_under_one_that_is(runs, a_run):
+    shutil.copytree(a_run, runs / os.fsdecode(b"\xff\xfe"))
+    (entry,) = (entry for entry in run_catalog.entries([str(runs)]) if entry.name != "a")
+    assert entry.name == "??"
+    assert run_store.opened(entry).report.findings
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(tmp_path, a_run):
+    return shutil.copytree(a_run, tmp_path / "outside")
+
+
+@pytest.mark.parametrize("name", ["rank00001.pt.trace.json.gz", "rank00000.metrics.jsonl", "run.json", "window001"])
+def test_a_run_with_a_link_that_leads_out_is_refused_and_says_which(runs, outside, name):
+    target = outside if name == "window001" else outside / "rank00001.pt.trace.json.gz"
+    (runs / "a" / name).unlink(missing_ok=True)
+    (runs / "a" / name).symlink_to(target)
+    (entry,) = run_catalog.entries([str(runs)])
+    assert f"{name} is a link" in entry.problem
+    assert str(outside) not in entry.problem
+    with pytest.raises(InputError, match="is a link"):
+        run_store.check(replace(entry, problem=""))
+    (entry, _) = run_catalog.entries([str(runs), str(outside)])
+    assert entry.problem == ""
+
+
+def test_a_folder_that_leads_out_is_not_followed_and_one_inside_is(runs, outside):
+    (runs / "out").symlink_to(outside)
+    (runs / "in").symlink_to(runs / "a")
+    (runs / "a" / "up").symlink_to(runs)
+    (runs / "round").symlink_to(runs)
+    assert _names(runs) == ["a", "in"]
+
+
+def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside):
+    (entry,) = run_catalog.entries([str(runs)])
+    trace = runs / "a" / "rank00000.pt.trace.json.gz"
+    trace.unlink()
+    trace.symlink_to(outside / trace.name)
+    with pytest.raises(InputError, match="is a link to a place that the dashboard was not opened on"):
+        run_store.check(entry)
+
+
+@pytest.fixture
+def open_folder():
+    """Give a folder that a user without rights can come to."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _without_rights():
+    """Be a user who may not look into everything: root may."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run):
+    runs, closed = open_folder / "runs", open_folder / "closed"
+    shutil.copytree(a_run, runs / "good")
+    shutil.copytree(a_run, closed / "run")
+    (runs / "other" / "window000").mkdir(parents=True)
+    (runs / "loop").symlink_to("loop")
+    (runs / "latest").symlink_to(closed / "run")
+    (runs / "latest.pt.trace.json").symlink_to("latest.pt.trace.json")
+    for folder in (closed, runs / "other" / "window000"):
+        folder.chmod(0)
+    try:
+        with _without_rights():
+            assert _names(runs) == ["good"]
+            (entry,) = run_catalog.entries([str(closed / "run")])
+            assert "no such file or folder that can be looked into" in entry.problem
+            assert run_catalog.history_file([str(closed / "run")]) is None
+    finally:
+        closed.chmod(0o700)
+        (runs / "other" / "window000").chmod(0o700)
+
+
+def test_a_history_that_is_a_link_is_not_opened(runs, outside):
+    (outside / "history.duckdb").write_text("")
+    (runs / "history.duckdb").symlink_to(outside / "history.duckdb")
+    assert run_catalog.history_file([str(runs)]) is None
+
+
+# The list as a table --------------------------------------------------------------------------------------------------
+
+
+def _entry(name, *, step_ms=None, strategy="", age_s=0.0, **counts):
+    summary = None
+    if step_ms is not None:
+        findings = {"error": 0, "warning": 0, "info": 0, **counts}
+        doubts = findings.pop("doubts", 0)
+        summary = Summary(findings, doubts, 2, step_ms * 1e6, (1, 2), 0.5, 0.1)
+    created_ns = time.time_ns() - int(age_s * 1e9)
+    return Entry(name, f"/{name}", strategy=strategy, created_ns=created_ns, summary=summary)
+
+
+ENTRIES = (
+    _entry("b", step_ms=20, strategy="ddp", error=1),
+    _entry("a", step_ms=10, strategy="fsdp2", warning=2, info=1, age_s=3600),
+    _entry("c", age_s=10 * runs_table.DAY_S),
+    _entry("d", step_ms=30, info=3),
+    _entry("e", step_ms=40, doubts=1),
+    replace(_entry("f"), problem="gone"),
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Wanted(), "bacdef"),
+        (Wanted(order="slowest step first"), "edbacf"),
+        (Wanted(order="worst verdict first"), "badecf"),
+        (Wanted(order="newest first", verdicts=("error", "warning")), "ba"),
+        (Wanted(order="strategy"), "bacdef"),
+        (Wanted(text="FSDP"), "a"),
+        (Wanted(text="fsdp2 error"), ""),
+        (Wanted(text="not checked"), "c"),
+        (Wanted(strategies=(runs_table.NOT_SAID,)), "cdef"),
+        (Wanted(verdicts=(runs_table.DOUBTFUL, runs_table.BROKEN)), "ef"),
+        (Wanted(since_s=runs_table.PERIODS["last week"]), "badef"),
+        (Wanted(step_ms=(15.0, 30.0)), "bd"),
+    ],
+    ids=str,
+)
+def test_runs_are_found_and_put_in_order(wanted, expected):
+    assert "".join(entry.name for entry in runs_table.found(ENTRIES, wanted)) == expected
+
+
+def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
+    verdicts = [runs_table.verdict(entry) for entry in ENTRIES]
+    assert verdicts == ["error", "warning", runs_table.UNCHECKED, "info", runs_table.DOUBTFUL, runs_table.BROKEN]
+    assert runs_table.chips(ENTRIES[1]) == ["2 warnings", "1 info"]
+    assert runs_table.chips(ENTRIES[3]) == [runs_table.GOOD, "3 info"]
+    assert runs_table.chips(ENTRIES[4]) == [runs_table.GOOD, runs_table.DOUBTFUL]
+
+
+def test_the_table_of_a_checked_run_tells_its_steps(runs):
+    report_cache.report(str(runs / "a"))
+    row = runs_table.table(run_catalog.entries([str(runs)])).row(0, named=True)
+    assert (row["run"], row["strategy"], row["model"], row["ranks"]) == ("a", "ddp", "tiny", 2)
+    assert row["step_ms"] == 10.0
+    assert len(row["steps"]) == len(recorded.STEPS)
+    assert "problem" not in row
+
+
+def test_a_manifest_can_say_anything(runs):
+    (runs / "a" / "run.json").write_text('{"created_ns": 1e300, "world_size": "x", "model": [1], "strategy": {"a": 1}}')
+    assert runs_table.table(run_catalog.entries([str(runs)])).height == 1
+    changed_ns = max(file.stat().st_mtime_ns for file in (runs / "a").iterdir())
+    for time_ns in (-99999999999999999999, 10**400, True):
+        told = {"created_ns": time_ns, "world_size": 10**30, "model": "m" * 5000}
+        (runs / "a" / "run.json").write_text(json.dumps(told))
+        listed = run_catalog.entries([str(runs)])
+        assert runs_table.table(listed).row(0, named=True)["ranks"] is None
+        assert listed[0].created_ns >= changed_ns  # that of the newest file
+        assert runs_table.found(listed, Wanted(since_s=runs_table.DAY_S)) == list(listed)
+    (runs / "a" / "run.json").write_text("[" * 100_000)
+    assert len(run_catalog.entries([str(runs)])) == 1
+
+
+# What is dropped into a page ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("rank00003.pt.trace.json.gz", "rank00003.pt.trace.json.gz"),
+        ("../../etc/passwd.json", "passwd.json"),
+        ("..\\..\\x.json.zst", "x.json.zst"),
+        (".hidden.json", "hidden.json"),
+        ("a" * 9000 + "7.json", "a" * 119 + "7.json"),
+        ("<img src=x>.json", "_img_src_x_.json"),
+        ("\u202e.json", "_.json"),
+    ],
+)
+def test_a_dropped_file_gets_a_name_that_names_nothing_else(given, expected):
+    assert uploads.safe_name(given) == expected
+
+
+@pytest.mark.parametrize("name", ["x", "x.json.exe", "x.gz", "x.json/..", ""])
+def test_what_is_no_trace_by_its_name_is_refused(name):
+    with pytest.raises(InputError, match="no trace by its name"):
+        uploads.safe_name(name)
+
+
+def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path):
+    member = gzip.compress(b" " * (64 << 20), 9)
+    bomb = tmp_path / "bomb.json.gz"
+    bomb.write_bytes(gzip.compress(b'{"traceEvents": [') + member * (1 + uploads.MAX_UNPACKED_BYTES // (64 << 20)))
+    assert bomb.stat().st_size < 5 << 20
+    with pytest.raises(InputError, match="unpacks to more than 256 MiB"):
+        uploads.refuse_bomb(bomb, 256 << 20)
+    bomb.write_bytes(member)
+    uploads.refuse_bomb(bomb)
+
+
+# Files to keep, and the command ---------------------------------------------------------------------------------------
+
+
+def test_a_download_is_no_formula():
+    rows = pl.DataFrame({"name": ["=cmd()", "gemm", None], "dur_ns": [-1, 2, 3], "ranks": [[0, 1], [], None]})
+    assert downloads.as_csv(rows) == 'name,dur_ns,ranks\n\'=cmd(),-1,"[0, 1]"\ngemm,2,[]\n,3,\n'
+
+
+def test_a_column_that_a_query_names_is_no_formula():
+    rows = pl.DataFrame({"=cmd()": [1], "'=cmd()": [2], "-2+3": [3], 'a,"b"': [4], "": [5]})
+    assert downloads.as_csv(rows) == '\'=cmd(),\'=cmd(),\'-2+3,"a,""b""",\n1,2,3,4,5\n'
+    assert downloads.as_csv(rows.clear()).count("\n") == 1
+
+
+def test_the_command_listens_to_this_machine_only_unless_told(monkeypatch, runs, capsys):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    serve([str(runs)], browser=False)
+    assert capsys.readouterr().err == ""
+    serve([str(runs)], browser=False, host="0.0.0.0")
+    warned = capsys.readouterr().err
+    assert "without a password" in warned
+    assert str(runs) in warned
+    first, second = ({words[i]: words[i + 1] for i in range(3, words.index("--"), 2)} for words in started)
+    assert first["--server.address"] == "127.0.0.1"
+    assert second["--server.address"] == "0.0.0.0"
+    assert set(second) - set(first) == {"--server.allowedHosts"}
+    assert not any("Xsrf" in name or "CORS" in name for name in (*first, *second))
+
+
+def test_the_dashboards_own_settings_keep_its_protections():
+    import tomllib
+
+    settings = tomllib.loads((Path(run_catalog.__file__).parent / ".streamlit" / "config.toml").read_text())
+    server = settings["server"]
+    assert server["enableXsrfProtection"]
+    assert server["enableCORS"]
+    assert server["address"] == "127.0.0.1"
+    assert "*" not in server["allowedHosts"]
+    assert server["maxUploadSize"] == uploads.MAX_MB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([8, 58_632, 2_818_048, None], (1, widgets.BYTES)),
+        ([0, 2 << 20, 3 << 30], (2**30, "%.4g GiB")),
+        ([4 << 10, 3 << 20], (2**20, "%.4g MiB")),
+        ([1, 900], (1, "%d B")),
+        ([0, None], (1, "%d B")),
+    ],
+)
+def test_sizes_of_a_column_share_a_unit_that_suits_the_least(sizes, told):
+    assert widgets._scale(pl.Series("sent_bytes", sizes, dtype=pl.Int64)) == told

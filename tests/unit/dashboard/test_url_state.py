@@ -1,0 +1,145 @@
+"""The address and the widgets of a page, held together."""
+
+import pytest
+
+from tests.support.rotation import in_turns
+
+testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+
+
+def _page():
+    import streamlit as st
+
+    from dashboard import url_state
+
+    st.session_state[url_state.PAGE] = st.query_params.get("on", "")
+    ranks = [0, 1, 2] if st.session_state[url_state.PAGE] != "fewer" else [0, 1]
+    st.selectbox("Rank", ranks, key=url_state.kept("rank", ranks))
+    st.multiselect("Others", ["a", "b", "c"], key=url_state.kept_several("others", ["a", "b", "c"], ["a"]))
+    st.slider("Part", 0.0, 10.0, key=url_state.kept_number("part", 0.0, 10.0, (0.0, 10.0)))
+    st.text_input("Find", key=url_state.kept_text("find", max_characters=5))
+    st.toggle("All", key=url_state.kept_flag("all"))
+
+
+@pytest.fixture
+def shown():
+    return testing.AppTest.from_function(_page)
+
+
+def _values(app):
+    return {
+        "rank": app.selectbox[0].value,
+        "others": app.multiselect[0].value,
+        "part": app.slider[0].value,
+        "find": app.text_input[0].value,
+        "all": app.toggle[0].value,
+    }
+
+
+FIRST = {"rank": 0, "others": ["a"], "part": (0.0, 10.0), "find": "", "all": False}
+
+
+def _at(app, **params):
+    app.query_params.clear()
+    app.query_params.update(params)
+    return app.run()
+
+
+def _told(app):
+    """What the address says; one value and a list of one are the same."""
+    told = {name: [value] if isinstance(value, str) else list(value) for name, value in app.query_params.items()}
+    return {name: value for name, value in told.items() if name != "on"}
+
+
+def test_without_a_choice_the_address_stays_empty(shown):
+    shown.run()
+    assert not shown.exception
+    assert _values(shown) == FIRST
+    assert _told(shown) == {}
+
+
+def test_an_address_that_asks_for_too_many_runs_gets_as_many_as_are_compared():
+    def page():
+        import streamlit as st
+
+        from dashboard import widgets
+        from dashboard.run_catalog import Entry
+
+        chosen, others = widgets.choose([Entry(f"r{number}", f"/r{number}") for number in range(14)])
+        st.text(" ".join(entry.name for entry in (chosen, *others)))
+
+    shown = testing.AppTest.from_function(page)
+    shown.query_params.update(run="r0", compare=[f"r{number}" for number in range(1, 12)])
+    shown.run()
+    assert not shown.exception
+    assert shown.text[0].value == "r0 r1 r2 r3 r4 r5 r6 r7 r8"
+    assert shown.query_params["compare"] == [f"r{number}" for number in range(1, 9)]
+
+
+def test_an_address_sets_every_widget(shown):
+    _at(shown, rank="2", others=["c", "b"], part=["1.5", "3.0"], find="gemm", all="True")
+    assert not shown.exception
+    assert _values(shown) == {"rank": 2, "others": ["c", "b"], "part": (1.5, 3.0), "find": "gemm", "all": True}
+    assert _told(shown)["part"] == ["1.5", "3.0"]
+
+
+@in_turns(2)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"rank": "7"},
+        {"rank": "<img>"},
+        {"others": ["x"]},
+        {"part": ["3.0", "1.5"]},
+        {"part": ["nan", "nan"]},
+        {"part": "1.0"},
+        {"part": ["0.0", "1e400"]},
+        {"find": "longer than five"},
+        {"all": "yes"},
+    ],
+    ids=str,
+)
+def test_what_is_no_choice_is_not_taken_and_leaves_the_address(shown, params):
+    _at(shown, **params)
+    assert not shown.exception
+    expected = FIRST | ({"others": []} if "others" in params else {})
+    assert _values(shown) == expected
+    assert params.items().isdisjoint(shown.query_params.items())
+
+
+def test_a_choice_is_told_and_so_is_going_back_to_the_first(shown):
+    shown.run()
+    shown.selectbox[0].select(2).run()
+    assert _told(shown) == {"rank": ["2"]}
+    shown.selectbox[0].select(0).run()
+    assert _told(shown) == {"rank": ["0"]}
+    shown.multiselect[0].set_value([]).run()
+    assert _told(shown) == {"rank": ["0"], "others": [""]}
+    assert _values(shown) == FIRST | {"others": []}
+
+
+def test_the_way_back_in_the_browser_takes_the_choice_back(shown, monkeypatch):
+    monkeypatch.setattr("dashboard.url_state._STALE_S", 0)
+    shown.run()
+    shown.selectbox[0].select(2).run()
+    shown.selectbox[0].select(1).run()
+    assert _values(_at(shown, rank="2"))["rank"] == 2
+    assert _values(_at(shown))["rank"] == 0
+
+
+def test_an_address_from_before_the_last_choice_does_not_undo_it(shown):
+    shown.run()
+    shown.selectbox[0].select(2).run()
+    shown.selectbox[0].select(1).run()
+    assert _values(_at(shown, rank="2"))["rank"] == 1
+    assert _told(shown) == {"rank": ["1"]}
+
+
+def test_a_choice_is_remembered_on_another_page_as_far_as_it_is_one_there(shown):
+    shown.run()
+    shown.toggle[0].set_value(True)
+    shown.selectbox[0].select(2).run()
+    there = _at(shown, on="fewer")
+    assert not there.exception
+    assert _values(there) == FIRST | {"all": True}
+    assert _told(there) == {"rank": ["0"], "all": ["True"]}

@@ -1,0 +1,188 @@
+"""The page What if, without a browser: it says of real and simulated runs what the command says."""
+
+import dataclasses
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser import recorded
+from tests.support import cli_runner
+from tests.support.rotation import in_turns
+from tracekit.model import units
+from tracekit.plan import models
+from tracekit.simulate import faults, hardware, run
+from tracekit.simulate.job import Job
+
+testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+pytestmark = in_turns(2)
+SAMPLES = Path(__file__).parents[3] / "sample_traces"
+TIMEOUT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _keep_main(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """Return a simulated run on GPUs whose streams take turns without need."""
+    job = Job("fsdp1", models.find("llama2-7b", layers=2), hardware.find("a100-80"), 16, 2048, steps=3, seed=4)
+    job = dataclasses.replace(job, ranks_written=2, micro_batches=1)
+    folder = tmp_path_factory.mktemp("runs") / "in-turns"
+    run.simulate(job, [faults.parse("serialized-communicators")], folder, arguments={}, force=True)
+    return folder
+
+
+def _page(path, **address):
+    def script(path):
+        from dashboard import run_catalog
+        from dashboard.pages import whatif
+
+        whatif.page(run_catalog.entries([path])[0])
+
+    app = testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S)
+    for name, value in address.items():
+        app.query_params[name] = value
+    return app.run()
+
+
+def _command(path, *options):
+    done = cli_runner.tracekit("whatif", path, *options, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _html(app):
+    return "".join(element.proto.body for element in app.get("html"))
+
+
+def _table(app):
+    """Return the rows of the table of all causes, each the text of its cells."""
+    (table,) = re.findall(r"<table.*?</table>", _html(app).partition("cannot be told")[0], re.DOTALL)
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in table.split("</tr>")]
+    return [row for row in rows if row]
+
+
+def _numbers(app):
+    """Return the big numbers by their labels; of two with the same label the last."""
+    found = re.findall(r"<div><b>([^<]*)</b><span>([^<]*)</span></div>", _html(app))
+    return {label: value for value, label in found}
+
+
+def _said(app):
+    return " ".join(each.value for each in (*app.caption, *app.info, *app.warning)).replace("\\", "")
+
+
+def test_a_recorded_run_is_told_as_the_command_tells_it():
+    folder = SAMPLES / "faults" / "no-prefetch"
+    shown, told = _page(folder), _command(folder)
+    assert not shown.exception
+    assert not shown.warning
+    numbers = _numbers(shown)
+    assert numbers["a step, recorded"] == units.duration(told["step_ns"])
+    assert numbers["replayed with nothing changed"] == units.duration(told["replayed_ns"])
+    assert numbers["off, all steps together"] == f"{told['replay_error_ratio']:+.1%}".replace("-", "−")
+    keys = ("without_ns", "saved_ns")
+    assert [(row[0], *row[2:6]) for row in _table(shown)] == [
+        (
+            each["cause"],
+            *(units.duration(each[key]) for key in keys),
+            units.share(each["saved_ratio"]),
+            f"{each['confidence']:.0%}",
+        )
+        for each in told["without"]
+    ]
+    assert all(each["why"] in _html(shown) for each in told["unknown"])
+
+
+def test_a_change_in_the_address_is_told_rank_by_rank_and_step_by_step():
+    folder = SAMPLES / "faults" / "no-prefetch"
+    shown = _page(folder, without="straggler")
+    (told,) = _command(folder, "--without", "straggler")["without"]
+    assert not shown.exception
+    assert _numbers(shown)["without straggler"] == units.duration(told["without_ns"])
+    assert _numbers(shown)["saved"] == units.duration(told["saved_ns"])
+    assert told["summary"][1:] in _said(shown)
+    assert told["basis"] in _said(shown)
+    steps = next(each.value for each in shown.dataframe if "without_ns" in each.value.columns)
+    longest = steps.groupby("rank")[["replayed_ns", "without_ns"]].mean().max()
+    assert longest["replayed_ns"] - longest["without_ns"] == pytest.approx(told["saved_ns"] / 1e6, abs=1e-5)
+    ranks = next(each.value for each in shown.dataframe if "rank 0_ns" in each.value.columns)
+    assert set(ranks.columns) == {"cause", "rank 0_ns", "rank 1_ns"}
+
+
+def test_several_changes_together_are_told_as_by_the_command(simulated):
+    shown = _page(simulated, without=["shared-queue", "communication"])
+    told = _command(simulated, "--without", "shared-queue", "--without", "communication", "--together")
+    assert not shown.exception
+    assert told["together"]["causes"] == ["communication", "shared-queue"]
+    assert _numbers(shown)["without communication and shared-queue"] == units.duration(told["together"]["without_ns"])
+    for each in told["without"]:
+        assert f"{units.duration(each['saved_ns'])} without {each['cause']}" in _said(shown)
+
+
+def test_what_a_run_cannot_tell_is_said_with_the_reason_and_a_name_that_is_none_is_passed_over():
+    folder = SAMPLES / "faults" / "late-launch"
+    shown = _page(folder, without="late-gathers")
+    assert "This run cannot tell what it would be without late-gathers: no all-gather" in _said(shown)
+    other = _page(folder, without="<script>", predict="better", price="-1")
+    assert not other.exception
+    assert other.multiselect(key="without").value == []
+    assert other.selectbox(key="predict").value == other.selectbox(key="predict").options[0]
+
+
+def test_gpu_hours_and_money_are_those_of_the_command(simulated):
+    shown = _page(simulated, price="2.5")
+    told = _command(simulated, "--gpu-hour-price", "2.5")
+    assert not shown.exception
+    expected = [(f"{each['gpu_hours_per_day']:,.1f}", f"{each['money_per_day']:,.2f}") for each in told["without"]]
+    assert [tuple(row[6:]) for row in _table(shown)] == expected
+    assert "2 of 16 ranks have a trace" in _said(shown)
+    doubts = {each["doubt"] for each in told["without"]} - {""}
+    assert doubts
+    assert all(each in _said(shown) for each in doubts)
+    assert "shared-queue" in [row[0] for row in _table(shown)]
+
+
+def test_another_strategy_is_predicted_as_by_the_command_and_says_what_that_rests_on(simulated):
+    shown = _page(simulated, **{"predict": "hsdp", "node-gpus": "4", "node-bandwidth": "100"})
+    options = ("--strategy", "hsdp", "--gpus-per-node", "4", "--node-bandwidth", "100e9")
+    (told,) = _command(simulated, *options)["predictions"]
+    assert not shown.exception
+    assert _numbers(shown)["predicted, hsdp"] == units.duration(told["predicted_ns"])
+    said = shown.markdown[-1].value.replace("\\", "")
+    assert all(each in said for each in told["rests_on"])
+    shown.selectbox(key="predict").select("another network").run()
+    (told,) = _command(simulated, "--network-times", "2")["predictions"]
+    assert _numbers(shown)["predicted, a network 2 times as fast"] == units.duration(told["predicted_ns"])
+    shown.selectbox(key="predict").select("fewer recomputed layers").run()
+    assert not shown.exception
+    assert "cannot be predicted" in _said(shown)
+
+
+def test_a_replay_that_does_not_reproduce_the_run_is_said_by_page_and_command(tmp_path):
+    recorded.write_run(tmp_path / "run", kernel="gemm")
+    for file in (tmp_path / "run").glob("*.json.gz"):
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        for event in trace["traceEvents"]:
+            if event.get("cat") in ("kernel", "gpu_memset") and event["ts"] < recorded.STEP_US:
+                event["ts"] += 4000  # the first step's work starts late, and nothing in the trace says why
+        file.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    shown = _page(tmp_path / "run")
+    assert "does not reproduce this run" in shown.warning[0].value.replace("\\", "")
+    text = cli_runner.tracekit("whatif", tmp_path / "run").stdout
+    assert shown.warning[0].value.replace("\\", "") == text.splitlines()[1]
+
+
+def test_a_run_without_work_says_what_is_missing(tmp_path):
+    trace = {"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": []}
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace))
+    shown = _page(tmp_path)
+    assert not shown.exception
+    assert "Data quality says what is missing" in _said(shown)
+    assert not shown.selectbox

@@ -1,0 +1,56 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tracekit.errors import InputError
+from tracekit.regression.history import tables
+from tracekit.report import schema_pages
+from tracekit.sql import run_query
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_page_of_tables_is_what_the_schema_says_now():
+    page = (ROOT / "docs" / "schema.md").read_text(encoding="utf-8")
+    assert page == schema_pages.as_markdown(list(run_query.TABLES.values())), (
+        "write it again: tracekit schema --format markdown --output docs/schema.md"
+    )
+
+
+def test_every_column_has_a_sentence_and_every_quantity_its_unit():
+    for table in run_query.TABLES.values():
+        assert not table.grain.endswith(".")
+        for column in table.columns:
+            assert column.meaning.endswith("."), f"{table.name}.{column.name}"
+            assert column.name.endswith("_ns") == (column.unit == "ns"), f"{table.name}.{column.name}"
+            if column.name.endswith("bytes"):
+                assert column.unit == "bytes", f"{table.name}.{column.name}"
+
+
+def test_the_page_of_histories_has_the_tables_that_a_history_file_has():
+    page = (ROOT / "docs" / "history.md").read_text(encoding="utf-8")
+    assert page.endswith(schema_pages.tables_as_markdown([tables.VERSION, *tables.KEPT], heading="###"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_schema_fits_the_terminal_and_names_every_column(width):
+    tables = list(run_query.TABLES.values())
+    text = schema_pages.as_text(tables, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for table in tables:
+        assert table.name in text
+        assert all(column.name in text for column in table.columns)
+
+
+def test_the_schema_as_json_holds_the_same():
+    told = json.loads(schema_pages.as_json(run_query.TABLES.values()))
+    assert [each["name"] for each in told] == list(run_query.TABLES)
+    ops = next(each for each in told if each["name"] == "ops")
+    assert {"name": "start_ns", "type": "integer", "unit": "ns", "meaning": "Start."} in ops["columns"]
+
+
+def test_a_table_is_found_by_any_case_and_a_wrong_name_tells_the_near_ones():
+    assert run_query.find_table("OPS").name == "ops"
+    with pytest.raises(InputError, match="did you mean collectives"):
+        run_query.find_table("collective")

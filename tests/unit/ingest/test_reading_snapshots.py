@@ -1,0 +1,385 @@
+"""Reading CUDA memory snapshots: what comes out, of every protocol, and what is refused."""
+
+import os
+import pickle
+import pickletools
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from tests.support import sample_snapshots
+from tests.support.rule_examples import beside_snapshots, on_streams
+from tests.support.sample_snapshots import MIB, document, event, frame, recorded, segment, write
+from tracekit.analysis.memory import snapshot_files
+from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.model import schema
+from tracekit.model.memory_snapshot import MemorySnapshot
+
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+REAL = ("expandable_segments_bf16", "from_empty_fwd_bf16", "from_empty_init_model_rank1", "segments_only")
+
+
+def simulated() -> dict:
+    """Three allocations of two stacks, one of which is freed, and an out-of-memory event."""
+    inner, outer, main = frame("simulated_inner"), frame("simulated_outer", 7), frame("main", 9)
+    stack = [inner, main]
+    history = [
+        event("segment_alloc", 2 << 30, 20 * MIB, at_us=5, frames=stack),
+        event("alloc", 2 << 30, 5 * MIB - 3, at_us=6, frames=stack),
+        event("alloc", (2 << 30) + 5 * MIB, 3 * MIB, at_us=7, frames=[outer, main]),
+        event("free_requested", 2 << 30, 5 * MIB - 3, at_us=8, frames=stack),
+        event("free_completed", 2 << 30, 5 * MIB - 3, at_us=9, frames=[inner, main]),
+        event("alloc", 2 << 30, 4 * MIB, at_us=10, frames=[outer, main], stream=94_000_000_000_000),
+    ]
+    oom = {"action": "oom", "device_free": 77, "size": 1 << 40, "stream": 0, "time_us": 11, "frames": []}
+    blocks = [(5 * MIB, "active_allocated"), (3 * MIB, "active_allocated"), (12 * MIB, "inactive")]
+    held = segment(2 << 30, blocks, segment_pool_id=(0, 3))
+    held["blocks"][0]["frames"] = stack
+    marks = [{"stage": "START", "name": "Optimizer.step", "device": 1, "time_us": 12}]
+    return document([held], [], [*history, oom], annotations=marks)
+
+
+def read(told: bytes, tmp_path: Path) -> MemorySnapshot:
+    path = tmp_path / "rank00000.memory.pickle"
+    path.write_bytes(told)
+    return reader.read(path)
+
+
+def told_by(snapshot: MemorySnapshot) -> dict:
+    """Return the snapshot's history and blocks with their stacks written out."""
+    frames = {number: (name, file, line) for number, name, file, line in snapshot.frames.iter_rows()}
+    stacks: dict[int | None, list] = {}
+    for stack, _, number in snapshot.stacks.sort("stack", "depth").iter_rows():
+        stacks.setdefault(stack, []).append(frames[number])
+    events = [(*row[:-1], stacks.get(row[-1], [])) for row in snapshot.events.iter_rows()]
+    return {"events": events, "blocks": [(*row[:-1], stacks.get(row[-1], [])) for row in snapshot.blocks.iter_rows()]}
+
+
+def expected_of(path: Path) -> dict:
+    """Return the same by the standard library's unpickler: only for files of our own and known ones."""
+    root = pickle.loads(path.read_bytes())
+    places = lambda told: [(f["name"], f["filename"], f["line"]) for f in told["frames"]]  # noqa: E731
+    events = [
+        (device, e["time_us"] * 1000, e["action"], e.get("addr"), e["size"], e["stream"], places(e))
+        for device, trace in enumerate(root["device_traces"])
+        for e in trace
+    ]
+    blocks = [
+        (s["device"], s["address"], b["address"], b["size"], b["requested_size"], b["state"], places(b))
+        for s in root["segments"]
+        for b in s["blocks"]
+    ]
+    return {"events": events, "blocks": blocks}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_snapshot_of_any_protocol_is_what_the_unpickler_of_the_standard_library_says(protocol, tmp_path):
+    path = write(tmp_path / "a.pickle", simulated(), protocol)
+    snapshot = reader.read(path)
+    assert told_by(snapshot) == expected_of(path)
+    assert snapshot.segments.row(0)[:7] == (0, 2 << 30, 0, "0:3", "large", False, 20 * MIB)
+    assert snapshot.annotations.rows() == [(1, 12_000, "START", "Optimizer.step")]
+    assert snapshot.settings["max_split_size"] == -1
+
+
+def test_a_pickle_of_libtorch_reads_the_same(tmp_path):
+    told = simulated()
+    path = write(tmp_path / "a.pickle", told)
+    assert told_by(read(sample_snapshots.as_libtorch(told), tmp_path)) == expected_of(path)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_recorded_snapshot_reads_as_the_standard_library_reads_it(name):
+    path = recorded(f"{name}.pickle")
+    assert told_by(reader.read(path)) == expected_of(path)
+
+
+def test_the_same_frames_in_the_same_order_are_one_stack_however_they_are_written(tmp_path):
+    snapshot = read(pickle.dumps(simulated()), tmp_path)
+    assert snapshot.stacks["stack"].n_unique() == 2
+    assert snapshot.events["stack"].to_list() == [0, 0, 1, 0, 0, 1, None]
+
+
+@pytest.mark.parametrize("depth", [999, 1000, 1001, 2500])
+def test_a_stack_deeper_than_a_batch_keeps_all_its_frames(depth, tmp_path):
+    frames = [frame(f"f{i}") for i in range(depth)]
+    history = [event("alloc", 512 * i, 512, frames=frames[: depth - i % 2]) for i in range(4)]
+    snapshot = read(pickle.dumps(document([], history)), tmp_path)
+    assert snapshot.stacks.group_by("stack", maintain_order=True).len()["len"].to_list() == [depth, depth - 1]
+
+
+def test_many_events_across_buffers_lose_nothing(tmp_path):
+    frames = [frame(f"f{i}") for i in range(300)]
+    history = [
+        event("alloc", (1 << 45) + i * 512, i, at_us=(1 << 50) + i, frames=list(frames[i % 97 :]))
+        for i in range(12_000)
+    ]
+    path = write(tmp_path / "a.pickle", document([], history))
+    assert path.stat().st_size > 4 << 20
+    events = reader.read(path).events
+    assert events["address"].to_list() == [told["addr"] for told in history]
+    assert events["bytes"].to_list() == list(range(12_000))
+    assert events["stack"].to_list() == [i % 97 for i in range(12_000)]
+
+
+def test_events_of_several_forms_that_follow_each_other_are_all_told_as_they_are(tmp_path):
+    rng = random.Random(5)
+    frames = [frame(f"f{i}") for i in range(90)]
+    stacks = [frames[i : i + 1 + i % 7] for i in range(80)]
+    history = []
+    for number in range(6000):
+        size = rng.choice((0, 255, 256, 65_535, 65_536, 1 << 31, (1 << 40) + number))
+        told = event("alloc", rng.randrange(1 << 47), size, stream=rng.choice((0, 1 << 44)), at_us=(1 << 50) + number)
+        told["action"] = rng.choice(("alloc", "free_requested", f"action{rng.randrange(4)}"))
+        # The very list again, a list of its own with the same frames, or none.
+        stack = rng.choice(stacks)
+        told["frames"] = rng.choice((stack, list(stack), []))
+        if rng.random() < 0.1:
+            del told["compile_context"]
+        if rng.random() < 0.1:
+            told["user_metadata"] = f"text {number % 9}"
+        if rng.random() < 0.02:
+            told["time_us"] = number
+        history.append(told)
+    path = write(tmp_path / "a.pickle", document([], history[:2500], history[2500:]))
+    assert told_by(reader.read(path)) == expected_of(path)
+
+
+def test_damage_within_a_run_of_events_is_refused(tmp_path):
+    frames = [frame(f"f{i}") for i in range(9)]
+    history = [event("alloc", (1 << 45) + i, 512, at_us=(1 << 50) + i, frames=frames[i % 5 :]) for i in range(900)]
+    whole = pickle.dumps(document([], history))
+    time = whole.index(((1 << 50) + 600).to_bytes(7, "little"))
+    for place, other in ((time - 2, b"\x96"), (time - 2, b"c"), (time + 9, b"\x93"), (time + 40, b"\x81R")):
+        spoiled = whole[:place] + other + whole[place + len(other) :]
+        with pytest.raises(BadTraceError, match=r"a\.pickle"):
+            reader.read(_file(tmp_path, spoiled))
+
+
+def test_old_snapshots_without_history_pools_or_addresses_of_blocks_are_read(tmp_path):
+    blocks = [{"size": 512, "state": "active_allocated"}, {"size": 1536, "state": "inactive"}]
+    old = {"device": 0, "address": 4096, "total_size": 2048, "allocated_size": 512, "active_size": 512, "stream": 0}
+    snapshot = read(pickle.dumps([old | {"segment_type": "small", "blocks": blocks}], 2), tmp_path)
+    assert snapshot.blocks["address"].to_list() == [4096, 4608]
+    assert snapshot.segments["pool"].to_list() == ["0:0"]
+    assert snapshot.events.is_empty()
+
+
+def test_all_tables_have_the_columns_of_the_schema(tmp_path):
+    for snapshot in (read(pickle.dumps(simulated()), tmp_path), read(pickle.dumps(document([])), tmp_path)):
+        for name, table in snapshot.tables.items():
+            assert table.schema == schema.SNAPSHOT_TABLES[name].schema, name
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+class Runs:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_the_exploits_here_are_real(tmp_path):
+    for protocol in PROTOCOLS:
+        touched = tmp_path / f"touched{protocol}"
+        pickle.loads(pickle.dumps(Runs(f"touch {touched}"), protocol))
+        assert touched.exists()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_pickle_that_runs_a_command_is_refused_by_name_and_runs_nothing(protocol, tmp_path):
+    touched = tmp_path / "touched"
+    hidden = simulated()
+    hidden["segments"][0]["blocks"][0]["frames"] = [frame("a"), Runs(f"touch {touched}")]
+    for told in (Runs(f"touch {touched}"), hidden):
+        with pytest.raises(BadTraceError, match=r"opcode (STACK_)?GLOBAL \((posix|nt)\.system\).*refused"):
+            read(pickle.dumps(told, protocol), tmp_path)
+    assert not touched.exists()
+
+
+GLOBAL_EVAL = b"cbuiltins\neval\n(X\x08\x00\x00\x00print(1)tR."
+STACK_GLOBAL_EVAL = b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x08print(1)\x85R."
+EXPLOITS = {
+    "GLOBAL": GLOBAL_EVAL,
+    "STACK_GLOBAL": STACK_GLOBAL_EVAL,
+    "REDUCE": b"\x80\x04NNR.",
+    "BUILD": b"\x80\x04}}b.",
+    "INST": b"(X\x02\x00\x00\x00idios\nsystem\n.",
+    "OBJ": b"(NNo.",
+    "NEWOBJ": b"\x80\x04N)\x81.",
+    "NEWOBJ_EX": b"\x80\x04N)}\x92.",
+    "EXT1": b"\x80\x02\x82\x01.",
+    "EXT2": b"\x80\x02\x83\x01\x00.",
+    "EXT4": b"\x80\x02\x84\x01\x00\x00\x00.",
+    "PERSID": b"Pname\n.",
+    "BINPERSID": b"NQ.",
+    "BYTEARRAY8": b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".",
+    "NEXT_BUFFER": b"\x80\x05\x97.",
+    "EMPTY_SET": b"\x80\x04\x8f.",
+    "BINBYTES8": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".",
+    "DUP": b"]2.",
+    "0xff": b"\xff.",
+}
+
+
+@pytest.mark.parametrize("name", EXPLOITS)
+def test_every_opcode_that_imports_calls_or_builds_is_refused_by_name(name, tmp_path):
+    with pytest.raises(BadTraceError, match=rf"a.pickle: byte \d+: .*opcode {name}\b.*refused"):
+        reader.read(_file(tmp_path, EXPLOITS[name]))
+
+
+def test_an_exploit_nested_in_a_history_is_refused_too(tmp_path):
+    whole = pickle.dumps(document([], [event("alloc", 512, 512) for _ in range(3000)]))
+    inner = STACK_GLOBAL_EVAL[2:-1]
+    with pytest.raises(BadTraceError, match=r"STACK_GLOBAL \(builtins.eval\)"):
+        reader.read(_file(tmp_path, whole[:-1] + inner + b"."))
+
+
+def test_only_opcodes_of_plain_data_are_known():
+    plain = {
+        "PROTO", "FRAME", "MARK", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
+        "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "INT", "LONG", "FLOAT", "UNICODE",
+        "EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND",
+        "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET",
+    }  # fmt: skip
+    refused = [op for op in pickletools.opcodes if op.name not in plain]
+    assert len(refused) == len(pickletools.opcodes) - len(plain)
+    for op in refused:
+        with pytest.raises(BadTraceError, match=f"opcode {op.name}"):
+            reader.Unpickler(_Bytes(op.code.encode("latin-1") + b"a\nb\n" + b"." * 20), "a.pickle").read()
+
+
+BOMBS = {
+    "a memo that leaps": b"\x80\x02]r\xff\xff\xff\x7f.",
+    "a memo that leaps, written out": b"(lp999999999\n.",
+    "a text of 2^60 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x.",
+    "a text of 4 GiB": b"\x80\x04X\xff\xff\xff\xffx.",
+    "an integer of 2 GiB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "an integer of 255 bytes": b"\x80\x02\x8a\xff" + b"\xff" * 255 + b".",
+    "an integer of many digits": b"I" + b"9" * 50_000 + b"\n.",
+    "a line without end": b"V" + b"x" * 200_000,
+    "marks without end": b"(" * 5_000_000,
+    "a reference to what never was": b"\x80\x04]h\x07a.",
+    "a negative reference": b"]g-1\na.",
+    "lists that double by reference": b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(200)) + b".",
+    "a list that holds itself": b"\x80\x04]\x94h\x00a.",
+    "items without a list": b"\x80\x04}(K\x01e.",
+    "items without a dict": b"\x80\x04](K\x01K\x02u.",
+    "an odd number of items": b"\x80\x04}(K\x01u.",
+    "a key that is a list": b"\x80\x04}(]K\x01u.",
+    "appending to nothing": b"a.",
+    "no end": b"\x80\x04}",
+    "nothing": b"",
+    "a text file": b"hello, world\n",
+    "a number that is no int64": b"\x80\x04](}(\x8c\x06action\x8c\x01a\x8c\x04addr\x8a\x09" + b"\xff" * 8 + b"\x00uea.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_fill_the_memory_or_is_damaged_is_refused_in_little_memory(name, tmp_path):
+    path = _file(tmp_path, BOMBS[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadTraceError, match=r"a\.pickle"):
+            reader.read(path)
+        assert tracemalloc.get_traced_memory()[1] < 64 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_snapshot_cut_anywhere_is_refused_with_its_name(tmp_path):
+    whole = pickle.dumps(simulated())
+    for end in range(0, len(whole) - 1, 7):
+        with pytest.raises(BadTraceError, match=r"a\.pickle"):
+            reader.read(_file(tmp_path, whole[:end]))
+
+
+def test_spoiled_snapshots_are_read_or_refused_on_one_line(tmp_path):
+    rng = random.Random(3)
+    whole = [
+        *(pickle.dumps(simulated(), protocol) for protocol in PROTOCOLS),
+        sample_snapshots.as_libtorch(simulated()),
+    ]
+    refused = []
+    for _ in range(400):
+        told = bytearray(rng.choice(whole))
+        for _ in range(rng.randrange(1, 4)):
+            place, other = (
+                rng.randrange(len(told)),
+                rng.choices(b"(]}eusa.\x94hjq0tN\x88\x8cKMJ\x8a", k=rng.randrange(3)),
+            )
+            told[place : place + rng.randrange(3)] = other
+        try:
+            reader.read(_file(tmp_path, bytes(told)))
+        except BadTraceError as error:
+            refused.append(str(error))
+    assert 100 < len(refused) < 400
+    assert not any("\n" in told for told in refused)
+
+
+def test_what_is_a_pickle_but_no_snapshot_is_refused(tmp_path):
+    for told in (3, "text", {"a": 1}, {"segments": 4}, [1, 2], {"segments": [], "device_traces": [[1]]}, None):
+        with pytest.raises(BadTraceError, match=r"a\.pickle: is no CUDA memory snapshot"):
+            reader.read(_file(tmp_path, pickle.dumps(told)))
+
+
+def test_a_file_that_is_not_there_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        reader.read(tmp_path / "absent.pickle")
+
+
+READ_AND_SAY = """
+import resource, sys
+from tracekit.ingest.readers import memory_snapshot
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(memory_snapshot.read(sys.argv[1]).events.height, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_large_snapshot_is_read_in_three_times_its_size_at_most(tmp_path):
+    # A stack's list is new for each event, as torch makes them: that is what plain unpickling drowns in.
+    frames = [frame(f"f{i}") for i in range(300)]
+    history = [
+        event("alloc", (1 << 45) + i * 512, i, at_us=(1 << 50) + i, frames=frames[i % 200 : i % 200 + 60])
+        for i in range(15_000)
+    ]
+    path = write(tmp_path / "a.pickle", document([], history))
+    told = subprocess.run([sys.executable, "-c", READ_AND_SAY, str(path)], capture_output=True, text=True, check=True)
+    events, kib = map(int, told.stdout.split())
+    assert events == 15_000
+    assert kib << 10 < 3 * path.stat().st_size + 40 * MIB  # of which the buffers, whatever the size
+
+
+class _Bytes:
+    def __init__(self, told: bytes) -> None:
+        self.told = told
+
+    def read(self, count: int) -> bytes:
+        taken, self.told = self.told[:count], self.told[count:]
+        return taken
+
+
+def _file(tmp_path: Path, told: bytes) -> Path:
+    path = tmp_path / "a.pickle"
+    path.write_bytes(told)
+    return path
+
+
+def test_a_snapshot_is_known_by_its_time_too_and_a_link_that_leads_nowhere_is_none():
+    run = beside_snapshots(on_streams((0, 90)))
+    (before,) = snapshot_files.files(run)
+    os.utime(before.path, ns=(1, 1))
+    (after,) = snapshot_files.files(run)
+    assert (after.path, after.size_bytes, after.modified_ns) == (before.path, before.size_bytes, 1)
+    assert after != before  # what is kept of one is not taken for the other's
+    Path(run.path, "rank00001.memory.pickle").symlink_to("nowhere")
+    assert snapshot_files.files(run) == (after,)

@@ -1,0 +1,491 @@
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_traces
+from tracekit.errors import BadTraceError
+from tracekit.ingest import loader, trace_cache
+from tracekit.ingest.trace_cache import Cache
+from tracekit.model import schema
+from tracekit.model.trace import Source
+
+TINY = {
+    "traceEvents": [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 5.5},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 8.0, "dur": 2.0},
+    ],
+    "distributedInfo": {"rank": 0, "world_size": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.delenv(trace_cache.MAX_BYTES, raising=False)
+    return tmp_path / "cache" / "traces"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "rank00000.pt.trace.json").write_text(json.dumps(TINY))
+    return run
+
+
+class Counted:
+    """A source of one trace that counts how often it was read."""
+
+    def __init__(self, path, trace):
+        self.reads = 0
+        self._trace = trace
+        self.source = Source(trace.rank, trace.window, str(path), 0, self.read)
+
+    def read(self):
+        self.reads += 1
+        return self._trace
+
+
+def _drawn(path, name="aa"):
+    trace = drawn_traces.trace(f"step 0000\ncompute .{name}.")
+    return dataclasses.replace(trace, path=str(path), header={"world_size": 8, "text": "日本\ud800"})
+
+
+def _tables(trace):
+    return {name: table.rows() for name, table in trace.tables.items()}
+
+
+def _entries(folder):
+    return sorted(folder.glob("*.trace"))
+
+
+def test_a_trace_from_the_cache_is_the_trace_that_was_read(folder, run):
+    first = loader.load(run).trace(0)
+    second = loader.load(run).trace(0)
+    assert type(second) is trace_cache.StoredTrace
+    assert type(first) is not trace_cache.StoredTrace
+    for name, table in schema.TABLES.items():
+        assert getattr(second, name).schema == table.schema
+        assert getattr(second, name).equals(getattr(first, name))
+    assert (second.rank, second.window, second.path, second.header) == (0, 0, first.path, first.header)
+
+
+def test_a_table_is_read_when_it_is_asked_for_and_then_kept(folder, tmp_path):
+    (tmp_path / "t.json").write_text("{}")
+    counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
+    source = trace_cache.cached(counted.source)
+    source.read()
+    trace = source.read()
+    assert counted.reads == 1
+    assert not any(isinstance(value, pl.DataFrame) for value in vars(trace).values())
+    assert trace.activities is trace.activities
+    assert [name for name, value in vars(trace).items() if isinstance(value, pl.DataFrame)] == ["activities"]
+
+
+def test_a_stored_trace_can_be_changed_and_sent_like_any_other(folder, run):
+    loader.load(run)
+    trace = loader.load(run).trace(0)
+    assert dataclasses.replace(trace, rank=5).activities.equals(trace.activities)
+    source = dataclasses.replace(loader.load(run).sources[0])
+    sent = pickle.loads(pickle.dumps(source.read()))
+    assert _tables(sent) == _tables(trace)
+    with pytest.raises(AttributeError, match="no attribute 'kernels'"):
+        trace.kernels  # noqa: B018
+
+
+def test_a_run_with_the_cache_left_out_neither_reads_nor_writes_it(folder, run):
+    loader.load(run, cache=False)
+    assert not folder.exists()
+
+
+def test_the_cache_is_this_users_alone(folder, run):
+    before = os.umask(0)
+    try:
+        loader.load(run)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(entry.stat().st_mode) for entry in _entries(folder)] == [0o600]
+
+
+def test_a_folder_open_to_others_is_closed(folder, run):
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    loader.load(run)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+# What is stale --------------------------------------------------------------------------------------------------------
+
+
+def _touch(run):
+    os.utime(run / "rank00000.pt.trace.json", ns=(1, 1))
+
+
+def _same_size_and_time(run):
+    path = run / "rank00000.pt.trace.json"
+    times = path.stat()
+    path.write_text(path.read_text().replace("aten::mm", "aten::xx"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def _new_metrics(run):
+    (run / "rank00000.metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
+
+
+def _new_checkpoints(run):
+    line = {"checkpoint": "a", "operation": "save", "stage": "total", "start_ns": 1, "dur_ns": 2, "rank": 0}
+    (run / "rank00000.checkpoint.jsonl").write_text(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize("change", [_touch, _same_size_and_time, _new_metrics, _new_checkpoints])
+def test_what_changed_on_disk_is_read_again(folder, run, change):
+    loader.load(run)
+    change(run)
+    assert type(loader.load(run).trace(0)) is not trace_cache.StoredTrace
+    fresh, stored = loader.load(run, cache=False).trace(0), loader.load(run).trace(0)
+    assert type(stored) is trace_cache.StoredTrace
+    assert _tables(stored) == _tables(fresh)
+
+
+def test_a_log_that_grows_is_read_again(folder, run):
+    _new_metrics(run)
+    loader.load(run)
+    with (run / "rank00000.metrics.jsonl").open("a") as log:
+        log.write('{"step": 1, "loss": 1.25}\n')
+    assert loader.load(run).trace(0).metrics["value"].to_list() == [1.5, 1.25]
+
+
+def test_a_log_in_the_folder_above_a_window_counts(folder, run):
+    window = run / "window001"
+    window.mkdir()
+    (window / "rank00000.pt.trace.json").write_text(json.dumps(TINY))
+    loader.load(run)
+    _new_metrics(run)
+    assert loader.load(run).trace(0, window=1).metrics.height == 1
+
+
+def test_another_version_of_the_code_reads_anew(folder, run, monkeypatch):
+    loader.load(run)
+    monkeypatch.setattr(trace_cache, "_code", lambda: "the next version")
+    assert type(loader.load(run).trace(0)) is not trace_cache.StoredTrace
+
+
+def test_the_code_that_reads_is_part_of_what_an_entry_is_found_by(monkeypatch, tmp_path):
+    trace_cache._code.cache_clear()
+    before = trace_cache._code()
+    package = Path(trace_cache.__file__).parents[1]
+    for pattern in trace_cache._READING_CODE:
+        for file in package.glob(pattern):
+            target = tmp_path / file.relative_to(package)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    monkeypatch.setattr(trace_cache, "__file__", str(tmp_path / "ingest" / "trace_cache.py"))
+    trace_cache._code.cache_clear()
+    assert trace_cache._code() == before
+    with (tmp_path / "ingest" / "readers" / "kineto" / "reader.py").open("a") as reader:
+        reader.write("# changed\n")
+    trace_cache._code.cache_clear()
+    assert trace_cache._code() != before
+    monkeypatch.undo()
+    trace_cache._code.cache_clear()
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_stored(folder, tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text("{}")
+
+    def read():
+        path.write_text("{} ")
+        return _drawn(path)
+
+    trace_cache.cached(Source(0, 0, str(path), 0, read)).read()
+    assert not folder.exists()
+
+
+def test_ranks_and_windows_of_one_file_are_entries_of_their_own(folder, tmp_path):
+    (tmp_path / "t.json").write_text("{}")
+    trace = _drawn(tmp_path / "t.json")
+    for rank, window in ((0, 0), (1, 0), (0, 1)):
+        placed = dataclasses.replace(trace, rank=rank, window=window)
+        trace_cache.cached(Counted(tmp_path / "t.json", placed).source).read()
+    assert len(_entries(folder)) == 3
+
+
+# What cannot be trusted -----------------------------------------------------------------------------------------------
+
+
+def _flip(entry):
+    raw = bytearray(entry.read_bytes())
+    raw[len(raw) // 3] ^= 0xFF
+    entry.write_bytes(raw)
+
+
+def _cut(entry):
+    entry.write_bytes(entry.read_bytes()[:-40])
+
+
+def _empty(entry):
+    entry.write_bytes(b"")
+
+
+def _rubbish(entry):
+    entry.write_bytes(os.urandom(4096))
+
+
+def _link(entry):
+    target = entry.with_name("elsewhere")
+    entry.rename(target)
+    entry.symlink_to(target)
+
+
+def _pipe(entry):
+    entry.unlink()
+    os.mkfifo(entry)
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _empty, _rubbish, _link, _pipe])
+def test_an_entry_that_cannot_be_trusted_is_dropped_and_the_trace_read_again(folder, run, damage):
+    loader.load(run)
+    (entry,) = _entries(folder)
+    damage(entry)
+    whole = _tables(loader.load(run, cache=False).trace(0))
+    assert _tables(loader.load(run).trace(0)) == whole
+    assert _tables(loader.load(run).trace(0)) == whole
+    stored = loader.load(run).trace(0)
+    assert type(stored) is trace_cache.StoredTrace
+    assert _tables(stored) == whole
+    assert not entry.is_symlink()
+
+
+def test_a_table_of_another_shape_is_not_believed(folder, tmp_path):
+    store = Cache(folder)
+    trace = _drawn("t")
+    store.put("key", dataclasses.replace(trace, lanes=trace.activities))
+    stored = store.get("key", lambda: trace)
+    assert stored is not None
+    assert stored.lanes.equals(trace.lanes)
+    assert _entries(folder) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file somebody else's")
+@pytest.mark.parametrize("whose", ["entry", "folder"])
+def test_what_somebody_else_owns_is_not_trusted(folder, run, whose):
+    loader.load(run)
+    os.chown(_entries(folder)[0] if whose == "entry" else folder, 12345, 12345)
+    assert type(loader.load(run).trace(0)) is not trace_cache.StoredTrace
+
+
+def test_an_entry_that_goes_while_its_trace_is_held_costs_a_second_reading(folder, tmp_path):
+    (tmp_path / "t.json").write_text("{}")
+    counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
+    source = trace_cache.cached(counted.source)
+    source.read()
+    held = source.read()
+    _entries(folder)[0].unlink()
+    assert held.activities.equals(counted.read().activities)
+    assert held.lanes.height == 1
+    assert counted.reads == 3
+
+
+def test_a_file_that_changed_under_a_held_trace_is_not_mixed_with_it(folder, run):
+    loader.load(run)
+    held = loader.load(run).trace(0)
+    _touch(run)
+    _entries(folder)[0].unlink()
+    with pytest.raises(BadTraceError, match="changed while it was being analysed; run the command again"):
+        held.ops  # noqa: B018
+
+
+# Where it cannot be had -----------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_be_written_is_gone_without_and_said_once(run, tmp_path, monkeypatch, caplog):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
+    caplog.set_level(logging.DEBUG, "tracekit.ingest.disk_cache")
+    for _ in range(3):
+        assert loader.load(run).trace(0).ops.height == 2
+    assert len(caplog.records) == 1
+    assert "going on without" in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file beyond 100 bytes: writing fails in the middle
+    try:
+        Cache(folder).put("key", _drawn("t"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_trace_with_more_than_json_can_say_is_not_stored(folder):
+    Cache(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert Cache.of_user({}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"HOME": "/h"}, Path.home() / ".cache/tracekit/traces"),
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/tracekit/traces")),
+        ({"XDG_CACHE_HOME": "/x", "TRACEKIT_CACHE_DIR": "/own"}, Path("/own/traces")),
+    ],
+)
+def test_the_environment_names_the_folder(environment, folder):
+    assert Cache.of_user(environment) == Cache(folder)
+
+
+def test_the_environment_bounds_the_size():
+    assert Cache.of_user({"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}) == Cache(Path("/c/traces"), 5)
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def _size_of_one(folder):
+    Cache(folder).put("probe", _drawn("t"))
+    size = Cache(folder).size_bytes()
+    Cache(folder).clear()
+    return size
+
+
+def test_the_least_recently_used_go_first(folder):
+    size = _size_of_one(folder)
+    store = Cache(folder, max_bytes=3 * size + size // 2)
+    for index, key in enumerate("abc"):
+        store.put(key, _drawn("t"))
+        os.utime(folder / f"{key}.trace", ns=(index, index))
+    assert store.get("a", lambda: _drawn("t")) is not None  # now the most recently used
+    store.put("d", _drawn("t"))
+    assert [entry.stem for entry in _entries(folder)] == ["a", "c", "d"]
+    assert store.size_bytes() <= store.max_bytes
+
+
+def test_what_is_larger_than_the_whole_cache_is_not_stored_and_evicts_nothing(folder):
+    Cache(folder).put("small", _drawn("t"))
+    Cache(folder, max_bytes=10).put("large", _drawn("t"))
+    assert [entry.stem for entry in _entries(folder)] == []  # "small" is past the new bound as well
+    Cache(folder, max_bytes=0).put("none", _drawn("t"))
+    assert list(folder.iterdir()) == []
+
+
+def test_clearing_frees_what_is_held(folder):
+    store = Cache(folder)
+    store.put("a", _drawn("t"))
+    size = store.size_bytes()
+    assert size > 0
+    assert store.clear() == size
+    assert store.size_bytes() == 0
+    assert Cache(folder / "missing").clear() == 0
+
+
+# Writers side by side -------------------------------------------------------------------------------------------------
+
+
+def _write_over_and_over(folder, barrier):
+    barrier.wait()
+    store = Cache(Path(folder))
+    for index in range(30):
+        store.put(f"key{index % 3}", _drawn("t"))
+        found = store.get(f"key{(index + 1) % 3}", lambda: _drawn("t"))
+        if found is not None and found.activities["name"].to_list() != ["a"]:
+            os._exit(9)
+
+
+def test_writers_side_by_side_leave_whole_entries(folder):
+    spawn = multiprocessing.get_context("spawn")
+    barrier = spawn.Barrier(3)
+    writers = [spawn.Process(target=_write_over_and_over, args=(str(folder), barrier)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0]
+    assert [entry.name for entry in sorted(folder.iterdir())] == ["key0.trace", "key1.trace", "key2.trace"]
+    for key in ("key0", "key1", "key2"):
+        found = Cache(folder).get(key, lambda: pytest.fail("read again"))
+        assert _tables(found) == _tables(_drawn("t"))
+
+
+def _write_until_killed(folder):
+    store, trace = Cache(Path(folder)), _large()
+    while True:
+        store.put("key", trace)
+
+
+def _large():
+    rows = pl.DataFrame({"at_ns": pl.int_range(400_000, eager=True).shuffle(1)})
+    return dataclasses.replace(_drawn("t"), allocations=schema.ALLOCATIONS.conform(rows))
+
+
+def test_a_writer_that_is_killed_breaks_nothing(folder):
+    """kill -9 at moments of chance, each while a partial file lies there."""
+    spawn = multiprocessing.get_context("spawn")
+    for _ in range(2):
+        writer = spawn.Process(target=_write_until_killed, args=(str(folder),))
+        writer.start()
+        _wait_for(lambda: any(f.stat().st_size for f in folder.glob("*.partial")) and _entries(folder), writer)
+        writer.kill()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
+    found = Cache(folder).get("key", lambda: pytest.fail("read again"))
+    assert _tables(found)["allocations"] == _tables(_large())["allocations"]
+
+
+def test_what_a_dead_writer_left_is_swept_once_it_is_old(folder):
+    store = Cache(folder)
+    store.put("a", _drawn("t"))
+    old, new = folder / "a.dead.partial", folder / "a.busy.partial"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, ns=(1, 1))
+    store.put("b", _drawn("t"))
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def _wait_for(happened, process, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.is_alive():
+        try:
+            if happened():
+                return
+        except FileNotFoundError:  # renamed between listing and looking
+            continue
+    pytest.fail("the writer wrote nothing")
+
+
+def test_threads_share_a_stored_trace(folder, run):
+    loader.load(run)
+    trace = loader.load(run).trace(0)
+    seen = []
+    threads = [threading.Thread(target=lambda: seen.append(trace.ops)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(table) for table in seen}) == 1

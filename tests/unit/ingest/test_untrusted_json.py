@@ -1,0 +1,69 @@
+"""What JSON of others may say: nothing that cannot be written again, nothing that ends us."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tracekit
+from tests.browser import recorded
+from tests.support import cli_runner
+from tracekit.ingest import untrusted_json
+
+HALF = "\ud800"
+texts = st.text(st.characters() | st.characters(categories=["Cs"]), max_size=5)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+)
+
+
+@given(values)
+def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others(value):
+    text = json.dumps(value)
+    found = untrusted_json.parsed(text)
+    assert found == untrusted_json.parsed(text.encode())
+    json.dumps(found, ensure_ascii=False).encode()
+    told = json.dumps(json.loads(text), ensure_ascii=False)
+    assert found == json.loads(told.encode("utf-8", "replace"))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "[1", b"\xff"])
+def test_what_is_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"nested|Expecting|decode"):
+        untrusted_json.parsed(text)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    recorded.write_run(folder, kernel="gemm")
+    return folder
+
+
+def halved(value):
+    """Return a manifest whose texts, names of keys too, end with half a character."""
+    if isinstance(value, dict):
+        return {name: halved(inner) for name, inner in value.items()} | {f"more{HALF}": HALF}
+    return value + HALF if isinstance(value, str) else value
+
+
+def test_a_manifest_with_halves_of_characters_goes_through_every_command(run, tmp_path):
+    path = run / "run.json"
+    path.write_text(json.dumps(halved(json.loads(path.read_text()))))
+    for words in (
+        "baseline save run --out baseline.json",
+        "check run --baseline baseline.json --fail-on never --history history.duckdb --also html=report.html",
+        "check run --fail-on never --format json --also sarif=report.sarif --also junit=report.xml",
+        "compare run run",
+        "scrub run scrubbed",
+    ):
+        done = cli_runner.tracekit(*words.split(), cwd=tmp_path)
+        assert done.returncode == 0, (words, done.stderr)
+
+
+def test_a_manifest_nested_too_deeply_is_a_doubt(run):
+    (run / "run.json").write_text("[" * 100_000)
+    doubts = tracekit.load(run).doubts
+    assert doubts.filter(doubts["kind"] == "bad_manifest").height == 1

@@ -1,0 +1,79 @@
+"""What the recorded order predicts. Units are letters here; a forward pass is a word."""
+
+from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
+
+
+def forward(order: ExecutionOrder[str], word: str) -> str:
+    """Run a forward pass; return what was predicted before the first unit and after each, "." where nothing was."""
+    order.begin()
+    predicted = ["".join(order.ahead(1)) or "."]
+    for unit in word:
+        order.enter(unit)
+        predicted.append("".join(order.ahead(1)) or ".")
+    return "".join(predicted)
+
+
+def backward(order: ExecutionOrder[str], word: str) -> str:
+    """Run a backward pass through the units as they come; return what was predicted before and after each."""
+    order.turn_back()
+    predicted = ["".join(order.behind(1)) or "."]
+    for unit in word:
+        order.leave(unit)
+        predicted.append("".join(order.behind(1)) or ".")
+    return "".join(predicted)
+
+
+def test_the_first_pass_predicts_nothing_and_the_second_what_the_first_did() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    assert forward(order, "abcd") == "....."
+    assert forward(order, "abcd") == "abcd."
+
+
+def test_backward_predicts_the_way_back_in_the_first_pass_already() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abcd")
+    assert backward(order, "dcba") == "dcba."
+
+
+def test_a_skipped_unit_is_passed_over() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abcd")
+    assert forward(order, "acd") == "abd."  # b was expected after a; after c it is d again
+    assert backward(order, "dca") == "dca."
+
+
+def test_an_unexpected_unit_leaves_the_prediction_where_it_was() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abc")
+    assert forward(order, "axbc") == "abbc."
+
+
+def test_a_unit_that_runs_twice_is_predicted_twice() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abab")
+    assert forward(order, "abab") == "abab."
+    assert backward(order, "baba") == "baba."
+
+
+def test_a_unit_that_says_twice_that_its_backward_begins_is_counted_once() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abc")
+    order.turn_back()
+    assert [order.leave("c"), order.leave("c"), order.leave("b")] == [True, False, True]
+
+
+def test_two_backward_passes_after_two_forward_passes_both_go_back_from_the_end() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abc")
+    forward(order, "abc")
+    assert backward(order, "cba") == "cba."
+    assert backward(order, "cba") == "cba."
+
+
+def test_more_units_are_predicted_where_there_is_room_for_them() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    forward(order, "abcd")
+    order.begin()
+    order.enter("a")
+    assert order.ahead(2) == ["b", "c"]
+    assert order.behind(2) == ["a"]

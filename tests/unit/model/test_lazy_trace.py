@@ -1,0 +1,55 @@
+"""Tables that are made when they are first asked for."""
+
+import polars as pl
+import pytest
+
+from tracekit.model import schema
+from tracekit.model.trace import LazyTrace, Run, Source, Trace
+
+STEPS = schema.STEPS.empty()
+
+
+def _lazy(made, *, held_bytes=0):
+    def ops():
+        made.append("ops")
+        return schema.OPS.conform(pl.DataFrame({"id": [7]}))
+
+    return LazyTrace.of(Trace(rank=0, window=0, path="", steps=STEPS), {"ops": ops}, held_bytes)
+
+
+def test_a_table_is_made_when_it_is_first_asked_for_and_then_kept():
+    made = []
+    trace = _lazy(made)
+    assert trace.steps is STEPS
+    assert made == []
+    assert trace.ops["id"].to_list() == [7]
+    assert trace.ops is trace.tables["ops"]
+    assert made == ["ops"]
+
+
+def test_what_is_no_table_is_no_attribute():
+    with pytest.raises(AttributeError, match="flavour"):
+        _ = _lazy([]).flavour
+
+
+def test_a_run_counts_what_tables_not_yet_made_hold_in_memory():
+    read = []
+
+    def source(rank):
+        def of_rank():
+            read.append(rank)
+            return _lazy([], held_bytes=1000)
+
+        return Source(rank, 0, f"rank{rank}", 1, of_rank)
+
+    run = Run("run", [source(0), source(1)], keep_bytes=1500)
+    for rank in (0, 1, 1, 0):
+        run.trace(rank)
+    assert read == [0, 1, 0]  # both together are too much to keep
+
+
+def test_a_trace_whose_tables_are_all_made_holds_nothing_more():
+    trace = _lazy([], held_bytes=1000)
+    assert trace.held_bytes == 1000
+    assert len(trace.ops) == 1
+    assert trace.held_bytes == 0

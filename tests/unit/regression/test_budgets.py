@@ -1,0 +1,189 @@
+"""Budgets: read strictly, held to what is measured, and honest where that cannot tell."""
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_traces, sample_report
+from tracekit.errors import ConfigError
+from tracekit.model.trace import Run
+from tracekit.regression import budget_verdicts, quantities
+from tracekit.regression.budgets import Budget, Budgets, parse
+from tracekit.regression.gate import Outcome
+
+MS = 1_000_000
+
+
+def test_budgets_are_read_in_the_metrics_own_units() -> None:
+    told = {
+        "step_time": "412ms",
+        "exposed_communication_ratio": 0.15,
+        "checkpoint_overhead_ratio": "5%",
+        "peak_reserved": "70GiB",
+        "tokens_per_second": 12_000,
+        "strict": True,
+        "where": [{"unit": "layers.*", "compute": "9 ms"}, {"rank": "0-3, 8", "peak_allocated": "1.5GB"}],
+    }
+    assert parse(told) == Budgets(
+        (
+            Budget("step_time_ns", 412e6),
+            Budget("exposed_communication_ratio", 0.15),
+            Budget("checkpoint_overhead_ratio", 0.05),
+            Budget("peak_reserved_bytes", 70 * 2**30),
+            Budget("tokens_per_second", 12_000),
+            Budget("compute_ns", 9e6, units="layers.*"),
+            Budget("peak_allocated_bytes", 1.5e9, ranks="0-3,8"),
+        ),
+        is_strict=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("412ms", "expected a table"),
+        ({"step_tim": "1ms"}, "step_tim is no metric: did you mean step_time?"),
+        ({"step_time": 412}, 'step_time: expected text of a number and a unit such as "412ms" (ns, us, µs, ms, s)'),
+        ({"step_time": "412"}, "step_time: expected text of a number and a unit"),
+        ({"step_time": "412 MiB"}, "step_time: expected text of a number and a unit"),
+        ({"step_time": "-1ms"}, "step_time: expected text of a number and a unit"),
+        ({"step_time": "1e3ms"}, "step_time: expected text of a number and a unit"),
+        ({"step_time": True}, "step_time: expected text of a number and a unit"),
+        ({"peak_reserved": "70G"}, 'peak_reserved: expected text of a number and a unit such as "70GiB"'),
+        ({"overlap_ratio": 15}, "overlap_ratio: expected a share from 0 to 1"),
+        ({"overlap_ratio": "150%"}, "overlap_ratio: expected a share from 0 to 1"),
+        ({"overlap_ratio": float("nan")}, "overlap_ratio: expected a share from 0 to 1"),
+        ({"tokens_per_second": "fast"}, "tokens_per_second: expected a number that is not negative"),
+        ({"tokens_per_second": float("inf")}, "inf is no amount"),
+        ({"strict": "yes"}, "strict: expected true or false"),
+        ({"where": {}}, "where: expected [[budget.where]] tables"),
+        ({"where": ["layers"]}, "where[0]: expected a table with unit or rank"),
+        ({"where": [{"compute": "1ms"}]}, 'where[0]: expected unit = "layers.*" or rank = "0-3", one of them'),
+        ({"where": [{"unit": "a", "rank": 0, "compute": "1ms"}]}, "one of them"),
+        ({"where": [{"unit": "layers.*"}]}, "where[0]: there is no budget in it"),
+        ({"where": [{"unit": 3, "compute": "1ms"}]}, "where[0]: unit: expected a pattern"),
+        ({"where": [{"unit": "a", "step_time": "1ms"}]}, "where[0]: step_time is no metric"),
+        ({"where": [{"rank": "0-", "step_time": "1ms"}]}, "where[0]: rank: expected a rank"),
+        ({"where": [{"rank": -1, "step_time": "1ms"}]}, "where[0]: rank: expected a rank"),
+        ({"where": [{"rank": 0, "checkpoint_overhead_ratio": 0.1}]}, "checkpoint_overhead_ratio is no metric"),
+    ],
+)
+def test_a_budget_that_means_nothing_is_refused_by_its_key(told: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(told)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "expected"),
+    [("step_time_ns", "1.5 s", 1.5e9), ("step_time_ns", "7us", 7e3), ("sent_bytes", "2 MB", 2e6), ("flops", 3, 3.0)],
+)
+def test_amounts_are_read(metric: str, value: object, expected: float) -> None:
+    assert quantities.amount(metric, value) == expected
+
+
+def outcome(run: Run, **told: object) -> tuple[Outcome, float | None, str]:
+    """Return outcome, measured value and message of one budget."""
+    (budgeted,) = budget_verdicts.judge(run, parse(told).each)
+    return budgeted.outcome, budgeted.measured, budgeted.message
+
+
+def test_budgets_are_held_to_the_median_step_of_the_slowest_rank() -> None:
+    # Five steps of 10 ms, of which 2 are exposed communication, on both ranks.
+    run = sample_report.run()
+    assert outcome(run, step_time="10ms") == (Outcome.KEPT, 10e6, "10 ms, at most 10 ms are allowed.")
+    assert outcome(run, step_time="9ms") == (Outcome.BROKEN, 10e6, "10 ms, at most 9 ms are allowed.")
+    assert outcome(run, exposed_communication_ratio=0.2)[0] is Outcome.KEPT
+    assert outcome(run, exposed_communication_ratio=0.15)[:2] == (Outcome.BROKEN, pytest.approx(0.2))
+    assert outcome(run, overlap_ratio=0.5)[0] is Outcome.KEPT
+    assert outcome(run, overlap_ratio=0.6)[2] == "50.0%, at least 60.0% are allowed."
+
+
+def test_what_is_not_measured_cannot_be_told_and_says_why() -> None:
+    run = sample_report.run()
+    for name, limit, why in (
+        ("checkpoint_overhead_ratio", 0.05, "saves no checkpoint"),
+        ("peak_reserved", "70GiB", "profile_memory=True"),
+        ("tokens_per_second", 1, "no log tells the tokens"),
+    ):
+        found, measured, message = outcome(run, **{name: limit})
+        assert (found, measured) == (Outcome.CANNOT_TELL, None)
+        assert why in message
+
+
+def wobbling(*lengths: int) -> Run:
+    """Return a run of one rank whose steps take so many ms each."""
+    steps = "".join(str(n) * length for n, length in enumerate(lengths))
+    return drawn_traces.run(drawn_traces.trace(f"step {steps}\ncompute {'a' * len(steps)}", scale_ns=MS))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((20, 20, 21, 21, 20), Outcome.BROKEN),
+        ((9, 11, 9, 11, 12, 8, 11), Outcome.CANNOT_TELL),
+        ((12, 12, 12), Outcome.BROKEN),  # all three past it
+        ((9, 12, 12), Outcome.CANNOT_TELL),  # three are few
+        ((8, 9, 30), Outcome.KEPT),
+    ],
+)
+def test_a_budget_is_broken_only_where_that_is_no_chance(lengths: tuple[int, ...], expected: Outcome) -> None:
+    assert outcome(wobbling(*lengths), step_time="10ms")[0] is expected
+
+
+def test_a_budget_that_may_be_kept_says_how_sure_that_is() -> None:
+    assert "which cannot tell; record more" in outcome(wobbling(9, 11, 9, 11, 12, 8, 11), step_time="10ms")[2]
+    assert "of 3 samples that may be chance" in outcome(wobbling(9, 12, 12), step_time="10ms")[2]
+
+
+def ranks_and_units() -> Run:
+    """Return a run of two ranks whose unit layers.1 takes 4 of 8 ms on rank 1, and 2 on rank 0."""
+    columns = {"a": {"unit": "layers.0"}, "b": {"unit": "layers.1"}, "x": {"unit": "layers.1"}}
+    pictures = ("aabb....", "aabbbb..")
+    return drawn_traces.run(
+        *(
+            drawn_traces.trace(
+                f"step {''.join(str(n) * 8 for n in range(5))}\ncompute {picture * 5}\ncomm {'......xx' * 5}",
+                rank=rank, scale_ns=MS, columns=columns,
+            )
+            for rank, picture in enumerate(pictures)
+        )
+    )  # fmt: skip
+
+
+def test_units_are_held_to_it_each_by_itself() -> None:
+    run = ranks_and_units()
+    assert outcome(run, where=[{"unit": "layers.*", "compute": "4ms"}])[0] is Outcome.KEPT
+    found, measured, message = outcome(run, where=[{"unit": "layers.*", "compute": "1ms"}])
+    assert (found, measured) == (Outcome.BROKEN, 4e6)
+    assert message == "4 ms in unit layers.1, at most 1 ms are allowed, and 1 more are past it."
+    assert outcome(run, where=[{"unit": "layers.0", "compute": "2ms"}])[0] is Outcome.KEPT
+    assert outcome(run, where=[{"unit": "layers.1", "exposed_communication": "1ms"}])[1] == 2e6
+    assert "no unit of the run is called head" in outcome(run, where=[{"unit": "head", "compute": "1ms"}])[2]
+
+
+def test_ranks_are_held_to_it_each_by_itself() -> None:
+    run = ranks_and_units()
+    assert outcome(run, where=[{"rank": 0, "compute": "4ms"}])[0] is Outcome.KEPT
+    found, measured, message = outcome(run, where=[{"rank": "*", "compute": "4ms"}])
+    assert (found, measured) == (Outcome.BROKEN, 6e6)
+    assert "on rank 1" in message
+    assert "the run has ranks 0–1, not 5-7" in outcome(run, where=[{"rank": "5-7", "compute": "4ms"}])[2]
+
+
+def test_a_peak_is_the_highest_of_all_ranks_and_steps() -> None:
+    events = pl.DataFrame(
+        {"at_ns": [1, 2, 3], "device": [0] * 3, "delta_bytes": [100, 300, -100], "allocated_bytes": [100, 400, 300],
+         "reserved_bytes": [512, 1024, 1024], "step": [0, 0, 0]}
+    )  # fmt: skip
+    run = drawn_traces.run(drawn_traces.trace("step 00\ncompute aa", allocations=events))
+    assert outcome(run, peak_allocated="400B")[:2] == (Outcome.KEPT, 400.0)
+    assert outcome(run, peak_reserved="1000B")[:2] == (Outcome.BROKEN, 1024.0)
+
+
+def test_names_say_which_budget_it_is() -> None:
+    told = {"step_time": "1ms", "where": [{"unit": "layers.*", "compute": "1ms"}, {"rank": 0, "step_time": "1ms"}]}
+    assert [budget.name for budget in parse(told).each] == [
+        "step_time",
+        "compute of layers.*",
+        "step_time of rank 0",
+    ]

@@ -1,0 +1,127 @@
+"""Change points held against brute force, and against simulated series whose changes are known."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.support.rotation import in_turns
+from tracekit.regression.history import change_points
+
+NOISE = 0.03
+SERIES = 200
+
+
+def normal(random, count):
+    return random.normal(0, NOISE, count)
+
+
+def heavy(random, count):
+    return random.standard_t(3, count) * NOISE / np.sqrt(3)
+
+
+def spiky(random, count):
+    return random.normal(0, NOISE, count) + (random.random(count) < 0.07) * random.exponential(0.3, count)
+
+
+def wild(random, count):
+    return random.standard_cauchy(count) * NOISE / 2
+
+
+def found_in(values):
+    return change_points.trend(100 * values, least=1.0)
+
+
+def test_the_cheapest_split_is_that_of_brute_force():
+    random = np.random.default_rng(3)
+    for count in (9, 11, 12):
+        for _ in range(4):
+            values = 100 + random.normal(0, 3, count) + 12 * (np.arange(count) >= random.integers(3, count - 2))
+            series = change_points._Series.of(values, 1.0)
+
+            def cost(edges, values=values, series=series):
+                bounds = [0, *edges, len(values)]
+                parts = [values[a:b] for a, b in itertools.pairwise(bounds)]
+                if min(map(len, parts)) < change_points.MIN_RUNS:
+                    return np.inf
+                away = [np.minimum(((part - np.median(part)) / series.noise) ** 2, 9).sum() for part in parts]
+                return sum(away) + change_points.price(len(values)) * len(edges)
+
+            places = range(1, count)
+            splits = [edges for number in range(4) for edges in itertools.combinations(places, number)]
+            assert cost(series.cheapest()) == pytest.approx(min(map(cost, splits)))
+
+
+@in_turns(3)
+@pytest.mark.parametrize("kind", [normal, heavy, spiky, wild], ids=lambda kind: kind.__name__)
+def test_a_series_without_a_change_shows_one_at_most_once_in_twenty(kind):
+    random = np.random.default_rng(11)
+    found = [found_in(1 + kind(random, int(random.integers(8, 60)))) for _ in range(SERIES)]
+    assert sum(bool(each.steps) for each in found) <= SERIES * 0.05
+    assert sum(bool(each.drifts) for each in found) <= SERIES * 0.02
+
+
+@in_turns(3)
+def test_a_slow_drift_is_called_drift():
+    random = np.random.default_rng(12)
+    found = []
+    for _ in range(60):
+        count = int(random.integers(40, 70))
+        found.append(found_in(1 + normal(random, count) + np.linspace(0, 0.2, count)))
+    assert sum(bool(each.steps) for each in found) <= 3
+    assert sum(bool(each.drifts) for each in found) >= 57
+    rises = [each.drifts[0].after / each.drifts[0].before - 1 for each in found if each.drifts]
+    assert np.median(rises) == pytest.approx(0.2, abs=0.02)
+
+
+@in_turns(3)
+def test_a_tenth_more_is_found_within_five_runs_at_three_percent_noise():
+    random = np.random.default_rng(13)
+    near = close = 0
+    for _ in range(SERIES):
+        before = int(random.integers(20, 40))
+        values = 1 + normal(random, before + int(random.integers(5, 15)))
+        values[before:] *= 1.1
+        steps = found_in(values).steps
+        near += any(abs(step.index - before) <= 2 for step in steps)
+        close += any(abs(step.index - before) <= 1 for step in steps)
+    assert near >= SERIES * 0.95
+    assert close >= SERIES * 0.9
+
+
+def test_one_bad_day_is_no_change_and_hides_none():
+    values = np.array([1.0, 1.01, 0.99, 1.0, 1.6, 1.0, 0.99, 1.01, 1.0, 1.0, 1.2, 1.21, 1.19, 1.2, 2.0, 1.2, 1.19])
+    assert [step.index for step in found_in(values).steps] == [10]
+
+
+def test_a_change_that_is_mended_is_two():
+    random = np.random.default_rng(5)
+    values = 1 + normal(random, 36)
+    values[12:24] *= 1.15
+    steps = found_in(values).steps
+    assert [step.index for step in steps] == [12, 24]
+    assert [step.after > step.before for step in steps] == [True, False]
+
+
+def test_what_is_counted_exactly_changes_at_once_and_never_by_less_than_matters():
+    assert [step.index for step in found_in(np.repeat([1.0, 1.05], [6, 4])).steps] == [6]
+    assert found_in(np.repeat([1.0, 1.005], [10, 10])) == change_points.Trend()
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_size_and_all_zeros_raise_no_warning():
+    assert change_points.trend(np.zeros(20), least=0.0) == change_points.Trend()
+    grown = change_points.trend(np.repeat([0.0, 1e12], [12, 6]), least=0.0)
+    assert [step.index for step in grown.steps] == [12]
+    tiny = np.repeat([0.0, 1e-12], [12, 6])
+    assert change_points.trend(tiny, least=0.01) == change_points.Trend()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_few_runs_show_nothing(count):
+    assert found_in(np.linspace(1, 2, count)) == change_points.Trend()
+
+
+def test_places_count_from_the_first_run_also_where_only_the_latest_are_looked_at(monkeypatch):
+    monkeypatch.setattr(change_points, "MOST_RUNS", 20)
+    assert [step.index for step in found_in(np.repeat([1.0, 1.3], [40, 8])).steps] == [40]

@@ -1,0 +1,171 @@
+"""Runs are compared as jobs, by their worst ranks, where speed can be compared; noise crosses no bar."""
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tests.support import drawn_traces
+from tracekit.errors import ConfigError, NotComparableError
+from tracekit.regression import limits
+from tracekit.regression.change import Change, compare_samples
+from tracekit.regression.comparison import Side, compare, job_samples
+from tracekit.regression.samples import COLUMNS
+
+MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "cpu", "strategy": "fsdp2"}
+
+
+def side(name: str = "a", *, step_ns: float = 100.0, ranks: tuple[int, ...] = (0, 1), **manifest: object) -> Side:
+    """Return a side whose rank R takes R ns more than `step_ns` in each of eight steps."""
+    rows = [(rank, step, "step_time_ns", step_ns + rank) for rank in ranks for step in range(8)]
+    table = pl.DataFrame(rows, schema={"rank": pl.Int64, **COLUMNS}, orient="row")
+    return Side(name, MANIFEST | manifest, table)
+
+
+def test_a_job_is_as_slow_as_its_slowest_rank_and_hides_as_much_as_its_mean() -> None:
+    table = pl.DataFrame(
+        {
+            "rank": [0, 1, 0, 1, 0, 1],
+            "step": [3, 3, 4, 4, 3, 3],
+            "metric": ["step_time_ns"] * 4 + ["overlap_ratio"] * 2,
+            "value": [10.0, 12.0, 30.0, 20.0, 0.2, 0.4],
+        }
+    )
+    samples = job_samples(table)
+    assert samples["step_time_ns"].tolist() == [12.0, 30.0]
+    assert samples["overlap_ratio"].tolist() == pytest.approx([0.3])
+
+
+def test_drawn_runs_are_compared_by_every_metric_they_have() -> None:
+    # Eight steps of 10 ns; in the candidate, communication that was hidden is exposed.
+    before = drawn_traces.run(drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......")), path="runs/before", **MANIFEST)
+    after = drawn_traces.run(drawn_traces.trace(picture("aaaaaa....", "......xxx.")), path="runs/after", **MANIFEST)
+    comparison = compare(Side.of(before), Side.of(after))
+    verdicts = {change.metric: (change.verdict.value, change.change) for change in comparison.changes}
+    assert (comparison.reference, comparison.candidate) == ("before", "after")
+    assert verdicts["step_time_ns"] == ("same", 0.0)
+    assert verdicts["communication_ns"] == ("same", 0.0)
+    assert verdicts["overlap_ratio"] == ("worse", -1.0)
+    assert verdicts["exposed_communication_ns"][0] == "worse"
+    assert verdicts["exposed_communication_ratio"] == ("worse", pytest.approx(0.3))
+    assert verdicts["compute_ns"] == ("better", pytest.approx(6 / 9 - 1))
+
+
+def picture(compute: str, communication: str) -> str:
+    """Return eight steps that all look the same."""
+    steps = "".join(str(step) * 10 for step in range(8))
+    return f"step {steps}\ncompute {compute * 8}\ncomm {communication * 8}"
+
+
+@pytest.mark.parametrize(
+    ("different", "field"),
+    [
+        ({"world_size": 4}, "world_size differs: 2 in a, 4 in b"),
+        ({"device": "cuda"}, "device differs: cpu in a, cuda in b"),
+        ({"model": {"name": "tiny", "layers": 3}}, "model.layers differs: 2 in a, 3 in b"),
+    ],
+)
+def test_what_must_agree_is_named_where_it_does_not(different: dict[str, object], field: str) -> None:
+    with pytest.raises(NotComparableError) as caught:
+        compare(side("a"), side("b", **different))
+    assert str(caught.value) == f"{field}; pass --allow-different to compare all the same"
+    assert field in compare(side("a"), side("b", **different), allow_different=True).notes
+
+
+def test_the_strategy_may_differ() -> None:
+    assert compare(side("a"), side("b", strategy="yafsdp")).notes == ()
+
+
+def test_what_may_differ_but_matters_is_told() -> None:
+    comparison = compare(side("a", arguments={"batch": 4}), side("b", arguments={"batch": 8, "seed": 1}))
+    assert comparison.notes == (
+        "arguments.batch differs: 4 in a, 8 in b",
+        "arguments.seed differs: not known in a, 1 in b",
+    )
+
+
+def test_a_run_without_a_manifest_is_compared_and_the_doubt_told() -> None:
+    a = side("a")
+    comparison = compare(a, Side("b", {}, a.samples))
+    assert "world_size differs: 2 in a, not known in b" in comparison.notes
+
+
+def test_only_common_ranks_are_compared() -> None:
+    comparison = compare(side("a", ranks=(0, 1, 2, 5)), side("b", ranks=(1, 2)))
+    assert comparison.changes[0].reference == 102.0
+    assert comparison.notes == ("a has ranks 0–2, 5, b 1–2: only ranks 1–2 are compared",)
+
+
+def test_without_a_common_rank_there_is_no_comparison() -> None:
+    with pytest.raises(NotComparableError, match="no rank in common"):
+        compare(side("a", ranks=(0,)), side("b", ranks=(1,)))
+    assert compare(side("a", ranks=(0,)), side("b", ranks=(1,)), allow_different=True).changes
+
+
+def test_without_a_common_metric_there_is_no_comparison() -> None:
+    a = side("a")
+    with pytest.raises(NotComparableError, match="no metric in common"):
+        compare(a, Side("b", MANIFEST, a.samples.clear()), allow_different=True)
+
+
+def change(metric: str, before: float, after: float, *, count: int = 8, noise: float = 0.0) -> Change:
+    wobble = 1 + noise * np.linspace(-1, 1, count)
+    return compare_samples(metric, before * wobble, after * wobble[::-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "crossed"),
+    [
+        ("step_time>3%", change("step_time_ns", 100, 104), True),
+        ("step_time>3%", change("step_time_ns", 100, 103), False),
+        ("step_time>3%", change("step_time_ns", 100, 90), False),
+        ("step_time_ns > 3 %", change("step_time_ns", 100, 104), True),
+        ("step_time>2ms", change("step_time_ns", 100e6, 103e6), True),
+        ("step_time>5ms", change("step_time_ns", 100e6, 103e6), False),
+        ("tokens_per_second>3%", change("tokens_per_second", 100, 90), True),
+        ("tokens_per_second>3%", change("tokens_per_second", 100, 110), False),
+        ("overlap_ratio>5%", change("overlap_ratio", 0.30, 0.24), True),
+        ("overlap_ratio>5%", change("overlap_ratio", 0.30, 0.27), False),
+        ("allocated>1MiB", change("allocated_bytes", 2**30, 2**30 + 2**21), True),
+        ("allocations>10", change("allocations", 100, 109), False),
+        ("allocations>5%", change("allocations", 0, 1), True),
+    ],
+)
+def test_a_bar_is_crossed_by_what_is_worse_by_more(text: str, found: Change, crossed: bool) -> None:
+    assert limits.parse(text).is_crossed(found) is crossed
+
+
+def test_noise_crosses_no_bar() -> None:
+    noisy = change("step_time_ns", 100, 106, noise=0.5)
+    assert limits.parse("step_time>3%").is_beyond(noisy)
+    assert not limits.parse("step_time>3%").is_crossed(noisy)
+
+
+def test_too_few_steps_cross_no_bar() -> None:
+    assert not limits.parse("step_time>3%").is_crossed(change("step_time_ns", 100, 200, count=3))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("step_time", "expected METRIC>NUMBER"),
+        ("step_time<3%", "expected METRIC>NUMBER"),
+        ("step_time>-3%", "expected METRIC>NUMBER"),
+        ("step_tim>3%", "step_tim is no metric: did you mean step_time?"),
+        ("step_time>3", "step_time_ns cannot be told in a bare number: use %, ns"),
+        ("step_time>3MiB", "step_time_ns cannot be told in MiB"),
+        ("overlap_ratio>0.1", "overlap_ratio cannot be told in a bare number: use %"),
+        ("allocations>3ms", "allocations cannot be told in ms: use %, no unit"),
+    ],
+)
+def test_a_bar_that_means_nothing_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        limits.parse(text)
+    assert expected in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(("told", "notes"), [(False, 0), (True, 1)])
+def test_a_side_that_does_not_say_simulated_was_recorded(told: bool, notes: int) -> None:
+    comparison = compare(side("a"), side("b", simulated=told))
+    assert len(comparison.notes) == notes
+    assert all(note == "simulated differs: False in a, True in b" for note in comparison.notes)

@@ -1,0 +1,369 @@
+"""The history file and what is made of it: simulated reports, a real DuckDB, real processes."""
+
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from math import comb
+from pathlib import Path
+
+import duckdb
+import jsonschema
+import numpy as np
+import pytest
+
+from tests.browser import recorded
+from tests.support import cli_runner, simulated_history
+from tests.support.cli_runner import tracekit
+from tests.support.rotation import in_turns
+from tracekit.errors import InputError
+from tracekit.regression.history import commits, store, trends
+from tracekit.regression.history.commits import Commit
+from tracekit.regression.history.entry import entry, median_interval
+from tracekit.report import history as told
+from tracekit.report import json as report_json
+
+ROOT = Path(__file__).parents[3]
+
+
+def entry_of(document, *, commit=None, failures=None):
+    return entry(document, report_json.side(document), commit=commit, failures=failures)
+
+
+def entries(documents):
+    return [
+        entry_of(each, commit=Commit(f"{number:02d}{'ab' * 19}", f"Change {number}\n\nWhy.", "main"), failures=())
+        for number, each in enumerate(documents)
+    ]
+
+
+@pytest.fixture(scope="module")
+def slower(tmp_path_factory):
+    """A history of 20 runs, slower by a fifth from the 13th on."""
+    path = tmp_path_factory.mktemp("history") / "history.duckdb"
+    store.add(path, entries(simulated_history.slower_from(12, 20)))
+    return path
+
+
+def test_the_simulated_reports_are_such_as_check_writes():
+    schema = json.loads(report_json.schema())
+    jsonschema.Draft202012Validator(schema).validate(simulated_history.report(0, findings=[simulated_history.COMM]))
+
+
+def test_what_is_added_is_read_again(slower):
+    history = store.read(slower)
+    assert history.runs["name"].to_list() == [f"run-{number:02d}" for number in range(20)]
+    last = history.runs.row(-1, named=True)
+    assert (last["branch"], last["passed"], last["commit_text"]) == ("main", True, "Change 19\n\nWhy.")
+    step = history.metrics.filter(history.metrics["metric"] == "step_time_ns").row(0, named=True)
+    assert step["low"] <= step["median"] <= step["high"]
+    assert step["samples"] == 12
+    assert set(history.findings["finding"]) == {"COMM001"}
+
+
+def test_a_run_is_one_entry_however_often_it_is_added(tmp_path):
+    path = tmp_path / "history.duckdb"
+    (once,) = entries([simulated_history.report(1)])
+    assert store.add(path, [once]) == store.Added(new=1)
+    assert store.add(path, [once, once]) == store.Added(same=2)
+    judged = dataclasses.replace(once, failures=("COMM001",), passed=False, commit=Commit())
+    assert store.add(path, [judged]) == store.Added(renewed=1)
+    (row,) = store.read(path).runs.to_dicts()
+    assert (row["failures"], row["commit"]) == (["COMM001"], once.commit.sha)  # what is known is not forgotten
+
+
+def test_a_run_keeps_its_commit_unless_a_person_tells_another(tmp_path):
+    path, document = tmp_path / "history.duckdb", simulated_history.report(1)
+    first, later = Commit("a" * 40, None, "main"), Commit("b" * 40, "Another change", "other")
+
+    def known(commit, **told):
+        store.add(path, [entry_of(document, commit=commit)], **told)
+        (row,) = store.read(path).runs.to_dicts()
+        return Commit(row["commit"], row["commit_text"], row["branch"])
+
+    assert known(first) == first
+    assert known(later) == first
+    assert known(Commit("a" * 40, "Its own words")) == Commit("a" * 40, "Its own words", "main")
+    assert known(later, told=Commit(branch="other")) == Commit("a" * 40, "Its own words", "other")
+    assert known(later, told=Commit("b" * 40)) == Commit("b" * 40, "Another change", "other")
+
+
+def test_several_writers_and_readers_lose_nothing(tmp_path):
+    path = tmp_path / "history.duckdb"
+    script = (
+        "import pickle, sys; from pathlib import Path; from tracekit.regression.history import store\n"
+        "for entry in pickle.load(sys.stdin.buffer): store.add(Path(sys.argv[1]), [entry])"
+    )
+    theirs = [subprocess.Popen([sys.executable, "-c", script, path], stdin=subprocess.PIPE, cwd=ROOT) for _ in range(2)]
+    for number, writer in enumerate(theirs):
+        pickle.dump(entries([simulated_history.report(run) for run in range(number, number + 3)]), writer.stdin)
+        writer.stdin.close()
+    with ThreadPoolExecutor(4) as pool:  # threads of this process too
+        list(pool.map(lambda number: store.add(path, entries([simulated_history.report(number)])), range(40, 44)))
+    assert [writer.wait(timeout=60) for writer in theirs] == [0, 0]
+    runs = store.read(path).runs
+    assert sorted(runs["name"]) == [f"run-{number:02d}" for number in (*range(4), *range(40, 44))]
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there_and_locks_nobody_out(tmp_path):
+    path = tmp_path / "history.duckdb"
+    store.add(path, entries([simulated_history.report(0)]))
+    script = (
+        "import os, sys; import duckdb\n"
+        "c = duckdb.connect(sys.argv[1]); c.execute('BEGIN')\n"
+        "c.execute(\"INSERT INTO runs (run, name) VALUES ('half', 'half')\")\n"
+        "print('in', flush=True); sys.stdin.read()"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout.readline() == "in\n"
+    with pytest.raises(InputError, match="another process has been writing to it"):
+        store.add(path, entries([simulated_history.report(1)]), patience_s=0.2)
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    assert store.add(path, entries([simulated_history.report(1)])) == store.Added(new=1)
+    assert store.read(path).runs["name"].to_list() == ["run-00", "run-01"]
+
+
+def _text(path):
+    path.write_text("a text\n" * 1000)
+
+
+def _empty(path):
+    path.write_bytes(b"")
+
+
+def _foreign(path):
+    with duckdb.connect(str(path)) as connection:
+        connection.execute("CREATE TABLE runs (mine INTEGER)")
+
+
+def _later(path):
+    store.add(path, [])
+    with duckdb.connect(str(path)) as connection:
+        connection.execute('UPDATE tracekit_history SET "schema" = 99')
+
+
+def _views(path):
+    """A database whose views would read files of whoever looks at it."""
+    store.add(path, [])
+    with duckdb.connect(str(path)) as connection:
+        connection.execute("ALTER TABLE runs RENAME TO other")
+        connection.execute("CREATE VIEW runs AS SELECT * FROM other, read_text('/etc/hostname')")
+
+
+def _cut(path):
+    store.add(path, entries([simulated_history.report(0)]))
+    path.write_bytes(path.read_bytes()[: 16 << 10])
+
+
+def _garbled(path):
+    store.add(path, entries([simulated_history.report(0)]))
+    held = bytearray(path.read_bytes())
+    held[3 * 4096 : -4096] = os.urandom(len(held) - 4 * 4096)
+    path.write_bytes(held)
+
+
+@in_turns(2)
+@pytest.mark.parametrize("make", [_text, _empty, _foreign, _later, _views, _cut, _garbled])
+def test_a_file_that_is_no_whole_history_is_refused_and_stays_as_it_is(tmp_path, make):
+    path = tmp_path / "history.duckdb"
+    make(path)
+    before = path.read_bytes()
+    for use in (store.read, store.check, lambda path: store.add(path, entries([simulated_history.report(5)]))):
+        with pytest.raises(InputError) as refused:
+            use(path)
+        assert str(refused.value).startswith(f"{path}: ")
+        assert "\n" not in str(refused.value)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_folder_is_no_history_and_one_that_cannot_be_made_is_said(tmp_path):
+    with pytest.raises(InputError, match="is no file"):
+        store.add(tmp_path, [])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be made"):
+        store.add(tmp_path / "file" / "history.duckdb", [])
+
+
+def test_a_change_tells_its_commits_and_what_came_with_it(slower):
+    (group,) = trends.groups(store.read(slower))
+    shift = next(each for each in trends.worst_first(group) if each.metric == "step_time_ns")
+    assert (shift.last, shift.first, shift.is_worse) == (11, 12, True)
+    assert shift.after / shift.before == pytest.approx(1.2, abs=0.03)
+    assert (shift.appeared, shift.gone) == (("COMM001",), ())
+    assert shift.differs == (("versions.torch", "2.12.0", "2.13.0"),)
+    assert told.range_in_words(group, shift) == "11abababab..12abababab"
+    steady = next(each for each in group.series if each.metric == "exposed_communication_ratio")
+    assert (steady.shifts, steady.drifts) == ((), ())
+
+
+def test_changes_a_run_apart_are_told_as_one_moment(slower):
+    (group,) = trends.groups(store.read(slower))
+    shifts = trends.worst_first(group)
+    assert [each.first for each in shifts] == [12, 12]
+    beside = dataclasses.replace(shifts[0], metric="compute_ns", last=10, first=11)
+    long_before = dataclasses.replace(shifts[0], last=3, first=4)
+    series = dataclasses.replace(group.series[0], shifts=(long_before, beside, *shifts))
+    (latest, first) = told.changes(dataclasses.replace(group, series=(series,)))
+    assert [each.first for each in latest] == [12, 12, 11]
+    assert first == [long_before]
+
+
+def test_only_runs_of_one_kind_are_in_a_series(tmp_path):
+    path = tmp_path / "history.duckdb"
+    small = [simulated_history.report(number) for number in range(8)]
+    large = [simulated_history.report(number, step_ms=90.0, world_size=8) for number in range(8, 16)]
+    store.add(path, [*entries(small), *(entry_of(each) for each in large)])
+    groups = trends.groups(store.read(path))
+    assert [group.identity["world_size"] for group in groups] == ["8", "2"]  # that of the latest run first
+    assert not any(trends.worst_first(group) for group in groups)
+    (only,) = trends.groups(store.read(path), branch="main", last=3, metrics=["step_time_ns"])
+    assert (only.runs.height, [series.metric for series in only.series]) == (3, ["step_time_ns"])
+
+
+def test_a_metric_that_some_runs_lack_keeps_its_places(tmp_path):
+    documents = simulated_history.slower_from(12, 20)
+    for number in (3, 15):
+        documents[number]["samples"] = [
+            each for each in documents[number]["samples"] if each["metric"] != "step_time_ns"
+        ]
+    path = tmp_path / "history.duckdb"
+    store.add(path, entries(documents))
+    (group,) = trends.groups(store.read(path), metrics=["step_time_ns"])
+    ((shift,),) = [series.shifts for series in group.series]
+    assert (shift.last, shift.first) == (11, 12)
+    assert np.isnan(group.series[0].values[[3, 15]]).all()
+    assert told.bars(group.series[0].values.tolist())[3] == " "
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_text_fits_and_tells_each_metric_and_each_change(slower, width):
+    text = told.as_text(trends.groups(store.read(slower)), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "fsdp2 · model tiny · 2 ranks · Simulated GPU · simulated" in text
+    assert "worse +2" in text or width == 60
+    assert text.count("between 11abababab..12abababab") == 1
+    assert "came with it COMM001 exposed-communication" in text
+    assert "versions.torch 2.12.0 → 2.13.0" in text
+
+
+def test_names_from_a_history_can_do_nothing_to_a_terminal(tmp_path):
+    path = tmp_path / "history.duckdb"
+    hostile = simulated_history.report(0, name="\x1b[31mred\x1b]0;title\x07", model={"name": "\x1b[2J"})
+    store.add(path, [entry_of(hostile, commit=Commit("\x1b[5m", "\x1b[1mbold", "\x9b4m"), failures=["\x1b[7m"])])
+    text = told.as_text(trends.groups(store.read(path)), width=100)
+    assert not set(text) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_the_json_names_runs_of_changes(slower):
+    document = json.loads(told.as_json(trends.groups(store.read(slower))))
+    (group,) = document["groups"]
+    (change,) = next(each for each in group["metrics"] if each["metric"] == "step_time_ns")["changes"]
+    names = {run["run"]: run["name"] for run in group["runs"]}
+    assert (names[change["last_run_before"]], names[change["first_run_after"]]) == ("run-11", "run-12")
+    assert (change["is_worse"], change["findings_appeared"]) == (True, ["COMM001"])
+
+
+def test_an_interval_of_the_median_holds_it_95_times_in_100():
+    random = np.random.default_rng(2)
+    for count in (6, 11, 30):
+        ends = np.array([median_interval(random.exponential(size=count)) for _ in range(2000)])
+        held = ((ends[:, 0] <= np.log(2)) & (np.log(2) <= ends[:, 1])).mean()
+        assert 0.94 <= held <= 1
+    assert median_interval(np.arange(5.0)) == (None, None)
+    assert median_interval(np.arange(6.0)) == (0, 5)
+
+
+def test_an_interval_of_many_samples_is_exact_and_costs_next_to_nothing():
+    def ends(count):
+        below = [sum(comb(count, k) for k in range(number + 1)) for number in range((count + 1) // 2)]
+        lowest = max((number for number, ways in enumerate(below) if 40 * ways <= 2**count), default=None)
+        return (None, None) if lowest is None else (lowest, count - 1 - lowest)
+
+    for count in (*range(1, 60), 299):
+        assert median_interval(np.arange(float(count))) == ends(count)
+    assert median_interval(np.arange(50_000.0)) == (24780, 25219)  # 15 minutes by a binomial a value
+
+
+def test_the_commit_is_what_ci_says_else_what_git_says(tmp_path):
+    def git(*words):
+        author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    assert commits.known({}, tmp_path) == Commit()
+    git("init", "-b", "trunk")
+    git("commit", "--allow-empty", "-m", "Make it fast\n\nBy magic.")
+    found = commits.known({}, tmp_path)
+    assert (len(found.sha), found.text, found.branch) == (40, "Make it fast\n\nBy magic.", "trunk")
+    by_ci = commits.known({"GITHUB_SHA": found.sha, "GITHUB_HEAD_REF": "", "GITHUB_REF_NAME": "pr"}, tmp_path)
+    assert by_ci == Commit(found.sha, found.text, "pr")
+    assert commits.known({"CI_COMMIT_SHA": "ab12", "CI_COMMIT_MESSAGE": "x"}, tmp_path) == Commit("ab12", "x", None)
+    assert commits.known({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
+
+
+def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
+    db = tmp_path / "ci" / "history.duckdb"
+    files = [simulated_history.write(tmp_path, document) for document in simulated_history.slower_from(8, 14)]
+    ci = {"GITHUB_SHA": "ab" * 20, "GITHUB_REF_NAME": "main"}
+    done = tracekit("history", "add", *files, "--db", db, **ci)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"tracekit: {db}: 14 runs added\n"
+    assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 there already\n")
+    again = ("history", "add", files[0], "--db", db)
+    assert tracekit(*again, GITHUB_SHA="cd" * 20).stderr.endswith("1 there already\n")
+    assert tracekit(*again, "--commit", "ef" * 20).stderr.endswith("1 told anew\n")
+    assert tracekit(*again, "--commit", "ab" * 20).stderr.endswith("1 told anew\n")
+    shown = tracekit("history", "show", "--db", db, "--metric", "step_time", "--branch", "main", COLUMNS="100")
+    assert shown.returncode == 0
+    assert "worse +2" in shown.stdout
+    assert "two runs of abababab" in shown.stdout  # all are of one commit
+    assert "allocations" not in shown.stdout.partition("WORSE")[0]
+    document = json.loads(tracekit("history", "show", "--db", db, "--last", "2", "--format", "json").stdout)
+    assert len(document["groups"][0]["runs"]) == 2
+    assert tracekit("history", "show", "--db", db, "--branch", "none").stdout.startswith("No run of branch none is in")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["show", "--db", "missing.duckdb"], "there is no such file"),
+        (["show", "--db", "{db}", "--metric", "step_tme"], "did you mean step_time?"),
+        (["add", "{broken}", "--db", "{db}"], "is not a whole report"),
+        (["add", "nowhere", "--db", "{db}"], "nowhere"),
+        (["add", "{broken}", "--db", "{broken}"], "cannot be read as a history"),
+    ],
+)
+def test_on_the_command_line_what_cannot_be_used_is_one_line_and_exit_2(tmp_path, words, told):
+    db, broken = tmp_path / "history.duckdb", tmp_path / "broken.json"
+    store.add(db, [])
+    broken.write_text(json.dumps({"schema": "tracekit.report/1", "run": {"name": "x"}}))
+    before = broken.read_bytes()
+    done = tracekit("history", *(word.format(db=db, broken=broken) for word in words))
+    assert done.returncode == 2
+    assert told in cli_runner.only_line(done)
+    assert broken.read_bytes() == before
+
+
+def test_a_check_is_added_to_a_history_with_its_verdict(tmp_path):
+    run, db = tmp_path / "run", tmp_path / "history.duckdb"
+    recorded.write_run(run, kernel="gemm")
+    check = ("check", run, "--fail-on", "info", "--history", db, "--no-cache")
+    done = tracekit(*check, GITHUB_SHA="cd" * 20)
+    assert done.returncode == 1
+    assert f"{db}: 1 run added" in done.stderr
+    (row,) = store.read(db).runs.to_dicts()
+    assert (row["passed"], row["commit"]) == (False, "cd" * 20)
+    assert "COMM001" in row["failures"]
+    assert "1 told anew" in tracekit("history", "add", run, "--db", db, "--no-cache").stderr  # by another bar
+    assert store.read(db).runs["passed"].to_list() == [True]
+    run.rename(tmp_path / "gone")
+    (tmp_path / "none").write_text("no database")
+    refused = tracekit("check", tmp_path / "gone", "--history", tmp_path / "none")
+    assert (refused.returncode, refused.stdout) == (2, "")

@@ -1,0 +1,338 @@
+"""What fails a check that has a baseline: the new and the worse, never what was there before, never noise."""
+
+import functools
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tests.support import sample_baselines, sample_report
+from tracekit.cli.settings import Against
+from tracekit.errors import ConfigError, NotComparableError
+from tracekit.model.trace import Run
+from tracekit.regression import baseline as baselines
+from tracekit.regression import judgement, root_cause
+from tracekit.regression.baseline import Baseline, Recording
+from tracekit.regression.gate import Gate, Standing
+from tracekit.rules.rule import Finding, Severity
+
+WARNING, ERROR = Severity.WARNING, Severity.ERROR
+
+
+@functools.cache
+def the_run() -> Run:
+    return sample_report.run()
+
+
+def judged(*found: Finding, before: Baseline | None = None, bar: Severity | None = WARNING) -> Gate:
+    """Return the gate of a drawn run with these findings, beside a baseline of the same run."""
+    base = before or of_run()
+    return judgement.judge(sample_baselines.report(the_run(), *found), bar, baseline=base)
+
+
+def of_run(*findings: baselines.Known, recordings: int = 1, created_ns: int | None = None) -> Baseline:
+    """Return the baseline of the drawn run, with findings put into each of its recordings."""
+    made = baselines.of_reports([(sample_report.report(the_run(), found=()), the_run())])
+    (own,) = made.recordings
+    each = Recording(own.name, created_ns, own.samples, own.units, own.work, findings)
+    return Baseline("main", made.fingerprint, (each,) * recordings)
+
+
+def test_without_a_baseline_every_finding_is_new_and_fails_from_the_bar_on() -> None:
+    run = sample_report.run()
+    gate = judgement.judge(
+        sample_baselines.report(run, sample_baselines.finding("COMM001", ERROR), sample_baselines.finding("MEM001")),
+        ERROR,
+    )
+    assert [(each.standing, each.fails) for each in gate.findings] == [(Standing.NEW, True), (Standing.NEW, False)]
+    assert gate.failures == ("COMM001",)
+    assert (gate.comparison, gate.baseline) == (None, "")
+
+
+def test_what_the_baseline_has_is_listed_and_does_not_fail() -> None:
+    gate = judged(
+        sample_baselines.finding("COMM001", impact=0.11), before=of_run(sample_baselines.known("COMM001", impact=0.10))
+    )
+    assert [(each.standing, each.fails, each.impact_before) for each in gate.findings] == [
+        (Standing.KNOWN, False, 0.10)
+    ]
+    assert gate.failures == ()
+
+
+def test_what_the_baseline_has_not_fails_from_the_bar_on() -> None:
+    found = sample_baselines.finding("COMM001"), sample_baselines.finding("MEM001", Severity.INFO)
+    gate = judged(*found, before=of_run(sample_baselines.known("CKPT001")))
+    assert [(each.finding.id, each.standing.value, each.fails) for each in gate.findings] == [
+        ("COMM001", "new", True),
+        ("MEM001", "new", False),
+    ]
+    assert [gone.id for gone in gate.fixed] == ["CKPT001"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "standing"),
+    [
+        (0.10, 0.12, "known"),  # less than 3% of the step
+        (0.40, 0.45, "known"),  # less than a quarter of what it was
+        (0.10, 0.14, "worse"),
+        (0.40, 0.52, "worse"),
+        (0.10, 0.05, "known"),
+    ],
+)
+def test_worse_is_what_somebody_would_act_on(before: float, after: float, standing: str) -> None:
+    gate = judged(
+        sample_baselines.finding("COMM001", impact=after),
+        before=of_run(sample_baselines.known("COMM001", impact=before)),
+    )
+    assert gate.findings[0].standing == standing
+
+
+def test_what_recordings_of_the_baseline_differ_by_is_not_worse() -> None:
+    base = of_run(sample_baselines.known("COMM001", impact=0.05))
+    (own,) = base.recordings
+    other = Recording(
+        own.name, None, own.samples, own.units, own.work, (sample_baselines.known("COMM001", impact=0.15),)
+    )
+    noisy = Baseline("main", base.fingerprint, (own, other))
+    assert judged(sample_baselines.finding("COMM001", impact=0.20), before=noisy).findings[0].standing == Standing.KNOWN
+    assert judged(sample_baselines.finding("COMM001", impact=0.27), before=noisy).findings[0].standing == Standing.WORSE
+
+
+@pytest.mark.parametrize(("after", "standing"), [(104 << 20, "known"), (120 << 20, "worse")])
+def test_memory_is_worse_by_its_bytes(after: int, standing: str) -> None:
+    base = of_run(sample_baselines.known("MEM001", impact=0.0, cost_bytes=100 << 20))
+    gate = judged(sample_baselines.finding("MEM001", impact=0.0, cost_bytes=after), before=base)
+    assert gate.findings[0].standing == standing
+
+
+def test_a_run_beside_itself_passes() -> None:
+    gate = judged(
+        *sample_report.findings(), before=of_run(*map(baselines.Known.of, sample_report.findings()), recordings=5)
+    )
+    assert gate.failures == ()
+    assert gate.comparison is not None
+    verdicts = {change.metric: change.verdict.value for change in gate.comparison.changes}
+    assert set(verdicts.values()) <= {"same", "cannot tell"}
+    assert verdicts["step_time_ns"] == verdicts["compute_ns"] == "same"
+    assert gate.causes == ()
+    assert gate.baseline == "main (5 recordings)"
+
+
+def test_a_run_of_something_else_is_refused_unless_that_is_allowed() -> None:
+    run = sample_report.run(world_size=4)
+    with pytest.raises(NotComparableError, match="world_size differs: 2 in the baseline main, 4 in today"):
+        judgement.judge(sample_baselines.report(run), ERROR, baseline=of_run())
+    gate = judgement.judge(sample_baselines.report(run), ERROR, baseline=of_run(), allow_different=True)
+    assert gate.comparison is not None
+    assert "world_size differs" in gate.comparison.notes[0]
+
+
+# Metrics -------------------------------------------------------------------------------------------------------------
+
+
+def compared(before: dict[str, float], after: dict[str, float], **work: object) -> tuple[str, ...]:
+    """Return the metrics that are worse beside five recordings that differ by 1%."""
+    base = sample_baselines.baseline(
+        *(
+            sample_baselines.recording({m: sample_baselines.steps(v, seed=n) for m, v in before.items()})
+            for n in range(5)
+        )
+    )
+    candidate = sample_baselines.recording(
+        {metric: sample_baselines.steps(value, seed=9) for metric, value in after.items()}
+    )
+    found = judgement.compare(base, [candidate], min_effect=0.03)
+    return tuple(change.metric for change in found.changes if change.verdict.value == "worse")
+
+
+def test_a_metric_that_is_worse_for_certain_is_told() -> None:
+    before = {"step_time_ns": 100e6, "cpu_time_ns": 80e6, "sent_bytes": 1e6}
+    assert compared(before, before) == ()
+    assert compared(before, before | {"cpu_time_ns": 92e6}) == ("cpu_time_ns",)
+    assert compared(before, before | {"sent_bytes": 2e6}) == ("sent_bytes",)
+
+
+def test_only_ranks_on_both_sides_are_compared_and_that_is_told() -> None:
+    base = sample_baselines.baseline(sample_baselines.recording({"step_time_ns": [10.0] * 6}, ranks=(0, 1, 2)))
+    found = judgement.compare(
+        base, [sample_baselines.recording({"step_time_ns": [10.0] * 6}, ranks=(1, 2))], min_effect=0.03
+    )
+    assert found.notes == ("the baseline has ranks 0–2, the run 1–2: only ranks 1–2 are compared",)
+
+
+def test_without_a_common_metric_there_is_no_verdict() -> None:
+    base = sample_baselines.baseline(sample_baselines.recording({"step_time_ns": [10.0] * 6}))
+    with pytest.raises(NotComparableError, match="no metric in common"):
+        judgement.compare(base, [sample_baselines.recording({"sent_bytes": [10.0] * 6})], min_effect=0.03)
+
+
+# Causes --------------------------------------------------------------------------------------------------------------
+
+WORK = (
+    ("compute", "forward", "aten::mm", 30e6),
+    ("compute", "backward", "aten::mm", 40e6),
+    ("compute", "forward", "aten::clone", 1e6),
+    ("communication", "forward", "gloo:all_gather", 10e6),
+    ("flops", "forward", "aten::mm", 1e9),
+    ("sent", "forward", "all_gather", 1e6),
+    ("allocated", "forward", "", 50e6),
+    ("save", None, "write", 50e6),
+    ("save", None, "serialize", 20e6),
+)
+BEFORE = {
+    "step_time_ns": 100e6, "cpu_time_ns": 80e6, "flops": 3e9, "transfer_ns": 10e6, "sent_bytes": 1e6,
+    "allocated_bytes": 50e6, "peak_allocated_bytes": 20e6, "checkpoint_blocked_ns": 70e6, "checkpoint_cpu_ns": 60e6,
+}  # fmt: skip
+
+
+def causes(after: dict[str, float], work: dict[tuple[str, str], float], *, slower: float = 1.0) -> list[str]:
+    """Return the causes of a run with other metrics and other work, by name, on a machine slower by a factor."""
+    told = [
+        (kind, phase, name, work.get((kind, name), amount) * (slower if kind in ("compute", "communication") else 1))
+        for kind, phase, name, amount in WORK
+    ]
+    told += [(kind, "forward", name, value) for (kind, name), value in work.items() if (kind, name) not in known_work()]
+    base = [sample_baselines.recording({m: [v] * 6 for m, v in BEFORE.items()}, work=WORK) for _ in range(5)]
+    candidate = sample_baselines.recording({m: [v] * 6 for m, v in (BEFORE | after).items()}, work=told)
+    found = judgement.compare(sample_baselines.baseline(*base), [candidate], min_effect=0.03)
+    worse = [change for change in found.changes if change.verdict.value == "worse"]
+    by_name = {change.metric: change for change in found.changes}
+    return [cause.name for cause in root_cause.causes(worse, by_name, base, [candidate])]
+
+
+def known_work() -> set[tuple[str, str]]:
+    return {(kind, name) for kind, _, name, _ in WORK}
+
+
+def test_nothing_worse_has_no_cause() -> None:
+    assert causes({}, {}) == []
+
+
+def test_more_arithmetic_is_compute() -> None:
+    after = {"step_time_ns": 125e6, "cpu_time_ns": 105e6, "flops": 5e9}
+    assert causes(after, {("compute", "aten::mm"): 45e6, ("flops", "aten::mm"): 3e9}) == ["compute"]
+
+
+def test_slower_arithmetic_is_compute_too() -> None:
+    after = {"step_time_ns": 140e6, "cpu_time_ns": 120e6}
+    assert causes(after, {("compute", "aten::mm"): 50e6}) == ["compute"]
+
+
+def test_more_bytes_sent_are_communication_whatever_else_got_slower() -> None:
+    after = {"sent_bytes": 3e6, "transfer_ns": 16e6, "step_time_ns": 150e6, "cpu_time_ns": 100e6}
+    found = causes(after, {("sent", "all_reduce"): 2e6}, slower=1.4)
+    assert found[0] == "communication"
+
+
+def test_slower_transfers_alone_are_communication() -> None:
+    assert causes({"transfer_ns": 25e6}, {("communication", "gloo:all_gather"): 25e6}) == ["communication"]
+
+
+def test_more_memory_is_memory_where_the_time_goes_to_moving_it() -> None:
+    after = {"allocated_bytes": 110e6, "peak_allocated_bytes": 80e6, "step_time_ns": 130e6, "cpu_time_ns": 110e6}
+    assert causes(after, {("allocated", ""): 110e6, ("compute", "aten::clone"): 30e6})[0] == "memory"
+
+
+def test_temporaries_of_more_arithmetic_are_not_the_first_cause() -> None:
+    after = {"allocated_bytes": 60e6, "step_time_ns": 140e6, "cpu_time_ns": 120e6, "flops": 5e9}
+    work = {("allocated", ""): 60e6, ("compute", "aten::mm"): 55e6, ("flops", "aten::mm"): 3e9}
+    assert causes(after, work)[0] == "compute"
+
+
+def test_slower_saves_are_checkpointing_and_name_the_stage() -> None:
+    after = {"checkpoint_blocked_ns": 170e6, "checkpoint_cpu_ns": 160e6}
+    assert causes(after, {("save", "serialize"): 120e6}) == ["checkpointing"]
+
+
+def test_a_cause_says_what_and_where() -> None:
+    base = [sample_baselines.recording({"flops": [1e9] * 6}, work=[("flops", "forward", "aten::mm", 1e9)])]
+    after = sample_baselines.recording({"flops": [1.5e9] * 6}, work=[("flops", "forward", "aten::mm", 1.5e9)])
+    found = judgement.compare(sample_baselines.baseline(*base), [after], min_effect=0.03)
+    (cause,) = root_cause.causes(found.changes, {c.metric: c for c in found.changes}, base, [after])
+    assert cause.message == "A step computes 1.5 GFLOP, 500 MFLOP more, most of it in aten::mm in forward (+50.0%)."
+    assert cause.metrics == ("flops",)
+
+
+def test_slower_communication_names_the_unit_in_which_it_is_exposed() -> None:
+    def side(exposed_ns: float) -> Recording:
+        made = sample_baselines.recording({"transfer_ns": [10e6 + exposed_ns] * 6}, work=WORK)
+        rows = [(0, unit, step, "exposed_communication_ns", value)
+                for unit, value in (("layers.0", 1e6), ("layers.1", exposed_ns)) for step in range(6)]  # fmt: skip
+        table = pl.DataFrame(rows, schema=baselines.UNIT_COLUMNS, orient="row")
+        return Recording(made.name, None, made.samples, table, made.work, ())
+
+    before, after = side(1e6), side(9e6)
+    found = judgement.compare(sample_baselines.baseline(before), [after], min_effect=0.03)
+    (cause,) = root_cause.causes(found.changes, {c.metric: c for c in found.changes}, [before], [after])
+    assert "among units most in layers.1 (+8 ms)" in cause.message
+
+
+# Renewing ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_got_worse_must_be_accepted_by_name() -> None:
+    gate = judged(sample_baselines.finding("COMM001"), sample_baselines.finding("MEM001"), before=of_run())
+    assert judgement.not_accepted(gate, []) == ("COMM001", "MEM001")
+    assert judgement.not_accepted(gate, ["COMM001"]) == ("MEM001",)
+    assert judgement.not_accepted(gate, ["COMM001", "MEM001"]) == ()
+    with pytest.raises(ConfigError, match="CKPT001: that is neither new nor worse"):
+        judgement.not_accepted(gate, ["CKPT001"])
+
+
+def test_a_baseline_gathers_five_recordings_and_then_stays_where_it_is() -> None:
+    held_by, sizes = of_run(created_ns=1), []
+    for night in range(2, 8):
+        fresh = of_run(created_ns=night)
+        gate = judged(before=held_by)
+        held_by, _ = judgement.renewed(held_by, fresh, gate, against=Against())
+        sizes.append(len(held_by.recordings))
+    assert sizes == [2, 3, 4, 5, 5, 5]
+
+
+def test_a_baseline_begins_anew_where_something_was_accepted_or_mended() -> None:
+    many = of_run(sample_baselines.known("CKPT001"), recordings=5)
+    fresh = of_run()
+    mended = judged(before=many)
+    assert judgement.renewed(many, fresh, mended, against=Against()) == (fresh, "begun anew, for CKPT001 changed")
+    worse = judged(sample_baselines.finding("COMM001"), before=of_run(recordings=5))
+    assert judgement.renewed(of_run(recordings=5), fresh, worse, against=Against())[0] is fresh
+
+
+def test_a_slow_creep_is_seen_at_last_since_the_baseline_does_not_move_along() -> None:
+    base = sample_baselines.baseline(*(sample_baselines.recording({"flops": np.full(6, 1e9)}) for _ in range(5)))
+    nights = []
+    for night in range(1, 6):
+        candidate = sample_baselines.recording({"flops": np.full(6, 1e9 * 1.01**night)})
+        (change,) = judgement.compare(base, [candidate], min_effect=0.03).changes
+        nights.append(change.verdict.value)
+    assert nights == ["same", "same", "worse", "worse", "worse"]
+
+
+def starved(*, step: float, compute: float, ran: float, **fingerprint: object) -> dict[str, str]:
+    """Return the verdicts where step, computing in it and processor time are so many times those of the baseline."""
+    steps = [sample_baselines.steps(100e6, seed=seed) for seed in range(6)]
+    made = []
+    for number, time in enumerate(steps):
+        by = (step, compute, ran) if number == 5 else (1.0, 1.0, 1.0)
+        times = {"step_time_ns": by[0] * time, "compute_ns": by[1] * 0.6 * time, "cpu_time_ns": by[2] * 0.9 * time}
+        made.append(sample_baselines.recording({**times, "sent_bytes": [1000.0 + 500 * (number == 5)] * 20}))
+    before = sample_baselines.baseline(*made[:5], fingerprint=sample_baselines.FINGERPRINT | fingerprint)
+    told = judgement.compare(before, made[5:], min_effect=0.03)
+    verdicts = {change.metric: change.verdict.value for change in told.changes}
+    return verdicts | {"note": "".join(told.notes)}
+
+
+def test_times_of_a_recording_that_got_no_processors_cannot_tell_and_counters_still_do() -> None:
+    told = starved(step=2.0, compute=2.0, ran=1.0)
+    assert (told["step_time_ns"], told["compute_ns"], told["sent_bytes"]) == ("cannot tell", "cannot tell", "worse")
+    assert "takes 2.0 times as long by the clock" in told["note"]
+
+
+def test_a_training_that_waits_or_computes_more_is_held_to_its_times() -> None:
+    assert starved(step=2.0, compute=1.0, ran=1.0)["step_time_ns"] == "worse"
+    assert starved(step=2.0, compute=2.0, ran=1.9)["step_time_ns"] == "worse"
+    assert starved(step=3.0, compute=1.3, ran=1.0)["step_time_ns"] == "worse"  # by more than computing is stretched
+
+
+def test_on_a_device_the_hosts_processors_say_nothing_of_times() -> None:
+    assert starved(step=2.0, compute=2.0, ran=1.0, device="cuda")["step_time_ns"] == "worse"

@@ -1,0 +1,151 @@
+"""Recordings against recordings: seldom a false alarm where recordings differ, real changes found, doubt said aloud."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import sample_baselines
+from tracekit.regression.change import Change, Values, Verdict
+from tracekit.regression.recording_test import compare_recordings, student_t, variance_of_median
+
+STEP_NS = 100e6
+
+
+def recordings(
+    random: np.random.Generator, count: int, *, median: float = STEP_NS, between: float, within: float = 0.03
+) -> list[Values]:
+    """Return simulated recordings whose medians differ by `between`, each with 40 steps that differ by `within`."""
+    places = median * np.exp(random.normal(0, between, count))
+    return [np.asarray(place * np.exp(random.normal(0, within, 40))) for place in places]
+
+
+def verdicts(metric: str, pairs: int, *, seed: int, before: int, after: int, between: float, grown: float) -> list[str]:
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(pairs):
+        a = recordings(random, before, between=between)
+        b = recordings(random, after, median=STEP_NS * (1 + grown), between=between)
+        found.append(compare_recordings(metric, a, b).verdict.value)
+    return found
+
+
+@pytest.mark.parametrize(("before", "after", "between"), [(1, 1, 0.04), (5, 1, 0.02), (5, 1, 0.08), (5, 3, 0.04)])
+def test_recordings_that_differ_from_moment_to_moment_cry_no_wolf(before: int, after: int, between: float) -> None:
+    found = verdicts("step_time_ns", 80, seed=1, before=before, after=after, between=between, grown=0.0)
+    assert found.count("worse") <= 0.03 * 80
+    assert found.count("better") <= 0.03 * 80
+
+
+def test_a_shift_of_a_tenth_is_found_where_recordings_differ_by_little() -> None:
+    found = verdicts("cpu_time_ns", 40, seed=2, before=5, after=1, between=0.01, grown=0.1)
+    assert found.count("worse") >= 0.95 * 40
+    assert "better" not in found
+
+
+def test_more_recordings_find_what_one_cannot() -> None:
+    one, three = (
+        verdicts("cpu_time_ns", 50, seed=3, before=5, after=after, between=0.025, grown=0.1).count("worse")
+        for after in (1, 3)
+    )
+    assert three > one + 10
+
+
+def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_machine() -> None:
+    found = compare_recordings("step_time_ns", [sample_baselines.steps(100e6)], [sample_baselines.steps(110e6, seed=1)])
+    assert found.verdict is Verdict.CANNOT_TELL
+    assert found.more_recordings > 0
+    assert found.more_samples == 0
+
+
+def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> None:
+    random = np.random.default_rng(7)
+    wild = 0
+    for _ in range(40):
+        # Recordings differ by 20%, and so do the steps within one.
+        a, b = (recordings(random, 1, between=0.2, within=0.3) for _ in range(2))
+        wild += compare_recordings("step_time_ns", a, b).verdict in (Verdict.WORSE, Verdict.BETTER)
+    assert wild <= 3
+
+
+def test_a_few_steps_that_scatter_ask_for_samples_not_recordings() -> None:
+    wild = [np.array([60e6, 80e6, 100e6, 120e6, 140e6]), np.array([65e6, 85e6, 105e6, 125e6, 145e6])]
+    found = compare_recordings("cpu_time_ns", wild[:1], wild[1:])
+    assert found.verdict is Verdict.CANNOT_TELL
+    assert found.more_samples > 0
+    assert found.more_recordings == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "verdict"),
+    [
+        ("allocated_bytes", 100.0, 100.0, "same"),
+        ("allocated_bytes", 100.0, 102.0, "same"),
+        ("allocated_bytes", 100.0, 104.0, "worse"),
+        ("allocated_bytes", 100.0, 90.0, "better"),
+        ("sent_bytes", 0.0, 5.0, "worse"),
+        ("sent_bytes", 0.0, 0.0, "same"),
+        ("flops", 1e9, 1.1e9, "worse"),
+    ],
+)
+def test_counts_need_no_repetition(metric: str, before: float, after: float, verdict: str) -> None:
+    found = compare_recordings(metric, [np.full(5, before)], [np.full(5, after)])
+    assert found.verdict.value == verdict
+
+
+def test_a_time_within_the_step_must_matter_to_the_step() -> None:
+    small, large = [sample_baselines.steps(1e6)] * 5, [sample_baselines.steps(1.5e6)]
+    assert compare_recordings("transfer_ns", small, large, step_ns=10e6).verdict is Verdict.WORSE
+    assert compare_recordings("transfer_ns", small, large, step_ns=100e6).verdict is not Verdict.WORSE
+
+
+def test_saves_are_few_and_are_compared_all_the_same() -> None:
+    before = [np.array([200e6 + n * 1e6, 210e6]) for n in range(5)]
+    found = compare_recordings("checkpoint_cpu_ns", before, [np.array([300e6, 310e6])])
+    assert (found.verdict, found.candidate_samples) == (Verdict.WORSE, 2)
+    one = compare_recordings("checkpoint_cpu_ns", before[:1], [np.array([300e6, 310e6])])
+    assert (one.verdict, one.more_samples) == (Verdict.CANNOT_TELL, 3)
+
+
+def test_fewer_tokens_a_second_are_worse_and_more_are_better() -> None:
+    before = [sample_baselines.steps(1000.0, seed=n, spread=0.01) for n in range(5)]
+    for factor, verdict in ((0.5, Verdict.WORSE), (2.0, Verdict.BETTER)):
+        assert (
+            compare_recordings("tokens_per_second", before, [sample_baselines.steps(1000.0 * factor)]).verdict
+            is verdict
+        )
+
+
+@given(
+    st.lists(st.floats(1, 1e6), min_size=5, max_size=30),
+    st.lists(st.floats(1, 1e6), min_size=5, max_size=30),
+    st.floats(0.1, 1e6),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_unit_of_a_metric_changes_no_verdict(before: list[float], after: list[float], factor: float) -> None:
+    def verdict(scale: float) -> Change:
+        return compare_recordings("step_time_ns", [np.array(before) * scale], [np.array(after) * scale])
+
+    plain, scaled = verdict(1.0), verdict(factor)
+    assert plain.verdict == scaled.verdict
+    assert scaled.change == pytest.approx(plain.change, rel=1e-6, abs=1e-9)
+
+
+def test_students_quantiles_are_those_of_tables() -> None:
+    tables = {(0.995, 3): 5.841, (0.995, 4): 4.604, (0.975, 3): 3.182, (0.975, 8): 2.306, (0.995, 30): 2.750}
+    for (probability, degrees), expected in tables.items():
+        assert student_t(probability, degrees) == pytest.approx(expected, rel=0.012)
+
+
+def test_the_variance_of_a_median_is_that_of_medians_drawn_anew() -> None:
+    random = np.random.default_rng(5)
+    true = np.var([np.median(random.normal(0, 1, 60)) for _ in range(1000)])
+    told = np.mean([variance_of_median(random.normal(0, 1, 60)) for _ in range(60)])
+    assert 0.75 * true < told < 1.5 * true  # a bootstrap of a median is a little wide
+
+
+def test_neighbouring_steps_that_are_alike_are_worth_less_than_independent_ones() -> None:
+    random = np.random.default_rng(6)
+    alike = np.repeat(random.normal(0, 1, 20), 4)
+    shuffled = random.permutation(alike)
+    assert variance_of_median(alike) > 1.5 * variance_of_median(shuffled)

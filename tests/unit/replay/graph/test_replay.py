@@ -1,0 +1,121 @@
+"""The replay's arithmetic: against graphs drawn by hand, and against a simulation of events on random graphs."""
+
+import heapq
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, edges, ordered, replay
+
+NONE = np.empty(0, np.int64)
+
+
+def graph(chain, launch, own, *, chain_ns=None, launch_ns=None, waits=()):
+    """Return a graph of nodes by the number of what comes before and launches each; waits: (waiting, awaited, lag)."""
+    count = len(own)
+    rows = np.array(waits, np.int64).reshape(-1, 3)
+    whole = Graph(
+        window=0,
+        frame=pl.DataFrame({"node": np.arange(count)}),
+        joint_of=np.full(count, -1),
+        chain=np.array(chain),
+        launch=np.array(launch),
+        launch_ns=np.array(launch_ns or [0] * count),
+        own_ns=np.array(own),
+        chain_ns=np.array(chain_ns or [0] * count),
+        edges=edges(rows[:, 0], rows[:, 1], "event", rows[:, 2]),
+        windows=pl.DataFrame(),
+        parts=pl.DataFrame(),
+        prepared=pl.DataFrame(),
+        origin_ns=0,
+        order=NONE,
+    )
+    return ordered(whole, np.zeros(count, np.int64))
+
+
+def test_a_stream_and_its_launches_are_followed():
+    # host     0 0 . 1 . . .      two launches, two ns of Python between
+    # device   . . 2 2 2 3 3      the second kernel was launched in time
+    played = replay(graph([-1, 0, -1, 2], [-1, -1, 0, 1], [2, 1, 3, 2], chain_ns=[0, 1, 0, 0]))
+    assert played.end_ns.tolist() == [2, 4, 5, 7]
+    assert played.start_ns.tolist() == [0, 3, 2, 5]
+
+
+def test_a_stream_waits_for_an_event_and_for_a_release():
+    # lane a   0 0 0 . .
+    # lane b   . . . 1 1      waits for the end of 0, though free since 1
+    whole = graph([-1, -1], [-1, -1], [3, 2], waits=[(1, 0, 0), (1, -1, 1)])
+    assert replay(whole).start_ns.tolist() == [0, 3]
+    alone = replace(whole, edges=whole.edges.kept(whole.edges.awaited < 0))
+    assert replay(alone).start_ns.tolist() == [0, 1]
+
+
+def test_several_waits_of_one_node_all_count():
+    whole = graph([-1, -1, -1, -1], [-1] * 4, [5, 9, 7, 1], waits=[(3, 0, 0), (3, 1, 0), (3, 2, 4)])
+    assert replay(whole).start_ns[3] == 11
+
+
+def test_an_order_of_starts_is_no_order_of_ends():
+    whole = graph([-1, -1], [-1, -1], [5, 2], waits=[(0, -1, 3)])
+    turn = Edges(np.array([1]), np.array([0]), np.array([0]), np.array([START_ORDER]), np.array([True]))
+    played = replay(ordered(replace(whole, edges=whole.edges.with_more(turn)), np.zeros(2, np.int64)))
+    assert played.start_ns.tolist() == [3, 3]
+
+
+def test_waits_that_would_wait_for_themselves_are_dropped():
+    whole = graph([-1, 0], [-1, -1], [2, 3])
+    back = Edges(np.array([0]), np.array([1]), np.array([0]), np.array(["event"]), np.array([True]))
+    played = replay(ordered(replace(whole, edges=back), np.zeros(2, np.int64)))
+    assert played.end_ns.tolist() == [2, 5]
+
+
+@st.composite
+def graphs(draw):
+    count = draw(st.integers(1, 30))
+    earlier = [draw(st.integers(-1, at - 1)) for at in range(count)]
+    launch = [draw(st.integers(-1, at - 1)) for at in range(count)]
+    numbers = st.lists(st.integers(0, 9), min_size=count, max_size=count)
+    waits = [
+        (at, draw(st.integers(-1, at - 1)), draw(st.integers(0, 5)))
+        for at in draw(st.lists(st.integers(0, count - 1), max_size=40))
+    ]
+    return graph(earlier, launch, draw(numbers), chain_ns=draw(numbers), launch_ns=draw(numbers), waits=waits)
+
+
+@given(graphs())
+@settings(max_examples=150, deadline=None)
+def test_the_replay_is_what_a_simulation_of_events_gives(whole):
+    assert replay(whole).end_ns.tolist() == by_events(whole)
+
+
+def by_events(whole):
+    """Let each node start once the last of what it waits for has ended and its lag has passed: one event at a time."""
+    waits = {at: [] for at in range(len(whole.own_ns))}
+    for at, (chain, lag) in enumerate(zip(whole.chain, whole.chain_ns, strict=True)):
+        waits[at] += [(chain, lag)] if chain >= 0 else []
+    for at, (launch, lag) in enumerate(zip(whole.launch, whole.launch_ns, strict=True)):
+        waits[at] += [(launch, lag)] if launch >= 0 else []
+    for at, on, lag in zip(whole.edges.waiting, whole.edges.awaited, whole.edges.lag_ns, strict=True):
+        waits[at].append((on, lag))
+    open_waits = {at: sum(on >= 0 for on, _ in found) for at, found in waits.items()}
+    ready = {at: max((lag for on, lag in found if on < 0), default=0) for at, found in waits.items()}
+    ends = {}
+    events = [(ready[at], at, "start") for at, count in open_waits.items() if not count]
+    heapq.heapify(events)
+    while events:
+        now, at, what = heapq.heappop(events)
+        if what == "start":
+            heapq.heappush(events, (now + int(whole.own_ns[at]), at, "end"))
+            continue
+        ends[at] = now
+        for other, found in waits.items():
+            for on, lag in found:
+                if on == at:
+                    ready[other] = max(ready[other], now + int(lag))
+                    open_waits[other] -= 1
+                    if not open_waits[other]:
+                        heapq.heappush(events, (ready[other], other, "start"))
+    return [int(ends[at]) for at in range(len(ends))]

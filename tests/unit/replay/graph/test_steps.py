@@ -1,0 +1,58 @@
+"""Steps with and without a cause, added up by rank; and the figures of them."""
+
+import polars as pl
+import pytest
+
+from tracekit.replay.graph import savings, steps
+from tracekit.report import charts
+from tracekit.report import what_if as told
+
+MS = 1_000_000
+
+
+def _steps(*rows):
+    """Return steps of window 0: rank, step, device, then ms as recorded, replayed, and replayed without the cause."""
+    cells = [
+        (0, rank, step, device, *(ms * MS for ms in (*times, times[1] - times[2])))
+        for rank, step, device, *times in rows
+    ]
+    return pl.DataFrame(cells, schema=savings.STEP_COLUMNS, orient="row")
+
+
+def test_a_rank_takes_the_mean_of_its_steps_on_the_device_that_takes_longest():
+    table = _steps((0, 1, 0, 10, 10, 8), (0, 2, 0, 14, 12, 8), (1, 1, 0, 9, 9, 9), (1, 1, 1, 20, 20, 5))
+    assert steps.by_rank(table).rows() == [
+        (0, 12 * MS, 11 * MS, 8 * MS, 3 * MS),
+        (1, 20 * MS, 20 * MS, 9 * MS, 11 * MS),
+    ]
+
+
+def test_the_worst_step_says_how_far_the_replay_is_off_where_the_whole_hides_it():
+    table = _steps((0, 1, 0, 10, 12, 8), (0, 2, 0, 10, 8, 8))
+    assert steps.worst_error_ratio(table) == pytest.approx(0.2)
+    assert steps.worst_error_ratio(table.clear()) == 0
+
+
+def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure():
+    rows = [
+        {"cause": "late-gathers", "code": "COMM001", "saved_ns": 3 * MS, "saved_ratio": 0.3, "confidence": 0.5},
+        {"cause": "straggler", "code": "RANK001", "saved_ns": 2 * MS, "saved_ratio": 0.2, "confidence": 1.0},
+        {"cause": "communication", "code": "COMM001", "saved_ns": MS, "saved_ratio": 0.1, "confidence": 1.0},
+    ]
+    empty = {"without_ns": 0, "gpu_hours_per_day": None, "money_per_day": None}
+    texts = {"summary": "", "basis": "", "doubt": "<b>"}
+    figure = charts.savings(pl.DataFrame([row | empty | texts for row in rows], schema=told.COLUMNS))
+    assert figure.layout.yaxis.ticktext == ("late-gathers", "straggler", "communication")
+    first, second = figure.data
+    assert first.width == second.width
+    assert (first.y, first.x, second.y, second.x) == ((0, 2), (3, 1), (1,), (2,))
+    assert first.marker.opacity[0] < first.marker.opacity[1]
+    assert first.text[0] == "3 ms · 30.0%"
+    assert "&lt;b&gt;" in first.customdata[0][0]
+
+
+def test_what_is_left_and_what_is_saved_sum_to_the_replayed_step():
+    figure = charts.saved_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "COMM001")
+    left, saved = figure.data
+    assert [a + b for a, b in zip(left.x, saved.x, strict=True)] == [10, 9]
+    assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")

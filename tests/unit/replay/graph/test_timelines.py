@@ -1,0 +1,138 @@
+"""Timelines drawn by hand, whose steps without a cause can be told by looking."""
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_traces
+from tracekit.analysis.time import dependencies
+from tracekit.errors import InputError
+from tracekit.replay.graph import causes, savings, what_if
+
+MS = 1_000_000
+
+
+def calls(*rows):
+    """Return runtime calls, each a name, a start and a duration in ms; those named launch launch the activities."""
+    return pl.DataFrame(
+        [
+            {
+                "id": at,
+                "lane": 9,
+                "name": name,
+                "kind": "runtime",
+                "step": 0,
+                "start_ns": start * MS,
+                "dur_ns": dur * MS,
+            }
+            for at, (name, start, dur) in enumerate(rows)
+        ]
+    )
+
+
+def run(picture, *rows):
+    return drawn_traces.run(drawn_traces.trace(picture, scale_ns=MS, ops=calls(*rows)))
+
+
+def without_ms(found):
+    return round((found.step_ns - found.saved_ns) / MS, 1)
+
+
+def test_a_late_host_costs_what_the_device_waits_for_it():
+    # host     l.....l...     the second launch comes after five ms of Python
+    late = run(
+        """
+        step     .00000000
+        compute  .aa....bb
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 6, 1),
+    )
+    found = savings.saving(late, "late-launch")
+    assert found.step_ns == 8 * MS
+    assert without_ms(found) == 4.0
+
+
+def test_a_host_that_is_early_enough_costs_nothing():
+    early = run(
+        """
+        step     .00000000
+        compute  .aaaaaabb
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 4, 1),
+    )
+    assert savings.saving(early, "late-launch").saved_ns == 0
+
+
+def test_free_transfers_save_what_compute_waits_for_and_not_what_it_hides():
+    # Twice: x begins when a has ended, runs beside c for two ms, then for four alone, and b begins when it has ended.
+    exposed = run(
+        """
+        step     00000000000000000000
+        compute  aacc....bbaacc....bb
+        comm     ..xxxxxx....xxxxxx..
+        """,
+        *(("cudaLaunchKernel", order / 1000, 0) for order in (0, 2, 3, 4, 6, 7, 1, 5)),  # a x c b a x c b
+    )
+    found = savings.saving(exposed, "communication")
+    assert found.saved_ns / MS == pytest.approx(8, abs=0.1)
+    waits = exposed.table(dependencies.dependencies).filter(pl.col("how") == "event").rows()
+    assert {row[2:4] for row in waits} == {(6, 0), (2, 6), (7, 3), (5, 7)}
+
+
+def test_a_blocking_read_costs_the_time_in_which_nothing_is_queued():
+    # host     lss..l      the launch of b waits for the end of a, and the host looks at the value for two ms
+    read = run(
+        """
+        step     .000000000
+        compute  .aaa...bbb
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 6, 1),
+        ("cudaStreamSynchronize", 1, 3),
+    )
+    found = savings.saving(read, "blocking-sync")
+    assert without_ms(found) == 6.0
+    told = read.table(dependencies.dependencies)
+    assert set(told["how"]) == {"launch", "stream"}
+
+
+def test_all_that_costs_something_is_told_most_first_with_hours_and_money():
+    late = run(
+        """
+        step     .00000000
+        compute  .aa....bb
+        """,
+        ("cudaLaunchKernel", 0, 1),
+        ("cudaLaunchKernel", 6, 1),
+    )
+    found = what_if.of(late, gpu_hour_price=2.0)
+    assert [each.cause.name for each in found.answers] == ["late-launch"]
+    (only,) = found.answers
+    assert only.gpu_hours_per_day == pytest.approx(24 * only.saved_ratio)
+    assert only.per_day == pytest.approx(2 * only.gpu_hours_per_day)
+    assert "straggler" in {each.cause.name for each in found.unknown}
+
+
+def test_an_unknown_cause_and_a_run_without_work_are_refused():
+    with pytest.raises(InputError, match="did you mean straggler"):
+        causes.find("stragler")
+    with pytest.raises(InputError, match="no step to replay"):
+        what_if.of(drawn_traces.run(drawn_traces.trace("compute .....")))
+    with pytest.raises(InputError, match="gpu-hour-price"):
+        what_if.of(drawn_traces.run(drawn_traces.trace("compute aa")), gpu_hour_price=-1.0)
+
+
+def test_each_cause_says_what_it_rests_on_and_which_rule_it_prices():
+    for cause in causes.CAUSES.values():
+        assert cause.summary
+        assert cause.basis
+        assert cause.code[-3:].isdecimal()
+
+
+def test_the_guide_lists_every_cause_as_it_is():
+    page = (Path(__file__).parents[4] / "docs" / "whatif.md").read_text(encoding="utf-8")
+    for cause in causes.CAUSES.values():
+        assert f"| {cause.name} | {cause.code} | {cause.summary} | {cause.basis} |" in page

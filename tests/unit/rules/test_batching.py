@@ -1,0 +1,143 @@
+"""Small collectives, and gradients reduced at every micro-batch: on drawn timelines, and their line by brute force."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tracekit.analysis.communication import collective_bursts, latency
+from tracekit.analysis.time import backward_passes
+from tracekit.rules.collective_batching import ReducedEveryMicroBatch, SmallCollectives
+from tracekit.rules.engine import check
+
+CHARACTER_NS = drawn_hosts.UNIT_NS
+
+
+def small(picture, manifest=None, **columns):
+    run = drawn_traces.run(rule_examples.sending(picture, **columns), **(manifest or {}))
+    return check(run, [SmallCollectives()]).findings
+
+
+def test_collectives_launched_together_are_one_burst_and_those_around_compute_are_not():
+    # b is launched after the fourth and before the fifth, and hides half of the sixth.
+    picture = "step 000000000000\ncompute aa....bbbc..\ncomm ..xyxy..xyx."
+    found = drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "c": 0})).table(collective_bursts.bursts)
+    assert found["count"].to_list() == [4, 4, 4, 4, 3, 3, 3]
+    assert found["position"].to_list() == [0, 1, 2, 3, 0, 1, 2]
+    assert found["uncovered_ns"].to_list() == [CHARACTER_NS] * 4 + [0, 0, CHARACTER_NS]
+    assert found["burst_uncovered_ns"].to_list() == [4 * CHARACTER_NS] * 4 + [CHARACTER_NS] * 3
+
+
+def test_what_joining_saves_is_latency_and_no_more_than_what_compute_leaves_open():
+    # Eight of 50 µs on 8 ranks: 7 hops of 5 µs each are assumed. Seven are saved.
+    (found,) = small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")
+    assert found.cost_ns == 7 * 35_000
+    assert found.impact == 7 * 35_000 / (16 * CHARACTER_NS)
+    assert "8 all-gather" in found.message
+    assert "assumed" in found.message
+    assert "joining them to 1." in found.message
+    (hidden,) = small("step 0000000000000000\ncompute aaaaaaaaaa..bbbb\ncomm ....xyxyxyxy....")
+    assert hidden.cost_ns == 2 * CHARACTER_NS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [("ddp", "bucket_cap_mb"), ("fsdp1", "auto_wrap_policy"), ("fsdp2", "fully_shard([a, b])"), ("x", "flat buffer")],
+)
+def test_the_fix_is_the_strategys(strategy, named):
+    picture = "step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy...."
+    (found,) = small(picture, {"strategy": strategy})
+    assert named in found.fix
+
+
+def test_few_or_large_collectives_and_unknown_sizes_are_left_alone():
+    assert small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyx.........") == ()
+    assert small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xxxxyyyy....") == ()
+    picture = "step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy...."
+    assert small(picture, group_size=None) == ()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.floats(1_000, 50_000),
+    st.floats(1, 400),
+    st.lists(st.tuples(st.sampled_from([7, 14, 31]), st.integers(10_000, 1 << 28)), min_size=2, max_size=6),
+)
+def test_the_line_is_found_again_from_its_own_times(hop_ns, bytes_per_ns, points):
+    hops, sent = (np.array([float(point[i]) for point in points]) for i in (0, 1))
+    found = latency.fitted(hops, sent, hops * hop_ns + sent / bytes_per_ns)
+    each = sent / hops
+    if each.max() < 1.25 * each.min():
+        assert found is None
+    elif hop_ns * bytes_per_ns > 0.01 * each.min():  # else latency is lost in the rounding
+        assert found is not None
+        assert found.hop_ns == pytest.approx(hop_ns, rel=1e-3)
+        assert found.bytes_per_ns == pytest.approx(bytes_per_ns, rel=1e-3)
+
+
+def test_a_line_that_no_link_can_have_is_none():
+    # The larger one is quicker: something else slows the smaller.
+    assert latency.fitted(np.array([14.0, 14.0]), np.array([8e8, 10e8]), np.array([4e8, 3e8])) is None
+
+
+TWO_PASSES = "step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"
+
+
+def test_reductions_belong_to_their_backward_pass():
+    found = rule_examples.accumulating(TWO_PASSES).table(backward_passes.reductions)
+    assert found.select("backward", "backwards", "exposed_ns").rows() == [
+        (0, 2, 2 * CHARACTER_NS),
+        (1, 2, 2 * CHARACTER_NS),
+    ]
+
+
+def test_a_reduction_that_the_last_pass_repeats_is_lost():
+    (found,) = check(rule_examples.accumulating(TWO_PASSES), [ReducedEveryMicroBatch()]).findings
+    assert (found.cost_ns, found.impact) == (2 * CHARACTER_NS, 0.1)
+    assert "each of 2 backward passes" in found.message
+    assert "1 reductions before the last pass" in found.message
+    assert found.evidence["backward"].to_list() == [0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [("ddp", "no more memory"), ("fsdp1", "no_sync"), ("fsdp2", "set_requires_gradient_sync(False)")],
+)
+def test_the_way_to_reduce_once_is_the_strategys_and_tells_its_memory(strategy, named):
+    run = rule_examples.accumulating(TWO_PASSES)
+    run.manifest = {"strategy": strategy}
+    (found,) = check(run, [ReducedEveryMicroBatch()]).findings
+    assert named in found.fix
+    assert ("1 KiB" in found.fix) == (strategy != "ddp")
+
+
+def test_yafsdp_reduces_each_micro_batch_by_design():
+    run = rule_examples.accumulating(TWO_PASSES)
+    run.manifest = {"strategy": "yafsdp"}
+    assert check(run, [ReducedEveryMicroBatch()]).findings == ()
+
+
+def test_what_forward_passes_reduce_too_is_no_gradient():
+    # z is the same reduction in forward, as tensor parallelism makes it.
+    picture = "step 000000000000000000000000\ncompute ff..ffbbbb..gg..ggcccc..\ncomm ..zz......xx..zz......yy"
+    plain = drawn_hosts.trace(
+        picture,
+        phases=dict.fromkeys("fgz", "forward") | dict.fromkeys("bcxy", "backward"),
+        ops=dict.fromkeys("xyz", "all_reduce"),
+    )
+    assert drawn_traces.run(plain).table(backward_passes.reductions).is_empty()
+    gathers = plain.collectives.join(
+        plain.activities.filter(pl.col("name") == "z").select(activity_id="id"), on="activity_id", how="anti"
+    )
+    assert drawn_traces.run(replace(plain, collectives=gathers)).table(backward_passes.reductions).height == 2
+
+
+def test_work_within_a_backward_pass_that_is_no_backward_work_begins_no_pass():
+    # u is short and of no phase, as a hook's kernel may be.
+    picture = "step 0000000000000000000000000\ncompute ffffffffffbbbbbbubbbbbbbb\ncomm " + "." * 25
+    plain = drawn_hosts.trace(picture, phases={"f": "forward", "b": "backward"})
+    assert drawn_traces.run(plain).table(backward_passes.begins)["backward"].to_list() == [0]

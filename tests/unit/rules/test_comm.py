@@ -1,0 +1,173 @@
+import polars as pl
+import pytest
+
+from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tracekit.analysis.parallelism import strategy
+from tracekit.rules import communication_fixes
+from tracekit.rules.communication import ExposedCommunication
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+
+
+def judge(*traces, **thresholds):
+    manifest = thresholds.pop("manifest", {})
+    return check(drawn_traces.run(*traces, **manifest), [ExposedCommunication(**thresholds)])
+
+
+def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
+    # time     0123456789
+    # exposed    2 of 10, then 6 of 10, then 4 of 10: the last is the median
+    (found,) = judge(
+        drawn_traces.trace("""
+            step     000000000011111111112222222222
+            compute  aaaaaaa...aaa.......aaaaa.....
+            comm     ......xxx....xxxxxx.....xxxxx.
+        """)
+    ).findings
+    assert (found.impact, found.cost_ns) == (0.4, 4)
+    assert "40.0% of the step" in found.message
+    assert "4 ns of 10 ns in the typical step (2) of rank 0; compute hides 20.0%" in found.message
+    first = found.evidence.row(0, named=True)
+    assert (first["step"], first["start_ns"], first["dur_ns"], first["exposed_ns"]) == (2, 24, 5, 4)
+    whole = found.evidence.filter(pl.col("name") == "whole step").row(0, named=True)
+    assert (whole["step"], whole["exposed_ns"], whole["step_ns"], whole["start_ns"]) == (2, 4, 10, None)
+
+
+@pytest.mark.parametrize(("threshold", "fires"), [(0.3, True), (0.4, False)])
+def test_the_threshold_itself_is_still_allowed(threshold, fires):
+    trace = drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
+    assert bool(judge(trace, told_exposed_ratio=threshold, max_exposed_ratio=1.0).findings) == fires
+
+
+@pytest.mark.parametrize(
+    ("warns", "fails", "severity"),
+    [(0.4, 1.0, Severity.INFO), (0.39, 0.4, Severity.WARNING), (0.2, 0.39, Severity.ERROR)],
+)
+def test_the_more_the_more_severe(warns, fails, severity):
+    trace = drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
+    assert judge(trace, max_exposed_ratio=warns, error_exposed_ratio=fails).findings[0].severity is severity
+
+
+# Step 1 saves: its gathers belong to the save.
+SAVING = """
+    step     000000000011111111112222222222
+    compute  aaaaaaaaa.a.........aaaaaaaaa.
+    comm     ........xx.gggggggg..........x
+"""
+
+
+def save_span(start: int, end: int) -> pl.DataFrame:
+    return rule_examples.ops(("tracekit::checkpoint", "annotation", start, end), step=1)
+
+
+def test_steps_that_save_are_left_out_and_their_collectives_are_no_evidence():
+    trace = drawn_traces.trace(SAVING, ops=save_span(11, 19), columns={"g": {"phase": "checkpoint"}})
+    assert judge(trace).findings == ()
+    (found,) = judge(trace, max_exposed_ratio=0.05).findings
+    assert found.steps == (0, 2)
+    assert "g" not in found.evidence["name"].to_list()
+    assert set(found.evidence["step"]) == {0, 2}
+
+
+def test_a_step_is_left_out_on_every_rank_if_one_rank_saves_in_it():
+    saver = drawn_traces.trace(SAVING, ops=save_span(11, 19), columns={"g": {"phase": "checkpoint"}})
+    waiter = drawn_traces.trace(SAVING, rank=1)
+    assert judge(saver, waiter).findings == ()
+
+
+def test_a_run_that_saves_in_every_step_is_not_judged_and_says_so():
+    trace = drawn_traces.trace("step 111\ncompute a..\ncomm .xx", ops=save_span(0, 3))
+    report = judge(trace)
+    assert report.findings == ()
+    assert "every profiled step saves a checkpoint" in report.notes[0]
+
+
+def test_waiting_for_a_rank_that_comes_later_is_not_exposed_communication():
+    # Rank 0 comes three of eight later to each of twelve all-reduces, which then take two.
+    (found,) = check(rule_examples.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    assert found.impact == pytest.approx(2 / 8)
+    assert set(found.evidence.filter(pl.col("name") == "y")["exposed_ns"]) == {2 * drawn_hosts.UNIT_NS}
+    assert (
+        check(
+            rule_examples.meeting(0, 3), [ExposedCommunication(told_exposed_ratio=0.25, max_exposed_ratio=1)]
+        ).findings
+        == ()
+    )
+
+
+def test_it_says_how_long_the_quoted_rank_waits_besides():
+    (found,) = check(rule_examples.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
+    of_rank_0 = "Another 600 µs it waits there for ranks that come later."
+    assert ("rank 0" in found.message) == (of_rank_0 in found.message)
+
+
+def test_ranks_that_come_together_wait_for_no_one():
+    traces = [drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx", rank=rank) for rank in (0, 1)]
+    assert "come later" not in judge(*traces).findings[0].message
+
+
+def collectives(trace, op):
+    rows = trace.activities.filter(pl.col("kind") == "communication").select(
+        pl.col("id").alias("activity_id"), pl.lit(op).alias("op")
+    )
+    return drawn_traces.schema.COLLECTIVES.conform(rows)
+
+
+def exposed(op, *, span="", manifest=None):
+    picture = "step 0000000000\ncompute aaaaaa....\ncomm ......xxxx"
+    named = {"x": {"name": "ncclDevKernel"}}
+    bare = drawn_traces.trace(picture, columns=named)
+    tables = {"collectives": collectives(bare, op)}
+    if span:
+        tables["ops"] = rule_examples.ops((span, "annotation", 0, 1))
+    (found,) = judge(drawn_traces.trace(picture, columns=named, **tables), manifest=manifest or {}).findings
+    return found.fix
+
+
+@pytest.mark.parametrize(
+    ("span", "op", "names"),
+    [
+        ("FullyShardedDataParallel.forward", "all_gather", "forward_prefetch=True, backward_prefetch=BackwardPrefetch"),
+        ("FullyShardedDataParallel.forward", "reduce_scatter", "MixedPrecision(reduce_dtype"),
+        ("FSDP::all_gather (layers.0)", "all_gather", "set_modules_to_forward_prefetch"),
+        ("FSDP::post_backward_reduce", "reduce_scatter", "set_reduce_scatter_max_input_buffers"),
+        ("YaFSDP::all_gather (layers.0)", "all_gather", "YaFSDP gathers the next unit early"),
+        ("DistributedDataParallel.forward", "all_reduce", "no_sync()"),
+        ("DistributedDataParallel.forward", "all_to_all", "Split the batch in two"),
+        ("", "all_gather", "Start the all-gather collectives"),
+        ("", None, "Start the collectives"),
+    ],
+)
+def test_the_fix_is_that_of_the_strategy_whose_spans_the_trace_holds(span, op, names):
+    assert names in exposed(op, span=span)
+
+
+def test_the_manifest_tells_the_strategy_better_than_spans():
+    fix = exposed("all_gather", span="FSDP::all_gather (a)", manifest={"strategy": "fsdp1"})
+    assert "BackwardPrefetch" in fix
+
+
+def test_on_gloo_prefetching_is_not_promised_to_fsdp1_but_only_where_nothing_is_hidden():
+    told = {"strategy": "fsdp1", "op": "all_gather", "gloo": True}
+    assert "hides none of it" in communication_fixes.against_exposure(**told, hidden_ratio=0.0)
+    assert "hides none of it" not in communication_fixes.against_exposure(**told, hidden_ratio=0.3)
+
+
+def test_every_interface_that_a_fix_names_exists_in_pytorch():
+    torch = pytest.importorskip("torch")
+    from torch.distributed import fsdp
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert set(strategy._MARKS) == {"ddp", "fsdp1", "fsdp2", "yafsdp"}
+    for name in (
+        *("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "unshard"),
+        *("set_separate_reduce_scatter_group", "set_reduce_scatter_max_input_buffers"),
+    ):
+        if torch.__version__ >= "2.13":
+            assert hasattr(fsdp.FSDPModule, name)
+    assert fsdp.ShardingStrategy.SHARD_GRAD_OP
+    assert fsdp.BackwardPrefetch.BACKWARD_PRE
+    assert default_hooks.bf16_compress_hook
+    assert DistributedDataParallel.no_sync
+    assert DistributedDataParallel.register_comm_hook

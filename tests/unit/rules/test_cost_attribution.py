@@ -1,0 +1,127 @@
+"""What findings cost is what a replay without their cause would take less."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tracekit
+from tests.support import drawn_traces, rule_examples
+from tests.unit.simulate.jobs import job, written
+from tracekit import rules
+from tracekit.replay.graph.causes import CAUSES
+from tracekit.rules import cost_attribution
+from tracekit.rules.recomputation import NeedlessRecomputation
+from tracekit.rules.rule import Finding, Report, Rule, Severity, Without
+from tracekit.rules.stragglers import Straggler
+from tracekit.simulate.truth import Known
+
+
+def simulated(out: Path, fault: str, **changes: int) -> tuple[tracekit.Run, Known]:
+    found = written(job("fsdp2", steps=4, ranks_written=3, **changes), out, fault)
+    return tracekit.load(str(out), cache=False), found.known[0]
+
+
+def told(run: tracekit.Run, rule: Rule) -> Report:
+    """Return what a rule says before it is priced."""
+    return Report(run, tuple(rule.check(run)), (), (), "")
+
+
+def test_the_cost_is_that_of_the_steps_in_which_the_fault_acts(tmp_path: Path) -> None:
+    run, known = simulated(tmp_path, "straggler-from-step:2:1:1.5")
+    bare = told(run, Straggler())
+    (found,) = cost_attribution.priced(bare).findings
+    assert found.steps == known.steps == (2, 3)
+    assert found.cost_ns == pytest.approx(known.cost_ns, rel=0.05)
+    assert found.message.startswith(bare.findings[0].message)
+    assert f"less ({100 * found.impact:.1f}%)." in found.message
+    assert found.severity is Severity.WARNING
+
+
+def test_only_what_memory_could_hold_is_saved(tmp_path: Path) -> None:
+    run, _ = simulated(tmp_path, "needless-recomputation")
+    regions = run.table(NeedlessRecomputation.facts[0])
+    (every,) = cost_attribution.priced(told(run, NeedlessRecomputation())).findings
+    room = NeedlessRecomputation()._room(run) or 0
+    memory = 80 << 30
+    # Free for two of four layers.
+    two = (room - 2.5 * regions["held_bytes"][0]) / memory
+    (half,) = cost_attribution.priced(told(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))).findings
+    assert "could hold 2 of them" in half.message
+    assert 0 < half.cost_ns < 0.7 * every.cost_ns
+
+
+def test_a_cause_whose_end_would_save_nothing_is_information(tmp_path: Path) -> None:
+    written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    told_of = Finding(
+        "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), without=Without("straggler")
+    )
+    dear = Finding("RANK003", Severity.WARNING, "b.", "", impact=0.99, cost_ns=5)
+    first, second = cost_attribution.priced(Report(run, (told_of, dear), (), (), "")).findings
+    assert (first.code, second.code, second.severity) == ("RANK003", "RANK001", Severity.INFO)
+    assert second.impact < 0.005
+
+
+def test_too_little_work_to_infer_waits_from_is_not_priced() -> None:
+    report = told(rule_examples.meeting(0, 3), Straggler())
+    assert report.findings[0].severity is Severity.WARNING
+    assert cost_attribution.priced(report).findings == report.findings
+
+
+def test_what_no_replay_can_tell_stays_as_it_is() -> None:
+    run = drawn_traces.run(drawn_traces.trace(rule_examples.HIDDEN))
+    findings = (
+        Finding("RANK003", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5),
+        Finding("COMM001", Severity.INFO, "b.", "", impact=0.1),
+        Finding("MEM001", Severity.INFO, "c.", "", cost_ns=3, subject="retries"),
+    )
+    priced = cost_attribution.priced(Report(run, findings, (), (), "")).findings
+    assert [(each.message, each.cost_ns, each.impact) for each in priced] == [
+        (each.message, each.cost_ns, each.impact) for each in findings
+    ]
+
+
+def test_information_that_would_save_nothing_is_left_out(tmp_path: Path) -> None:
+    written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
+    run = tracekit.load(str(tmp_path), cache=False)
+    dear = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, without=Without("straggler"))
+    cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, without=Without("straggler", 0.02))
+    grave = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, without=Without("communication", 0.02))
+    (found,) = cost_attribution.priced(Report(run, (dear, cheap, grave), (), (), "")).findings
+    assert (found.code, found.severity) == ("C", Severity.WARNING)
+    assert found.impact > 0.02
+
+
+def test_what_was_measured_counts_where_no_replay_can_tell() -> None:
+    run = drawn_traces.run(drawn_traces.trace(rule_examples.HIDDEN))
+    enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, without=Without("straggler", 0.02))
+    little = replace(enough, code="B", impact=0.019)
+    assert cost_attribution.priced(Report(run, (enough, little), (), (), "")).findings == (enough,)
+
+
+def test_every_cause_is_one_that_can_be_replayed_and_names_its_rule() -> None:
+    found = {
+        (code, cause)
+        for module in pkgutil.iter_modules(rules.__path__)
+        for code, cause in _causes_in(importlib.import_module(f"tracekit.rules.{module.name}"))
+    }
+    assert {(cause.code, cause.name) for cause in CAUSES.values()} >= found
+    assert len(found) >= 12
+
+
+def _causes_in(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """Yield the code of each rule that names a cause, and the cause."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        code = getattr(getattr(module, node.name), "code", None) if isinstance(node, ast.ClassDef) else None
+        for each in ast.walk(node) if code else ():
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "Without":
+                for name in ast.walk(each.args[0]):
+                    if isinstance(name, ast.Constant):
+                        yield code, name.value

@@ -1,0 +1,195 @@
+import dataclasses
+import re
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+import tracekit
+from tests.support import drawn_traces
+from tests.support.rule_examples import HIDDEN, doubtful, ops
+from tracekit.analysis.quality import trace_quality
+from tracekit.model import schema
+from tracekit.rules import data_quality
+from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.engine import check
+from tracekit.rules.rule import Severity
+
+SOURCES = Path(tracekit.__file__).parent
+RAISED = re.compile(
+    r'(?:Doubt\(|yield \(?|"kind": |append\(\(|None, |each\.path, |\[\(|row = \()\s*"([a-z]+_?[a-z_]*)",'
+)
+
+
+def kinds_in_the_code():
+    """The kinds that the sources of readers and doubts write down next to a message."""
+    files = [
+        *SOURCES.glob("readers/*.py"),
+        *(SOURCES / f"{name}.py" for name in ("align", "listing", "loading", "trace")),
+    ]
+    files += [SOURCES / "analysis" / "doubts.py", SOURCES / "analysis" / "beside.py", SOURCES / "rules" / "data.py"]
+    return {kind for file in files for kind in RAISED.findall(file.read_text())}
+
+
+def judge(run, **thresholds):
+    return {found.subject: found for found in check(run, [DoubtfulTrace(**thresholds)]).findings}
+
+
+def of_trace(trace):
+    return dict(trace_quality.doubts(trace).select("kind", "doubtful_ratio").rows())
+
+
+def test_the_kinds_of_doubt_that_are_raised_are_those_that_the_rule_knows():
+    assert kinds_in_the_code() == set(data_quality._KINDS)
+
+
+@pytest.mark.parametrize("kind", data_quality._KINDS)
+def test_every_kind_of_doubt_has_a_severity_and_a_fix_of_its_own(kind):
+    found = judge(doubtful((kind, 0.3)))[kind]
+    assert found.severity is data_quality._KINDS[kind].severity
+    assert found.fix == data_quality._KINDS[kind].fix != data_quality._OTHER.fix
+    assert "Doubtful: 30.0%." in found.message
+
+
+def test_a_kind_that_nobody_foresaw_is_still_told():
+    assert judge(doubtful(("haunted", 0.1)))["haunted"].severity is Severity.WARNING
+
+
+@pytest.mark.parametrize(("ratio", "severity"), [(0.5, Severity.WARNING), (0.51, Severity.ERROR)])
+def test_what_spoils_more_than_half_is_an_error(ratio, severity):
+    assert judge(doubtful(("truncated", ratio)))["truncated"].severity is severity
+
+
+def test_ranks_left_out_on_purpose_are_no_error():
+    assert judge(doubtful(("missing_ranks", 0.99)))["missing_ranks"].severity is Severity.WARNING
+
+
+def test_doubts_of_one_kind_are_one_finding_led_by_the_worst():
+    found = judge(doubtful(("truncated", 0.1), ("truncated", 0.4), ("truncated", 0.2)))["truncated"]
+    assert "Doubtful: 40.0%. And 2 more like it." in found.message
+    assert found.evidence["doubtful_ratio"].to_list() == [0.4, 0.2, 0.1]
+
+
+def test_a_sound_drawn_trace_has_no_doubts():
+    assert of_trace(drawn_traces.trace(HIDDEN)) == {}
+
+
+def test_nothing_recorded_is_doubted_whole():
+    assert of_trace(drawn_traces.trace("step 000")) == {"no_work": 1.0}
+
+
+def without_launch(trace, *names):
+    launch = pl.when(pl.col("name").is_in(names)).then(None).otherwise("launch_id").alias("launch_id")
+    return dataclasses.replace(trace, activities=trace.activities.with_columns(launch))
+
+
+def test_work_without_a_launch_is_doubted_by_its_share_of_device_time():
+    trace = drawn_traces.trace("step 0000000000\ncompute aaaaaabbbb")
+    assert of_trace(without_launch(trace, "b")) == {"unlinked": 0.4}
+
+
+def test_work_launched_outside_steps_is_told_apart_from_work_without_a_launch():
+    trace = drawn_traces.trace("step 00000..000\ncompute aaaaabbccc")
+    assert of_trace(trace) == {"outside_steps": 0.2}
+    assert of_trace(without_launch(trace, "b")) == {"unlinked": 0.2}
+
+
+def test_work_outside_steps_is_no_doubt_where_no_steps_are_marked():
+    assert of_trace(drawn_traces.trace("compute  aabb")) == {}
+
+
+def test_slices_that_share_time_on_a_stream_are_counted():
+    trace = drawn_traces.trace("step 0000000000\ncompute aaaaabbbbb\ncomm xxxxx.....")
+    longer = pl.when(pl.col("name") == "a").then(7).otherwise("dur_ns").alias("dur_ns")
+    trace = dataclasses.replace(trace, activities=trace.activities.with_columns(longer))
+    assert of_trace(trace) == {"overlapping_slices": 2 / 17}
+
+
+def test_touching_slices_and_other_streams_share_nothing():
+    assert of_trace(drawn_traces.trace("step 0000\ncompute aabb\ncomm xxyy")) == {}
+
+
+def test_small_shares_are_not_reported():
+    run = doubtful(("overlapping_slices", 0.009), ("unlinked", 0.01), ("truncated", 0.001))
+    assert set(judge(run)) == {"unlinked", "truncated"}
+    assert set(judge(run, min_doubtful_ratio=0.0)) == {"overlapping_slices", "unlinked", "truncated"}
+
+
+def launches(*names):
+    rows = ops(*((name, "runtime", number, number + 1) for number, name in enumerate(names)))
+    return rows.with_columns(id=pl.int_range(len(names), dtype=pl.Int64))
+
+
+def test_launches_that_show_no_work_are_dropped_events():
+    # Activity n was launched by op n; the launches 2 and 3 show nothing.
+    table = launches("cudaLaunchKernel", "cudaLaunchKernelExC", "hipLaunchKernel", "cudaMemcpyAsync", "cudaFree")
+    assert of_trace(drawn_traces.trace("step 00\ncompute ab", ops=table)) == {"dropped_events": 0.5}
+
+
+def test_a_cuda_program_without_device_activity_is_doubted_whole():
+    table = launches("cudaLaunchKernel", "cuLaunchKernelEx")
+    trace = drawn_traces.trace("step 00\ncompute ab", on_device=False, ops=table)
+    assert of_trace(trace) == {"no_device_activity": 1.0}
+    assert judge(drawn_traces.run(trace))["no_device_activity"].severity is Severity.ERROR
+    assert of_trace(drawn_traces.trace("step 00\ncompute ab", on_device=False)) == {}
+
+
+def test_what_the_profiler_says_it_dropped_is_told():
+    trace = drawn_traces.trace("step 00\ncompute ab")
+    warned = dataclasses.replace(
+        trace, header={"WARNING": ["WARNING:2026-01-01 CuptiActivityProfiler.cpp:1] Dropped 2 activity records"]}
+    )
+    assert of_trace(warned) == {"dropped_events": 0.5}
+    full = dataclasses.replace(
+        trace, header={"WARNING": ["Exceeded max GPU buffer count (2 > 1) - terminating tracing"]}
+    )
+    assert "once its buffers were full" in trace_quality.doubts(full)["message"][0]
+    assert of_trace(dataclasses.replace(trace, header={"WARNING": "Dropped 2 activity records", "INFO": [1]})) == {}
+
+
+@pytest.mark.parametrize(
+    ("first", "doubted"),
+    [(8, {}), (9, {"warm_up_inside": 9 / 17}), (4, {})],
+)
+def test_a_first_step_of_more_than_twice_the_median_looks_like_warm_up(first, doubted):
+    steps = "0" * first + "11112222"
+    assert of_trace(drawn_traces.trace(f"step {steps}\ncompute {steps.translate({48: 97, 49: 98, 50: 99})}")) == doubted
+
+
+def test_a_long_first_step_is_no_warm_up_where_it_saves_or_too_few_follow():
+    slow = "step 000000000000011112222\ncompute aaaaaaaaaaaaabbbbcccc"
+    assert of_trace(drawn_traces.trace(slow, ops=ops(("dcp.save", "annotation", 4, 9)))) == {}
+    assert of_trace(drawn_traces.trace("step 0000000000000111\ncompute aaaaaaaaaaaaabbb")) == {}
+
+
+def with_header(rank, **header):
+    return dataclasses.replace(drawn_traces.trace(HIDDEN, rank=rank), header=header)
+
+
+def test_versions_and_devices_that_differ_are_told_with_their_ranks():
+    run = drawn_traces.run(
+        with_header(0, cuda_driver_version=12080, deviceProperties=[{"name": "H100"}], traceName="a"),
+        with_header(1, cuda_driver_version=12080, deviceProperties=[{"name": "H200"}], traceName="b"),
+        with_header(2, cuda_driver_version=12040, deviceProperties=[{"name": "H100"}], traceName="c"),
+    )
+    found = judge(run)["mixed_versions"]
+    messages = found.evidence["message"].to_list()
+    assert "Ranks differ in cuda_driver_version: 12080 on ranks 0–1, 12040 on rank 2." in messages
+    assert "Ranks differ in device: H100 on ranks 0, 2, H200 on rank 1." in messages
+    assert found.evidence["doubtful_ratio"].to_list() == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_like_versions_or_headers_that_tell_none_are_no_doubt():
+    told = {
+        "nccl_version": "2.28",
+        "distributedInfo": {"rank": 0, "nccl_version": "2.28.9"},
+        "deviceProperties": [5, {}],
+    }
+    assert judge(drawn_traces.run(with_header(0, **told), with_header(1, **told), with_header(2))) == {}
+
+
+def test_the_doubts_of_reading_are_passed_on():
+    noted = pl.DataFrame(
+        [("bad_times", "3 events have no usable time.", 0.25)], schema=schema.DOUBTS.schema, orient="row"
+    )
+    assert of_trace(drawn_traces.trace(HIDDEN, doubts=noted)) == {"bad_times": 0.25}

@@ -1,0 +1,156 @@
+"""Growth, headroom, idle reserve and the peak's owner: what is said, and from where on."""
+
+from pathlib import Path
+
+import pytest
+
+import tracekit
+from tests.support.rule_examples import GIB, beside_snapshots, holding, leaking, on_streams, taking
+from tests.support.sample_snapshots import MIB, Simulation
+from tracekit.rules.allocation_churn import ChangingSizes
+from tracekit.rules.allocator_calls import AllocatorRetry
+from tracekit.rules.data_quality import DoubtfulTrace
+from tracekit.rules.engine import check
+from tracekit.rules.fragmentation import CrossStreamSlack, FragmentedMemory
+from tracekit.rules.memory_footprint import GrowingMemory, IdleReserve, LittleHeadroom, PeakOwner
+
+OTHERS = Path(__file__).parents[3].parent / "shared" / "traces"
+
+
+def judge(run, rule):
+    return check(run, [rule]).findings
+
+
+def test_a_leak_is_told_by_its_slope_and_from_the_threshold_on():
+    (found,) = judge(leaking(1 << 20), GrowingMemory())
+    assert found.cost_bytes == 1 << 20
+    assert "Rank 0 holds 1 MiB more after each step (1 MiB to 1 MiB, 99% confidence)" in found.message
+    assert "1 GiB after step 0 and 1.01 GiB after step 7" in found.message
+    assert judge(leaking(1 << 20), GrowingMemory(min_bytes=(1 << 20) + 1)) == ()
+
+
+def test_memory_that_fills_in_the_first_step_is_no_leak():
+    assert judge(holding(GIB, *[4 * GIB] * 7), GrowingMemory()) == ()
+
+
+def test_what_comes_and_stays_a_while_is_no_leak_unless_memory_grows_by_more_than_it():
+    wander = [0, 2, 0, 4, 2, 6, 2, 4]
+    (found,) = judge(holding(*(GIB + (10 * step + here) * MIB for step, here in enumerate(wander))), GrowingMemory())
+    assert found.cost_bytes > 9 * MIB
+    slow = holding(*(GIB + (step + here) * MIB for step, here in enumerate(wander)))
+    assert judge(slow, GrowingMemory()) == ()
+
+
+def test_headroom_is_what_was_never_reserved_of_the_device():
+    (found,) = judge(holding(GIB, reserved_bytes=96 * GIB), LittleHeadroom())
+    assert found.message == "Of the 100 GiB of device 0, 4 GiB (4.0%) were never reserved on rank 0."
+    assert judge(holding(GIB, reserved_bytes=96 * GIB), LittleHeadroom(min_headroom_ratio=0.04)) == ()
+
+
+def test_idle_reserve_is_what_is_not_held_at_the_peak_not_at_another_time():
+    (found,) = judge(holding(GIB, 6 * GIB, GIB), IdleReserve())
+    assert found.message == "On rank 0, 4 GiB of the 10 GiB reserved (40.0%) are idle even when most is held."
+    assert found.cost_bytes == 4 * GIB
+    assert judge(holding(GIB, 8 * GIB, GIB), IdleReserve()) == ()
+    assert judge(holding(GIB >> 4, reserved_bytes=GIB >> 1), IdleReserve()) == ()  # a share, but little
+
+
+def test_the_owner_of_the_peak_is_named_with_what_would_save_it():
+    (found,) = judge(holding(GIB), PeakOwner())
+    assert found.message == "aten::_softmax holds 1 GiB in 1 block, 100.0% of the 1 GiB held at most on rank 0."
+    assert "scaled_dot_product_attention" in found.fix
+
+
+# What comes and goes --------------------------------------------------------------------------------------------------
+def test_sizes_that_change_are_counted_in_the_typical_step_and_the_first_is_warm_up():
+    run = taking(*({GIB + step * 2 * MIB: 1, GIB: 3} for step in range(4)))
+    (found,) = judge(run, ChangingSizes())
+    assert found.cost_bytes == GIB + 4 * MIB
+    assert "1 blocks, 1 GiB in all, have sizes that no step before took, in the typical step (2)" in found.message
+    assert found.evidence["bytes"].to_list() == [GIB + 4 * MIB]
+    assert found.steps == (1, 2, 3)
+    assert judge(run, ChangingSizes(min_fresh_ratio=0.6)) == ()
+    assert judge(taking({2 * GIB: 1}, *[{GIB: 1}] * 4), ChangingSizes()) == ()  # new once, then the same
+    assert judge(taking(*({GIB + step % 2 * MIB: 1} for step in range(4))), ChangingSizes()) == ()  # one request
+    assert judge(taking(*({step * 999 + 512: 9} for step in range(9))), ChangingSizes()) == ()  # small ones
+
+
+# What is cut up -------------------------------------------------------------------------------------------------------
+def test_growth_while_as_much_is_idle_is_fragmentation_and_growth_for_want_of_memory_is_none():
+    (found,) = judge(taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 7 * GIB)), FragmentedMemory())
+    assert (found.cost_bytes, found.steps) == (3 * GIB, (1, 2))
+    assert "takes 3 GiB of the device for 2 requests although as much is reserved and idle" in found.message
+    assert found.evidence["idle_bytes"].to_list() == [4 * GIB, 3 * GIB]  # the larger growth first
+    assert judge(taking(*[{6 * GIB: 2}] * 3, reserved=(4 * GIB, 5 * GIB, 6 * GIB)), FragmentedMemory()) == ()
+    grows = taking(*[{GIB: 2}] * 3, reserved=(4 * GIB, 4 * GIB + 32 * MIB, 4 * GIB + 32 * MIB))
+    assert judge(grows, FragmentedMemory()) == ()  # a share of less than 2%
+
+
+def cut_up() -> Simulation:
+    """Return a simulated program that frees every other of 40 blocks, after one request as large as two of them."""
+    program = Simulation()
+    program.free(program.malloc(18 * MIB))
+    blocks = [program.malloc(9 * MIB) for _ in range(40)]
+    for block in blocks[::2]:
+        program.free(block)
+    return program
+
+
+def test_a_snapshot_shows_free_memory_in_pieces_too_small_for_the_largest_request():
+    (found,) = judge(beside_snapshots(cut_up()), FragmentedMemory())
+    assert found.subject == "snapshot"
+    assert "the largest request asks for 18 MiB" in found.message
+    assert found.cost_bytes > 20 * 9 * MIB
+    assert judge(beside_snapshots(cut_up()), FragmentedMemory(min_free_ratio=0.9)) == ()
+
+
+def test_memory_on_other_streams_and_what_waits_for_them_is_slack_by_the_snapshot():
+    program = on_streams((0, 900), (7, 300))
+    program.free(program.malloc(200 * MIB), later=True)
+    (found,) = judge(beside_snapshots(program), CrossStreamSlack())
+    assert found.cost_bytes == 500 * MIB
+    assert "300 MiB are free on other streams than the main one and 200 MiB wait for another stream" in found.message
+    assert "on 2 streams" in found.message
+    assert judge(beside_snapshots(program), CrossStreamSlack(min_idle_bytes=501 * MIB)) == ()
+
+
+def test_a_snapshot_shows_retries_where_no_log_does():
+    program = Simulation(capacity_bytes=100 * MIB)
+    program.free(program.malloc(60 * MIB))
+    program.malloc(80 * MIB)
+    (found,) = judge(beside_snapshots(on_streams((0, 4)), program), AllocatorRetry())
+    assert found.ranks == (1,)
+    assert "tried again 1 times" in found.message
+
+
+def test_a_snapshot_that_cannot_be_read_is_a_doubt_and_the_others_are_judged():
+    program = on_streams((0, 900), (7, 500))
+    run = beside_snapshots(program, program)
+    (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
+    (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
+    assert "GLOBAL (os.system)" in found.message
+    (slack,) = judge(run, CrossStreamSlack())
+    assert slack.ranks == (1,)
+
+
+def test_a_link_to_nowhere_in_the_place_of_a_snapshot_is_a_doubt_and_the_others_are_judged():
+    run = beside_snapshots(on_streams((0, 900), (7, 500)))
+    (Path(run.path) / "rank00001.memory.pickle").symlink_to("gone")
+    (found,) = (each for each in check(run, [DoubtfulTrace()]).findings if each.subject == "unreadable_snapshot")
+    assert "rank00001.memory.pickle: cannot be read: No such file" in found.message
+    (slack,) = judge(run, CrossStreamSlack())
+    assert slack.ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "told"),
+    [
+        ("tracelens_h100_memory_stacks", PeakOwner(), "aten::_softmax holds 820 MiB in 1 block, 31.8%"),
+        ("hta_ddp_v100_memory", IdleReserve(), "5.73 GiB of the 11.9 GiB reserved (48.1%)"),
+    ],
+)
+def test_recorded_traces_are_judged_by_their_own_totals(name, rule, told):
+    if not OTHERS.is_dir():
+        pytest.skip("the traces of others are not beside this checkout")
+    (found,) = judge(tracekit.load(str(OTHERS / name)), rule)
+    assert told in found.message

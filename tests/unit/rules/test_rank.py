@@ -1,0 +1,181 @@
+"""Ranks and links: who is late, since when and by how much, and which group's link is slow; drawn."""
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+from tests.support import drawn_hosts, drawn_traces, rule_examples
+from tracekit.analysis.communication import group_bandwidth
+from tracekit.analysis.parallelism import stragglers
+from tracekit.model import schema
+from tracekit.rules.engine import check
+from tracekit.rules.link_bandwidth import SlowLink
+from tracekit.rules.rule import Severity
+from tracekit.rules.stragglers import Straggler
+
+CHARACTER_NS = drawn_hosts.UNIT_NS
+
+
+def judge(run, rule, **thresholds):
+    return check(run, [rule(**thresholds)]).findings
+
+
+def ranks(*pictures, steps, op="all_reduce"):
+    """Return a run of ranks that share one group, each drawn as compute and communication."""
+    groups = pl.DataFrame({"group": ["0"], "ranks": [list(range(len(pictures)))]})
+    traces = [
+        drawn_hosts.trace(
+            f"step {steps}\ncompute {compute}\ncomm {communication}", {"a": 0}, rank=rank, groups=groups, ops={"y": op}
+        )
+        for rank, (compute, communication) in enumerate(pictures)
+    ]
+    return drawn_traces.run(*traces)
+
+
+STEPS = "".join(str(step) * 40 for step in range(3))
+
+
+def test_the_straggler_is_told_with_step_collective_and_how_often():
+    # Each of 12 times rank 1 comes 3 later: the others stand idle for 3 of every 10.
+    waits, comes = ("aa" + "." * 8, "." * 2 + "yyyyyy.."), ("aaaaa.....", "." * 5 + "yyy..")
+    run = ranks(*((c * 12, y * 12) for c, y in (waits, comes, waits)), steps=STEPS)
+    (found,) = judge(run, Straggler)
+    assert found.ranks == (1,)
+    assert found.cost_ns == 12 * CHARACTER_NS
+    assert found.impact == pytest.approx(0.3, abs=0.02)
+    assert "in 3 of 3 steps since step 0" in found.message
+    assert "it comes last to 4 of 4 collectives, most at the all-reduce." in found.message
+    assert set(found.evidence["rank"]) == {0, 2}
+    assert set(found.evidence["wait_ns"]) == {3 * CHARACTER_NS}
+
+
+def test_a_rank_that_is_late_from_a_step_on_is_told_since_when():
+    even, slow = ("aa........", "..yyy....."), ("aaaaa.....", ".....yyy..")
+    held = ("aa........", "..yyyyyy..")
+    first = [
+        ("".join(even[i] * 4), "".join((slow if rank == 1 else held)[i] * 8)) for rank in (0, 1, 2) for i in (0, 1)
+    ]
+    pictures = [(first[2 * r][0] + first[2 * r][1], first[2 * r + 1][0] + first[2 * r + 1][1]) for r in (0, 1, 2)]
+    (found,) = judge(ranks(*pictures, steps=STEPS), Straggler)
+    assert found.steps == (1, 2)
+    assert "in 2 of 2 steps since step 1" in found.message
+
+
+def test_waiting_that_compute_hides_counts_as_far_as_later_collectives_come_late():
+    # Rank 0 waits from 2 to 5 beside compute; its next collective begins 3 later for that, and is exposed as a whole.
+    # time    0123456789abcdef
+    # rank 0  aaaaaaaa......     y waits 2..5, runs to 8; z 8..13: exposed 5 more than it would be
+    early = ("aaaaaaaa........", "..yyyyyyzzzzz...")
+    tardy = ("aaaaaaaaaaa.....", ".....yyyzzzzz...")
+    run = ranks(*((c * 9, y * 9) for c, y in (early, tardy, early)), steps="".join(str(s) * 48 for s in range(3)))
+    accounts = run.across(stragglers.accounts).filter(pl.col("late_rank") == 1)
+    assert accounts["idle_ns"].to_list() == [0, 0, 0]
+    assert accounts["waited_ns"].to_list() == [9 * CHARACTER_NS] * 3
+    assert accounts["lost_ns"].to_list() == [9 * CHARACTER_NS] * 3
+
+
+def test_delays_that_move_from_rank_to_rank_are_no_ones():
+    waits, comes = ("aa........", "..yyyyyy.."), ("aaaaa.....", ".....yyy..")
+    first = [(waits[0] * 2 + comes[0] * 2) * 3, (waits[1] * 2 + comes[1] * 2) * 3]
+    second = [(comes[0] * 2 + waits[0] * 2) * 3, (comes[1] * 2 + waits[1] * 2) * 3]
+    assert judge(ranks(tuple(first), tuple(second), steps=STEPS), Straggler) == ()
+
+
+def test_delays_that_vary_as_much_as_they_are_long_are_no_stragglers():
+    pictures = []
+    for rank in range(3):
+        compute = communication = ""
+        for late_by in (1, 6, 0):
+            tardy = late_by if rank == 1 else 0
+            compute += ("a" * (2 + tardy)).ljust(10, ".") * 4
+            communication += ("." * (2 + tardy) + "y" * (1 + late_by - tardy)).ljust(10, ".") * 4
+        pictures.append((compute, communication))
+    run = ranks(*pictures, steps=STEPS)
+    assert judge(run, Straggler) == ()
+    assert judge(run, Straggler, max_spread_ratio=9.0, min_steps_ratio=0.5)
+
+
+def test_a_slow_group_is_told_beside_its_peers_with_ranks_and_speed():
+    (found,) = judge(rule_examples.linked(3, 6, 3), SlowLink)
+    assert found.ranks == (2, 3)
+    assert "The group dp of ranks 2, 3 takes 2.0 times as long" in found.message
+    assert "in 3 of 3 steps since step 0" in found.message
+    assert found.cost_ns == 4 * 3 * CHARACTER_NS
+    assert set(found.evidence["transfer_ns"]) == {6 * CHARACTER_NS}
+
+
+@pytest.mark.parametrize(("took", "fires"), [((4, 6), True), ((5, 6), False)])
+def test_a_group_must_be_markedly_slower(took, fires):
+    assert bool(judge(rule_examples.linked(*took), SlowLink)) == fires
+
+
+def test_a_slow_link_that_compute_hides_is_told_as_information():
+    run = rule_examples.linked(3, 6)
+    hidden = [replace(trace, activities=_all_compute(trace.activities)) for trace in run.traces()]
+    (found,) = judge(drawn_traces.run(*hidden), SlowLink)
+    assert found.severity is Severity.INFO
+    assert found.cost_ns == 0
+
+
+def _all_compute(activities):
+    """Return the activities with compute beside every collective."""
+    beside = activities.filter(pl.col("kind") == "communication").with_columns(
+        id=pl.col("id") + 100_000, launch_id=None, lane=0, name=pl.lit("a"), kind=pl.lit("compute")
+    )
+    return schema.ACTIVITIES.conform(pl.concat([activities, beside], how="diagonal_relaxed"))
+
+
+def test_one_group_tells_only_what_changes():
+    # From step 1 on its collectives take twice as long; a link that was always slow cannot be told.
+    quick, slow = "..xxx.....", "..xxxxxx.."
+    for pattern, since in ((quick * 4 + slow * 8, 1), (slow * 12, None), (quick * 4 + slow * 4 + quick * 4, None)):
+        traces = []
+        for rank in (0, 1):
+            groups = pl.DataFrame({"group": ["0"], "description": ["dp"], "ranks": [[0, 1]]})
+            picture = f"step {STEPS}\ncompute {'aa........' * 12}\ncomm {pattern}"
+            plain = drawn_hosts.trace(picture, {"a": 0}, rank=rank, groups=groups)
+            told = plain.collectives.with_columns(group=pl.lit("0"), group_size=pl.lit(2), dtype=pl.lit("Float"))
+            traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+        found = judge(drawn_traces.run(*traces), SlowLink)
+        assert len(found) == (since is not None)
+        if found:
+            assert "2.0 times as long for the same collectives as before" in found[0].message
+            assert "cannot be told from one group" in found[0].message
+            assert found[0].steps == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("levels", "first"),
+    [
+        ([1, 1, 2, 2], 2),
+        ([1, 2, 2, 2], 1),
+        ([2, 2, 2, 2], None),
+        ([1, 1, 1, 2], None),  # a single step may be anything
+        ([1, 2, 1, 2], None),
+        ([2, 2, 1, 1], None),
+        ([1, 1, 2, 1.2, 2, 2, 2], 2),
+        ([], None),
+    ],
+)
+def test_slow_from_a_step_on(levels, first):
+    assert group_bandwidth.since([float(level) for level in levels], least=1.5, share=0.75) == first
+
+
+def test_a_group_whose_times_vary_by_themselves_is_not_judged():
+    traces = []
+    for rank in range(4):
+        spans = [(2, 6, 2, 4), (6, 2, 5, 2), (2, 5, 6, 6)] if rank < 2 else [(6, 7, 6, 7)] * 3
+        communication = "".join(("..." + "x" * took).ljust(10, ".") for step in spans for took in step)
+        groups = pl.DataFrame(
+            {"group": [str(rank // 2)], "description": ["dp"], "ranks": [[rank // 2 * 2, rank // 2 * 2 + 1]]}
+        )
+        plain = drawn_hosts.trace(
+            f"step {STEPS}\ncompute {'aa........' * 12}\ncomm {communication}", {"a": 0}, rank=rank, groups=groups
+        )
+        told = plain.collectives.with_columns(group=pl.lit(str(rank // 2)), group_size=pl.lit(2), dtype=pl.lit("F"))
+        traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
+    run = drawn_traces.run(*traces)
+    spreads = dict(run.across(group_bandwidth.spreads).select("group", "spread_ratio").iter_rows())
+    assert spreads["0"] > 0.3
+    assert spreads["1"] == 0

@@ -1,0 +1,350 @@
+"""Reports that are kept: the same as those made, found again only where nothing changed, and never trusted blindly."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+from polars.testing.parametric import dataframes
+
+from tests.browser import recorded
+from tests.support.drawn_traces import trace as drawn_trace
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.time import breakdown
+from tracekit.errors import InputError
+from tracekit.ingest import loader, trace_cache
+from tracekit.model.trace import Run, Source
+from tracekit.regression import samples
+from tracekit.report import html
+from tracekit.report import json as report_json
+from tracekit.rules import engine, report_cache
+from tracekit.rules.communication import ExposedCommunication
+from tracekit.rules.report_cache import entry, keys, store
+from tracekit.rules.rule import Finding, Input, Report, Severity, Without
+
+FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
+SAMPLES = Path(__file__).parents[3] / "sample_traces"
+
+
+@pytest.fixture(autouse=True)
+def reports(tmp_path, monkeypatch):
+    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.delenv(trace_cache.MAX_BYTES, raising=False)
+    return tmp_path / "cache" / "reports"
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    recorded.write_run(folder, kernel="gemm")
+    return folder
+
+
+def _entries(reports):
+    return sorted(reports.glob("*.report"))
+
+
+def _is_kept(report):
+    """Whether a report came from the shelf: its run reads its traces in another way."""
+    return "_Again" in repr(report.run.sources[0].read)
+
+
+def _same(report, other):
+    for name in ("notes", "inputs", "tool_version", "rules", "blind_spots", "ignored"):
+        assert getattr(report, name) == getattr(other, name)
+    for a, b in zip(report.findings, other.findings, strict=True):
+        _same_finding(a, b)
+    assert_frame_equal(report.run.doubts, other.run.doubts)
+    assert report.run.manifest == other.run.manifest
+    assert [(s.rank, s.window, s.path, s.size_bytes) for s in report.run.sources] == [
+        (s.rank, s.window, s.path, s.size_bytes) for s in other.run.sources
+    ]
+
+
+def _same_finding(a, b):
+    for field in dataclasses.fields(Finding):
+        if field.name == "evidence":
+            assert_frame_equal(a.evidence, b.evidence)
+        else:
+            assert getattr(a, field.name) == getattr(b, field.name)
+            assert type(getattr(a, field.name)) is type(getattr(b, field.name))
+
+
+# The same report ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["faults/small-tensors"])
+def test_a_kept_report_is_the_report_that_was_made_in_every_format(name):
+    path = str(SAMPLES / name)
+    made = engine.check(loader.load(path), facts=FACTS)
+    report_cache.report(path, facts=FACTS)
+    kept = report_cache.report(path, facts=FACTS)
+    assert _is_kept(kept)
+    _same(kept, made)
+    assert report_json.render(kept, kept.run) == report_json.render(made, made.run)
+    assert html.render(kept, kept.run) == html.render(made, made.run)
+
+
+def test_a_kept_report_asks_for_no_trace_until_a_new_fact_is_asked_for(run, monkeypatch):
+    report_cache.report(str(run), facts=FACTS)
+    reads = []
+    read = store._Again._read
+    monkeypatch.setattr(store._Again, "_read", lambda *asked: reads.append(asked[1:3]) or read(*asked))
+    kept = report_cache.report(str(run), facts=FACTS).run
+    made = loader.load(str(run))
+    for fact in (*FACTS, *ExposedCommunication.facts):
+        assert_frame_equal(kept.table(fact), made.table(fact))
+    assert_frame_equal(kept.across(collective_instances.instances), made.across(collective_instances.instances))
+    assert_frame_equal(kept.offsets, made.offsets)
+    assert reads == []
+    assert_frame_equal(kept.table(_names), made.table(_names))
+    assert sorted(reads) == [(0, 0), (0, 1)]
+    assert kept.trace(1).activities.equals(made.trace(1).activities)
+
+
+def _names(trace):
+    return trace.activities.select("name")
+
+
+def test_a_rank_that_could_not_be_read_stays_left_out(run):
+    whole = (run / "rank00001.pt.trace.json.gz").read_bytes()
+    (run / "rank00001.pt.trace.json.gz").write_bytes(whole[:60])
+    made = report_cache.report(str(run), facts=FACTS)
+    kept = report_cache.report(str(run), facts=FACTS)
+    assert _is_kept(kept)
+    assert kept.run.ranks == (0,)
+    _same(kept, made)
+
+
+def test_the_summary_is_that_of_the_report(run):
+    assert report_cache.summary(str(run)) is None
+    report = report_cache.report(str(run), facts=FACTS)
+    told = report_cache.summary(str(run))
+    assert told is not None
+    assert (told.ranks, told.step_time_ns, len(told.steps_ns)) == (2, 10_000_000, len(recorded.STEPS))
+    assert sum(told.findings.values()) + told.doubts <= len(report.findings)
+    assert told.exposed_communication_ratio == pytest.approx(0.4, abs=0.05)
+
+
+FINDINGS = st.builds(
+    Finding,
+    code=st.sampled_from(["COMM001", "X9"]),
+    severity=st.sampled_from(list(Severity)),
+    message=st.text(),
+    fix=st.text(),
+    impact=st.floats(allow_nan=False),
+    cost_ns=st.integers(-(2**62), 2**62),
+    confidence=st.floats(0, 1),
+    ranks=st.lists(st.integers(0, 2**40)).map(tuple),
+    steps=st.lists(st.integers(0, 2**40)).map(tuple),
+    subject=st.text(),
+    without=st.none() | st.builds(Without, st.text(), st.floats(0, 1), st.booleans()),
+    evidence=dataframes(
+        max_cols=4, max_size=6, excluded_dtypes=[pl.Object, pl.Unknown, pl.Decimal, pl.Categorical, pl.Enum, pl.Null]
+    ),
+)
+
+
+@given(
+    findings=st.lists(FINDINGS, max_size=3), notes=st.lists(st.text()), manifest=st.dictionaries(st.text(), st.text())
+)
+@settings(max_examples=10, deadline=None)
+def test_whatever_a_rule_finds_comes_back_exactly(tmp_path_factory, findings, notes, manifest):
+    trace = drawn_trace("step 0000\ncompute .aa.")
+    run = Run("r", [Source(0, 0, "t", 5, lambda: trace)], manifest=manifest)
+    run.measure(FACTS)
+    report = Report(run, tuple(findings), tuple(notes), (Input("t", 5, "00"),), "1", rules=("COMM001",))
+    path = tmp_path_factory.mktemp("entry") / "e"
+    with path.open("wb") as file:
+        entry.write(report, file)
+    with path.open("rb") as file:
+        _same(entry.read(file, lambda *_: lambda: trace, lambda _: None), report)
+
+
+# What changed ---------------------------------------------------------------------------------------------------------
+
+
+def _same_size_and_time(run):
+    path = run / "rank00000.pt.trace.json.gz"
+    times, raw = path.stat(), bytearray(path.read_bytes())
+    raw[-1] ^= 0xFF
+    path.write_bytes(raw)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def _a_log_above(run):
+    (run.parent / "rank00000.metrics.jsonl").write_text('{"step": 3, "loss": 1.5}\n')
+
+
+CHANGES = {
+    "a trace": lambda run: os.utime(run / "rank00000.pt.trace.json.gz", ns=(1, 1)),
+    "bytes, with size and time as they were": _same_size_and_time,
+    "the manifest": lambda run: (run / "run.json").write_text("{}"),
+    "a further rank": lambda run: shutil.copy(run / "rank00001.pt.trace.json.gz", run / "rank00002.pt.trace.json.gz"),
+    "a rank less": lambda run: (run / "rank00001.pt.trace.json.gz").unlink(),
+    "a log": lambda run: (run / "rank00000.checkpoint.jsonl").write_text("{}\n"),
+    "a log above": _a_log_above,
+    "a memory snapshot": lambda run: (run / "rank00000.memory.pickle").write_bytes(b"N."),
+    "a window": lambda run: shutil.copytree(run, run / "window001", ignore=shutil.ignore_patterns("window*")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_report_of_files_that_changed_is_made_anew(run, change):
+    before = keys.of_run(str(run))
+    assert keys.of_run(str(run)) == before
+    time.sleep(0.01)  # file systems count time in ticks of some milliseconds
+    change(run)
+    assert keys.of_run(str(run)) not in (before, None)
+
+
+def test_what_was_kept_before_a_change_is_not_taken_after_it(run):
+    report_cache.report(str(run))
+    time.sleep(0.01)
+    _same_size_and_time(run)
+    assert report_cache.summary(str(run)) is None
+    assert not _is_kept(report_cache.report(str(run)))
+
+
+def test_another_run_place_or_way_of_naming_it_is_another_entry(run, monkeypatch):
+    copy = shutil.copytree(run, run.with_name("copy"))
+    monkeypatch.chdir(run.parent)
+    names = [str(run), str(copy), "run", "./run", str(run / "rank00000.pt.trace.json.gz")]
+    assert len({keys.of_run(name) for name in names}) == len(names)  # a report names files as they were named
+
+
+@pytest.mark.parametrize("what", ["threshold", "plugin", "code"])
+def test_other_rules_are_another_entry(run, monkeypatch, tmp_path, what):
+    before = keys.of_run(str(run))
+    keys._judging.cache_clear()
+    if what == "threshold":
+        fields = [("max_exposed_ratio", float, 0.9)]
+        other = dataclasses.make_dataclass("ExposedCommunication", fields, bases=(ExposedCommunication,), frozen=True)
+        other.__module__ = ExposedCommunication.__module__
+        rules = tuple(other if rule is ExposedCommunication else rule for rule in keys.RULES)
+        monkeypatch.setattr(keys, "all_rules", lambda: rules)
+    elif what == "plugin":
+        monkeypatch.setattr(keys, "all_rules", lambda: (*keys.RULES, _Plugin))
+    else:
+        shutil.copytree(
+            Path(keys.tracekit.__file__).parent, tmp_path / "tracekit", ignore=shutil.ignore_patterns("*.pyc")
+        )
+        with (tmp_path / "tracekit" / "rules" / "comm.py").open("a") as code:
+            code.write("# changed\n")
+        monkeypatch.setattr(keys.tracekit, "__file__", str(tmp_path / "tracekit" / "__init__.py"))
+    assert keys.of_run(str(run)) != before
+    monkeypatch.undo()
+    keys._judging.cache_clear()
+
+
+class _Plugin(ExposedCommunication):
+    """A rule of another distribution."""
+
+    code = "X001"
+
+
+def test_the_source_of_a_plugin_is_part_of_the_key(tmp_path, monkeypatch):
+    source = tmp_path / "plugin.py"
+    source.write_text("class Rule:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import plugin
+
+    before = keys._plugin(plugin.Rule)
+    source.write_text("class Rule:\n    limit = 1\n")
+    assert keys._plugin(plugin.Rule) != before
+
+
+def test_traces_of_a_run_that_changed_are_not_mixed_with_its_report(run):
+    report_cache.report(str(run))
+    kept = report_cache.report(str(run))
+    time.sleep(0.01)
+    os.utime(run / "rank00000.pt.trace.json.gz", ns=(1, 1))
+    for ask in (lambda: kept.run.trace(0), lambda: kept.run.table(_names), lambda: list(kept.run.traces())):
+        with pytest.raises(InputError, match="changed since it was checked; open it again"):
+            ask()
+    assert kept.run.ranks == (0, 1)  # others look at it, too: no rank is taken for unreadable
+    assert kept.run.doubts.is_empty()
+
+
+# What cannot be trusted, and bounds -----------------------------------------------------------------------------------
+
+
+def _damaged(raw, at, how):
+    place = int(len(raw) * at)
+    damaged = bytearray(raw)
+    if how == "cut":
+        del damaged[place:]
+    else:
+        damaged[place : place + 64] = bytes(byte ^ 0xFF for byte in damaged[place : place + 64])
+    return bytes(damaged)
+
+
+def test_a_damaged_entry_is_made_anew(run, reports):
+    made = report_cache.report(str(run), facts=FACTS)
+    (path,) = _entries(reports)
+    raw, told = path.read_bytes(), report_cache.summary(str(run))
+    assert told is not None
+    for at in (0.0, 0.0002, 0.03, 0.3, 0.6, 0.97):
+        for how in ("flipped", "cut"):
+            path.write_bytes(_damaged(raw, at, how))
+            assert report_cache.summary(str(run)) in (told, None)
+            path.write_bytes(_damaged(raw, at, how))  # if it was dropped
+            found = store.get(path.stem, str(run))
+            if found is None:
+                assert not path.exists()
+                continue
+            _same(found, made)
+            for fact in FACTS:
+                assert_frame_equal(found.run.table(fact), made.run.table(fact))
+    path.write_bytes(_damaged(raw, 0.5, "cut"))
+    _same(report_cache.report(str(run), facts=FACTS), made)
+    assert path.read_bytes()[-22:-18] == b"PK\5\6"
+
+
+def test_an_entry_holds_no_code(run, reports):
+    report_cache.report(str(run))
+    import zipfile
+
+    with zipfile.ZipFile(_entries(reports)[0]) as archive:
+        names = archive.namelist()
+        assert {Path(name).suffix for name in names} == {".json", ".arrow"}
+        assert json.loads(archive.read("report.json"))["tool_version"]
+
+
+def test_large_facts_are_left_out_and_measured_again(run, monkeypatch):
+    monkeypatch.setattr(entry, "MOST_TABLE_BYTES", 1)
+    made = report_cache.report(str(run), facts=FACTS)
+    kept = report_cache.report(str(run), facts=FACTS)
+    assert _is_kept(kept)
+    assert_frame_equal(kept.run.table(breakdown.by_step), made.run.table(breakdown.by_step))
+
+
+def test_the_shelf_has_a_bound_and_a_bound_of_nothing_keeps_nothing(run, reports, monkeypatch):
+    monkeypatch.setenv(trace_cache.MAX_BYTES, "0")
+    report_cache.report(str(run))
+    assert not reports.exists()
+    monkeypatch.setenv(trace_cache.MAX_BYTES, "10000")
+    report_cache.report(str(run))
+    assert _entries(reports) == []
+
+
+def test_a_manifest_that_json_cannot_say_costs_the_keeping_only(run, reports):
+    odd = engine.check(loader.load(str(run)), facts=FACTS)
+    odd.run.manifest = {"odd": object()}
+    store.put("key", odd)
+    assert _entries(reports) == []
+
+
+def test_a_folder_of_too_many_files_and_a_path_that_is_none_have_no_key(run, monkeypatch, tmp_path):
+    assert keys.of_run(str(tmp_path / "missing")) is None
+    assert keys.of_run("s3://bucket/run") is None
+    monkeypatch.setattr(keys, "MOST_FILES", 1)
+    assert keys.of_run(str(run)) is None
+    assert not _is_kept(report_cache.report(str(run)))

@@ -1,0 +1,230 @@
+"""Clocks and collectives of simulated runs, whose truth is known, found again."""
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support import drawn_traces
+from tests.support.simulated_runs import MS, US, Job
+from tracekit.sync import alignment, collective_matching
+
+HOUR_NS = 3_600_000 * MS
+STEP = (
+    ("world", "all_gather", 4096),
+    ("world", "all_gather", 8192),
+    ("world", "reduce_scatter", 8192),
+    ("world", "all_reduce", 64),
+)
+
+
+def world(size, steps=6, seed=0):
+    return Job({"world": range(size)}, seed=seed).steps(steps, STEP)
+
+
+def is_right(run, *, of=None):
+    """Whether each instance holds calls of one true collective only, and no true collective lies in two instances."""
+    rows = run.across(collective_matching.matched).filter(
+        pl.col("op").is_in([*collective_matching.TOGETHER, *collective_matching.ROOTED])
+    )
+    rows = rows.drop_nulls("instance") if of is None else rows
+    pairs = rows.select("instance", "activity_id").unique()
+    return pairs["instance"].is_unique().all() and pairs["activity_id"].is_unique().all()
+
+
+def error_ns(run, behind_ns):
+    """The largest difference between a found offset and the true one, relative to the first rank."""
+    rows = run.offsets.sort("rank")
+    truth = np.array([behind_ns[rank] - behind_ns[rows["rank"][0]] for rank in rows["rank"]])
+    return int(np.abs(rows["offset_ns"].to_numpy() - truth).max())
+
+
+CLOCKS = {0: 0, 1: 3_000 * MS, 2: -40 * MS, 3: 123_456}
+
+
+@pytest.mark.parametrize("with_seq", [True, False], ids=["seq", "order"])
+@pytest.mark.parametrize("jitter_ns", [0, 2 * US, 300 * US])
+def test_offsets_are_found_to_within_the_residual(with_seq, jitter_ns):
+    job = world(4)
+    run = drawn_traces.run(
+        *(job.trace(r, behind_ns=CLOCKS[r], jitter_ns=jitter_ns, with_seq=with_seq) for r in job.ranks)
+    )
+    rows = run.offsets
+    assert rows["how"].to_list() == ["seq" if with_seq else "order"] * 4
+    assert rows["pairs"].to_list() == [24] * 4
+    assert error_ns(run, CLOCKS) <= max(5 * US, rows["residual_ns"].max())
+    assert rows["residual_ns"].max() <= 2 * jitter_ns
+    assert is_right(run)
+
+
+def test_clocks_hours_apart_are_found():
+    job = world(2)
+    clocks = {0: 0, 1: -5 * HOUR_NS + 7}
+    run = drawn_traces.run(*(job.trace(r, behind_ns=clocks[r]) for r in job.ranks))
+    assert error_ns(run, clocks) == 0
+
+
+def test_windows_that_begin_at_different_steps_are_not_matched_one_step_off():
+    job = world(3, steps=8)
+    run = drawn_traces.run(
+        job.trace(0, behind_ns=0, first=8),
+        job.trace(1, behind_ns=2_000 * MS, last=27, jitter_ns=5 * US),
+        job.trace(2, behind_ns=-9 * MS, first=4, last=30, jitter_ns=5 * US),
+    )
+    assert is_right(run)
+    assert error_ns(run, {0: 0, 1: 2_000 * MS, 2: -9 * MS}) <= run.offsets["residual_ns"].max()
+
+
+def test_dropped_events_lose_only_themselves():
+    job = world(4)
+    run = drawn_traces.run(
+        job.trace(0, behind_ns=CLOCKS[0], drop=(3, 9, 10)),
+        job.trace(1, behind_ns=CLOCKS[1], drop=(0, 1, 2, 3, 17), jitter_ns=3 * US),
+        job.trace(2, behind_ns=CLOCKS[2], jitter_ns=3 * US),
+        job.trace(3, behind_ns=CLOCKS[3], drop=(9, 23), jitter_ns=3 * US),
+    )
+    rows = run.across(collective_matching.matched)
+    assert is_right(run, of="all")
+    assert rows["instance"].n_unique() == 24
+    assert rows.filter(pl.col("activity_id") == 9)["rank"].to_list() == [1, 2]
+    assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
+
+
+def test_sends_to_others_are_no_collectives():
+    job = world(2)
+    run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r], sends=40) for r in job.ranks))
+    rows = run.across(collective_matching.matched)
+    assert rows.filter(pl.col("op") == "send")["instance"].null_count() == 80
+    assert is_right(run)
+    assert error_ns(run, CLOCKS) == 0
+
+
+def test_groups_that_no_rank_spans_are_chained():
+    # tensor-parallel pairs 0-1, 2-3 and data-parallel pairs 0-2, 1-3: no group holds all ranks
+    job = Job({"tp0": (0, 1), "tp1": (2, 3), "dp0": (0, 2), "dp1": (1, 3)})
+    job.steps(
+        8,
+        (
+            ("tp0", "all_reduce", 512),
+            ("tp1", "all_reduce", 512),
+            ("dp1", "reduce_scatter", 99),
+            ("dp0", "reduce_scatter", 99),
+        ),
+    )
+    run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r], jitter_ns=2 * US) for r in job.ranks))
+    assert run.offsets["part"].n_unique() == 1
+    assert is_right(run)
+    assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
+
+
+def test_groups_of_one_name_on_different_ranks_stay_apart():
+    job = Job({"tp0": (0, 1), "tp1": (2, 3), "dp": (0, 1, 2, 3)})
+    job.steps(6, (("tp0", "all_reduce", 512), ("tp1", "all_reduce", 512), ("dp", "reduce_scatter", 99)))
+    same = {"tp0": "1", "tp1": "1"}
+    run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r], names=same, with_seq=True) for r in job.ranks))
+    assert is_right(run, of="all")
+    assert error_ns(run, CLOCKS) == 0
+
+
+def test_ranks_without_a_common_collective_are_not_on_one_clock():
+    job = Job({"a": (0, 1), "b": (2, 3)}).steps(5, (("a", "all_reduce", 8), ("b", "all_reduce", 8)))
+    run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r]) for r in job.ranks))
+    rows = run.offsets
+    assert rows["part"].n_unique() == 2
+    assert rows["offset_ns"].to_list() == [0, CLOCKS[1], 0, CLOCKS[3] - CLOCKS[2]]
+    assert "2 sets of ranks share no collective" in " ".join(alignment.doubts(run)["message"])
+
+
+def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_aloud():
+    job = Job({"world": (0, 1, 2)}).steps(5, STEP)
+    few = [c.key for c in job.done][2:]
+    run = drawn_traces.run(job.trace(0), job.trace(1, behind_ns=MS), job.trace(2, behind_ns=MS, drop=few))
+    last = run.offsets.filter(pl.col("rank") == 2).row(0, named=True)
+    assert (last["offset_ns"], last["residual_ns"], last["how"]) == (0, None, "none")
+    assert "rank 2" in alignment.doubts(run).filter(pl.col("kind") == "clock_unaligned")["message"][0]
+
+
+def test_traces_without_groups_match_by_order_and_op():
+    job = world(3)
+    run = drawn_traces.run(
+        *(job.trace(r, behind_ns=CLOCKS[r], knows_groups=False, jitter_ns=2 * US) for r in job.ranks)
+    )
+    assert is_right(run, of="all")
+    assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
+
+
+def test_one_rank_that_leaves_late_now_and_then_does_not_move_the_clock():
+    job = world(2, steps=12)
+    late = job.trace(1, behind_ns=40 * MS)
+    at = late.activities["id"].is_in([5, 6, 21, 22, 30])
+    slow = late.activities.with_columns(
+        (pl.col("dur_ns") + pl.when(pl.lit(at)).then(3 * MS).otherwise(0)).alias("dur_ns")
+    )
+    run = drawn_traces.run(job.trace(0), type(late)(**(vars(late) | {"activities": slow})))
+    assert is_right(run, of="all")
+    assert run.across(collective_matching.matched)["instance"].n_unique() == 48
+    assert error_ns(run, {0: 0, 1: 40 * MS}) == 0
+
+
+@pytest.mark.parametrize("drift", [5e-6, -20e-6])
+def test_drift_is_fitted_over_ten_seconds_and_more(drift):
+    job = Job({"world": range(2)})
+    for _ in range(200):
+        job.now_ns += 90 * MS
+        job.steps(1, STEP)
+    run = drawn_traces.run(
+        job.trace(0, jitter_ns=3 * US), job.trace(1, behind_ns=50 * MS, drift=drift, jitter_ns=3 * US)
+    )
+    rows = run.offsets
+    assert rows["drift"][1] - rows["drift"][0] == pytest.approx(drift, rel=0.02)
+    ends = alignment.shifted(run.across(collective_matching.matched), rows, ("end_ns",))
+    apart = ends.group_by("instance").agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart_ns"))
+    assert apart["apart_ns"].max() <= 8 * US
+    assert rows["residual_ns"].max() <= 8 * US
+
+
+def test_short_spans_tell_no_drift():
+    job = world(2)
+    run = drawn_traces.run(job.trace(0), job.trace(1, drift=1e-4))
+    assert run.offsets["drift"].null_count() == 2
+
+
+def test_skew_is_a_doubt_with_the_share_of_collectives_below_the_residual():
+    job = Job({"world": range(2)})
+    for _ in range(12):
+        job.run("world", "all_reduce", 64, spread_ns=2 * US, transfer_ns=10 * US)
+        job.run("world", "all_gather", 4096, spread_ns=2 * US, transfer_ns=5 * MS)
+    run = drawn_traces.run(job.trace(0, jitter_ns=100 * US), job.trace(1, behind_ns=7 * MS, jitter_ns=100 * US))
+    row = alignment.doubts(run).row(0, named=True)
+    assert row["kind"] == "clock_skew"
+    assert row["doubtful_ratio"] == pytest.approx(0.5, abs=0.1)
+    assert "rank 1" in row["message"]
+
+
+def test_offsets_of_one_rank_are_zero_and_without_doubt():
+    run = drawn_traces.run(world(2).trace(0))
+    assert run.offsets.select("offset_ns", "residual_ns", "how").row(0) == (0, None, "none")
+    assert alignment.doubts(run).is_empty()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    behind=st.lists(st.integers(-HOUR_NS, HOUR_NS), min_size=3, max_size=3),
+    jitter_ns=st.sampled_from([0, 1_000, 20_000, 200_000]),
+    drops=st.lists(st.lists(st.integers(0, 31), max_size=8), min_size=3, max_size=3),
+    firsts=st.lists(st.integers(0, 8), min_size=3, max_size=3),
+    with_seq=st.booleans(),
+)
+def test_any_clocks_drops_and_windows_are_told_apart(seed, behind, jitter_ns, drops, firsts, with_seq):
+    job = world(3, steps=8, seed=seed)
+    clocks = dict(enumerate(behind))
+    run = drawn_traces.run(
+        *(
+            job.trace(r, behind_ns=clocks[r], jitter_ns=jitter_ns, drop=drops[r], first=firsts[r], with_seq=with_seq)
+            for r in job.ranks
+        )
+    )
+    assert error_ns(run, clocks) <= max(5 * US, run.offsets["residual_ns"].max())
+    assert is_right(run)

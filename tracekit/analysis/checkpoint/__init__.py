@@ -1,0 +1,1 @@
+"""Facts about checkpoints: save stages, saves across ranks, stalls, loads, planning inputs."""

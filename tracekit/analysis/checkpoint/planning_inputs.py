@@ -1,0 +1,107 @@
+"""What a recorded run's saves tell for planning: size per parameter, bandwidth that storage really gave, interval."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import saves as of_saves
+from tracekit.errors import InputError
+from tracekit.model.trace import Run, Trace
+
+_MOVED = (conventions.WRITE, conventions.FSYNC)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Medians over a run's saves. Of a save the time is that of its slowest rank; None where nothing tells it.
+
+    A save is all that is written after one step, in however many files: that is what a checkpoint to plan for is.
+    `write_bytes_per_second` is of all ranks together, bytes over the time in writes and syncs: what storage gave, not
+    what the page cache took. `is_durable`: whether each file was synced, so that this is true.
+    """
+
+    saves: int
+    ranks: int
+    world_size: int
+    strategy: str
+    params: float | None
+    checkpoint_bytes: float
+    bytes_per_param: float | None
+    write_bytes_per_second: float
+    write_bytes_per_second_per_rank: float
+    blocked_seconds: float
+    interval_seconds: float | None
+    step_seconds: float | None
+    is_durable: bool
+
+
+def constants(run: Run) -> Constants:
+    """Return what the run's checkpoint logs, metrics and manifest tell. Raises InputError where no save is recorded."""
+    saves = _by_save(run.across(of_saves.stages).with_columns(of_saves.uncounted("save")))
+    if saves.is_empty():
+        raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
+    model = run.manifest.get("model")
+    params = model.get("parameters") if isinstance(model, dict) else None
+    size = float(_median(saves, "bytes") or 0)
+    starts = saves["start_ns"].sort().diff().drop_nulls()
+    world_size = run.manifest.get("world_size")
+    ranks = int(str(saves["ranks"].max()))
+    return Constants(
+        saves=saves.height,
+        ranks=ranks,
+        world_size=world_size if isinstance(world_size, int) else ranks,
+        strategy=str(run.manifest.get("strategy") or ""),
+        params=float(params) if isinstance(params, int | float) else None,
+        checkpoint_bytes=size,
+        bytes_per_param=size / params if isinstance(params, int | float) and params > 0 else None,
+        write_bytes_per_second=float(_median(saves, "rate") or 0),
+        write_bytes_per_second_per_rank=float(_median(saves, "slowest_rate") or 0),
+        blocked_seconds=float(_median(saves, "blocked_ns") or 0) / 1e9,
+        interval_seconds=_seconds(starts.median()),
+        step_seconds=_seconds(run.table(_step_times)["value"].median()),
+        is_durable=bool(saves["is_durable"].all()),
+    )
+
+
+def _step_times(trace: Trace) -> pl.DataFrame:
+    return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(pl.col("value").cast(pl.Float64))
+
+
+def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per save: bytes, bandwidths of all ranks and of the slowest, time blocked."""
+    stage, dur_ns, size = pl.col("stage"), pl.col("dur_ns"), pl.col("bytes")
+    save = ["step", "uncounted"]
+    by_file = stages.group_by(*save, "rank", "checkpoint").agg(
+        # What counts its bytes only as a whole has none in its stage.
+        pl.coalesce(
+            size.filter((stage == conventions.WRITE) & (size > 0)).sum().replace(0, None),
+            size.filter(stage == conventions.TOTAL).max(),
+        ).alias("bytes"),
+        dur_ns.filter(stage.is_in(_MOVED)).sum().alias("moving_ns"),
+        dur_ns.filter((stage == conventions.TOTAL) & pl.col("blocking")).max().alias("blocked_ns"),
+        pl.col("start_ns").filter(stage == conventions.TOTAL).min().alias("start_ns"),
+        ((stage == conventions.FSYNC).any() & pl.col("durable").fill_null(value=True).all()).alias("is_durable"),
+    )
+    by_rank = by_file.group_by(*save, "rank").agg(
+        pl.col("bytes", "moving_ns", "blocked_ns").sum(), pl.col("start_ns").min(), pl.col("is_durable").all()
+    )
+    wrote = by_rank.filter(pl.col("bytes") > 0, pl.col("moving_ns") > 0)
+    return wrote.group_by(save).agg(
+        pl.col("bytes").sum(),
+        (pl.col("bytes").sum() / pl.col("moving_ns").max() * 1e9).alias("rate"),
+        (pl.col("bytes") / pl.col("moving_ns")).min().mul(1e9).alias("slowest_rate"),
+        pl.col("blocked_ns").max(),
+        pl.col("start_ns").min(),
+        pl.col("is_durable").all(),
+        pl.len().alias("ranks"),
+    )
+
+
+def _median(table: pl.DataFrame, column: str) -> Any:
+    return table[column].median()
+
+
+def _seconds(ns: Any) -> float | None:
+    return None if ns is None else float(ns) / 1e9

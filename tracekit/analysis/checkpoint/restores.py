@@ -1,0 +1,51 @@
+"""The loads of a run: how long training waited for them, and how often the same bytes were read."""
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.model.trace import Run
+
+COLUMNS = {
+    "checkpoint": pl.String, "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "start_ns": pl.Int64,
+    "dur_ns": pl.Int64, "ranks": pl.Int64, "read_bytes": pl.Int64, "unique_bytes": pl.Int64,
+    "amplification": pl.Float64,
+}  # fmt: skip
+_FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
+
+
+def restores(run: Run) -> pl.DataFrame:
+    """Return the loads of a run, each on all its ranks; one row per load, in order of time. Columns COLUMNS.
+
+    `rank` is the one that takes longest, `dur_ns` its time. `unique_bytes` are those of the checkpoint: of one file
+    what a rank reads of it at most, else what its metadata says; null where neither is known. `amplification` is what
+    all ranks read by that.
+    """
+    lines = run.table(save_stages.loads)
+    lines = lines.unique(lines.columns[1:], keep="first", maintain_order=True)
+    stage, size = pl.col("stage"), pl.col("bytes")
+    by_rank = lines.group_by("checkpoint", "path", "rank", maintain_order=True).agg(
+        pl.col("window", "step", "start_ns").min(),
+        pl.col("dur_ns").filter(stage == conventions.TOTAL).sum(),
+        size.filter(stage == conventions.READ).sum().alias("read_bytes"),
+        pl.col("whole_bytes").max(),
+        pl.col("call").is_in(_FILE_CALLS).any().alias("one_file"),
+    )
+    longest = by_rank.sort("dur_ns", "rank", descending=[True, False])
+    of_file = pl.when(pl.col("one_file").any()).then(pl.col("read_bytes").max())
+    read = pl.col("read_bytes").sum()
+    unique = of_file.otherwise(pl.col("whole_bytes").max()).alias("unique_bytes")
+    table = longest.group_by("checkpoint", "path", maintain_order=True).agg(
+        pl.col("window", "rank", "dur_ns").first(),
+        pl.col("step", "start_ns").min(),
+        pl.col("rank").n_unique().alias("ranks"),
+        read,
+        unique,
+    )
+    known = pl.col("unique_bytes") > 0
+    amplification = pl.when(known).then(pl.col("read_bytes") / pl.col("unique_bytes")).alias("amplification")
+    return (
+        table.with_columns(amplification)
+        .select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+        .sort("start_ns", "checkpoint")
+    )

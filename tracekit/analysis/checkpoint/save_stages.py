@@ -1,0 +1,128 @@
+"""Checkpoint saves: what each stage took on each rank, and which spans of a trace are saves."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import conventions
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.trace import Trace
+
+COLUMNS = (
+    "checkpoint", "step", "stage", "start_ns", "dur_ns", "bytes", "blocking", "files", "calls", "path", "call",
+    "worker", "durable", "cpu_ns", "run_delay_ns", "whole_bytes",
+)  # fmt: skip
+SPAN_COLUMNS = {
+    "step": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "copied_ns": pl.Int64,
+    "pageable_bytes": pl.Int64, "collective_ns": pl.Int64, "idle_ns": pl.Int64, "write_ns": pl.Int64,
+    "fsync_ns": pl.Int64,
+}  # fmt: skip
+
+_OURS = "^" + conventions.span_name(conventions.CHECKPOINT) + r"(\.|$)"
+# What others call a save in annotations (Lightning, torchtitan, own record_function names), and, in traces with
+# stacks, the functions of PyTorch and of the trainers that save.
+_SAVE_SPAN = (
+    _OURS
+    + r"|(?i)(\b|_)(save|saving|write|dump)[-_. ](a[-_. ])?(model[-_. ])?(checkpoint|ckpt)"
+    + r"|(?i)(\b|_)(checkpoint|ckpt)[-_. ](save|saving)\b|(?i)^#+ ?checkpoint\b"
+    + r"|(?i)\b(dcp|torch|distributed\.checkpoint)\.(async_)?save\b|(\b|_)save_state_dict\b"
+)
+_SAVE_FUNCTION = (
+    r"torch/serialization\.py\(\d+\): save$"
+    r"|torch/distributed/checkpoint/state_dict_saver\.py\(\d+\): (save|async_save|_?save_state_dict)$"
+    r"|: _?save_(checkpoint|state_dict)$"
+)
+
+
+_WRITE_FUNCTION = r"built-in method write of _?io\.|<built-in method write\b|BufferedWriter.*\bwrite\b"
+_FSYNC_FUNCTION = r"\bfsync\b"
+
+
+def saves(trace: Trace) -> pl.DataFrame:
+    """Return the stages of this rank's saves from the checkpoint log.
+
+    Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log holds the whole run, so every
+    window of a rank tells the same.
+    """
+    return trace.checkpoints.filter(pl.col("operation") == conventions.SAVE).select(*COLUMNS)
+
+
+def loads(trace: Trace) -> pl.DataFrame:
+    """Return the stages of this rank's loads, as `saves` does those of its saves."""
+    return trace.checkpoints.filter(pl.col("operation") == conventions.LOAD).select(*COLUMNS)
+
+
+def step_times(trace: Trace) -> pl.DataFrame:
+    """Return the time of each step by the metrics log. Columns step, step_time_ns; one row per step."""
+    return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(
+        "step", pl.col("value").alias("step_time_ns")
+    )
+
+
+def save_spans(trace: Trace) -> pl.DataFrame:
+    """Return the spans of the trace that are saves: the recorder's own, and others known by their names.
+
+    Columns SPAN_COLUMNS; one row per stretch of time that the host spends in saves, named after the span that begins
+    it. `step` is the one in whose host window the stretch begins; null outside of steps. Of what happens inside a trace
+    tells: copies from the device (`copied_ns`, and `pageable_bytes` of those into pageable memory) and the device's
+    idle time, null on a CPU run; collectives; and, null in traces without stacks, Python's writing and fsync.
+    Serializing it never tells.
+    """
+    name, kind = pl.col("name"), pl.col("kind")
+    found = trace.ops.filter(
+        ((kind == "annotation") & name.str.contains(_SAVE_SPAN))
+        | ((kind == "python") & name.str.contains(_SAVE_FUNCTION)),
+        pl.col("dur_ns") > 0,
+    ).sort("start_ns", "dur_ns", descending=[False, True])
+    merged = intervals.union(intervals.from_columns(found["start_ns"], found["dur_ns"]))
+    if not len(merged):
+        return pl.DataFrame(schema=SPAN_COLUMNS)
+    first = np.searchsorted(found["start_ns"].to_numpy(), merged[:, 0], side="left")
+    return found[first].select(
+        "step",
+        "name",
+        "start_ns",
+        pl.Series("dur_ns", merged[:, 1] - merged[:, 0], pl.Int64),
+        *_inside(trace, merged),
+    )
+
+
+def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
+    """Yield what happens inside of each span, the last columns of SPAN_COLUMNS."""
+    work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
+    from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
+    pageable = from_device.filter(name.str.contains("Pageable", literal=True))
+    at = np.searchsorted(spans[:, 0], pageable["start_ns"].to_numpy(), side="right") - 1
+    within = (at >= 0) & (pageable["start_ns"].to_numpy() < spans[np.maximum(at, 0), 1])
+    sizes = np.bincount(at[within], pageable["bytes"].fill_null(0).to_numpy()[within], minlength=len(spans))
+    python = trace.ops.filter(kind == "python")
+    lengths = spans[:, 1] - spans[:, 0]
+    on_device, stacks = trace.on_device, python.height > 0
+
+    def column(label: str, values: npt.NDArray[np.int64], *, known: bool = True) -> pl.Series:
+        return pl.Series(label, values if known else [None] * len(spans), pl.Int64)
+
+    yield column("copied_ns", _covered(spans, from_device), known=on_device)
+    yield column("pageable_bytes", sizes.astype(np.int64), known=on_device)
+    collectives = work.filter(kind == "communication")
+    yield column("collective_ns", _covered(spans, collectives))
+    yield column("idle_ns", lengths - _covered(spans, work), known=on_device)
+    for label, function in (("write_ns", _WRITE_FUNCTION), ("fsync_ns", _FSYNC_FUNCTION)):
+        yield column(label, _covered(spans, python.filter(name.str.contains(function))), known=stacks)
+
+
+def _covered(spans: Spans, rows: pl.DataFrame) -> npt.NDArray[np.int64]:
+    return intervals.coverage(spans, intervals.from_columns(rows["start_ns"], rows["dur_ns"]))
+
+
+def host_steps(trace: Trace) -> pl.DataFrame:
+    """Return the host windows of the steps. Columns step, start_ns, dur_ns; one row per step that the trace marks."""
+    marked = trace.steps.drop_nulls(["step", "host_start_ns", "host_end_ns"]).unique("step", maintain_order=True)
+    return marked.select(
+        "step",
+        pl.col("host_start_ns").alias("start_ns"),
+        (pl.col("host_end_ns") - pl.col("host_start_ns")).alias("dur_ns"),
+    )

@@ -1,0 +1,304 @@
+"""The saves of a run, each on all its ranks: two clocks, how often, what storage gave, what the next step lost.
+
+Two clocks, both told: the time that training was blocked, and the time until all was written and synced. Durations of a
+save are the longest over its ranks, as MLPerf has it: an average hides the one that everybody waits for.
+"""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.model.trace import Run
+
+# Of these one call writes one file, and a checkpoint is a folder of several.
+_FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
+_WHOLES = (conventions.TOTAL, conventions.COMPLETE)
+CLOCKS = {
+    "save": pl.String, "step": pl.Int64, "rank": pl.Int64, "window": pl.Int64, "start_ns": pl.Int64,
+    "background": pl.Boolean, "blocked_ns": pl.Int64, "told_ns": pl.Int64, "written_ns": pl.Int64,
+    "durable": pl.Boolean, "durable_ns": pl.Int64, "bytes": pl.Int64, "storage_ns": pl.Int64,
+    "storage_bytes_per_s": pl.Float64,
+}  # fmt: skip
+
+
+def stages(run: Run) -> pl.DataFrame:
+    """Return what the log says of all saves, once, with the files of one save told as one.
+
+    Columns save, window, rank and those of `checkpoint.saves`; one row per line of the log. A save by torch.save or
+    safetensors is all that is written after one step into one folder.
+    """
+    lines = run.table(save_stages.saves)
+    # The log lies beside every window of a rank.
+    lines = lines.unique(lines.columns[1:], keep="first", maintain_order=True)
+    name = pl.col("checkpoint")
+    folder, again = name.str.replace(r"/[^/]*$", ""), name.str.extract(r"(#\d+)$").fill_null("")
+    counted = pl.col("step").is_not_null()
+    of_files = pl.when(counted).then(pl.format("{} (step {})", folder, "step")).otherwise(folder + again)
+    save = pl.when(pl.col("call").is_in(_FILE_CALLS)).then(of_files).otherwise(name).alias("save")
+    return lines.select(save, pl.all())
+
+
+def clocks(run: Run) -> pl.DataFrame:
+    """Return both clocks of each save on each rank; one row per save and rank, in order of time. Columns CLOCKS.
+
+    `blocked_ns` is what the training thread lost and `told_ns` what the stages of it sum to; `written_ns` runs to the
+    end of all work, and `durable_ns` is the same where every file was synced after its last byte. `storage_ns` is the
+    time in writing and syncing and `storage_bytes_per_s` the rate of both together: null where nothing was synced,
+    since a page cache takes bytes faster than storage does.
+    """
+    lines = run.across(stages)
+    if lines.is_empty():
+        return pl.DataFrame(schema=CLOCKS)
+    stage, blocking, dur_ns = pl.col("stage"), pl.col("blocking"), pl.col("dur_ns")
+    total, complete = stage == conventions.TOTAL, stage == conventions.COMPLETE
+    moved = stage.is_in((conventions.WRITE, conventions.FSYNC))
+    end_ns = pl.col("start_ns") + dur_ns
+    table = lines.group_by("save", "rank", maintain_order=True).agg(
+        pl.col("step").min(),
+        pl.col("window").min(),
+        pl.col("start_ns").filter(stage.is_in(_WHOLES)).min(),
+        (~blocking).any().alias("background"),
+        dur_ns.filter(blocking & total).sum().alias("blocked_ns"),
+        dur_ns.filter(blocking & ~stage.is_in(_WHOLES)).sum().alias("told_ns"),
+        dur_ns.filter(total).sum().alias("worked_ns"),
+        (end_ns.filter(total | complete).max() - pl.col("start_ns").filter(total | complete).min()).alias("span_ns"),
+        pl.col("durable").filter(total & (pl.col("bytes") > 0) | complete).all(ignore_nulls=False).alias("durable"),
+        pl.col("bytes").filter(total).sum().alias("bytes"),
+        dur_ns.filter(moved).sum().alias("storage_ns"),
+        (pl.col("bytes").filter(stage == conventions.WRITE).sum()).alias("written_bytes"),
+        (stage == conventions.FSYNC).any().alias("synced"),
+        pl.col("call").is_in(_FILE_CALLS).any().alias("of_files"),
+    )
+    # Between the files of a save training does other things, which are not the save's.
+    apart = pl.col("of_files").fill_null(value=False) & ~pl.col("background")
+    written = pl.when(apart).then("worked_ns").otherwise("span_ns")
+    rate = pl.col("written_bytes") / (pl.col("storage_ns") / 1e9)
+    known = pl.col("synced") & (pl.col("storage_ns") > 0) & (pl.col("written_bytes") > 0)
+    return (
+        table.drop_nulls("start_ns")
+        .with_columns(
+            written.alias("written_ns"),
+            pl.when("durable").then(written).alias("durable_ns"),
+            pl.when(known).then(rate).alias("storage_bytes_per_s"),
+        )
+        .select(pl.col(name).cast(dtype) for name, dtype in CLOCKS.items())
+        .sort("start_ns", "save", "rank")
+    )
+
+
+def each(run: Run) -> pl.DataFrame:
+    """Return the saves of a run; one row per save, in order of time.
+
+    Columns save, step, start_ns, ranks, background, blocked_ns, written_ns, durable, durable_ns, bytes (the longest
+    and, of bytes, the sum over ranks), bytes_per_s (all bytes by the longest time in writing and syncing; null where
+    not all ranks synced), interval_steps and interval_ns (training from one save to the next), overhead_ratio (blocked,
+    of that and itself), after_ns (what the step after the save took longer than others), between_ns (from the start of
+    the save before to that of this one), slack_ns (from the end of all work of the one before) and before_ns (how long
+    all work of that one took). The save before is the last of those in the background where this one is, else the last
+    of the others.
+    """
+    by_rank = run.across(clocks)
+    durable = pl.col("durable").all(ignore_nulls=False)
+    table = by_rank.group_by("save", maintain_order=True).agg(
+        pl.col("step", "start_ns").min(),
+        pl.col("rank").n_unique().alias("ranks"),
+        pl.col("background").any(),
+        pl.col("blocked_ns", "written_ns").max(),
+        durable,
+        pl.when(durable).then(pl.col("durable_ns").max()).alias("durable_ns"),
+        pl.col("bytes").sum(),
+        pl.when(pl.col("storage_bytes_per_s").is_not_null().all())
+        .then(pl.col("bytes").sum() / (pl.col("storage_ns").max() / 1e9))
+        .alias("bytes_per_s"),
+    )
+    times, plain_ns = _step_times(run), _plain_step_ns(run, table)
+    after = times.select("step", (pl.col("step_time_ns") - (plain_ns or 0)).round().cast(pl.Int64).alias("after_ns"))
+    steps, start_ns, written_ns = _interval_steps(table, times), pl.col("start_ns"), pl.col("written_ns")
+    return (
+        table.join(after if plain_ns else after.clear(), on="step", how="left", maintain_order="left")
+        .with_columns(
+            pl.lit(steps, pl.Float64).alias("interval_steps"),
+            pl.lit(_interval_ns(_after_steps(table, by_rank), steps, plain_ns), pl.Int64).alias("interval_ns"),
+            start_ns.diff().over("background").alias("between_ns"),
+            (start_ns - (start_ns + written_ns).shift()).over("background").alias("slack_ns"),
+            written_ns.shift().over("background").alias("before_ns"),
+        )
+        .with_columns((pl.col("blocked_ns") / (pl.col("interval_ns") + pl.col("blocked_ns"))).alias("overhead_ratio"))
+        .select(
+            "save", "step", "start_ns", "ranks", "background", "blocked_ns", "written_ns", "durable", "durable_ns",
+            "bytes", "bytes_per_s", "interval_steps", "interval_ns", "overhead_ratio", "after_ns", "between_ns",
+            "slack_ns", "before_ns",
+        )
+    )  # fmt: skip
+
+
+def together(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
+    """Return what training lost to all that was saved after one step; one row per step, in order of time.
+
+    Takes rows of `each`, and `clocks`. Columns step, save (the one that blocked longest), start_ns, interval_steps,
+    interval_ns, saves (how many), blocked_ns (of the rank that all of them together blocked longest) and overhead_ratio
+    (of that). So a small save beside a large one does not pass for half of all saves. Saves of which no step is known
+    are each by itself.
+    """
+    blocked_ns, interval_ns = pl.col("blocked_ns"), pl.col("interval_ns")
+    often = some.select("interval_steps", "interval_ns").unique()
+    return (
+        _after_steps(some, by_rank)
+        .join(often, how="cross", maintain_order="left")
+        .with_columns((blocked_ns / (interval_ns + blocked_ns)).alias("overhead_ratio"))
+    )
+
+
+def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
+    """Return the columns of `together` but for those of the interval."""
+    blocked_ns, one = pl.col("blocked_ns"), ["step", "uncounted"]
+    table = some.with_columns(uncounted("save"))
+    # Ranks that save each for itself do so at one time: their times do not add up.
+    sums = by_rank.select("save", "rank", "blocked_ns").join(table.select("save", *one), on="save")
+    longest = sums.group_by(*one, "rank").agg(blocked_ns.sum()).group_by(one).agg(blocked_ns.max())
+    return (
+        table.group_by(one, maintain_order=True)
+        .agg(pl.col("save").get(blocked_ns.arg_max()), pl.col("start_ns").min(), pl.len().alias("saves"))
+        .join(longest, on=one, nulls_equal=True, maintain_order="left")
+        .drop("uncounted")
+    )
+
+
+def uncounted(name: str) -> pl.Expr:
+    """Return, to group by beside the step, what tells saves apart of which no step is known: the column `name`."""
+    return pl.when(pl.col("step").is_null()).then(name).alias("uncounted")
+
+
+def repeated(run: Run) -> pl.DataFrame:
+    """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
+
+    Columns save, path, step, window, rank (the one that took longest), start_ns, dur_ns, ranks, bytes (of all) and
+    repeated_bytes (of all but one).
+    """
+    whole = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
+    written = run.across(stages).filter(whole).sort("dur_ns", "rank", descending=[True, False])
+    return (
+        written.group_by("save", "checkpoint", "path", maintain_order=True)
+        .agg(
+            pl.col("step").min(),
+            pl.col("window", "rank").first(),
+            pl.col("start_ns").min(),
+            pl.col("dur_ns").first(),
+            pl.col("rank").n_unique().alias("ranks"),
+            pl.col("bytes").sum(),
+            (pl.col("bytes").sum() - pl.col("bytes").max()).alias("repeated_bytes"),
+        )
+        .filter(pl.col("ranks") > 1)
+        .drop("checkpoint")
+        .sort("start_ns", "path")
+    )
+
+
+def slowed(run: Run) -> pl.DataFrame:
+    """Return what training lost beside each save in the background; one row per such save and rank with a metrics log.
+
+    Columns save, rank, window, step, start_ns, dur_ns (of the save), worker (thread or process; null: not known),
+    steps (that ran beside it), plain_ns (the median step of that rank otherwise), lost_ns, python_ns (of the save in
+    plan, staging and serializing, which hold Python's lock most of the time), waited_ratio (of that time, in which the
+    training thread neither ran nor could have) and delayed_ratio (in which it could have and got no processor); null
+    where the log has no such counters.
+    """
+    lines, table = run.across(stages), run.across(clocks).filter("background")
+    if table.is_empty():
+        return pl.DataFrame(schema=_SLOWED)
+    stage = pl.col("stage")
+    spent = pl.col("dur_ns").filter(stage.is_in(_PYTHON) & ~pl.col("blocking")).sum()
+    counted = stage == conventions.COMPLETE
+    said = lines.group_by("save", "rank").agg(
+        spent.alias("python_ns"),
+        pl.col("worker").filter(~pl.col("blocking")).drop_nulls().unique().sort().first(),
+        *(pl.col(name).filter(counted).first() for name in ("cpu_ns", "run_delay_ns")),
+        pl.col("dur_ns").filter(counted).first().alias("wall_ns"),
+    )
+    wall, cpu, delay = pl.col("wall_ns"), pl.col("cpu_ns"), pl.col("run_delay_ns")
+    beside = _beside(run, table)
+    return (
+        table.join(said, on=["save", "rank"], how="left", maintain_order="left")
+        .join(beside, on=["save", "rank"], how="inner", maintain_order="left")
+        .with_columns(
+            ((wall - cpu - delay) / wall).clip(0, 1).alias("waited_ratio"),
+            (delay / wall).clip(0, 1).alias("delayed_ratio"),
+            pl.col("written_ns").alias("dur_ns"),
+        )
+        .select(pl.col(name).cast(dtype) for name, dtype in _SLOWED.items())
+    )
+
+
+_PYTHON = (conventions.PLAN, conventions.STAGE, conventions.SERIALIZE)
+_SLOWED = {
+    "save": pl.String, "rank": pl.Int64, "window": pl.Int64, "step": pl.Int64, "start_ns": pl.Int64,
+    "dur_ns": pl.Int64, "worker": pl.String, "steps": pl.Int64, "plain_ns": pl.Int64, "lost_ns": pl.Int64,
+    "python_ns": pl.Int64, "waited_ratio": pl.Float64, "delayed_ratio": pl.Float64,
+}  # fmt: skip
+
+
+_BESIDE = {
+    "save": pl.String, "rank": pl.Int64, "steps": pl.Int64, "plain_ns": pl.Float64, "lost_ns": pl.Float64,
+}  # fmt: skip
+
+
+def _beside(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+    """Return, per background save and rank, the steps that ran while it did, and what they took more than others."""
+    times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
+    by_rank = times.partition_by("rank", as_dict=True)
+    counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
+    parts = [_beside_on(own, by_rank[rank]) for rank, own in counted if rank in by_rank]
+    return pl.concat([pl.DataFrame(schema=_BESIDE), *parts])
+
+
+def _beside_on(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
+    """Return `_beside` of one rank, by its background saves and its steps in order."""
+    step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
+    saved = own["step"].to_numpy()
+    # The steps after a save begin where it lets training go on; nobody logs their start.
+    begun_ns = np.concatenate(([0.0], np.cumsum(took_ns)))
+    first = np.searchsorted(step, saved)
+    until_ns = begun_ns[first] + (own["written_ns"] - own["blocked_ns"]).to_numpy()
+    past = np.maximum(first, np.searchsorted(begun_ns[:-1], until_ns))
+    edges = np.zeros(len(begun_ns), np.int64)
+    np.add.at(edges, first, 1)
+    np.add.at(edges, past, -1)
+    plain_ns = took_ns[(np.cumsum(edges)[:-1] == 0) & ~np.isin(step, saved - 1)]
+    if not len(plain_ns):
+        return pl.DataFrame(schema=_BESIDE)
+    median_ns, steps = float(np.median(plain_ns)), past - first
+    lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
+    found = own.select("save", "rank", steps=steps, plain_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
+    return found.filter(pl.col("steps") > 0).select(pl.col(name).cast(dtype) for name, dtype in _BESIDE.items())
+
+
+def _step_times(run: Run) -> pl.DataFrame:
+    """Return the time of each step, of the slowest rank."""
+    return run.table(save_stages.step_times).group_by("step").agg(pl.col("step_time_ns").max())
+
+
+def _plain_step_ns(run: Run, table: pl.DataFrame) -> float | None:
+    """Return the median time of the steps without a save, of the slowest rank; None where not known."""
+    plain = _step_times(run).filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
+    median = plain["step_time_ns"].median()
+    return None if median is None else float(str(median))
+
+
+def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
+    """Return the steps from one save to the next; of a single one, those of this run before it; None where not known.
+
+    A run that was resumed begins at another step than 0.
+    """
+    steps = table["step"].drop_nulls().unique().sort()
+    begun = int(str(times["step"].min() or 0))
+    gap = float(str((steps.diff().drop_nulls().median() if len(steps) > 1 else (steps - begun).first()) or 0))
+    return gap if gap > 0 else None
+
+
+def _interval_ns(after_steps: pl.DataFrame, steps: float | None, plain_ns: float | None) -> int | None:
+    """Return the training time between saves, by steps or else by the clock; None where not known."""
+    if plain_ns and steps:
+        return round(steps * plain_ns)
+    between = (after_steps["start_ns"].diff() - after_steps["blocked_ns"].shift()).drop_nulls()
+    return round(float(str(between.median()))) if len(between) else None

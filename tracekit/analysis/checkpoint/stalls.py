@@ -1,0 +1,175 @@
+"""What a save is made of on the way that everybody waits for, by class of stall.
+
+Ranks meet after planning, after writing and at the end. Between two meetings each works by itself and the slowest is
+what the others wait for, so of each such leg the stages of the rank with most work of its own count; waiting is no
+work. What is left of the time is waiting that nobody's work explains: up to the time that a rank was ready to run and
+did not, lack of processors, and beyond that the meetings themselves.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import saves
+from tracekit.model.trace import Run
+
+SERIALIZE, STAGING, WRITE, SYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CROWDED = KINDS = (
+    "serialize",
+    "device-to-host",
+    "write bandwidth",
+    "fsync or metadata",
+    "straggler",
+    "plan or barrier",
+    "global sync",
+    "lack of processors",
+)
+BLOCKED, BACKGROUND = "blocked", "background"
+COLUMNS = {
+    "save": pl.String, "clock": pl.String, "kind": pl.String, "rank": pl.Int64, "stage": pl.String, "dur_ns": pl.Int64,
+    "whole_ns": pl.Int64, "ratio": pl.Float64, "envelope_ratio": pl.Float64, "bytes": pl.Int64,
+}  # fmt: skip
+LEGS = {
+    conventions.PLAN: 0,
+    conventions.STAGE: 1,
+    conventions.SERIALIZE: 1,
+    conventions.WRITE: 1,
+    conventions.FSYNC: 1,
+    conventions.FINISH: 2,
+}
+_KIND_OF = {
+    conventions.PLAN: PLAN,
+    conventions.STAGE: STAGING,
+    conventions.SERIALIZE: SERIALIZE,
+    conventions.WRITE: WRITE,
+    conventions.FSYNC: SYNC,
+    conventions.FINISH: SYNC,
+}
+_STORAGE = (conventions.WRITE, conventions.FSYNC)
+# A tensor costs torch.save over a thousand bytes of envelope: a file of which this share is no tensor holds small ones.
+SMALL_TENSORS_RATIO = 0.2
+# A straggler takes twice what its bytes and files take on the others, and they wait for most of that.
+_STRAGGLER_RATIO = 0.5
+_WAITED_RATIO = 0.5
+
+
+def parts(run: Run) -> pl.DataFrame:
+    """Return what each save is made of; one row per save, clock and kind, the largest first. Columns COLUMNS.
+
+    `clock` is BLOCKED for what the training thread did, BACKGROUND for the rest. `rank` and `stage` are those with most
+    of that kind; `whole_ns` is the longest total over ranks and `ratio` the kind's share of it. `envelope_ratio` is the
+    share of what was written that is no tensor, and `bytes` what that rank wrote. With many small tensors, planning
+    and waiting count as serializing: both grow with their number.
+    """
+    lines = run.across(saves.stages)
+    if lines.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    clock = pl.when("blocking").then(pl.lit(BLOCKED)).otherwise(pl.lit(BACKGROUND)).alias("clock")
+    works = (
+        lines.filter(pl.col("stage") != conventions.COMPLETE)
+        .group_by("save", clock, "rank", "stage", maintain_order=True)
+        .agg(pl.col("dur_ns").sum(), *(_known_sum(name) for name in ("bytes", "files", "calls", "run_delay_ns")))
+    )
+    rows = [
+        {"save": save, "clock": clock} | part
+        for (save, clock), own in works.group_by("save", "clock", maintain_order=True)
+        for part in _parts(own)
+    ]
+    made = pl.DataFrame(rows, schema={name: COLUMNS[name] for name in COLUMNS if name != "ratio"})
+    ratio = (pl.col("dur_ns") / pl.col("whole_ns")).alias("ratio")
+    return made.with_columns(ratio).select(*COLUMNS).sort("dur_ns", descending=True, maintain_order=True)
+
+
+def dominant(run: Run) -> pl.DataFrame:
+    """Return the class of each save's stall: of `parts`, the largest row of each save and clock."""
+    largest = run.across(parts)
+    return largest.unique(["save", "clock"], keep="first", maintain_order=True)
+
+
+def _known_sum(name: str) -> pl.Expr:
+    return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
+
+
+def _parts(own: pl.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the kinds of one save on one clock, each with its time, and the rank and stage with most of it."""
+    totals = own.filter(pl.col("stage") == conventions.TOTAL)
+    whole_ns: int = max(totals["dur_ns"].to_list(), default=0)
+    path = critical_path(own)
+    if not whole_ns or path.is_empty():
+        return
+    rank = path.filter(pl.col("leg") == 1)["rank"].first()
+    straggling_ns = _excess_ns(own, rank)
+    envelope = _envelope_ratio(own, rank)
+    spent: dict[str, list[tuple[int, int, str]]] = {}
+    for row in path.iter_rows(named=True):
+        kind, took_ns = _KIND_OF[row["stage"]], row["dur_ns"]
+        if row["stage"] == conventions.FSYNC and row["calls"]:
+            kind = GLOBAL_SYNC
+        elif row["stage"] in _STORAGE and straggling_ns:
+            late_ns = min(took_ns, straggling_ns)
+            spent.setdefault(STRAGGLER, []).append((late_ns, row["rank"], row["stage"]))
+            straggling_ns, took_ns = straggling_ns - late_ns, took_ns - late_ns
+        elif kind == PLAN and envelope > SMALL_TENSORS_RATIO:
+            kind = SERIALIZE
+        spent.setdefault(kind, []).append((took_ns, row["rank"], row["stage"]))
+    left_ns = max(0, whole_ns - int(path["dur_ns"].sum()))
+    delays = totals.drop_nulls("run_delay_ns").sort("run_delay_ns", "rank", descending=[True, False])
+    for delayed, delay_ns in delays.select("rank", "run_delay_ns").head(1).rows():
+        crowded_ns = min(left_ns, delay_ns)
+        left_ns -= crowded_ns
+        spent[CROWDED] = [(crowded_ns, delayed, conventions.WAIT)]
+    waits = own.filter(pl.col("stage") == conventions.WAIT).sort("dur_ns", "rank", descending=[True, False])
+    waiting = SERIALIZE if envelope > SMALL_TENSORS_RATIO else PLAN
+    spent.setdefault(waiting, []).append((left_ns, next(iter(waits["rank"]), 0), conventions.WAIT))
+    written = own.filter(pl.col("stage") == conventions.WRITE)
+    for kind, pieces in spent.items():
+        _, most, stage = max(pieces, key=lambda piece: piece[0])
+        yield {
+            "kind": kind,
+            "rank": most,
+            "stage": stage,
+            "dur_ns": sum(piece[0] for piece in pieces),
+            "whole_ns": whole_ns,
+            "envelope_ratio": envelope,
+            "bytes": written.filter(pl.col("rank") == most)["bytes"].first(),
+        }
+
+
+def critical_path(own: pl.DataFrame) -> pl.DataFrame:
+    """Return the stages that one save's length is made of: of each leg, those of the rank with most work.
+
+    `own` has columns rank, stage, dur_ns; adds leg and leg_ns, the work of that rank in it.
+    """
+    leg = pl.col("stage").replace_strict(LEGS, default=None, return_dtype=pl.Int64).alias("leg")
+    work = own.with_columns(leg).drop_nulls("leg")
+    legs = work.group_by("leg", "rank").agg(pl.col("dur_ns").sum().alias("leg_ns"))
+    slowest = legs.sort("leg", "leg_ns", "rank", descending=[False, True, False]).unique("leg", keep="first")
+    return work.join(slowest, on=["leg", "rank"]).sort("dur_ns", "rank", descending=[True, False])
+
+
+def _excess_ns(own: pl.DataFrame, rank: Any) -> int:
+    """Return what the slowest rank's writing and syncing takes beyond what its bytes and files take on the others.
+
+    Normalised, since ranks need not write alike: under ZeRO-1 the first of the data-parallel ranks writes a third more.
+    """
+    excess_ns = 0.0
+    took_ns = 0
+    for stage, per in ((conventions.WRITE, "bytes"), (conventions.FSYNC, "files")):
+        rows = own.filter((pl.col("stage") == stage) & (pl.col(per) > 0))
+        mine, others = rows.filter(pl.col("rank") == rank), rows.filter(pl.col("rank") != rank)
+        if mine.is_empty() or others.is_empty():
+            continue
+        usual = (others["dur_ns"] / others[per]).median()
+        took_ns += mine["dur_ns"][0]
+        excess_ns += mine["dur_ns"][0] - mine[per][0] * float(str(usual))
+    waits = own.filter((pl.col("stage") == conventions.WAIT) & (pl.col("rank") != rank))
+    waited_ns = max(waits["dur_ns"].to_list(), default=0)
+    straggles = excess_ns > _STRAGGLER_RATIO * took_ns and waited_ns > _WAITED_RATIO * excess_ns
+    return round(excess_ns) if straggles else 0
+
+
+def _envelope_ratio(own: pl.DataFrame, rank: Any) -> float:
+    sizes = {stage: size for of, stage, size in own.select("rank", "stage", "bytes").rows() if of == rank}
+    staged, written = sizes.get(conventions.STAGE), sizes.get(conventions.WRITE)
+    return max(0.0, 1 - staged / written) if staged and written else 0.0

@@ -1,0 +1,41 @@
+"""Plain steps: those in which no rank saves a checkpoint. Saves are judged by rules of their own."""
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.time import breakdown
+from tracekit.model.trace import Fact, Run
+
+FACTS: tuple[Fact, ...] = (breakdown.by_step, save_stages.save_spans)
+"""What a rule that reads plain steps lists among its facts."""
+PLACE = ("window", "rank", "step", "device")
+
+
+def steps(run: Run) -> pl.DataFrame:
+    """Return the breakdown of the plain steps: columns window, rank and those of `breakdown.by_step`.
+
+    A trace without marked steps is one step, null.
+    """
+    return without_saves(run, run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0))
+
+
+def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows, with columns window and step, that do not lie in a step in which some rank saves."""
+    saving = run.table(save_stages.save_spans).select("window", "step")
+    return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
+
+
+def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
+    """Return what each marked plain step loses: the sum of `column` of `rows`, in ns, at its place, 0 where none is.
+
+    Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
+    """
+    sums = rows.group_by(PLACE).agg(pl.col(column).sum().alias("lost_ns"))
+    return (
+        steps(run)
+        .drop_nulls("step")
+        .select(*PLACE, "start_ns", "duration_ns")
+        .join(sums, on=PLACE, how="left", nulls_equal=True, maintain_order="left")
+        .with_columns(pl.col("lost_ns").fill_null(0))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+    )

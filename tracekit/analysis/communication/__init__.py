@@ -1,0 +1,1 @@
+"""Facts about collectives: exposed communication, instances across ranks, bandwidth, latency, gaps."""

@@ -1,0 +1,89 @@
+"""Collectives that could have been one: launched one after the other with nothing computed for them in between."""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.time import backward_passes, breakdown, launches
+from tracekit.model import intervals
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+
+COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64, "op": pl.String,
+    "group": pl.String, "group_size": pl.Int64, "dtype": pl.String, "bytes": pl.Int64, "burst": pl.Int64,
+    "position": pl.Int64, "count": pl.Int64, "pool": pl.Int64, "activity_id": pl.Int64, "start_ns": pl.Int64,
+    "dur_ns": pl.Int64, "uncovered_ns": pl.Int64, "burst_uncovered_ns": pl.Int64,
+}  # fmt: skip
+_ALIKE = ("lane", "op", "group", "dtype")
+
+
+def bursts(trace: Trace) -> pl.DataFrame:
+    """Return the collectives of training with those that they could have been one with.
+
+    Columns step, device, phase, unit, lane, op, group, group_size, dtype, bytes, burst, position and count (in it),
+    pool, activity_id, start_ns, dur_ns, uncovered_ns (of it, while nothing computed), burst_uncovered_ns (of the whole
+    burst, from its first start to its last end); one row per collective. A burst are collectives of one lane, op, group
+    and type that the host launched with no other compute or collective in between: all of its data was ready when the
+    first was launched. A pool are the gradient reductions of one backward pass of one op, group and type, which a
+    larger bucket would join; null for other collectives.
+    """
+    parts = [pl.DataFrame(schema=COLUMNS)]
+    pooled = _pools(trace)
+    for device in breakdown.devices(trace):
+        found = _launched_together(trace, device)
+        if found.is_empty():
+            continue
+        compute, _, _ = breakdown.busy(trace, device)
+        told = found.join(pooled, on="activity_id", how="left", maintain_order="left").sort("start_ns", "activity_id")
+        parts.append(_uncovered(told, compute).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+    return pl.concat(parts)
+
+
+def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
+    work = launches.work(trace, device).filter(
+        pl.col("kind").is_in(["compute", "communication"]), pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    )
+    told = trace.collectives.select(
+        pl.col("activity_id").alias("id"), "op", "group", "group_size", "dtype",
+        pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
+    ).unique("id")  # fmt: skip
+    # What prepares or follows a collective on its own lane is no compute that it waits for.
+    others = work.filter((pl.col("kind") == "compute") & (pl.col("role") != "communication"))
+    calls = work.filter(pl.col("kind") == "communication").join(told, on="id", how="left", maintain_order="left")
+    at_ns = pl.coalesce("launched_ns", "start_ns").alias("at_ns")
+    calls = calls.with_columns(at_ns).sort("at_ns", "id")
+    before = np.searchsorted(np.sort(others.select(at_ns).to_series().to_numpy()), calls["at_ns"].to_numpy())
+    alike = pl.struct("step", *_ALIKE, pl.Series("before", before.astype(np.int64))).rle_id().cast(pl.Int64)
+    return (
+        calls.with_columns(alike.alias("burst"), pl.col("id").alias("activity_id"))
+        .with_columns(
+            pl.int_range(pl.len()).over("burst").alias("position"),
+            pl.len().over("burst").alias("count"),
+            pl.col("message_bytes").alias("bytes"),
+        )
+        .drop_nulls("step")
+    )
+
+
+def _pools(trace: Trace) -> pl.DataFrame:
+    reduced = backward_passes.reductions(trace)
+    key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
+    return reduced.select("activity_id", key.alias("pool")).unique("activity_id")
+
+
+def _uncovered(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
+    """Return the collectives with how long nothing computed during each, and during its burst."""
+    spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    whole = calls.select(
+        pl.col("start_ns").min().over("burst"), (end_ns.max() - pl.col("start_ns").min()).over("burst").alias("dur_ns")
+    )
+    return calls.with_columns(
+        pl.Series("uncovered_ns", _left(spans, compute)),
+        pl.Series("burst_uncovered_ns", _left(intervals.from_columns(whole["start_ns"], whole["dur_ns"]), compute)),
+    )
+
+
+def _left(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
+    return spans[:, 1] - spans[:, 0] - intervals.coverage(spans, compute)

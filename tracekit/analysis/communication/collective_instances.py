@@ -1,0 +1,215 @@
+"""Collectives across ranks: who came last, who waited how long, how fast the data then moved."""
+
+from collections.abc import Mapping
+
+import polars as pl
+
+from tracekit.model.schema import Column, Table
+from tracekit.model.trace import Run
+from tracekit.sync import alignment, collective_matching
+
+BUS_FACTORS: Mapping[str, tuple[float, float]] = {
+    "all_reduce": (2.0, -2.0),
+    "all_gather": (1.0, -1.0),
+    "reduce_scatter": (1.0, -1.0),
+    "all_to_all": (1.0, -1.0),
+    "gather": (1.0, -1.0),
+    "scatter": (1.0, -1.0),
+    "broadcast": (1.0, 0.0),
+    "reduce": (1.0, 0.0),
+    "send_recv": (1.0, 0.0),
+}
+"""Bus bandwidth is algorithm bandwidth times a + b/n on n ranks, for each op (a, b).
+
+From nccl-tests, doc/PERFORMANCE.md: 2(n-1)/n for an all-reduce, (n-1)/n for an all-gather and a reduce-scatter, 1 for
+a broadcast and a reduce; and its sources, for sendrecv 1, for all-to-all, gather and scatter (n-1)/n. The size is that
+of the whole: what an all-gather receives, what a reduce-scatter sends.
+"""
+
+_KEY = ("window", "instance")
+_SECOND_NS = 1_000_000_000
+
+_INT, _TEXT, _FLOAT = pl.Int64(), pl.String(), pl.Float64()
+
+_WHICH = (
+    Column("window", _INT, "", "Profiled window of the run, from 0."),
+    Column("instance", _INT, "", "Number of the collective, unique in the window and the same on every rank."),
+)
+_WHAT = (
+    Column("op", _TEXT, "", "all_reduce, all_gather, reduce_scatter, broadcast or another."),
+    Column("group", _TEXT, "", "Process group; null where not known."),
+    Column("group_size", _INT, "", "Ranks in the group; where no trace tells, as many as ever came together."),
+    Column("seq", _INT, "", "Sequence number within the group; null in most traces."),
+    Column("dtype", _TEXT, "", "Element type; null where not known."),
+    Column("bytes", _INT, "bytes", "Size as nccl-tests counts it: the whole, the larger of sent and received."),
+    Column("step", _INT, "", "Training step that launched it."),
+    Column("phase", _TEXT, "", "forward, backward, clip or optimizer; null where not known."),
+    Column("unit", _TEXT, "", "FSDP unit (layer) by its module path; null outside FSDP's spans."),
+)
+_HOW = (
+    Column("residual_ns", _INT, "ns", "How well its ranks' clocks agree, at worst; nothing below it is told."),
+    Column("how", _TEXT, "", "seq, order: how it was found on the other ranks."),
+)
+
+INSTANCES = Table(
+    "instances",
+    "collective that several ranks recorded, on the run's clock",
+    (
+        *_WHICH,
+        *_WHAT,
+        Column("ranks", pl.List(_INT), "", "Ranks whose traces have it."),
+        Column("first_arrival_ns", _INT, "ns", "Start on the rank that came first."),
+        Column("last_arrival_ns", _INT, "ns", "Start on the rank that came last."),
+        Column("end_ns", _INT, "ns", "Median end over ranks."),
+        Column("last_rank", _INT, "", "Rank that came last; null if by less than the residual or a rank has no trace."),
+        Column("last_known_rank", _INT, "", "The same of the ranks that have a trace."),
+        Column("max_wait_ns", _INT, "ns", "Longest that a rank waited for the last."),
+        Column("transfer_ns", _INT, "ns", "From the last arrival to the end; null where a rank has no trace."),
+        Column("algorithm_bytes_per_s", _FLOAT, "bytes/s", "bytes over transfer_ns; null if no longer than residual."),
+        Column("bus_bytes_per_s", _FLOAT, "bytes/s", "What nccl-tests calls bus bandwidth; null as the former."),
+        *_HOW,
+    ),
+)
+
+WAITS = Table(
+    "waits",
+    "rank's part in a collective that several ranks recorded, on the run's clock",
+    (
+        *_WHICH,
+        Column("rank", _INT, "", "Global rank of the process."),
+        Column("activity_id", _INT, "", "activities.id."),
+        *_WHAT,
+        Column("arrival_ns", _INT, "ns", "Start of the kernel, or of the gloo slice."),
+        Column("end_ns", _INT, "ns", "Its end."),
+        Column("dur_ns", _INT, "ns", "Its duration: waiting and transfer."),
+        Column("wait_ns", _INT, "ns", "From arrival to the last known arrival; 0 where less than the residual."),
+        *_HOW,
+    ),
+)
+
+
+def instances(run: Run) -> pl.DataFrame:
+    """Return the collectives of the run that several ranks recorded; ask for it by ``run.across(instances)``.
+
+    Columns as INSTANCES; one row per window and instance. Times are on the run's clock. An arrival is the start of the
+    kernel, or of the gloo slice. last_rank is null where it came less than residual_ns (the greatest of its ranks')
+    after the next to last. transfer_ns is from the last arrival to the median end; it, last_rank and the bandwidths are
+    null where a rank of the group has no trace, and a bandwidth where the transfer is no longer than the residual.
+    bytes is the size that nccl-tests calls so.
+    """
+    found = run.across(waits)
+    if found.is_empty():
+        return INSTANCES.empty()
+    arrival, end = pl.col("arrival_ns"), pl.col("end_ns")
+    table = found.group_by(*_KEY, maintain_order=True).agg(
+        pl.col("op", "group").first(),
+        pl.col("seq", "dtype", "step", "phase", "unit").drop_nulls().first(),
+        pl.col("bytes").max(),
+        pl.col("rank").sort().alias("ranks"),
+        pl.col("group_size").max(),
+        arrival.min().alias("first_arrival_ns"),
+        arrival.max().alias("last_arrival_ns"),
+        (arrival.max() - arrival.sort().get(-2, null_on_oob=True)).alias("lead_ns"),
+        pl.col("rank").sort_by(arrival).last().alias("latest"),
+        (end.min() + (end - end.min()).median().round().cast(pl.Int64)).alias("end_ns"),  # a float holds no Unix ns
+        pl.col("wait_ns").max().alias("max_wait_ns"),
+        pl.col("residual_ns").max(),
+        pl.col("how").first(),
+    )
+    whole = pl.col("ranks").list.len() == pl.col("group_size")
+    transfer_ns = (pl.col("end_ns") - pl.col("last_arrival_ns")).clip(0)
+    told = pl.col("lead_ns") >= pl.col("residual_ns")
+    return (
+        table.with_columns(
+            pl.when(whole & told).then("latest").alias("last_rank"),
+            pl.when(told).then("latest").alias("last_known_rank"),
+            pl.when(whole).then(transfer_ns).alias("transfer_ns"),
+        )
+        .with_columns(
+            pl.when(pl.col("transfer_ns") > pl.col("residual_ns"))
+            .then(pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns"))
+            .alias("algorithm_bytes_per_s")
+        )
+        .with_columns((pl.col("algorithm_bytes_per_s") * bus_factor()).alias("bus_bytes_per_s"))
+        .select(pl.col(name).cast(dtype) for name, dtype in INSTANCES.schema.items())
+        .sort("window", "first_arrival_ns")
+    )
+
+
+def waits(run: Run) -> pl.DataFrame:
+    """Return what each rank did in each collective that several ranks recorded; ask by ``run.across(waits)``.
+
+    Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last one known, or
+    until it leaves; 0 where that is less than the residual, below which nothing is told. Where a rank of the group has
+    no trace, it waited at least so long.
+    """
+    calls = run.across(collective_matching.matched).drop_nulls("instance")
+    clocks = run.offsets.select("window", "rank", "residual_ns")
+    placed = (
+        alignment.shifted(calls, run.offsets, ("start_ns", "end_ns"))
+        .join(clocks, on=["window", "rank"], maintain_order="left")
+        .filter(pl.col("residual_ns").is_not_null())
+        .filter(pl.len().over(*_KEY) > 1)
+    )
+    most = pl.len().over(*_KEY).max().over("window", "group", "members").cast(pl.Int64)
+    last_ns, residual_ns = pl.col("arrival_ns").max().over(*_KEY), pl.col("residual_ns").max().over(*_KEY)
+    wait_ns = (pl.min_horizontal(last_ns, "end_ns") - pl.col("arrival_ns")).clip(0)
+    return (
+        placed.rename({"start_ns": "arrival_ns"})
+        # Without groups, those who ever came together are taken as all.
+        .with_columns(pl.coalesce("group_size", most).alias("group_size"), residual_ns.alias("residual_ns"))
+        .with_columns(
+            (pl.col("end_ns") - pl.col("arrival_ns")).alias("dur_ns"),
+            pl.when(wait_ns >= pl.col("residual_ns")).then(wait_ns).otherwise(0).alias("wait_ns"),
+        )
+        .select(pl.col(name).cast(dtype) for name, dtype in WAITS.schema.items())
+        .sort("window", "instance", "rank")
+    )
+
+
+def by_collective(run: Run) -> pl.DataFrame:
+    """Return how long each rank waited in which kind of collective.
+
+    Columns op, group, rank, calls, communication_ns, wait_ns, came_last (how often the others waited for it),
+    transfer_ns, bytes, bus_bytes_per_s, residual_ns; one row per op, group and rank. transfer_ns and bytes add up over
+    the collectives of which size and transfer are known; bus_bytes_per_s is theirs, all taken together. The three are
+    null where these last no longer than the residual on average.
+    """
+    sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & bus_factor().is_not_null()
+    told = run.across(instances).select(
+        *_KEY,
+        "last_rank",
+        pl.when(sized).then("transfer_ns").alias("transfer_ns"),
+        pl.when(sized).then("bytes").alias("told_bytes"),
+        pl.when(sized).then(pl.col("bytes") * bus_factor()).alias("bus_bytes"),
+    )
+    rows = run.across(waits).join(told, on=_KEY)
+    return (
+        rows.group_by("op", "group", "rank")
+        .agg(
+            pl.len().cast(pl.Int64).alias("calls"),
+            pl.col("dur_ns").sum().alias("communication_ns"),
+            pl.col("wait_ns").sum(),
+            (pl.col("last_rank") == pl.col("rank")).sum().cast(pl.Int64).alias("came_last"),
+            pl.col("transfer_ns").sum(),
+            pl.col("told_bytes").sum().alias("bytes"),
+            (pl.col("bus_bytes").sum() * _SECOND_NS / pl.col("transfer_ns").sum()).alias("bus_bytes_per_s"),
+            pl.col("residual_ns").max(),
+            pl.col("transfer_ns").mean().alias("mean_ns"),
+        )
+        .with_columns(pl.when(pl.col("mean_ns") > pl.col("residual_ns")).then(name).alias(name) for name in _TOLD)
+        .drop("mean_ns")
+        .sort("op", "group", "rank")
+    )
+
+
+def bus_factor() -> pl.Expr:
+    """Return what bus bandwidth is of algorithm bandwidth, from columns op and group_size; null where not defined."""
+    constant, per_rank = (
+        pl.col("op").replace_strict({op: f[i] for op, f in BUS_FACTORS.items()}, default=None, return_dtype=pl.Float64)
+        for i in (0, 1)
+    )
+    return constant + per_rank / pl.col("group_size")
+
+
+_TOLD = ("transfer_ns", "bytes", "bus_bytes_per_s")

@@ -1,0 +1,276 @@
+"""Why no collective runs: each communication gap split among causes, whose times sum to it exactly."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import breakdown, gaps, host_activity, launches
+from tracekit.model import intervals, sweep_line
+from tracekit.model.intervals import Spans
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Flags, Ints, Pieces
+from tracekit.model.trace import Trace
+
+HOST, PREPARATION, CONTENTION, COMPUTE, COPY, COLLECTIVE, PEER, UNKNOWN = CAUSES = (
+    "host", "preparation", "contention", "compute", "copy", "collective", "peer", "unknown",
+)  # fmt: skip
+LAUNCH_TIME, EVENT, ADJACENT, LANE_ORDER, SPAN, RUNNING, INSTANCES, NONE = EVIDENCES = (
+    "launch_time", "event", "adjacent", "lane_order", "span", "running", "instances", "none",
+)  # fmt: skip
+CONFIDENCES = {
+    LAUNCH_TIME: 0.9, EVENT: 0.95, ADJACENT: 0.8, LANE_ORDER: 0.8, SPAN: 0.9, RUNNING: 0.6, INSTANCES: 0.9, NONE: 0.0,
+}  # fmt: skip
+"""How sure a cause is by what speaks for it; a convention, not a measured frequency."""
+
+COLUMNS = {
+    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
+    "collective_id": pl.Int64, "cause": pl.String, "detail": pl.String, "activity_id": pl.Int64, "name": pl.String,
+    "evidence": pl.String, "confidence": pl.Float64, "start_ns": pl.Int64, "dur_ns": pl.Int64,
+}  # fmt: skip
+NEAR_NS = 20_000
+"""Work that starts so soon after other work ended is taken to have waited for it: a wait for an event takes less."""
+_NEVER = np.iinfo(np.int64).min // 2
+
+
+@once
+def gap_causes(trace: Trace) -> pl.DataFrame:
+    """Return the pieces of each communication gap with the cause of each; of a gap they tile it, so they sum to it.
+
+    Columns gap, device, step, phase, unit, collective_id (as `gaps.communication_gaps`), cause, detail, activity_id and
+    name (the preparation, or the compute waited for; null where none), evidence, confidence, start_ns, dur_ns; one row
+    per piece. Causes: `host` (what is to run next had not been launched; detail: what the host did, `hosts.DOINGS`),
+    `preparation` and `contention` (work that prepares the collective: its own time, and what that takes longer than
+    alone while other lanes compute; detail of the former no_sample_alone where that cannot be told apart), `compute`,
+    `copy` (launched, but what it waits for still ran), `unknown`. Another collective or a peer cannot cause such a
+    gap: while they are waited for a collective runs. Evidence: launch_time, adjacent (it began within 20 µs of the end
+    of what it is said to wait for), lane_order, span, running (it ran, and the collective reduces what is computed).
+    """
+    found = gaps.communication_gaps(trace)
+    parts = [
+        _Splitter(trace, device, found.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))).table()
+        for device in breakdown.devices(trace)
+    ]
+    return pl.concat([pl.DataFrame(schema=COLUMNS), *parts])
+
+
+def chosen(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
+    """Return, as indices into CAUSES and EVIDENCES, what the first rule that holds says; unknown where none does."""
+    cause = np.full(len(rules[0][0]), CAUSES.index(UNKNOWN), np.int64)
+    evidence = np.full(len(cause), EVIDENCES.index(NONE), np.int64)
+    for holds, of, by in reversed(rules):
+        cause[holds], evidence[holds] = CAUSES.index(of), EVIDENCES.index(by)
+    return cause, evidence
+
+
+def coded(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
+    """Return indices into `of` as a column of text, null where -1."""
+    index = pl.Series(name, cause, pl.Int64)
+    return pl.Series(name, of, pl.String).gather(index.set(index < 0, None))
+
+
+def merged(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """Return pieces with those joined that follow each other and agree in `by`."""
+    if frame.is_empty():
+        return frame
+    run = pl.struct(by).rle_id().alias("_run")
+    rest = [name for name in frame.columns if name not in ("start_ns", "dur_ns")]
+    joined = frame.group_by(run, maintain_order=True).agg(
+        *(pl.col(name).first() for name in rest), pl.col("start_ns").first(), pl.col("dur_ns").sum()
+    )
+    return joined.select(frame.columns)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Activities of one kind of a device, by start, as arrays."""
+
+    id: Ints
+    spans: Spans
+    launched_ns: Ints
+
+    @classmethod
+    def of(cls, work: pl.DataFrame) -> "Side":
+        """Return the work as arrays; a launch that is not known was long ago."""
+        return cls(
+            work["id"].to_numpy().astype(np.int64),
+            intervals.from_columns(work["start_ns"], work["dur_ns"]),
+            work["launched_ns"].fill_null(_NEVER).to_numpy().astype(np.int64),
+        )
+
+    @cached_property
+    def by_end(self) -> Ints:
+        """Return the rows by their end."""
+        return np.argsort(self.spans[:, 1], kind="stable").astype(np.int64)
+
+    def ended_until(self, at_ns: Ints) -> Ints:
+        """Return the row that ended last, at or before each moment; -1 for none."""
+        last = sweep_line.last_until(self.spans[self.by_end, 1], at_ns)
+        return sweep_line.at(self.by_end, last, -1)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """What has to run, one after the other, before a gap is closed: its preparation and the collective. By gap, start.
+
+    `producer_end_ns` is the end of the work that an item waited for as far as can be told, `near` whether it began
+    right after that.
+    """
+
+    gap: Ints
+    start_ns: Ints
+    launched_ns: Ints
+    producer_end_ns: Ints
+    near: Flags
+    reduces: Flags
+
+
+class _Splitter:
+    """One device's communication gaps and what is needed to say why they are there."""
+
+    def __init__(self, trace: Trace, device: int | None, found: pl.DataFrame) -> None:
+        self.trace, self.device, self.found = trace, device, found
+        self.gaps: Spans = intervals.from_columns(found["start_ns"], found["dur_ns"])
+        self.work = launches.work(trace, device)
+        prepared = launches.preparation(trace, device)
+        self.prepared = prepared.join(
+            found.select(
+                "collective_id",
+                pl.int_range(pl.len()).alias("row"),
+                pl.col("start_ns").alias("gap_ns"),
+                (pl.col("start_ns") + pl.col("dur_ns")).alias("gap_end_ns"),
+            ),
+            on="collective_id",
+            maintain_order="left",
+        ).filter(
+            (pl.col("start_ns") + pl.col("dur_ns") > pl.col("gap_ns")) & (pl.col("start_ns") < pl.col("gap_end_ns"))
+        )
+        others = self.work.join(self.prepared.select("id"), on="id", how="anti")
+        self.compute = Side.of(others.filter(pl.col("kind") == "compute"))
+        self.producers = Side.of(others.filter(pl.col("kind") != "communication"))
+        self.copies = Side.of(others.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
+
+    def table(self) -> pl.DataFrame:
+        if self.found.is_empty():
+            return pl.DataFrame(schema=COLUMNS)
+        items = self._items()
+        prepared, inflated_ns = self._inflation()
+        pieces = sweep_line.pieces(
+            self.gaps, prepared.ravel(), inflated_ns, self.compute.spans.ravel(), self.copies.spans.ravel(),
+            items.launched_ns, items.producer_end_ns, host_activity.edges(self.trace),
+        )  # fmt: skip
+        cause, detail, evidence, which = self._judged(pieces, items)
+        self._prepare(pieces, prepared, inflated_ns, (cause, detail, evidence, which))
+        return self._told(pieces, cause, detail, evidence, which)
+
+    def _items(self) -> _Items:
+        """Return the preparation and collectives that follow within each gap."""
+        own = self.work.select("id", pl.col("launched_ns"))
+        closing = self.found.select(
+            pl.int_range(pl.len()).alias("row"),
+            pl.col("collective_id").alias("id"),
+            (pl.col("start_ns") + pl.col("dur_ns")).alias("start_ns"),
+        ).join(own, on="id", how="left", maintain_order="left")
+        steps = self.prepared.filter(pl.col("start_ns") >= pl.col("gap_ns"))
+        both = pl.concat([closing, steps.select(closing.columns)]).sort("row", "start_ns", maintain_order=True)
+        gap = both["row"].to_numpy().astype(np.int64)
+        start = both["start_ns"].to_numpy().astype(np.int64)
+        launched = both["launched_ns"].fill_null(_NEVER).to_numpy().astype(np.int64)
+        end = self._producer_end(start, launched)
+        near = (end >= launched) & (start - end <= NEAR_NS)
+        return _Items(gap, start, launched, end, near, self._reduces()[gap])
+
+    def _producer_end(self, start: Ints, launched: Ints) -> Ints:
+        """Return the end of the work that ended last before each start, if it had been launched before it."""
+        row = self.producers.ended_until(start)
+        before = sweep_line.at(self.producers.launched_ns, row, 0) <= launched
+        return sweep_line.at(self.producers.spans[:, 1], np.where(before, row, -1), _NEVER)
+
+    def _reduces(self) -> Flags:
+        op = self.found["op"].fill_null("")
+        gathers = op.str.contains("gather|broadcast|scatter$") & ~op.str.contains("reduce")
+        return (~gathers).to_numpy()
+
+    def _judged(self, pieces: Pieces, items: _Items) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return cause, detail, evidence (indices) and the compute waited for, of each piece without preparation."""
+        at = pieces.start_ns
+        wide = int((self.gaps[:, 1] - self.gaps[:, 0]).max()) + 2
+        first_ns = self.gaps[:, 0]
+        keys = items.gap * wide + items.start_ns - first_ns[items.gap]
+        nxt = np.searchsorted(keys, pieces.of * wide + at - first_ns[pieces.of], side="right")
+        launched, end = items.launched_ns[nxt], items.producer_end_ns[nxt]
+        computing, copying = sweep_line.running(self.compute.spans, at), sweep_line.running(self.copies.spans, at)
+        doing = host_activity.doing(self.trace, at)
+        is_launched = at >= launched
+        # On the host what computes is the thread that issues: it waits for all of it.
+        waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
+        if self.device is None:
+            waits |= ~is_launched
+        told = launched != _NEVER
+        cause, evidence = chosen(
+            (waits & (computing >= 0), COMPUTE, ADJACENT),
+            (waits & (copying >= 0), COPY, ADJACENT),
+            (~is_launched, HOST, LAUNCH_TIME),
+            (waits & told & self._next_is_late(at), HOST, LAUNCH_TIME),
+        )
+        weak = np.isin(cause, [CAUSES.index(COMPUTE), CAUSES.index(COPY)]) & ~items.near[nxt]
+        evidence = np.where(weak, EVIDENCES.index(RUNNING), evidence)
+        detail = np.where(cause == CAUSES.index(HOST), doing, -1)
+        which = np.where(cause == CAUSES.index(COMPUTE), sweep_line.at(self.compute.id, computing, -1), -1)
+        which = np.where(cause == CAUSES.index(COPY), sweep_line.at(self.copies.id, copying, -1), which)
+        return cause, detail, evidence, which
+
+    def _next_is_late(self, at: Ints) -> Flags:
+        """Return at which moments the next compute to start had not been launched."""
+        following = np.searchsorted(self.compute.spans[:, 0], at, side="right")
+        known = np.where(following < len(self.compute.id), following, -1)
+        return sweep_line.at(self.compute.launched_ns, known, _NEVER) > at
+
+    def _inflation(self) -> tuple[Spans, Ints]:
+        """Return the spans of preparation, and when in each the time begins by which it takes longer than alone."""
+        spans = intervals.from_columns(self.prepared["start_ns"], self.prepared["dur_ns"])
+        alone = pl.col("alone_ns")
+        inflated = pl.when(pl.col("overlapped_ns") > 0).then((pl.col("dur_ns") - alone).clip(0)).fill_null(0)
+        return spans, spans[:, 1] - self.prepared.select(inflated.alias("ns"))["ns"].to_numpy()
+
+    def _prepare(self, pieces: Pieces, spans: Spans, inflated_ns: Ints, told: tuple[Ints, Ints, Ints, Ints]) -> None:
+        """Write into what was told which pieces are preparation of the collective that closes their gap."""
+        cause, detail, evidence, which = told
+        row = sweep_line.running(spans, pieces.start_ns)
+        mine = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.of)
+        inflated = mine & (pieces.start_ns >= sweep_line.at(inflated_ns, row, 0))
+        cause[mine] = CAUSES.index(PREPARATION)
+        cause[inflated] = CAUSES.index(CONTENTION)
+        by_span = (self.prepared["evidence"] == "span").to_numpy().astype(np.int64)
+        evidence[mine] = np.where(
+            sweep_line.at(by_span, row, 0)[mine] > 0, EVIDENCES.index(SPAN), EVIDENCES.index(LANE_ORDER)
+        )
+        unsampled = self.prepared.select((pl.col("overlapped_ns") > 0) & pl.col("alone_ns").is_null()).to_series()
+        no_sample = sweep_line.at(unsampled.to_numpy().astype(np.int64), row, 0) > 0
+        detail[mine] = np.where(no_sample, _NO_SAMPLE, -1)[mine]
+        which[mine] = sweep_line.at(self.prepared["id"].to_numpy().astype(np.int64), row, -1)[mine]
+
+    def _told(self, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints, which: Ints) -> pl.DataFrame:
+        place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")
+        names = self.work.select(pl.col("id").alias("activity_id"), "name").unique("activity_id")
+        index = pl.Series("activity_id", which, pl.Int64)
+        frame = place[pieces.of].with_columns(
+            coded(cause, CAUSES, "cause"),
+            coded(detail, DETAILS, "detail"),
+            coded(evidence, EVIDENCES, "evidence"),
+            index.set(index < 0, None),
+            pl.Series("start_ns", pieces.start_ns),
+            pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
+        )
+        frame = merged(frame, ["gap", "cause", "detail", "evidence", "activity_id"])
+        sure = pl.col("evidence").replace_strict(CONFIDENCES, return_dtype=pl.Float64)
+        return (
+            frame.join(names, on="activity_id", how="left", maintain_order="left")
+            .with_columns(sure.alias("confidence"))
+            .select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+        )
+
+
+DETAILS = (*host_activity.DOINGS, "no_sample_alone")
+_NO_SAMPLE = DETAILS.index("no_sample_alone")

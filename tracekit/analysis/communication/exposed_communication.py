@@ -1,0 +1,163 @@
+"""Collectives of training, saves left out: how much of them no compute hides, and how much of that is waiting."""
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals
+from tracekit.model.trace import Run, Trace
+
+COLUMNS = {
+    "activity_id": pl.Int64, "step": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "name": pl.String, "op": pl.String,
+    "unit": pl.String, "phase": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
+}  # fmt: skip
+SPAN_COLUMNS = {"device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64}
+STEP_COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, **breakdown.COLUMNS, "exposed_ns": pl.Int64, "waited_ns": pl.Int64,
+}  # fmt: skip
+_OF = ("window", "rank", "device")
+
+
+def exposed(trace: Trace) -> pl.DataFrame:
+    """Return every communication activity of training with the part of it during which its device computed nothing.
+
+    Columns activity_id, step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity.
+    Where several run at once, each counts the same exposed moment, so sums over activities may exceed the breakdown's.
+    """
+    work = _of_training(trace)
+    known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
+    parts = []
+    for device in breakdown.devices(trace):
+        compute, _, _ = breakdown.busy(trace, device)
+        mine = work.filter(pl.col("device").eq_missing(device))
+        spans = intervals.from_columns(mine["start_ns"], mine["dur_ns"])
+        hidden = pl.Series("hidden", intervals.coverage(spans, compute), pl.Int64)
+        parts.append(
+            mine.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns"))
+            .join(known, on="id", how="left", maintain_order="left")
+            .rename({"id": "activity_id"})
+        )
+    empty = pl.DataFrame(schema=COLUMNS)
+    return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])
+
+
+def exposed_transfers(run: Run) -> pl.DataFrame:
+    """Return `exposed` for the whole run, less the time in which a collective waits for another rank; by ``across``.
+
+    Columns window, rank, those of `exposed`, waited_ns (from its start until the last known rank has come, whether
+    anything hides it or not); exposed_ns is that of the rest.
+    """
+    waits = run.across(collective_instances.waits).select(
+        "window", "rank", "activity_id", pl.col("wait_ns").alias("waited_ns")
+    )
+    calls = run.table(exposed).join(
+        waits.unique(["window", "rank", "activity_id"]),
+        on=["window", "rank", "activity_id"],
+        how="left",
+        maintain_order="left",
+    )
+    calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
+    alone = _exposed_spans(run)
+    parts = []
+    for place, mine in calls.partition_by(_OF, as_dict=True).items():
+        own_ns = intervals.coverage(moving(mine), _spans(alone.get(place)))
+        parts.append(mine.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
+    return pl.concat(parts) if parts else calls
+
+
+def exposed_by_step(run: Run) -> pl.DataFrame:
+    """Return the breakdown of each step with its exposed communication in two: transfer and waiting; by ``across``.
+
+    Columns STEP_COLUMNS: exposed_ns, in which no compute runs and some collective has all its ranks, and waited_ns, in
+    which every collective that runs waits for a rank; they sum to exposed_communication_ns. What waits cannot be told
+    of, for want of traces or clocks, counts as exposed_ns.
+    """
+    calls = run.across(exposed_transfers).partition_by(_OF, as_dict=True)
+    saves = run.table(saving).partition_by(_OF, as_dict=True)
+    alone = _exposed_spans(run)
+    parts = []
+    for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
+        transfers = intervals.union(*([moving(calls[place])] if place in calls else []), _spans(saves.get(place)))
+        windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
+        own_ns = intervals.coverage(windows, intervals.intersect(_spans(alone.get(place)), transfers))
+        parts.append(steps.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
+    table = pl.concat(parts) if parts else run.table(breakdown.by_step).with_columns(exposed_ns=pl.lit(0, pl.Int64))
+    waited_ns = (pl.col("exposed_communication_ns") - pl.col("exposed_ns")).alias("waited_ns")
+    return table.with_columns(waited_ns).select(*STEP_COLUMNS)
+
+
+def by_rank(run: Run) -> pl.DataFrame:
+    """Return how much of each rank's communication in steps is hidden, moves unhidden or waits; by ``run.across``.
+
+    Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (something
+    computes meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Of several devices all are summed.
+    """
+    steps = run.across(exposed_by_step)
+    sums = steps.group_by("rank").agg(
+        pl.col("duration_ns", "communication_ns").sum(),
+        pl.col("overlapped_ns").sum().alias("hidden_ns"),
+        pl.col("exposed_ns", "waited_ns").sum(),
+    )
+    return sums.sort("rank")
+
+
+def spread(run: Run) -> pl.DataFrame:
+    """Return each rank's steps beside those of the other ranks; ask by ``run.across``.
+
+    Columns window, step, rank, start_ns, duration_ns (of its slowest device), median_ns (over ranks), longer_ratio
+    (by how much of that it takes longer than the median), exposed_ratio and waited_ratio (shares of the step in which
+    communication moves unhidden, and waits for a rank); one row per step and rank.
+    """
+    slowest = pl.col("duration_ns").arg_max()
+    steps = run.across(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
+    each = steps.group_by("window", "step", "rank").agg(
+        pl.col("start_ns", "duration_ns", "exposed_ns", "waited_ns").get(slowest)
+    )
+    median = pl.col("duration_ns").median().over("window", "step")
+    return (
+        each.with_columns(
+            median.round().cast(pl.Int64).alias("median_ns"),
+            (pl.col("duration_ns") / median - 1).alias("longer_ratio"),
+            (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio"),
+            (pl.col("waited_ns") / pl.col("duration_ns")).alias("waited_ratio"),
+        )
+        .select(*SPREAD_COLUMNS)
+        .sort("window", "step", "rank")
+    )
+
+
+SPREAD_COLUMNS = (
+    "window", "step", "rank", "start_ns", "duration_ns", "median_ns", "longer_ratio", "exposed_ratio", "waited_ratio",
+)  # fmt: skip
+
+
+def saving(trace: Trace) -> pl.DataFrame:
+    """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
+    return _with_device(trace.activities.filter(pl.col("phase") == conventions.CHECKPOINT), trace).select(*SPAN_COLUMNS)
+
+
+def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
+    spans = run.table(breakdown.spans).filter(pl.col("part") == breakdown.EXPOSED_COMMUNICATION)
+    return spans.partition_by(_OF, as_dict=True)
+
+
+def moving(calls: pl.DataFrame) -> intervals.Spans:
+    """Return when each collective of a table with waited_ns has all its known ranks; as many spans as rows."""
+    return intervals.from_columns(calls["start_ns"] + calls["waited_ns"], calls["dur_ns"] - calls["waited_ns"])
+
+
+def _spans(rows: pl.DataFrame | None) -> intervals.Spans:
+    rows = pl.DataFrame(schema=SPAN_COLUMNS) if rows is None else rows
+    return intervals.from_columns(rows["start_ns"], rows["dur_ns"])
+
+
+def _of_training(trace: Trace) -> pl.DataFrame:
+    """Return the communication activities but those of checkpoint saves, with their device."""
+    return _with_device(trace.activities.filter(pl.col("phase").ne_missing(conventions.CHECKPOINT)), trace)
+
+
+def _with_device(activities: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+    """Return the communication among the activities, with its device."""
+    communication = activities.filter(pl.col("kind") == "communication")
+    return communication.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")

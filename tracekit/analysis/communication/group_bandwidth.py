@@ -1,0 +1,157 @@
+"""How fast each process group moves data: beside groups that do the same, and from step to step."""
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.time import exposure
+from tracekit.model.trace import Fact, Run, Trace
+from tracekit.sync import collective_matching
+
+DESCRIBED_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl.Int64)}
+EXPOSED_COLUMNS = {"activity_id": pl.Int64, "exposed_ns": pl.Int64}
+_GROUP = ("window", "group", "members")
+_WHAT = ("op", "dtype", "bytes", "nth")
+_LARGE = 0.25  # of the largest message of the group: what is smaller tells of latency, not of the link
+
+
+def described(trace: Trace) -> pl.DataFrame:
+    """Return what the program called each process group. Columns group, axis, group_ranks; one row per group."""
+    return trace.groups.unique("group", keep="first").select(
+        "group", pl.col("description").alias("axis"), pl.col("ranks").alias("group_ranks")
+    )
+
+
+def exposures(trace: Trace) -> pl.DataFrame:
+    """Return for how long nothing computed beside each collective. Columns activity_id, exposed_ns; one row each."""
+    lanes = trace.lanes.select("lane", "device")
+    calls = trace.activities.filter(pl.col("kind") == "communication").join(lanes, on="lane", maintain_order="left")
+    return exposure.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
+
+
+FACTS: tuple[Fact, ...] = (collective_matching.calls, described, exposures)
+"""What the surveys of this module read."""
+
+
+def transfers(run: Run) -> pl.DataFrame:
+    """Return how long each group took to move the data of each collective, at most; ask by ``run.across``.
+
+    Columns window, group, members, axis, group_size, ranks (those that have a trace), step, op, dtype, bytes, nth (of
+    its op, type and size in the step and group), transfer_ns, exposed_ns (the longest over ranks), start_ns, dur_ns,
+    rank and activity_id (of the rank that waited least); one row per collective of a step. transfer_ns is the shortest
+    over ranks of the time from the last known arrival to the end: ranks without a trace may still have come later.
+    """
+    waits = run.across(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    one = [*_GROUP, "step", *_WHAT]
+    calls = (
+        run.table(collective_matching.calls)
+        .filter(
+            pl.col("phase").ne_missing(conventions.CHECKPOINT),
+            pl.col("op").is_in(list(collective_instances.BUS_FACTORS)),
+        )
+        .drop_nulls(["step", "bytes"])
+        .join(waits.unique(["window", "rank", "activity_id"]), on=["window", "rank", "activity_id"], how="left")
+        .join(run.table(exposures), on=["window", "rank", "activity_id"], how="left")
+        .join(run.table(described).unique(["window", "rank", "group"]), on=["window", "rank", "group"], how="left")
+        .sort("window", "rank", "start_ns", "activity_id")
+    )
+    nth = pl.int_range(pl.len()).over("rank", *_GROUP, "step", "op", "dtype", "bytes").cast(pl.Int64)
+    dur_ns = pl.col("end_ns") - pl.col("start_ns")
+    return (
+        calls.with_columns(
+            nth.alias("nth"),
+            dur_ns.alias("dur_ns"),
+            (dur_ns - pl.col("wait_ns").fill_null(0)).alias("transfer_ns"),
+            pl.col("exposed_ns").fill_null(0),
+        )
+        .sort("transfer_ns")
+        .group_by(one, maintain_order=True)
+        .agg(
+            pl.col(
+                "axis", "group_size", "group_ranks", "transfer_ns", "start_ns", "dur_ns", "activity_id", "unit"
+            ).first(),
+            pl.col("rank").first(),
+            pl.col("rank").sort().alias("ranks"),
+            pl.col("exposed_ns").max(),
+        )
+        .sort(*_GROUP, "step", "start_ns")
+    )
+
+
+def beside_groups(run: Run) -> pl.DataFrame:
+    """Return how long groups take beside others of their axis and size at the same collective of the same step.
+
+    Columns window, group, members, axis, group_size, ranks, step, groups (how many were compared), ratio (median over
+    collectives of its time over that of the others), transfer_ns and usual_ns (sums), bus_bytes (what nccl-tests counts
+    for bus bandwidth), exposed_ns, extra_ns (what of the difference no compute hides), group_ranks (all of the group,
+    null where not told); one row per group and step. Only messages of a quarter of the group's largest and up count.
+    """
+    place = ["window", "axis", "group_size", "step", *_WHAT]
+    each = _large(run.across(transfers)).with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
+    # Of two, each is compared with the other.
+    other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
+    usual = pl.when(pl.col("groups") == 2).then(other).otherwise(pl.col("transfer_ns").median().over(place))
+    return _summed(each.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")
+
+
+def beside_steps(run: Run) -> pl.DataFrame:
+    """Return how long each group's collectives take in each step beside what they take in the median step.
+
+    Columns as `beside_groups`, without groups; one row per group and step.
+    """
+    usual = pl.col("transfer_ns").median().over(*_GROUP, *_WHAT).cast(pl.Int64)
+    each = _large(run.across(transfers)).with_columns(usual.alias("usual_ns"))
+    return _summed(each, [*_GROUP, "step"])
+
+
+def spreads(run: Run) -> pl.DataFrame:
+    """Return how far a group's collectives vary from step to step beyond what all of a step have in common.
+
+    Columns window, group, members, spread_ratio (median over collectives of the distance between the quartiles of its
+    times, as a share of their median); one row per group.
+    """
+    usual = pl.col("transfer_ns").median()
+    each = _large(run.across(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
+    level = (pl.col("transfer_ns") / pl.col("usual_ns")).median().over(*_GROUP, "step")
+    freed = each.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
+    times = pl.col("freed_ns")
+    between = times.quantile(0.75, "linear") - times.quantile(0.25, "linear")
+    by_place = freed.group_by(*_GROUP, *_WHAT).agg((between / times.median()).alias("spread_ratio"))
+    return by_place.group_by(_GROUP).agg(pl.col("spread_ratio").median())
+
+
+def since(levels: list[float], *, least: float, share: float) -> int | None:
+    """Return the index of the step from which on a group is slow; None where there is none, or only one step after.
+
+    It is the first from which `share` of the levels are `least` times the median of those before, and none before is.
+
+    >>> since([1.0, 1.1, 2.6, 2.5], least=1.5, share=0.75)
+    2
+    """
+    for first in range(1, len(levels) - 1):
+        before, after = sorted(levels[:first]), levels[first:]
+        bar = least * before[(len(before) - 1) // 2]
+        slow = [level >= bar for level in after]
+        if slow[0] and before[-1] < bar and sum(slow) >= share * len(slow):
+            return first
+    return None
+
+
+def _large(each: pl.DataFrame) -> pl.DataFrame:
+    return each.filter(pl.col("bytes") >= _LARGE * pl.col("bytes").max().over(*_GROUP), pl.col("transfer_ns") > 0)
+
+
+def _summed(each: pl.DataFrame, by: list[str], *more: str) -> pl.DataFrame:
+    over_ns = (pl.col("transfer_ns") - pl.col("usual_ns")).clip(0)
+    return (
+        each.filter(pl.col("usual_ns") > 0)
+        .with_columns(pl.min_horizontal(over_ns, "exposed_ns").alias("extra_ns"))
+        .group_by(by, maintain_order=True)
+        .agg(
+            pl.col("axis", "group_size", "ranks", "group_ranks", *more).first(),
+            (pl.col("transfer_ns") / pl.col("usual_ns")).median().alias("ratio"),
+            pl.col("transfer_ns", "usual_ns", "exposed_ns", "extra_ns").sum(),
+            (pl.col("bytes") * collective_instances.bus_factor()).sum().alias("bus_bytes"),
+        )
+        .sort(by)
+    )

@@ -1,0 +1,170 @@
+"""Work held up by the order in which it was launched, or by another collective of its communicator."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
+from tracekit.analysis.time import launches
+from tracekit.model import intervals, sweep_line
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Trace
+
+ORDER_COLUMNS = {
+    "device": pl.Int64, "step": pl.Int64, "chances": pl.Int64, "overtaken": pl.Int64, "held": pl.Int64,
+    "held_ns": pl.Int64,
+}  # fmt: skip
+HELD_COLUMNS = {
+    "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64,
+    "activity_id": pl.Int64, "name": pl.String, "kind": pl.String, "ready_ns": pl.Int64, "start_ns": pl.Int64,
+    "dur_ns": pl.Int64, "held_ns": pl.Int64, "behind_id": pl.Int64, "behind_name": pl.String, "by": pl.String,
+}  # fmt: skip
+ORDER, COMMUNICATOR = "launch order", "communicator"
+_NEVER = np.iinfo(np.int64).min // 2
+
+
+@once
+def held(trace: Trace) -> pl.DataFrame:
+    """Return the kernels that were held up although their lane was free and they had been launched.
+
+    Columns device, step, phase, unit, lane, activity_id, name, kind, ready_ns (when it could have begun: launched, all
+    launched before it on its lane done), start_ns, dur_ns, held_ns, behind_id, behind_name, by: `launch order` where it
+    begins right when work launched earlier on another lane does (within 20 µs, and runs beside that), `communicator`
+    where a collective begins right when another of its group on another lane ends. One row per kernel held.
+    """
+    parts = [pl.DataFrame(schema=HELD_COLUMNS)]
+    for queue in _queues(trace):
+        parts += [queue.told(*queue.by_order(), ORDER), queue.told(*queue.by_communicator(trace), COMMUNICATOR)]
+    return pl.concat(parts)
+
+
+@once
+def order(trace: Trace) -> pl.DataFrame:
+    """Return how often kernels could have begun before others that were launched earlier on other lanes, and did.
+
+    Columns device, step, chances (kernels that could: their lane was free, they were launched, and an earlier one on
+    another lane began only later), overtaken (those that began more than 20 µs before it), held (those that began
+    right with it), held_ns (how long these were held up while nothing of their kind ran). One row per device and step.
+    """
+    parts = [pl.DataFrame(schema=ORDER_COLUMNS)]
+    for queue in _queues(trace):
+        chances, overtakes = queue.chances()
+        rows, _ = queue.by_order()
+        matter = np.flatnonzero(chances | overtakes)
+        frame = queue.work.select("device", "step")[matter].with_columns(
+            pl.Series("chances", np.ones(len(matter), np.int64)),
+            pl.Series("overtaken", overtakes[matter]),
+            pl.Series("held", np.isin(matter, rows)),
+            pl.Series("held_ns", queue.idle_ns(rows)[matter]),
+        )
+        sums = frame.group_by("device", "step", maintain_order=True).agg(pl.all().sum())
+        parts.append(sums.select(pl.col(name).cast(dtype) for name, dtype in ORDER_COLUMNS.items()))
+    return pl.concat(parts)
+
+
+@once
+def _queues(trace: Trace) -> "list[_Queue]":
+    return [_Queue(trace, device) for device in trace.lanes["device"].drop_nulls().unique().sort()]
+
+
+class _Queue:
+    """One device's kernels in the order in which the host launched them."""
+
+    def __init__(self, trace: Trace, device: int) -> None:
+        kernels = launches.work(trace, device).filter(
+            pl.col("kind").is_in(["compute", "communication"]), pl.col("launched_ns").is_not_null()
+        )
+        calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
+        joined = kernels.join(calls, on="launch_id", how="left", maintain_order="left")
+        self.work = joined.sort("called_ns", "id")
+        self.lane = self.work["lane"].to_numpy()
+        self.spans = intervals.from_columns(self.work["start_ns"], self.work["dur_ns"])
+        self.computes = (self.work["kind"] == "compute").to_numpy()
+        self.latest: Ints = np.full(len(self.lane), -1, np.int64)
+        """Of the kernels launched earlier on other lanes, the one that began last; -1 for none."""
+        before = np.full(len(self.lane), _NEVER, np.int64)
+        for lane in np.unique(self.lane):
+            own = self.lane == lane
+            self.latest[own] = _latest(np.where(own, _NEVER, self.spans[:, 0]))[own]
+            before[own] = _before(np.where(own, self.spans[:, 1], _NEVER))[own]
+        self.ready_ns: Ints = np.maximum(self.work["launched_ns"].to_numpy(), before)
+
+    @property
+    def latest_ns(self) -> Ints:
+        """Return when the last of the earlier ones on other lanes began."""
+        return sweep_line.at(self.spans[:, 0], self.latest, _NEVER)
+
+    def chances(self) -> tuple[Flags, Flags]:
+        """Return which kernels could begin before an earlier one on another lane, and which did."""
+        return self.latest_ns > self.ready_ns + NEAR_NS, self.spans[:, 0] < self.latest_ns - NEAR_NS
+
+    def by_order(self) -> tuple[Ints, Ints]:
+        """Return the kernels that began right when an earlier one on another lane did, and beside it, and which."""
+        could, _ = self.chances()
+        after_ns = self.spans[:, 0] - self.latest_ns
+        runs_on = sweep_line.at(self.spans[:, 1], self.latest, _NEVER) > self.spans[:, 0] + NEAR_NS
+        rows = np.flatnonzero(could & (after_ns >= 0) & (after_ns <= NEAR_NS) & runs_on)
+        return rows, self.latest[rows]
+
+    def by_communicator(self, trace: Trace) -> tuple[Ints, Ints]:
+        """Return the collectives that began right when another of their group on another lane ended, and which."""
+        groups = trace.collectives.select(pl.col("activity_id").alias("id"), "group", "op").unique("id")
+        told = self.work.select("id").join(groups, on="id", how="left", maintain_order="left")
+        rows = np.flatnonzero(~self.computes & told["group"].is_not_null().to_numpy())
+        group = told["group"].rank("dense").fill_null(0).to_numpy()[rows]
+        order = rows[np.lexsort((self.spans[rows, 0], group))]
+        same = told["group"].rank("dense").fill_null(0).to_numpy()[order]
+        first, then = order[:-1], order[1:]
+        ready_ns = np.maximum(self.ready_ns, self._produced_ns(told["op"]))
+        waits = (
+            (same[:-1] == same[1:])
+            & (self.lane[first] != self.lane[then])
+            & (self.spans[then, 0] >= self.spans[first, 1])
+            & (self.spans[then, 0] - self.spans[first, 1] <= NEAR_NS)
+            & (ready_ns[then] + NEAR_NS < self.spans[first, 1])
+        )
+        return then[waits], first[waits]
+
+    def _produced_ns(self, op: pl.Series) -> Ints:
+        """Return the end of the compute launched before each collective that reduces what is computed."""
+        gathers = (
+            op.fill_null("").str.contains("gather|broadcast") & ~op.fill_null("").str.contains("reduce")
+        ).to_numpy()
+        before = _before(np.where(self.computes, self.spans[:, 1], _NEVER))
+        return np.where(gathers, _NEVER, before)
+
+    def idle_ns(self, rows: Ints) -> Ints:
+        """Return, at each of `rows`, how long it was held up while nothing of its kind ran; 0 elsewhere."""
+        found = np.zeros(len(self.lane), np.int64)
+        waits = np.stack((self.ready_ns[rows], self.spans[rows, 0]), axis=1)
+        for computes in (True, False):
+            mine = self.computes[rows] == computes
+            busy = intervals.coverage(waits[mine], self.spans[self.computes == computes])
+            found[rows[mine]] = waits[mine, 1] - waits[mine, 0] - busy
+        return found
+
+    def told(self, rows: Ints, behind: Ints, by: str) -> pl.DataFrame:
+        """Return the table of what was held up."""
+        earlier = self.work[behind].select(pl.col("id").alias("behind_id"), pl.col("name").alias("behind_name"))
+        frame = self.work[rows].rename({"id": "activity_id"})
+        return frame.with_columns(
+            pl.Series("ready_ns", self.ready_ns[rows]),
+            pl.Series("held_ns", self.spans[rows, 0] - self.ready_ns[rows]),
+            *earlier.iter_columns(),
+            pl.lit(by).alias("by"),
+        ).select(pl.col(name).cast(dtype) for name, dtype in HELD_COLUMNS.items())
+
+
+def _before(values: Ints) -> Ints:
+    """Return the greatest of the values before each."""
+    reached = np.maximum.accumulate(np.concatenate((np.array([_NEVER]), values)))
+    return np.asarray(reached[:-1], np.int64)
+
+
+def _latest(values: Ints) -> Ints:
+    """Return where the greatest of the values before each stands; -1 for none."""
+    if not len(values):
+        return values
+    reached = np.maximum.accumulate(values)
+    where = np.maximum.accumulate(np.where((values == reached) & (values > _NEVER), np.arange(len(values)), -1))
+    return np.concatenate((np.array([-1]), where[:-1])).astype(np.int64)

@@ -1,0 +1,93 @@
+"""What the collectives of a run move: how fast each message went, and each kind of message added up."""
+
+import polars as pl
+
+from tracekit.analysis.communication import collective_instances, group_bandwidth
+from tracekit.model.trace import Fact, Run
+from tracekit.sync import collective_matching
+
+_SECOND_NS = 1_000_000_000
+SPEED_COLUMNS = {
+    "window": pl.Int64, "step": pl.Int64, "op": pl.String, "group": pl.String, "axis": pl.String,
+    "group_size": pl.Int64, "bytes": pl.Int64, "transfer_ns": pl.Int64, "algorithm_bytes_per_s": pl.Float64,
+    "bus_bytes_per_s": pl.Float64, "is_whole": pl.Boolean,
+}  # fmt: skip
+KIND_COLUMNS = {
+    "op": pl.String, "group": pl.String, "axis": pl.String, "group_size": pl.Int64, "dtype": pl.String,
+    "bytes": pl.Int64, "ranks": pl.Int64, "calls": pl.Int64, "total_ns": pl.Int64, "p50_ns": pl.Int64,
+    "waited_ns": pl.Int64, "exposed_ns": pl.Int64, "algorithm_bytes_per_s": pl.Float64, "bus_bytes_per_s": pl.Float64,
+    "is_whole": pl.Boolean,
+}  # fmt: skip
+FACTS: tuple[Fact, ...] = group_bandwidth.FACTS
+"""What the surveys of this module read."""
+_PLACE = ["window", "rank", "activity_id"]
+
+
+def speeds(run: Run) -> pl.DataFrame:
+    """Return how fast each message of known size moved; ask by ``run.across``.
+
+    Columns SPEED_COLUMNS; one row per collective. Where every rank of the group has a trace, they are those of
+    `instances.instances`: size over the time from the last arrival to the end (is_whole), and nothing is told of
+    transfers no longer than the clocks' residual. Where ranks are missing, the time on the rank that waited least
+    counts, so that the message moved at least so fast. bus_bytes_per_s is what nccl-tests calls bus bandwidth.
+    """
+    found = run.across(collective_instances.instances)
+    named = (
+        run.table(group_bandwidth.described).select("window", "group", "axis").unique(["window", "group"], keep="first")
+    )
+    whole = found.drop_nulls("bus_bytes_per_s").join(named, on=["window", "group"], how="left", maintain_order="left")
+    each = run.across(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
+    known = found.select("window", "group").unique()
+    lone = each.join(known, on=["window", "group"], how="anti", nulls_equal=True)
+    partly = each.join(known, on=["window", "group"], how="semi", nulls_equal=True)
+    partly = partly.filter(pl.col("ranks").list.len() < pl.col("group_size"))
+    rate = pl.col("bytes") * _SECOND_NS / pl.col("transfer_ns")
+    least = (
+        pl.concat([lone, partly])
+        .with_columns(rate.alias("algorithm_bytes_per_s"))
+        .with_columns((pl.col("algorithm_bytes_per_s") * collective_instances.bus_factor()).alias("bus_bytes_per_s"))
+        .drop_nulls("bus_bytes_per_s")
+    )
+    return pl.concat(
+        part.with_columns(is_whole=pl.lit(is_whole)).select(
+            pl.col(name).cast(dtype) for name, dtype in SPEED_COLUMNS.items()
+        )
+        for part, is_whole in ((whole, True), (least, False))
+    )
+
+
+def by_kind(run: Run) -> pl.DataFrame:
+    """Return the collectives added up by op, group, element type and size, most time first; ask by ``run.across``.
+
+    Columns KIND_COLUMNS: ranks (that have a trace of it), calls and total_ns (of all ranks), p50_ns (of one call),
+    waited_ns (until the last known rank came), exposed_ns (while its device computed nothing; of several at once each
+    counts it), and the medians of `speeds`.
+    """
+    waits = run.across(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
+    named = run.table(group_bandwidth.described).select("group", "axis").unique("group", keep="first")
+    key = ["op", "group", "group_size", "dtype", "bytes"]
+    dur_ns = pl.col("end_ns") - pl.col("start_ns")
+    sums = (
+        run.table(collective_matching.calls)
+        .join(waits, on=_PLACE, how="left", maintain_order="left")
+        .join(run.table(group_bandwidth.exposures), on=_PLACE, how="left", maintain_order="left")
+        .group_by(key, maintain_order=True)
+        .agg(
+            pl.col("rank").n_unique().alias("ranks"),
+            pl.len().alias("calls"),
+            dur_ns.sum().alias("total_ns"),
+            dur_ns.median().round().alias("p50_ns"),
+            pl.col("wait_ns").sum().alias("waited_ns"),
+            pl.col("exposed_ns").sum(),
+        )
+    )
+    kind = ["op", "group", "group_size", "bytes"]
+    told = run.across(speeds).group_by(kind).agg(
+        pl.col("algorithm_bytes_per_s", "bus_bytes_per_s").median(), pl.col("is_whole").all()
+    )  # fmt: skip
+    return (
+        sums.join(named, on="group", how="left", maintain_order="left")
+        .join(told, on=kind, how="left", nulls_equal=True, maintain_order="left")
+        .select(pl.col(name).cast(dtype) for name, dtype in KIND_COLUMNS.items())
+        .sort("total_ns", descending=True, maintain_order=True)
+    )

@@ -1,0 +1,1 @@
+"""Facts about compute: kernels, FLOPs, contention on the device, compute gaps, recomputation."""

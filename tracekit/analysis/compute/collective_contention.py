@@ -1,0 +1,229 @@
+"""How much longer collectives take while compute runs beside them, by bus bandwidth at the same size."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.communication import collective_instances, communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes, concurrency, contention, slowdown
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Run, Trace
+
+CALL_COLUMNS = {
+    "activity_id": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "step": pl.Int64, "phase": pl.String,
+    "unit": pl.String, "name": pl.String, "op": pl.String, "group": pl.String, "group_size": pl.Int64,
+    "dtype": pl.String, "bytes": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "compute_ns": pl.Int64,
+    "others": pl.Int64, "chain": pl.Int64, "waited_ns": pl.Int64,
+}  # fmt: skip
+_SECOND_NS = 1_000_000_000
+_MIXED = -1
+
+
+def calls(trace: Trace) -> pl.DataFrame:
+    """Return the collectives on devices with what ran beside each, and how long compute waited for it.
+
+    Columns activity_id, device, lane, step, phase, unit, name, op, group, group_size, dtype, bytes (the larger of sent
+    and received), start_ns, dur_ns, compute_ns (of it beside compute), others (which other kinds ran beside it most of
+    the time, as bits of `overlap.KINDS`; -1 where one did so in part), chain (number of the gap in communication after
+    which it came without a further gap, preparation and up to 20 µs being none; -1 before the first), waited_ns (how
+    long nothing computed for want of it). One row per collective; empty on a CPU run.
+    """
+    waits = (
+        compute_gap_causes.compute_gap_causes(trace)
+        .filter(pl.col("cause") == communication_gap_causes.COLLECTIVE)
+        .group_by("collective_id")
+        .agg(pl.col("dur_ns").sum().alias("waited_ns"))
+    )
+    messages = trace.collectives.select(
+        "activity_id",
+        "op",
+        "group",
+        "group_size",
+        "dtype",
+        pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
+    ).unique("activity_id")
+    # Through preparation, its own lane's work, a delay goes on to the next collective.
+    idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
+    long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
+    parts = [pl.DataFrame(schema=CALL_COLUMNS)]
+    for here in concurrency.residents(trace):
+        mine = np.flatnonzero(here.kind == KINDS.index(COMMUNICATION))
+        quiet = long_gaps.filter(pl.col("device") == here.device)["start_ns"].sort().to_numpy()
+        starts = here.spans[mine, 0]
+        told = here.work[mine].rename({"id": "activity_id"}).drop("bytes")
+        parts.append(
+            told.join(messages, on="activity_id", how="left", maintain_order="left")
+            .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")
+            .with_columns(
+                pl.Series("compute_ns", here.beside_ns[mine, KINDS.index(COMPUTE)]),
+                pl.Series("others", _others(here, mine)),
+                pl.Series("chain", np.searchsorted(quiet, starts, side="right") - 1),
+                pl.col("waited_ns").fill_null(0),
+            )
+            .select(pl.col(name).cast(dtype) for name, dtype in CALL_COLUMNS.items())
+        )
+    return pl.concat(parts)
+
+
+COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "instance": pl.Int64, **CALL_COLUMNS, "transfer_ns": pl.Int64,
+    "whole": pl.Boolean, "alone_ns": pl.Int64, "excess_ns": pl.Int64, "judged": pl.Boolean, "alone": pl.Boolean,
+    "beside": pl.Boolean,
+}  # fmt: skip
+
+
+def across(run: Run) -> pl.DataFrame:
+    """Return the collectives of all ranks, each against the same alone; ask by ``run.across``.
+
+    Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS', transfer_ns (from
+    the arrival of the last known rank, its duration on that rank), whole (every rank of the group has a trace),
+    alone_ns (the median transfer of the same op, group, dtype and size that compute left alone, in the same step if
+    there is one: of such beside which the same other kinds ran, else of any), excess_ns, judged (whether there is such
+    a sample), alone, beside. What ran beside it is told by the rank that came last. One row per call.
+    """
+    found = _with_transfer(run)
+    if found.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    key = ["window", "instance"]
+    one = found.sort("dur_ns", maintain_order=True).unique(key, keep="first", maintain_order=True)
+    facts = _compared(one).rename({"dur_ns": "transfer_ns"})
+    joined = found.drop("compute_ns").join(facts, on=key, how="left", maintain_order="left")
+    return joined.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+
+
+def _compared(one: pl.DataFrame) -> pl.DataFrame:
+    """Return each instance, told by the rank that came last, against the same alone."""
+    dur, by, others = (one[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
+    sized = one["bytes"].is_not_null().to_numpy()
+    apart = sized & (by <= concurrency.ALONE_RATIO * dur)
+    beside = sized & (others != _MIXED) & (by >= concurrency.BESIDE_RATIO * dur)
+    alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
+    told = slowdown.compared(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, beside=beside)
+    # Another collective beside the sample can only have slowed it: against such, too little is told.
+    least = slowdown.compared(_same(one, *_MESSAGE), step, dur, alone=apart, beside=beside)
+    judged = told.judged & sized & (others != _MIXED) & ~alone
+    rest = least.judged & sized & (others == 0) & ~apart & ~judged
+    return one.select(
+        "window", "instance", "dur_ns", "compute_ns",
+        pl.Series("alone_ns", np.where(rest, least.alone_ns, told.alone_ns).round()),
+        pl.Series("excess_ns", np.where(judged, told.excess_ns, np.where(rest, least.excess_ns, 0)).round()),
+        pl.Series("judged", judged | rest),
+        pl.Series("alone", alone),
+        pl.Series("beside", beside),
+    )  # fmt: skip
+
+
+_MESSAGE = ("op", "group", "group_size", "dtype", "bytes")
+
+
+def _same(calls: pl.DataFrame, *names: str) -> Ints:
+    return calls.select(pl.struct(names).rank("dense")).to_series().to_numpy().astype(np.int64)
+
+
+def by_step(run: Run) -> pl.DataFrame:
+    """Return the same as `contention.by_step` for collectives beside compute, and what compute waited for it.
+
+    Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (what the time together that has no sample alone would
+    have lost at the slowdown of the rest of the rank), waited_ns (how much of both made compute wait, within each chain
+    of collectives without a gap: no wait is saved before the loss). Ask by ``run.across``.
+    """
+    found = _inferred(run.across(across)).sort("window", "rank", "start_ns")
+    place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
+    lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
+    columns = {"window": pl.Int64, "rank": pl.Int64, **contention.STEP_COLUMNS, "inferred_ns": pl.Int64}
+    return (
+        found.with_columns(
+            lost.cum_sum().over(chain).alias("so_far_ns"),
+            pl.col("waited_ns").sum().over(chain).alias("whole_ns"),
+            (pl.col("waited_ns").sum().over(chain) - pl.col("waited_ns").cum_sum().over(chain)).alias("later_ns"),
+        )
+        # What is saved until a collective is no more than was lost until then, nor than before it and waited for it.
+        .with_columns(
+            pl.min_horizontal((pl.col("so_far_ns") + pl.col("later_ns")).min().over(chain), "whole_ns").alias(
+                "saved_ns"
+            )
+        )
+        .with_columns((pl.col("saved_ns") * lost / pl.max_horizontal(lost.sum().over(chain), 1)).alias("waited_ns"))
+        .filter(pl.col("compute_ns") > 0)
+        .group_by(place, maintain_order=True)
+        .agg(
+            pl.len().alias("calls"),
+            pl.col("compute_ns").sum().alias("overlapped_ns"),
+            pl.col("judged").sum().alias("judged_calls"),
+            pl.col("compute_ns").filter("judged").sum().alias("judged_ns"),
+            pl.col("excess_ns").filter("judged").sum().alias("lost_ns"),
+            pl.col("inferred_ns", "waited_ns").sum().round(),
+        )
+        .with_columns(pl.lit(COMMUNICATION).alias("of"), pl.lit(COMPUTE).alias("beside"))
+        .select(pl.col(name).cast(dtype) for name, dtype in {**columns, "waited_ns": pl.Int64}.items())
+    )
+
+
+def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
+    judged = pl.col("judged")
+    sums = calls.group_by("rank").agg(
+        pl.col("compute_ns").filter(judged).sum().alias("together_ns"),
+        pl.col("excess_ns").filter(judged).sum().alias("more_ns"),
+    )
+    share = (pl.col("more_ns") / pl.max_horizontal("together_ns", 1)).clip(0, 1)
+    inferred = pl.when(judged).then(0.0).otherwise(pl.col("compute_ns") * pl.col("lost_share"))
+    return calls.join(
+        sums.select("rank", share.alias("lost_share")), on="rank", how="left", maintain_order="left"
+    ).with_columns(inferred.alias("inferred_ns"))
+
+
+def all_pairs(run: Run) -> pl.DataFrame:
+    """Return `contention.pairs` with collectives beside compute among them; ask by ``run.across``."""
+    found = pl.concat([run.across(contention.pairs), contention.pooled(run.across(by_step))])
+    return found.sort("rank", "device", "of", "beside")
+
+
+def bandwidths(run: Run) -> pl.DataFrame:
+    """Return the bus bandwidth of collectives of one kind and size, alone and beside compute; ask by ``run.across``.
+
+    Columns op, group, group_size, dtype, bytes, alone_calls, beside_calls, alone_ns, beside_ns (median transfers),
+    alone_bus_bytes_per_s, beside_bus_bytes_per_s (as nccl-tests counts it; null where the op is not known), whole. One
+    row per kind and size, the one with most time first.
+    """
+    found = run.across(across).unique(["window", "instance"])
+    transfer = pl.col("transfer_ns")
+    sums = found.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
+        pl.col("alone").sum().cast(pl.Int64).alias("alone_calls"),
+        pl.col("beside").sum().cast(pl.Int64).alias("beside_calls"),
+        transfer.filter("alone").median().alias("alone_ns"),
+        transfer.filter("beside").median().alias("beside_ns"),
+        transfer.sum().alias("total_ns"),
+        pl.col("whole").all(),
+    )
+    factor = collective_instances.bus_factor()
+    speed = [(pl.col("bytes") * factor * _SECOND_NS / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s") for n in _HOW]
+    return sums.with_columns(speed).sort("total_ns", descending=True).drop("total_ns")
+
+
+_HOW = ("alone", "beside")
+
+
+def _with_transfer(run: Run) -> pl.DataFrame:
+    """Return the calls of all ranks with their instance; one that no other rank is known to share is its own."""
+    known = run.across(collective_instances.waits).select("window", "rank", "activity_id", "instance")
+    known = known.unique(["window", "rank", "activity_id"])
+    found = run.table(calls).join(known, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
+    own = -1 - pl.int_range(pl.len()).cast(pl.Int64)
+    together = found.with_columns(pl.coalesce("instance", own).alias("instance"))
+    return together.with_columns(
+        (pl.len().over("window", "instance") >= pl.col("group_size")).fill_null(value=False).alias("whole")
+    )
+
+
+def _others(here: concurrency.Residents, rows: Ints) -> Ints:
+    bits = np.zeros(len(rows), np.int64)
+    dur_ns = here.dur_ns[rows]
+    for kind in range(len(KINDS)):
+        if kind == KINDS.index(COMPUTE):
+            continue
+        near = here.beside_ns[rows, kind]
+        bits = np.where(
+            (near > concurrency.ALONE_RATIO * dur_ns) & (near < concurrency.BESIDE_RATIO * dur_ns), _MIXED, bits
+        )
+        bits = np.where((bits != _MIXED) & (near >= concurrency.BESIDE_RATIO * dur_ns), bits | (1 << kind), bits)
+    return bits

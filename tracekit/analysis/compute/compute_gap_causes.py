@@ -1,0 +1,256 @@
+"""Why nothing computes: each compute gap split among causes, tied to the gap in communication that it comes from."""
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.communication import collective_instances, communication_gap_causes
+from tracekit.analysis.communication.communication_gap_causes import (
+    ADJACENT,
+    CAUSES,
+    COLLECTIVE,
+    COPY,
+    HOST,
+    INSTANCES,
+    LAUNCH_TIME,
+    NEAR_NS,
+    PEER,
+    RUNNING,
+    UNKNOWN,
+    Side,
+)
+from tracekit.analysis.time import breakdown, gaps, host_activity, launches
+from tracekit.model import intervals, sweep_line
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Flags, Ints, Pieces
+from tracekit.model.trace import Run, Trace
+
+COLUMNS = {
+    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
+    "activity_id": pl.Int64, "cause": pl.String, "detail": pl.String, "communication_gap": pl.Int64,
+    "collective_id": pl.Int64, "collective_start_ns": pl.Int64, "evidence": pl.String, "confidence": pl.Float64,
+    "start_ns": pl.Int64, "dur_ns": pl.Int64,
+}  # fmt: skip
+CHAIN_COLUMNS = {
+    "communication_gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
+    "collective_id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "host_ns": pl.Int64,
+    "preparation_ns": pl.Int64, "contention_ns": pl.Int64, "compute_ns": pl.Int64, "copy_ns": pl.Int64,
+    "unknown_ns": pl.Int64, "waited_ns": pl.Int64,
+}  # fmt: skip
+_NEVER = np.iinfo(np.int64).min // 2
+
+
+@once
+def compute_gap_causes(trace: Trace) -> pl.DataFrame:
+    """Return the pieces of each compute gap with the cause of each; of a gap they tile it, so they sum to it.
+
+    Columns gap, device, step, phase, unit, activity_id (as `gaps.compute_gaps`), cause, detail, communication_gap
+    (number of the gap in communication whose cause this one inherits), collective_id and collective_start_ns (the
+    collective that ran, or whose gap it is), evidence, confidence, start_ns, dur_ns; one row per piece. Until the last
+    collective within a gap has ended, what computes next is taken to wait for it, if by then it had been launched or
+    starts within 20 µs: `collective` while one runs, else what the gap in communication has for its cause. The rest is
+    `host` while the next compute is not launched (detail: what the host did), `copy` while one runs, else `unknown`.
+    Where the host waits for the device while a collective runs, that is the cause (detail synchronize).
+    """
+    found, before = gaps.compute_gaps(trace), communication_gap_causes.gap_causes(trace)
+    parts = [pl.DataFrame(schema=COLUMNS)]
+    for device in breakdown.devices(trace):
+        here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
+        mine = found.filter(here)
+        if mine.height:
+            parts.append(_split(trace, device, mine, before.filter(here).sort("start_ns")))
+    return pl.concat(parts)
+
+
+def compute_gap_causes_across(run: Run) -> pl.DataFrame:
+    """Return `compute_gap_causes` of all ranks with waiting for peers told apart; ask by ``run.across``.
+
+    Columns window, rank, COLUMNS', peer_rank (who came last of the ranks that have a trace; null where not known). The
+    time of a collective until that rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
+    """
+    pieces = run.table(compute_gap_causes)
+    key = ["window", "instance"]
+    last = run.across(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
+    waits = run.across(collective_instances.waits).join(last, on=key, how="left")
+    waits = waits.select("window", "rank", pl.col("activity_id").alias("collective_id"), "wait_ns", "peer_rank")
+    waits = waits.unique(["window", "rank", "collective_id"])
+    joined = pieces.join(waits, on=["window", "rank", "collective_id"], how="left", maintain_order="left")
+    last_ns = pl.col("collective_start_ns") + pl.col("wait_ns").fill_null(0)
+    peer_ns = pl.when(pl.col("cause") == COLLECTIVE).then((last_ns - pl.col("start_ns")).clip(0)).fill_null(0)
+    told = joined.with_columns(pl.min_horizontal(peer_ns, "dur_ns").alias("peer_ns"))
+    waiting = told.filter(pl.col("peer_ns") > 0).with_columns(
+        pl.col("peer_ns").alias("dur_ns"),
+        pl.lit(PEER).alias("cause"),
+        pl.lit(INSTANCES).alias("evidence"),
+        pl.lit(communication_gap_causes.CONFIDENCES[INSTANCES]).alias("confidence"),
+    )
+    rest = told.with_columns(
+        pl.col("start_ns") + pl.col("peer_ns"),
+        pl.col("dur_ns") - pl.col("peer_ns"),
+        pl.lit(None, pl.Int64).alias("peer_rank"),
+    ).filter(pl.col("dur_ns") > 0)
+    columns = ["window", "rank", *COLUMNS, "peer_rank"]
+    return pl.concat([waiting.select(columns), rest.select(columns)]).sort("window", "rank", "device", "start_ns")
+
+
+def chains(trace: Trace) -> pl.DataFrame:
+    """Return each communication gap by cause, and how long compute then waited: preparation, gap, compute gap.
+
+    Columns communication_gap, device, step, phase, unit, collective_id, start_ns, dur_ns, host_ns, preparation_ns,
+    contention_ns, compute_ns, copy_ns, unknown_ns (its causes; they sum to dur_ns), waited_ns; one row per gap.
+    waited_ns is how long nothing computed for want of its collective or of those that follow without a further gap
+    (such as the next all-gather on the communicator; up to 20 µs between them are the device's own), and within the gap
+    itself: what removing the gap can save at most is the smaller of the two.
+    """
+    pieces = communication_gap_causes.gap_causes(trace)
+    place = ["device", "step", "phase", "unit", "collective_id"]
+    names = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name not in ("start_ns", "dur_ns", "waited_ns")]
+    by_cause = pieces.group_by(pl.col("gap").alias("communication_gap"), maintain_order=True).agg(
+        *(pl.col(name).first() for name in place),
+        pl.col("start_ns").first(),
+        pl.col("dur_ns").sum(),
+        *(pl.col("dur_ns").filter(pl.col("cause") == name.removesuffix("_ns")).sum().alias(name) for name in names),
+    )
+    if by_cause.is_empty():
+        return pl.DataFrame(schema=CHAIN_COLUMNS)
+    waits = compute_gap_causes(trace).filter(
+        (pl.col("cause") == COLLECTIVE) | pl.col("communication_gap").is_not_null()
+    )
+    closed = (
+        by_cause.filter(pl.col("dur_ns") > NEAR_NS).select("device", "communication_gap", "start_ns").sort("start_ns")
+    )
+    keyed = pl.col("device").fill_null(-1).alias("_device")
+    tied = (
+        waits.select(keyed, "start_ns", "dur_ns")
+        .sort("start_ns")
+        .join_asof(closed.with_columns(keyed).drop("device"), on="start_ns", by="_device", check_sortedness=False)
+    )
+    waited = tied.group_by("communication_gap").agg(pl.col("dur_ns").sum().alias("waited_ns"))
+    return (
+        by_cause.join(waited, on="communication_gap", how="left", maintain_order="left")
+        .with_columns(pl.col("waited_ns").fill_null(0))
+        .select(pl.col(name).cast(dtype) for name, dtype in CHAIN_COLUMNS.items())
+    )
+
+
+def chains_by_unit(trace: Trace) -> pl.DataFrame:
+    """Return the chains of each unit: what keeps its collectives waiting, and what compute waits for that.
+
+    Columns device, step, phase, unit, gaps, dur_ns, host_ns, preparation_ns, contention_ns, compute_ns, copy_ns,
+    unknown_ns, waited_ns (sums over the unit's gaps in communication, as `chains`) and lost_ns (the smaller of each
+    gap and what compute waited for it, summed: what the gaps cost at most). One row per device, step, phase and unit.
+    """
+    lost_ns = pl.min_horizontal("dur_ns", "waited_ns").sum().alias("lost_ns")
+    sums = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name != "start_ns"]
+    return (
+        chains(trace)
+        .group_by("device", "step", "phase", "unit", maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("gaps"), pl.col(sums).sum(), lost_ns)
+    )
+
+
+class _Wait(NamedTuple):
+    """What the compute that closes each gap waited for: when it had been launched, and the collective, if any."""
+
+    launched_ns: Ints
+    call: Ints
+    until_ns: Ints
+    near: Flags
+
+
+def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
+    """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
+    work = launches.work(trace, device)
+    calls = Side.of(work.filter(pl.col("kind") == "communication"))
+    copies = intervals.from_columns(
+        *work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)).select("start_ns", "dur_ns")
+    )
+    quiet = intervals.from_columns(before["start_ns"], before["dur_ns"])
+    idle = intervals.from_columns(found["start_ns"], found["dur_ns"])
+    wait = _waits(work, found, calls, idle)
+    pieces = sweep_line.pieces(
+        idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
+        host_activity.edges(trace),
+    )  # fmt: skip
+    at = pieces.start_ns
+    call, gap, doing = (
+        sweep_line.running(calls.spans, at),
+        sweep_line.running(quiet, at),
+        host_activity.doing(trace, at),
+    )
+    waits = at < wait.until_ns[pieces.of]
+    awaited = wait.call[pieces.of]
+    unlaunched = at < wait.launched_ns[pieces.of]
+    blocked = host_activity.is_synchronizing(doing) if device is not None else doing >= _IDLE_HOST
+    cause, evidence = communication_gap_causes.chosen(
+        (waits & (call >= 0) & wait.near[pieces.of], COLLECTIVE, ADJACENT),
+        (waits & (call >= 0), COLLECTIVE, RUNNING),
+        (waits & (gap >= 0), UNKNOWN, communication_gap_causes.NONE),  # replaced by what the gap has for its cause
+        (waits & (at < sweep_line.at(calls.launched_ns, awaited, _NEVER)), HOST, LAUNCH_TIME),
+        (waits, UNKNOWN, communication_gap_causes.NONE),
+        (unlaunched & blocked & (call >= 0), COLLECTIVE, RUNNING),
+        (unlaunched, HOST, LAUNCH_TIME),
+        (sweep_line.running(copies, at) >= 0, COPY, RUNNING),
+    )
+    inherits = waits & (call < 0) & (gap >= 0)
+    is_host = cause == CAUSES.index(HOST)
+    synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_activity.is_synchronizing(doing)
+    told = _told(found, pieces, cause, evidence, np.where(is_host | synced, doing, -1))
+    own = np.where(cause == CAUSES.index(COLLECTIVE), call, -1)
+    return _named(told, calls, own, before, np.where(inherits, gap, -1))
+
+
+_IDLE_HOST = host_activity.DOINGS.index(host_activity.SYNCHRONIZE)
+"""On a CPU run a host that does this or what comes after it may be waiting for a collective that runs."""
+
+
+def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: Side, idle: intervals.Spans) -> _Wait:
+    own = work.select(pl.col("id").alias("activity_id"), "launched_ns")
+    launched = found.select("activity_id").join(own, on="activity_id", how="left", maintain_order="left")["launched_ns"]
+    launched_ns = launched.fill_null(_NEVER).to_numpy().astype(np.int64)
+    call = calls.ended_until(idle[:, 1])
+    end_ns = sweep_line.at(calls.spans[:, 1], call, _NEVER)
+    near = idle[:, 1] - end_ns <= NEAR_NS
+    awaited = (end_ns > idle[:, 0]) & (near | (end_ns >= launched_ns))
+    return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, _NEVER), near)
+
+
+def _told(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, detail: Ints) -> pl.DataFrame:
+    place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
+    return place[pieces.of].with_columns(
+        communication_gap_causes.coded(cause, CAUSES, "cause"),
+        communication_gap_causes.coded(detail, communication_gap_causes.DETAILS, "detail"),
+        communication_gap_causes.coded(evidence, communication_gap_causes.EVIDENCES, "evidence"),
+        pl.Series("start_ns", pieces.start_ns),
+        pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
+    )
+
+
+def _named(told: pl.DataFrame, calls: Side, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
+    """Return the pieces with the collective that ran, or the cause inherited from a gap in communication."""
+    rows = pl.int_range(pl.len()).cast(pl.Int64)
+    inherited = before.select(
+        rows.alias("_row"), pl.col("gap").alias("communication_gap"), pl.col("collective_id").alias("_id"),
+        *(pl.col(name).alias(f"_{name}") for name in ("cause", "detail", "evidence")),
+    )  # fmt: skip
+    index = pl.Series("_row", gap, pl.Int64)
+    ran = pl.Series("collective_id", sweep_line.at(calls.id, call, -1), pl.Int64)
+    joined = told.with_columns(index.set(index < 0, None), ran.set(ran < 0, None)).join(
+        inherited, on="_row", how="left", maintain_order="left"
+    )
+    has = pl.col("_row").is_not_null()
+    starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
+    frame = communication_gap_causes.merged(
+        joined.with_columns(
+            *(pl.when(has).then(f"_{name}").otherwise(name).alias(name) for name in ("cause", "detail", "evidence")),
+            pl.when(has).then("_id").otherwise("collective_id").alias("collective_id"),
+        ),
+        ["gap", "cause", "detail", "evidence", "communication_gap", "collective_id"],
+    )
+    sure = pl.col("evidence").replace_strict(communication_gap_causes.CONFIDENCES, return_dtype=pl.Float64)
+    return (
+        frame.join(starts, on="collective_id", how="left", maintain_order="left")
+        .with_columns(sure.alias("confidence"))
+        .select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+    )

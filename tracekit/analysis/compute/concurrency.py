@@ -1,0 +1,110 @@
+"""What ran beside each piece of a device's work, and which pieces are the same kernel."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.analysis.time import breakdown, launches
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+
+COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication", "preparation", "copy")
+"""Kinds of work: preparation is small compute on other lanes than the main one, for or after collectives."""
+ALONE_RATIO, BESIDE_RATIO = launches.ALONE_RATIO, 0.5
+"""Work counts as alone with no more of its time beside others than the one, as beside others from the other on."""
+_NEIGHBOURS = (1, 2, -1, -2)
+
+
+@dataclass(frozen=True)
+class Residents:
+    """One device's work by start: its kind (an index into KINDS), and how long each kind ran beside it on other lanes.
+
+    `beside_ns` has shape (n, len(KINDS)); `kernel` is equal where the work is the same: name, grid, block, bytes, and
+    the input shapes of the launching op; where no shapes were recorded, the kernels just before and after on its lane.
+    """
+
+    device: int | None
+    work: pl.DataFrame
+    kind: Ints
+    spans: Spans
+    beside_ns: npt.NDArray[np.int64]
+    kernel: npt.NDArray[np.uint64]
+
+    @property
+    def dur_ns(self) -> Ints:
+        """Return how long each piece of work took."""
+        return self.spans[:, 1] - self.spans[:, 0]
+
+
+@once
+def residents(trace: Trace) -> tuple[Residents, ...]:
+    """Return the work of each device; nothing for a CPU run, whose lanes are threads that wait for each other."""
+    return tuple(_of_device(trace, device) for device in breakdown.devices(trace) if device is not None)
+
+
+def _of_device(trace: Trace, device: int) -> Residents:
+    work = launches.work(trace, device)
+    spans = intervals.from_columns(work["start_ns"], work["dur_ns"])
+    kind = _kinds(work, launches.preparation(trace, device)["id"])
+    return Residents(device, work, kind, spans, _beside(spans, kind, work["lane"].to_numpy()), _same(trace, work))
+
+
+def _kinds(work: pl.DataFrame, prepares: pl.Series) -> Ints:
+    computes = (work["kind"] == "compute").to_numpy()
+    kind = np.where(computes, KINDS.index(COMPUTE), KINDS.index(COPY))
+    kind[(work["kind"] == "communication").to_numpy()] = KINDS.index(COMMUNICATION)
+    lane, dur = work["lane"].to_numpy(), work["dur_ns"].to_numpy()
+    if computes.any():
+        main = int(np.argmax(np.bincount(lane[computes], weights=dur[computes])))
+        small = (work["role"] == "communication").to_numpy() | work["id"].is_in(prepares.implode()).to_numpy()
+        kind[computes & (lane != main) & small] = KINDS.index(PREPARATION)
+    return kind.astype(np.int64)
+
+
+def _beside(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
+    """Return how long each kind ran beside each span; of its own kind, on other lanes."""
+    beside = np.zeros((len(spans), len(KINDS)), np.int64)
+    for each in np.unique(kind):
+        mine = kind == each
+        others = np.flatnonzero(~mine)
+        beside[others, each] = intervals.coverage(spans[others], spans[mine])
+        lanes = np.unique(lane[mine])
+        for own in lanes if len(lanes) > 1 else ():
+            here = np.flatnonzero(mine & (lane == own))
+            beside[here, each] = intervals.coverage(spans[here], spans[mine & (lane != own)])
+    return beside
+
+
+def _same(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
+    own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
+    told = (
+        work.select("launch_id")
+        .join(calls, on="launch_id", how="left", maintain_order="left")
+        .join(own, on="parent_id", how="left", maintain_order="left")
+    )
+    plain = work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
+    shaped = told.select(pl.col("shapes").hash(seed=0)).to_series().to_numpy()
+    return np.where(told["shapes"].is_not_null().to_numpy(), plain ^ shaped, _in_context(plain, work))
+
+
+def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArray[np.uint64]:
+    """Return what tells products of one grid apart by where they stand: after attention, before the next norm."""
+    mixed = plain.copy()
+    lane = work["lane"].to_numpy()
+    for each in np.unique(lane):
+        rows = np.flatnonzero(lane == each)
+        own = plain[rows]
+        for distance in _NEIGHBOURS:
+            near = np.roll(own, distance)
+            near[slice(0, distance) if distance > 0 else slice(distance, None)] = 0
+            mixed[rows] = mixed[rows] * np.uint64(_ODD) + near
+    return mixed
+
+
+_ODD = 0x9E3779B97F4A7C15

@@ -1,0 +1,222 @@
+"""Contention on a device: how much longer each kind of work takes while another kind runs, and what that costs.
+
+The same kernel is compared with itself, alone against beside others, and, where it ran alone in it, within one step:
+so neither sizes nor a clock that changes get into the comparison. Collectives are `collective_contention`'s.
+"""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, Residents
+from tracekit.analysis.time import launches
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Run, Trace
+
+PAIRS = (
+    (COMPUTE, COMMUNICATION),
+    (COMPUTE, PREPARATION),
+    (COMPUTE, COPY),
+    (PREPARATION, COMPUTE),
+    (PREPARATION, COMMUNICATION),
+    (COPY, COMPUTE),
+    (COPY, COMMUNICATION),
+)
+"""Which kind of work is slowed, and by which other kind; what slows collectives is measured across ranks."""
+
+STEP_COLUMNS = {
+    "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "of": pl.String, "beside": pl.String,
+    "calls": pl.Int64, "overlapped_ns": pl.Int64, "judged_calls": pl.Int64, "judged_ns": pl.Int64, "lost_ns": pl.Int64,
+}  # fmt: skip
+KERNEL_COLUMNS = {
+    "device": pl.Int64, "of": pl.String, "beside": pl.String, "name": pl.String, "grid": pl.String, "block": pl.String,
+    "calls": pl.Int64, "alone_calls": pl.Int64, "alone_ns": pl.Int64, "beside_calls": pl.Int64, "beside_ns": pl.Int64,
+    "overlapped_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "step": pl.Int64, "lane": pl.Int64,
+    "start_ns": pl.Int64, "dur_ns": pl.Int64,
+}  # fmt: skip
+PREPARATION_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64, "name": pl.String,
+    "grid": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64, "sample": pl.String,
+    "overlapped_ns": pl.Int64, "collective_id": pl.Int64, "communication_gap": pl.Int64, "gap_ns": pl.Int64,
+    "contention_ns": pl.Int64, "waited_ns": pl.Int64,
+}  # fmt: skip
+DEVICE_COLUMNS = {"devices": pl.Int64}
+NO_SAMPLE = "no sample alone"
+ALONE = "the same work alone: one rank, prefetching off, or CUDA_LAUNCH_BLOCKING=1"
+RECORD = f"record steps with {ALONE}; and record_shapes=True, so that products of one grid are told apart"
+"""What to do where the same work was never seen alone."""
+
+
+@once
+def by_step(trace: Trace) -> pl.DataFrame:
+    """Return how long each kind of work ran beside another in each step and unit, and how much longer it took for that.
+
+    Columns device, step, phase, unit, of, beside, calls, overlapped_ns (time of `of` during which `beside` ran on other
+    lanes), judged_calls and judged_ns (the part of it that ran beside nothing else, or beside the same other kinds as
+    its sample, and that has a sample alone), lost_ns (how much longer that took than alone; below 0 where less). One
+    row per step, phase, unit and pair of `PAIRS` that overlapped at all; empty on a CPU run.
+    """
+    parts = [pl.DataFrame(schema=STEP_COLUMNS)]
+    for rows, here, of, beside in _all_compared(trace):
+        parts.append(_summed(rows, here, of, beside))
+    return pl.concat(parts)
+
+
+@once
+def by_kernel(trace: Trace) -> pl.DataFrame:
+    """Return how much longer each kernel takes beside another kind of work than alone.
+
+    Columns device, of, beside, name, grid, block, calls, alone_calls, alone_ns (median), beside_calls, beside_ns
+    (median of what ran beside for at least half of its time), overlapped_ns, lost_ns, slowdown (its time together over
+    the time the same work takes alone), and step, lane, start_ns, dur_ns of the call that lost most. One row per kernel
+    and pair with samples both alone and beside, the costliest first.
+    """
+    parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
+    for rows, here, of, beside in _all_compared(trace):
+        parts.append(_of_kernels(rows, here, of, beside))
+    return pl.concat(parts).sort("lost_ns", descending=True)
+
+
+def preparation(trace: Trace) -> pl.DataFrame:
+    """Return the preparation of collectives on devices, how long compute held it up, and what waited for that.
+
+    Columns step, device, phase, unit, lane, name, grid, start_ns, dur_ns, alone_ns (what the same kernel takes alone),
+    sample (alone; scaled from another grid; null: none), overlapped_ns, collective_id (which it prepares),
+    communication_gap (that it lies in, null where none), gap_ns, contention_ns (of that gap) and waited_ns (how long
+    nothing computed for want of what the gap delayed). One row per activity; those of a gap share its last three.
+    """
+    chains = compute_gap_causes.chains(trace).select(
+        "collective_id", "communication_gap", pl.col("dur_ns").alias("gap_ns"), "contention_ns", "waited_ns"
+    )
+    parts = [pl.DataFrame(schema=PREPARATION_COLUMNS)]
+    for device in trace.lanes["device"].drop_nulls().unique().sort():
+        found = launches.preparation(trace, device)
+        joined = found.join(chains, on="collective_id", how="left", maintain_order="left")
+        parts.append(joined.select(pl.col(name).cast(dtype) for name, dtype in PREPARATION_COLUMNS.items()))
+    return pl.concat(parts)
+
+
+def pairs(run: Run) -> pl.DataFrame:
+    """Return each pair of kinds of work by rank: how much slower the one goes beside the other; ask by ``run.across``.
+
+    Columns rank, device, of, beside, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (a 95% interval: percentile
+    bootstrap over steps and units; null for fewer than six), unknown (why it cannot be told; null where it can) and
+    to_record (what to record then). One row per rank, device and pair of `PAIRS` that overlapped.
+    """
+    return pooled(run.table(by_step))
+
+
+def pooled(steps: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS')."""
+    rows = []
+    for place, own in steps.group_by("rank", "device", "of", "beside", maintain_order=True):
+        judged = own.filter(pl.col("judged_ns") > 0)
+        told = slowdown.pooled(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
+        sums = [int(own[name].sum()) for name in ("overlapped_ns", "judged_ns", "lost_ns")]
+        unknown = (None, None) if judged.height else (NO_SAMPLE, ALONE)
+        rows.append((*place, *sums, *told, *unknown))
+    return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "of", "beside")
+
+
+PAIR_COLUMNS = {
+    "rank": pl.Int64, "device": pl.Int64, "of": pl.String, "beside": pl.String, "overlapped_ns": pl.Int64,
+    "judged_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "low": pl.Float64, "high": pl.Float64,
+    "unknown": pl.String, "to_record": pl.String,
+}  # fmt: skip
+
+
+def device_count(trace: Trace) -> pl.DataFrame:
+    """Return the number of devices with activity. Column devices; one row."""
+    return pl.DataFrame(
+        {"devices": [trace.lanes["device"].n_unique() if trace.on_device else 0]}, schema=DEVICE_COLUMNS
+    )
+
+
+class _Rows:
+    """Work of one kind that ran beside another, or is the same as some that did: places in Residents, compared."""
+
+    def __init__(self, here: Residents, row: Ints, by: int) -> None:
+        others = [kind for kind in range(len(KINDS)) if kind != by]
+        dur_ns = here.dur_ns[row]
+        near = here.beside_ns[row][:, others]
+        beside_others = near >= concurrency.BESIDE_RATIO * dur_ns[:, None]
+        plain = (beside_others | (near <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
+        pattern = beside_others @ (1 << np.arange(len(others)))
+        _, kernel = np.unique(here.kernel[row], return_inverse=True)
+        self.row, self.dur_ns, self.by_ns, self.plain = row, dur_ns, here.beside_ns[row, by], plain
+        self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
+        self.alone: Flags = plain & (self.by_ns <= concurrency.ALONE_RATIO * dur_ns)
+        self.beside: Flags = plain & (self.by_ns >= concurrency.BESIDE_RATIO * dur_ns)
+        step = here.work["step"].fill_null(-1).to_numpy()[row]
+        self.told = slowdown.compared(self.key, step, dur_ns, alone=self.alone, beside=self.beside)
+        self.judged: Flags = self.told.judged & plain & ~self.alone
+
+
+@once
+def _all_compared(trace: Trace) -> list[tuple[_Rows, Residents, str, str]]:
+    made = [(here, *pair, _compared(here, *pair)) for here in concurrency.residents(trace) for pair in PAIRS]
+    return [(rows, here, of, beside) for here, of, beside, rows in made if rows is not None]
+
+
+def _compared(here: Residents, of: str, beside: str) -> _Rows | None:
+    """Return the work of one kind that matters to a pair; None where it never ran beside the other."""
+    by = KINDS.index(beside)
+    mine = here.kind == KINDS.index(of)
+    touched = mine & (here.beside_ns[:, by] > 0)
+    if not touched.any():
+        return None
+    return _Rows(here, np.flatnonzero(mine & np.isin(here.kernel, np.unique(here.kernel[touched]))), by)
+
+
+def _summed(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFrame:
+    touched = np.flatnonzero(rows.by_ns > 0)
+    judged = rows.judged[touched]
+    place = here.work.select("device", "step", "phase", "unit")[rows.row[touched]]
+    sums = (
+        place.with_columns(
+            pl.Series("overlapped_ns", rows.by_ns[touched]),
+            pl.Series("judged_calls", judged.astype(np.int64)),
+            pl.Series("judged_ns", np.where(judged, rows.by_ns[touched], 0)),
+            pl.Series("lost_ns", np.where(judged, rows.told.excess_ns[touched], 0.0)),
+        )
+        .group_by("device", "step", "phase", "unit", maintain_order=True)
+        .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
+        .with_columns(pl.lit(of).alias("of"), pl.lit(beside).alias("beside"), pl.col("lost_ns").round())
+    )
+    return sums.select(pl.col(name).cast(dtype) for name, dtype in STEP_COLUMNS.items())
+
+
+def _of_kernels(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFrame:
+    used = np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, np.unique(rows.key[rows.judged]))))
+    judged, ran_beside = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.beside)[used])
+    dur, costliest = pl.col("dur_ns"), pl.col("excess_ns").arg_max()
+    told = here.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns")[rows.row[used]]
+    sums = (
+        told.with_columns(
+            judged.alias("judged"),
+            ran_beside.alias("ran_beside"),
+            pl.Series("key", rows.key[used]),
+            pl.Series("by_ns", rows.by_ns[used]),
+            pl.Series("excess_ns", np.where(rows.judged[used], rows.told.excess_ns[used], 0.0)),
+        )
+        .group_by("key", maintain_order=True)
+        .agg(
+            pl.col("device", "name", "grid", "block").first(),
+            pl.len().alias("calls"),
+            (~pl.col("judged")).sum().alias("alone_calls"),
+            dur.filter(~pl.col("judged")).median().alias("alone_ns"),
+            pl.col("ran_beside").sum().alias("beside_calls"),
+            dur.filter("ran_beside").median().alias("beside_ns"),
+            pl.col("by_ns").filter("judged").sum().alias("overlapped_ns"),
+            pl.col("excess_ns").sum().round().alias("lost_ns"),
+            pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),
+        )
+        .with_columns(pl.lit(of).alias("of"), pl.lit(beside).alias("beside"))
+    )
+    together, lost = pl.col("overlapped_ns"), pl.col("lost_ns")
+    ratio = together / pl.max_horizontal(together - lost, together / 50, 1)
+    rounded = pl.col("alone_ns", "beside_ns").round()
+    return sums.with_columns(ratio.alias("slowdown"), rounded).select(
+        pl.col(name).cast(dtype) for name, dtype in KERNEL_COLUMNS.items()
+    )

@@ -1,0 +1,73 @@
+"""Contention of all kinds of work together: by phase, and the moments that lost most to it."""
+
+import polars as pl
+
+from tracekit.analysis.compute import collective_contention, contention
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
+from tracekit.model.trace import Fact, Run
+
+PHASE_COLUMNS = {
+    "rank": pl.Int64, "phase": pl.String, "of": pl.String, "beside": pl.String, "calls": pl.Int64,
+    "overlapped_ns": pl.Int64, "judged_ns": pl.Int64, "lost_ns": pl.Int64,
+}  # fmt: skip
+MOMENT_COLUMNS = {
+    "of": pl.String, "beside": pl.String, "lost_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64,
+    "name": pl.String, "unit": pl.String, "phase": pl.String, "step": pl.Int64, "window": pl.Int64, "rank": pl.Int64,
+    "start_ns": pl.Int64,
+}  # fmt: skip
+FACTS: tuple[Fact, ...] = (
+    contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
+)  # fmt: skip
+"""What the surveys of this module read."""
+MOST = 100
+
+
+def by_phase(run: Run) -> pl.DataFrame:
+    """Return how long each kind of work of a rank ran beside another in each phase, and what it lost by that.
+
+    Columns PHASE_COLUMNS, as those of `contention.by_step`, collectives beside compute among them; summed over steps,
+    units, devices and windows. Ask by ``run.across``.
+    """
+    key = ["rank", "phase", "of", "beside"]
+    both = pl.concat(
+        part.select(*key, "calls", "overlapped_ns", "judged_ns", "lost_ns")
+        for part in (run.table(contention.by_step), run.across(collective_contention.by_step))
+    )
+    summed = both.group_by(key).agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
+    return summed.select(pl.col(name).cast(dtype) for name, dtype in PHASE_COLUMNS.items()).sort(key)
+
+
+def moments(run: Run) -> pl.DataFrame:
+    """Return the calls that took most longer beside other work than alone, at most MOST; ask by ``run.across``.
+
+    Columns MOMENT_COLUMNS: of and beside (kinds of `overlap.KINDS`), lost_ns (its duration less alone_ns, what the same
+    work takes alone), start_ns (on the clock of the rank's trace). Of each kernel that computes the costliest call
+    counts; of what prepares collectives each; of collectives each once, on the rank that waited least.
+    """
+    prepared = run.table(contention.preparation).drop_nulls("alone_ns")
+    prepared = prepared.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns")).with_columns(
+        of=pl.lit(PREPARATION), beside=pl.lit(COMPUTE)
+    )
+    kernels = run.table(contention.by_kernel).filter(pl.col("of") == COMPUTE)
+    calls = (
+        run.across(collective_contention.across)
+        .filter("judged")
+        .sort("dur_ns", "rank")
+        .unique(["window", "instance"], keep="first", maintain_order=True)
+        .with_columns(of=pl.lit(COMMUNICATION), beside=pl.lit(COMPUTE), lost_ns=pl.col("excess_ns"))
+    )
+    lost_ns = pl.col("dur_ns") - pl.col("alone_ns")
+    parts = (prepared.with_columns(lost_ns=lost_ns), kernels.with_columns(lost_ns=lost_ns), calls)
+    return (
+        pl.concat(_conformed(part) for part in parts)
+        .filter(pl.col("lost_ns") > 0)
+        .sort("lost_ns", "start_ns", descending=[True, False])
+        .head(MOST)
+    )
+
+
+def _conformed(part: pl.DataFrame) -> pl.DataFrame:
+    return part.select(
+        (pl.col(name) if name in part.columns else pl.lit(None)).cast(dtype).alias(name)
+        for name, dtype in MOMENT_COLUMNS.items()
+    )

@@ -1,0 +1,65 @@
+"""How much a step computes, whatever time that takes: floating-point operations, from the shapes of ops."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.model.trace import Trace
+
+COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.Float64}
+
+_MATRICES = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+"""Ops that multiply, and the argument with the left matrix; the right one is the next."""
+_ATTENTION = re.compile(r"^aten::_(scaled_dot_product_\w*attention|flash_attention|efficient_attention)\w*$")
+_BACKWARD = "_backward"
+_BACKWARD_RATIO = 2.5
+"""Attention's backward multiplies five times where its forward does twice (Dao 2023, section 3.2)."""
+
+Shape = Sequence[int]
+
+
+def flops(trace: Trace) -> pl.DataFrame:
+    """Return the floating-point operations of each step in matrix products and attention, saves left out.
+
+    Columns step, phase, name, flops; one row per step, phase and op. A product of an m by k and a k by n matrix has
+    2 m n k. Nothing where the profiler recorded no shapes. Elementwise work, which moves more than it computes, is left
+    out, and so is what a compiled graph fuses.
+    """
+    rows = trace.ops.filter(
+        pl.col("shapes").is_not_null(),
+        pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+        pl.col("name").is_in(list(_MATRICES)) | pl.col("name").str.contains(_ATTENTION.pattern),
+    )
+    counted = rows.group_by("step", "phase", "name", "shapes").len()
+    kinds = counted.select("name", "shapes").unique()
+    each = [_of_op(name, shapes) for name, shapes in kinds.iter_rows()]
+    known = kinds.with_columns(pl.Series("flops", each, pl.Float64))
+    joined = counted.join(known, on=["name", "shapes"]).with_columns(pl.col("flops") * pl.col("len"))
+    sums = joined.group_by("step", "phase", "name").agg(pl.col("flops").sum())
+    return sums.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()).sort("step", "phase", "name")
+
+
+def _of_op(name: str, shapes: str) -> float:
+    try:
+        told = json.loads(shapes)
+        if name in _MATRICES:
+            return _of_product(*told[_MATRICES[name] : _MATRICES[name] + 2])
+        first = 1 if _BACKWARD in name else 0
+        once = _of_attention(*told[first : first + 2])
+        return once * _BACKWARD_RATIO if first else once
+    except (ValueError, TypeError, IndexError):
+        return 0.0  # shapes that are not those of the op
+
+
+def _of_product(left: Shape, right: Shape) -> float:
+    return 2.0 * math.prod(left) * right[-1]
+
+
+def _of_attention(query: Shape, key: Shape) -> float:
+    """Return the operations of both products of attention; shapes are batch, heads, tokens, width."""
+    return 4.0 * math.prod(query) * key[-2]

@@ -1,0 +1,118 @@
+"""What ran on the devices, by name, launching op, shapes, unit and more; on a CPU run, what its threads computed."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import totals
+from tracekit.analysis.time import breakdown
+from tracekit.model import nesting
+from tracekit.model.trace import Fact, Run, Source, Trace
+
+KEYS = ("name", "op", "shapes", "unit", "phase", "span", "step", "device", "stream", "rank")
+"""What kernels can be told apart by; kind is always among it, so that nothing merges work of two kinds."""
+
+
+def kernels(
+    run: Run, by: Sequence[str] = ("name",), *, on_progress: Callable[[Source], None] | None = None
+) -> pl.DataFrame:
+    """Return the activities of a run added up by kind and `by` (of KEYS), most total time first.
+
+    Columns by, kind, `totals.MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
+    last. Kernels that run at once on two streams both count. `op` and `shapes` are of the innermost op around the
+    launch. One row per combination; names are never cut, joined or left out. Raises ConfigError on an unknown key.
+    """
+    totals.check("--by", by, KEYS)
+    keys = tuple(dict.fromkeys((*by, "kind")))
+    fact = _collected(tuple(key for key in keys if key != "rank"))
+    run.measure((fact, breakdown.by_rank), on_progress)
+    device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
+    found = totals.added(run.table(fact), keys, ranks=run.ranks)
+    time_ratio = pl.col("total_ns") / device_ns if device_ns else pl.lit(None, pl.Float64)
+    return found.with_columns(time_ratio.alias("time_ratio"))
+
+
+def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
+    """Return how long after their launch the activities of `kernels` began.
+
+    Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: from the end of the
+    runtime call that launched one to its start, the median and the 95th percentile. Short delays say that the device
+    waited for the host; long ones, that work stood in the queue. One row per combination of which a launch is known;
+    empty on a CPU run. Raises ConfigError on an unknown key.
+    """
+    totals.check("--by", by, KEYS)
+    keys = tuple(dict.fromkeys((*by, "kind")))
+    fact = _delays(tuple(key for key in keys if key != "rank"))
+    ordered = pl.col("delay_ns").sort()
+    return (
+        run.table(fact)
+        .select(*keys, "delay_ns")
+        .explode("delay_ns")
+        .group_by(keys)
+        .agg(
+            pl.len().cast(pl.Int64).alias("launched"),
+            *(
+                ordered.get((pl.len() * share).ceil().cast(pl.Int64) - 1).alias(f"delay_{name}_ns")
+                for name, share in (("p50", 0.5), ("p95", 0.95))
+            ),
+        )
+        .sort(keys)
+    )
+
+
+@functools.cache
+def _delays(keys: tuple[str, ...]) -> Fact:
+    def fact(trace: Trace) -> pl.DataFrame:
+        work = _described(trace, keys)
+        launched_ns = (pl.col("start_ns") + pl.col("dur_ns")).alias("launched_ns")
+        calls = trace.ops.select(pl.col("id").alias("launch_id"), launched_ns)
+        known = work.clear() if not trace.on_device else work.drop_nulls("launch_id")
+        delayed = known.join(calls, on="launch_id", maintain_order="left").with_columns(
+            (pl.col("start_ns") - pl.col("launched_ns")).clip(0).alias("delay_ns")
+        )
+        return delayed.group_by(keys, maintain_order=True).agg("delay_ns")
+
+    return fact
+
+
+@functools.cache
+def _collected(keys: tuple[str, ...]) -> Fact:
+    def fact(trace: Trace) -> pl.DataFrame:
+        return totals.collected(_described(trace, keys), keys)
+
+    return fact
+
+
+def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
+    """Return the activities with whatever of the keys is not a column of theirs."""
+    work = trace.activities
+    if "stream" in keys or "device" in keys:
+        work = work.join(
+            trace.lanes.select("lane", "device", pl.col("name").alias("stream")), on="lane", maintain_order="left"
+        )
+    if "op" in keys or "shapes" in keys:
+        work = work.with_columns(launching(trace, ("name", "shapes"))).rename({"op_name": "op", "op_shapes": "shapes"})
+    return work
+
+
+def launching(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
+    """Return, for each activity, columns of the innermost op around its launch, named op_…; null where not known."""
+    ops = trace.ops
+    found = innermost_op(trace)
+    picked = ops[pl.Series(np.maximum(found, 0))] if ops.height else ops.clear()
+    if picked.is_empty():
+        return [pl.Series(f"op_{name}", [None] * len(found), ops.schema[name]) for name in columns]
+    known = pl.Series(found >= 0)
+    return [pl.select(pl.when(known).then(picked[name]).alias(f"op_{name}")).to_series() for name in columns]
+
+
+def innermost_op(trace: Trace) -> nesting.Ints:
+    """Return, for each activity, the row in ops of the innermost dispatcher op around its launch; -1 for none."""
+    launch = trace.activities["launch_id"].fill_null(-1).to_numpy()
+    if not trace.ops.height:
+        return np.full(len(launch), -1, np.int64)
+    parent = trace.ops["parent_id"].fill_null(-1).to_numpy()
+    of_slice = nesting.nearest(parent, (trace.ops["kind"] == "cpu_op").to_numpy())
+    return np.where(launch >= 0, of_slice[np.maximum(launch, 0)], -1)

@@ -1,0 +1,121 @@
+"""Forward work that runs again in backward: activation checkpointing, what it takes and what memory it saves."""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.time import backward_passes
+from tracekit.model import nesting
+from tracekit.model.trace import Trace
+
+COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "backward": pl.Int64, "region": pl.Int64, "unit": pl.String,
+    "evidence": pl.String, "kernels": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "compute_ns": pl.Int64,
+    "held_bytes": pl.Int64,
+}  # fmt: skip
+CHECKPOINT_NODE, FORWARD_OPS = "checkpoint_node", "forward_ops"
+_REENTRANT = r"^CheckpointFunctionBackward$"
+_NODE = r"^autograd::engine::evaluate_function: |Backward\d*$"
+# What only forward passes call: no formula of a derivative does.
+_FORWARD_ONLY = (
+    r"^aten::(linear|conv[123]d|convolution|embedding|dropout|native_dropout|silu|gelu|relu|softmax|_softmax|"
+    r"layer_norm|native_layer_norm|rms_norm|_fused_rms_norm|group_norm|native_group_norm|batch_norm|native_batch_norm|"
+    r"scaled_dot_product_attention|_scaled_dot_product_\w*attention|_flash_attention_forward|"
+    r"_efficient_attention_forward)$"
+)
+_GATHERS = r"gather|unshard|pre_forward|pre_backward"
+
+
+def regions(trace: Trace) -> pl.DataFrame:
+    """Return each stretch of a backward pass in which a checkpointed part of the model runs forward again.
+
+    Columns step, device, backward (pass of the step), region (ops.id of the slice around it), unit, evidence
+    (checkpoint_node: under CheckpointFunctionBackward; forward_ops: ops that no derivative calls, under a node of
+    autograd, as without reentrance), kernels, start_ns and dur_ns (from its first to its last kernel), compute_ns (of
+    its kernels, each by itself), held_bytes (what the host's thread allocated and did not free from the first op of the
+    region to the last, buffers of gathers apart: about what the part would hold from forward to backward; null without
+    memory events); one row per region. Empty on a CPU run, where compute is not told by kernels.
+    """
+    if not trace.on_device or trace.ops.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    repeated = again(trace)
+    if repeated.is_empty():
+        return pl.DataFrame(schema=COLUMNS)
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    found = repeated.group_by("step", "device", "region", maintain_order=True).agg(
+        pl.col("unit").drop_nulls().first(),
+        pl.col("evidence", "from_ns", "until_ns").first(),
+        pl.len().cast(pl.Int64).alias("kernels"),
+        pl.col("start_ns").min(),
+        (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
+        pl.col("dur_ns").sum().alias("compute_ns"),
+    )
+    placed = _in_passes(found, trace).with_columns(_held(found.sort("from_ns"), trace))
+    return placed.sort("start_ns").select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+
+
+def again(trace: Trace) -> pl.DataFrame:
+    """Return the compute that runs again in backward, of a CPU run too.
+
+    Columns those of activities, device, region, evidence, from_ns and until_ns (when the host was in the region); one
+    row per activity. Without columns where there is none.
+    """
+    ops = trace.ops
+    parent = ops["parent_id"].fill_null(-1).to_numpy()
+    name, backward = pl.col("name"), pl.col("phase").eq_missing(conventions.BACKWARD)
+    flags = ops.select(
+        name.str.contains(_REENTRANT).alias("checkpoint"),
+        (name.str.contains(_NODE) & (pl.col("kind") != "runtime")).alias("node"),
+        (backward & name.str.contains(_FORWARD_ONLY)).alias("forward"),
+    )
+    checkpoint, node, forward = (flags[each].to_numpy() for each in ("checkpoint", "node", "forward"))
+    if not checkpoint.any() and not forward.any():
+        return pl.DataFrame()
+    around = nesting.nearest(parent, node | checkpoint)
+    around = np.where(around >= 0, around, -1)
+    in_node = forward & (around >= 0) & ~checkpoint[np.maximum(around, 0)]
+    last_ns = np.full(len(parent), np.iinfo(np.int64).min)
+    ends = (ops["start_ns"] + ops["dur_ns"]).to_numpy()
+    np.maximum.at(last_ns, around[in_node], ends[in_node])
+    launch = trace.activities["launch_id"].fill_null(-1).to_numpy()
+    launch = np.where(launch < len(parent), launch, -1)
+    region = np.where(launch >= 0, around[np.maximum(launch, 0)], -1)
+    at_ns = np.where(launch >= 0, ops["start_ns"].to_numpy()[np.maximum(launch, 0)], 0)
+    held = np.maximum(region, 0)
+    reentrant = (region >= 0) & checkpoint[held]
+    mine = reentrant | ((region >= 0) & (at_ns <= last_ns[held]))
+    # The host leaves the region of a checkpoint's node with its last launch there: what follows is the node's own.
+    told = trace.activities.with_columns(
+        pl.Series("region", region), pl.Series("at_ns", at_ns), pl.Series("reentrant", reentrant)
+    ).filter(pl.Series(mine) & (pl.col("kind") == "compute"))
+    from_ns = ops.select(pl.col("id").alias("region"), pl.col("start_ns").alias("from_ns"))
+    return (
+        told.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+        .join(from_ns, on="region", how="left", maintain_order="left")
+        .with_columns(
+            pl.when("reentrant").then(pl.lit(CHECKPOINT_NODE)).otherwise(pl.lit(FORWARD_OPS)).alias("evidence"),
+            pl.col("at_ns").max().over("region").alias("until_ns"),
+        )
+        .drop_nulls("step")
+    )
+
+
+def _in_passes(found: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+    begun = backward_passes.begins(trace).rename({"launched_ns": "from_ns"}).sort("from_ns")
+    keyed = pl.col("device").fill_null(-1).alias("_device")
+    return found.with_columns(keyed).sort("from_ns").join_asof(
+        begun.with_columns(keyed).drop("device"), on="from_ns", by=["_device", "step"], check_sortedness=False
+    ).with_columns(pl.col("backward").fill_null(0))  # fmt: skip
+
+
+def _held(found: pl.DataFrame, trace: Trace) -> pl.Series:
+    """Return what was allocated and not freed while the host was in each region."""
+    span = pl.col("span").fill_null("")
+    events = trace.allocations.filter(pl.col("device").is_not_null(), ~span.str.contains(_GATHERS)).sort("at_ns")
+    if events.is_empty():
+        return pl.Series("held_bytes", [None] * found.height, pl.Int64)
+    sums = np.concatenate(([0], np.cumsum(events["delta_bytes"].to_numpy())))
+    at = events["at_ns"].to_numpy()
+    first = np.searchsorted(at, found["from_ns"].to_numpy(), side="left")
+    past = np.searchsorted(at, found["until_ns"].to_numpy(), side="right")
+    return pl.Series("held_bytes", sums[past] - sums[first], pl.Int64)

@@ -1,0 +1,89 @@
+"""How much slower the same work goes beside other work than alone: matched within a step, pooled, with an interval."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.model.sweep_line import Flags, Ints
+
+Floats = npt.NDArray[np.float64]
+
+MAX_SPREAD = 0.5
+"""Kernels whose middle half differs by more, as a share of the median of their step, are not the same work."""
+_RESAMPLES = 400
+_LEAST_BLOCKS = 6
+_MOST_SLOWDOWN = 50.0
+_INTERVAL = (2.5, 97.5)
+_FAR_OUT = 3.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Samples set against the same work alone; arrays as the samples come.
+
+    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where `judged` does not hold:
+    nowhere alone, or its durations spread too much to be the same work. `excess_ns` is what a sample took longer;
+    values far out (Tukey: three interquartile ranges beyond the quartiles of what ran beside) count as that fence.
+    """
+
+    alone_ns: Floats
+    excess_ns: Floats
+    judged: Flags
+
+
+def compared(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, beside: Flags) -> Compared:
+    """Compare samples of equal `key`: those that ran `alone` against all others; `beside` are those that count."""
+    _, key = np.unique(key, return_inverse=True)
+    _, place = np.unique(key * (int(step.max(initial=0)) + 2) + step + 1, return_inverse=True)
+    count = int(key.max(initial=-1)) + 1
+    middle = _quartiles(key, dur_ns, alone, count)[1]
+    own = _quartiles(place, dur_ns, alone, int(place.max(initial=-1)) + 1)[1]
+    low, _, high = _quartiles(key, dur_ns / np.maximum(own[place], 1), alone, count)
+    alone_ns = np.where(np.isnan(own[place]), middle[key], own[place])
+    low_beside, _, high_beside = _quartiles(key, dur_ns, beside, count)
+    with np.errstate(invalid="ignore"):
+        alike = high - low <= MAX_SPREAD
+        fence = high_beside + _FAR_OUT * (high_beside - low_beside)
+        held = np.fmin(dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns))
+    judged = alike[key]
+    return Compared(
+        np.where(judged, alone_ns, 0.0), np.where(judged & ~alone, held - alone_ns, 0.0), np.asarray(judged, np.bool_)
+    )
+
+
+def pooled(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> tuple[float, float | None, float | None]:
+    """Return how many times as long work takes beside other work as alone, and a 95% interval of that.
+
+    Of blocks (steps of ranks and units) that overlapped for so long, and took so much longer: the time spent together,
+    over the time that the same work takes alone. The interval is a percentile bootstrap over the blocks; null for
+    fewer than six.
+    """
+    together, excess = np.asarray(overlapped_ns, np.float64), np.asarray(excess_ns, np.float64)
+    slowdown = _ratio(together.sum(), excess.sum())
+    if len(together) < _LEAST_BLOCKS:
+        return float(slowdown), None, None
+    draws = np.random.default_rng(len(together)).multinomial(
+        len(together), np.full(len(together), 1 / len(together)), _RESAMPLES
+    )
+    low, high = np.percentile(_ratio(draws @ together, draws @ excess), _INTERVAL)
+    return float(slowdown), float(low), float(high)
+
+
+def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:
+    time = np.maximum(np.asarray(together, np.float64), 1.0)
+    return time / np.maximum(time - excess, time / _MOST_SLOWDOWN)
+
+
+def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
+    """Return the quartiles of the values of each key (the outer ones outwards, of two middles the lower); NaN: none."""
+    rows = np.flatnonzero(which)
+    rows = rows[np.lexsort((values[rows], key[rows]))]
+    many = np.bincount(key[rows], minlength=count)
+    first = np.cumsum(many) - many
+    found = []
+    for quarter in (1, 2, 3):
+        at = first + (np.maximum(many - 1, 0) * quarter + (3 if quarter == 3 else 0)) // 4
+        taken = values[rows[np.minimum(at, len(rows) - 1)]] if len(rows) else np.zeros(count)
+        found.append(np.where(many > 0, taken, np.nan))
+    return found[0], found[1], found[2]

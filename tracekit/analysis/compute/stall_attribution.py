@@ -1,0 +1,54 @@
+"""Standing still: how long no collective runs on each rank, and how long nothing computes, added up by cause."""
+
+import polars as pl
+
+from tracekit.analysis.communication import communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.model.trace import Run, Trace
+
+COMMUNICATION, COMPUTE = OF = ("communication", "compute")
+COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "of": pl.String,
+    "cause": pl.String, "detail": pl.String, "pieces": pl.Int64, "dur_ns": pl.Int64,
+}  # fmt: skip
+_PLACE = ("device", "step", "phase", "cause", "detail")
+
+
+def of_communication(trace: Trace) -> pl.DataFrame:
+    """Return `causes.gap_causes` added up. Columns device, step, phase, cause, detail, pieces, dur_ns."""
+    return _summed(communication_gap_causes.gap_causes(trace), _PLACE)
+
+
+def by_cause(run: Run) -> pl.DataFrame:
+    """Return how long each rank stood still in each step, by what and why; ask by ``run.across``.
+
+    Columns COLUMNS; `of` is communication (gaps in which no collective runs although more of the phase are to come:
+    `gaps.communication_gaps`) or compute (those in which nothing computes: `gaps.compute_gaps`, waiting for peers told
+    apart). One row per device, step, phase, of, cause and detail. The causes of one `of` sum to its gaps, exactly.
+    """
+    place = ("window", "rank", *_PLACE)
+    quiet = run.table(of_communication).with_columns(of=pl.lit(COMMUNICATION))
+    idle = _summed(run.across(compute_gap_causes.compute_gap_causes_across), place).with_columns(of=pl.lit(COMPUTE))
+    both = pl.concat(part.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()) for part in (quiet, idle))
+    return both.sort("of", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
+
+
+def by_rank(run: Run) -> pl.DataFrame:
+    """Return `by_cause` over all steps: columns rank, of, cause, pieces, dur_ns; ask by ``run.across``."""
+    return _of_ranks(run.across(by_cause))
+
+
+def idle_by_rank(run: Run) -> pl.DataFrame:
+    """Return the part of `by_rank` in which nothing computes, which asks for less; ask by ``run.across``."""
+    pieces = run.across(compute_gap_causes.compute_gap_causes_across)
+    return _of_ranks(pieces.with_columns(of=pl.lit(COMPUTE), pieces=pl.lit(1, pl.Int64)))
+
+
+def _of_ranks(rows: pl.DataFrame) -> pl.DataFrame:
+    sums = rows.group_by("rank", "of", "cause").agg(pl.col("pieces", "dur_ns").sum())
+    return sums.sort("of", "rank", "cause")
+
+
+def _summed(pieces: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:
+    counted = pl.len().cast(pl.Int64).alias("pieces")
+    return pieces.group_by(by, maintain_order=True).agg(counted, pl.col("dur_ns").sum())

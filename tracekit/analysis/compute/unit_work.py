@@ -1,0 +1,125 @@
+"""What each unit's work takes in each step, and what work there is: where a change of a run lies."""
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.compute import flops
+from tracekit.analysis.memory import allocations
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.trace import Trace
+
+UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
+UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
+"""What is told of a unit, and whether lower is better."""
+WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "amount": pl.Float64}
+FLOPS, SENT, ALLOCATED, SAVE = "flops", "sent", "allocated", "save"
+
+
+def unit_samples(trace: Trace) -> pl.DataFrame:
+    """Return what the work of each FSDP unit takes in each step.
+
+    Columns unit, step, metric, value; one row per unit, step and metric: `compute_ns`, the time in which any of the
+    unit's compute ran, and `exposed_communication_ns`, that in which its communication ran and no compute of the rank,
+    of any unit, did. A unit's work is that of FSDP's own spans, and of forward and backward where these are told apart.
+    """
+    work = trace.activities.filter(
+        pl.col("unit").is_not_null(), pl.col("step").is_not_null(), pl.col("kind").is_in(("compute", "communication"))
+    )
+    keyed = work.with_columns(pl.struct("unit", "step", "kind").rank("dense").cast(pl.Int64).alias("key"))
+    keys = keyed.select("key", "unit", "step", "kind").unique("key").sort("key")
+    spans, key = _union_by_key(intervals.from_columns(keyed["start_ns"], keyed["dur_ns"]), keyed["key"].to_numpy() - 1)
+    hidden_ns = intervals.coverage(spans, _compute(trace))
+    length_ns = spans[:, 1] - spans[:, 0]
+    is_compute = (keys["kind"] == "compute").to_numpy()
+    own_ns = np.where(is_compute[key], length_ns, length_ns - hidden_ns) if len(spans) else length_ns
+    sums = np.bincount(key, own_ns, minlength=keys.height)
+    metric = pl.when(pl.col("kind") == "compute").then(pl.lit("compute_ns")).otherwise(
+        pl.lit("exposed_communication_ns")
+    )  # fmt: skip
+    told = keys.with_columns(metric.alias("metric"), pl.Series("value", sums, pl.Float64))
+    return told.select(pl.col(name).cast(dtype) for name, dtype in UNIT_COLUMNS.items()).sort("unit", "metric", "step")
+
+
+def work(trace: Trace) -> pl.DataFrame:
+    """Return what the rank does in a typical step, by name, saves left out.
+
+    Columns kind, phase, name, amount; one row per kind, phase and name. Of activities (compute, communication, memcpy,
+    memset) the amount is their time in ns, by the name of the activity; of kind `flops` the operations of
+    `arithmetic.flops`, by op; of kind `sent` the bytes that collectives send, by their op; of kind `allocated` the
+    bytes taken of the memory that the trace's work lies in, by unit ('' where not known). It is the median over all
+    steps, 0 in a step without it.
+    """
+    told = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    done = trace.activities.filter(told)
+    sent = trace.collectives.select(pl.col("activity_id").alias("id"), "op", "sent_bytes").join(
+        done.select("id", "step", "phase"), on="id"
+    )
+    taken = trace.allocations.filter(told, allocations.of_training(trace), pl.col("delta_bytes") > 0)
+    taken = taken.filter(~allocations.in_collectives(trace, taken["at_ns"]))
+    computed = flops.flops(trace)
+    parts = [
+        computed.select(
+            pl.lit(FLOPS).alias("kind"), "phase", "name", "step", pl.col("flops").cast(pl.Int64).alias("amount")
+        ),
+        done.select("kind", "phase", "name", "step", pl.col("dur_ns").alias("amount")),
+        sent.select(
+            pl.lit(SENT).alias("kind"), "phase", pl.col("op").alias("name"), "step",
+            pl.col("sent_bytes").alias("amount"),
+        ),
+        taken.select(
+            pl.lit(ALLOCATED).alias("kind"), "phase", pl.col("unit").alias("name"), "step",
+            pl.col("delta_bytes").alias("amount"),
+        ),
+    ]  # fmt: skip
+    return _typical(pl.concat(parts), max(1, trace.steps["step"].drop_nulls().n_unique()))
+
+
+def saving(trace: Trace) -> pl.DataFrame:
+    """Return what the rank does in a typical save that blocks training, stage by stage. Columns as `work`, kind `save`.
+
+    The amount is in ns, the median over the saves; all that is saved after one step is one.
+    """
+    rows = trace.checkpoints.filter(
+        pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL
+    )
+    each = rows.select(
+        pl.lit(SAVE).alias("kind"), pl.lit(None, pl.String).alias("phase"), pl.col("stage").alias("name"),
+        pl.coalesce(pl.col("step").cast(pl.String), "checkpoint").alias("step"), pl.col("dur_ns").alias("amount"),
+    )  # fmt: skip
+    return _typical(each, max(1, each["step"].n_unique()))
+
+
+def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
+    place = ["kind", "phase", "name"]
+    sums = rows.with_columns(pl.col("name").fill_null("")).group_by(*place, "step").agg(pl.col("amount").sum())
+    # In the steps without it the amount is 0: they come first among the ordered.
+    middle = [(pl.len() - steps + rank) for rank in ((steps - 1) // 2, steps // 2)]
+    amounts = pl.col("amount").sort()
+    at = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
+    found = sums.group_by(place).agg(((at[0] + at[1]) / 2).alias("amount"))
+    return (
+        found.select(pl.col(name).cast(dtype) for name, dtype in WORK_COLUMNS.items())
+        .filter(pl.col("amount") > 0)
+        .sort("kind", "amount", *place[1:], descending=[False, True, False, False])
+    )
+
+
+def _compute(trace: Trace) -> Spans:
+    parts = [breakdown.busy(trace, device)[0] for device in breakdown.devices(trace)]
+    return intervals.union(*parts)
+
+
+def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.NDArray[np.int64]]:
+    """Return the spans of each key, disjoint within it, and the key of each; keys are numbered from 0."""
+    if not len(spans):
+        return intervals.EMPTY, np.empty(0, np.int64)
+    origin_ns = int(spans[:, 0].min())
+    # Each key's spans on a stretch of time of its own: one union then keeps them apart.
+    stretch_ns = int(spans[:, 1].max()) - origin_ns + 1
+    apart = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
+    of = apart[:, 0] // stretch_ns
+    return apart - (of * stretch_ns)[:, None] + origin_ns, of

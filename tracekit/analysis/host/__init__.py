@@ -1,0 +1,1 @@
+"""Facts about the host: ops, launch delay, Python stacks."""

@@ -1,0 +1,78 @@
+"""How late the host is: gaps in compute that it causes, what it does in them, and which come back in every step."""
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.communication import communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.time import breakdown, host_activity, launches
+from tracekit.model.trace import Trace
+
+GAP_COLUMNS = {
+    "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "name": pl.String,
+    "nth": pl.Int64, "detail": pl.String, "synced": pl.Boolean, "start_ns": pl.Int64, "dur_ns": pl.Int64,
+}  # fmt: skip
+READ_COLUMNS = {
+    "step": pl.Int64, "phase": pl.String, "unit": pl.String, "name": pl.String, "start_ns": pl.Int64,
+    "dur_ns": pl.Int64,
+}  # fmt: skip
+_KEY = ("gap", "detail")
+
+
+def host_gaps(trace: Trace) -> pl.DataFrame:
+    """Return the time in gaps in compute that the host causes, by what it did.
+
+    Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth
+    (which of that name in its step it is, from 0, so that a place can be found again in other steps), detail
+    (`hosts.DOINGS`), synced (whether the device ran dry while the host waited for it, rate limiters apart), start_ns
+    (of the first piece), dur_ns; one row per gap and detail.
+    """
+    pieces = compute_gap_causes.compute_gap_causes(trace)
+    late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
+    if late.is_empty():
+        return pl.DataFrame(schema=GAP_COLUMNS)
+    started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
+    doing = host_activity.doing(trace, started["idle_ns"].to_numpy() - 1)
+    dry = started.select("gap", pl.Series("dry", doing == host_activity.DOINGS.index(host_activity.SYNCHRONIZE)))
+    waits = pl.col("detail") == host_activity.SYNCHRONIZE
+    return (
+        late.with_columns(waits.any().over("gap").alias("waits"))
+        .group_by(*_KEY, maintain_order=True)
+        .agg(
+            pl.col("device", "step", "phase", "unit", "activity_id", "waits", "start_ns").first(),
+            pl.col("dur_ns").sum(),
+        )
+        .join(dry, on="gap", how="left", maintain_order="left")
+        .join(_places(trace), on="activity_id", how="left", maintain_order="left")
+        .with_columns((pl.col("waits") | pl.col("dry")).alias("synced"))
+        .select(pl.col(name).cast(dtype) for name, dtype in GAP_COLUMNS.items())
+    )
+
+
+def reads(trace: Trace) -> pl.DataFrame:
+    """Return the ops of forward and backward that read a value from the device onto the host, such as aten::item.
+
+    Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
+    """
+    ops = trace.ops.join(host_activity.launching(trace), on="lane", how="semi").filter(
+        (pl.col("kind") == "cpu_op") & pl.col("name").str.contains(host_activity.SYNCHRONIZING),
+        pl.col("phase").is_in([conventions.FORWARD, conventions.BACKWARD]),
+        pl.col("step").is_not_null(),
+    )
+    inner = ops.join(ops.select(pl.col("id").alias("parent_id")), on="parent_id", how="semi")
+    return ops.join(inner.select("id"), on="id", how="anti").select(*READ_COLUMNS)
+
+
+def _places(trace: Trace) -> pl.DataFrame:
+    """Return which of its name in its step each compute activity is."""
+    parts = [
+        launches.work(trace, device)
+        .filter(pl.col("kind") == "compute")
+        .select(
+            pl.col("id").alias("activity_id"),
+            "name",
+            pl.int_range(pl.len()).over("step", "lane", "name").cast(pl.Int64).alias("nth"),
+        )
+        for device in breakdown.devices(trace)
+    ]
+    return pl.concat(parts)

@@ -1,0 +1,92 @@
+"""What ran on the host's threads, by name, shapes, unit and more: in all, by itself, and on the device for it."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import kernels, totals
+from tracekit.model.trace import Fact, Run, Source, Trace
+
+KEYS = ("name", "shapes", "unit", "phase", "span", "step", "thread", "rank")
+KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
+_SUMS = ("self_ns", "device_ns")
+
+
+def ops(
+    run: Run,
+    by: Sequence[str] = ("name",),
+    kinds: Sequence[str] = ("cpu_op",),
+    *,
+    on_progress: Callable[[Source], None] | None = None,
+) -> pl.DataFrame:
+    """Return the host slices of `kinds` added up by kind and `by` (of KEYS), most time by themselves first.
+
+    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio. self_ns is the time in no slice inside, of any
+    kind, so that self times add up to the time spent; total_ns counts a slice inside another of its name twice.
+    device_ns is that of the activities that the op itself launched; null where none of the run's traces has a device.
+    self_ratio is self_ns over that of all recorded slices. Raises ConfigError on an unknown key or kind.
+    """
+    totals.check("--by", by, KEYS)
+    totals.check("--kind", kinds, KINDS)
+    keys = tuple(dict.fromkeys((*by, "kind")))
+    fact = _collected(tuple(key for key in keys if key != "rank"), tuple(kinds))
+    run.measure((fact, _whole), on_progress)
+    whole = run.table(_whole)
+    found = totals.added(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
+    return found.with_columns(
+        pl.when(whole["on_device"].any()).then("device_ns").alias("device_ns"),
+        (pl.col("self_ns") / (whole["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
+    ).sort("self_ns", *keys, descending=[True, *(False for _ in keys)])
+
+
+def self_times(slices: pl.DataFrame) -> pl.Series:
+    """Return, for each row of an ops table, its duration less the time that slices inside it cover, in ns.
+
+    The rows are numbered by `id` from 0. Slices inside that overlap each other count once.
+    """
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    covered = (
+        slices.filter(pl.col("parent_id") >= 0)
+        .select("parent_id", "start_ns", end_ns.alias("end_ns"))
+        .sort("parent_id", "start_ns")
+        .with_columns(pl.col("end_ns").cum_max().shift(1).over("parent_id").alias("reached_ns"))
+        .with_columns(pl.max_horizontal("start_ns", "reached_ns").alias("from_ns"))
+        .group_by("parent_id")
+        .agg((pl.col("end_ns") - pl.col("from_ns")).clip(lower_bound=0).sum().alias("covered_ns"))
+    )
+    joined = slices.select("id", "dur_ns").join(
+        covered, left_on="id", right_on="parent_id", how="left", maintain_order="left"
+    )
+    return joined.select((pl.col("dur_ns") - pl.col("covered_ns").fill_null(0)).alias("self_ns")).to_series()
+
+
+def device_times(trace: Trace) -> pl.Series:
+    """Return, for each row of the trace's ops, the duration of the activities that it launched itself, in ns.
+
+    An activity counts for the innermost dispatcher op around its launch, and for no other.
+    """
+    owner = kernels.innermost_op(trace)
+    known = owner >= 0
+    dur_ns = trace.activities["dur_ns"].to_numpy()[known]
+    added_ns = np.zeros(trace.ops.height, np.int64)
+    np.add.at(added_ns, owner[known], dur_ns)
+    return pl.Series("device_ns", added_ns)
+
+
+@functools.cache
+def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
+    def fact(trace: Trace) -> pl.DataFrame:
+        slices = trace.ops.with_columns(self_times(trace.ops), device_times(trace))
+        slices = slices.filter(pl.col("kind").is_in(kinds))
+        if "thread" in keys:
+            slices = slices.join(trace.lanes.select("lane", pl.col("name").alias("thread")), on="lane", how="left")
+        return totals.collected(slices, keys, _SUMS)
+
+    return fact
+
+
+def _whole(trace: Trace) -> pl.DataFrame:
+    """Return the trace's self time in all. Columns self_ns, on_device; one row."""
+    return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})

@@ -1,0 +1,53 @@
+"""Where in the program something happened: Python functions that ran meanwhile, where the trace recorded stacks."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.model import intervals
+from tracekit.model.trace import Trace
+
+COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
+# What torch.profiler calls a Python function: "src/train.py(12): main", with the line at which it was entered.
+_NAME = r"^(?<file>.+\.py)\((?<line>\d+)\): (?<function>.+)$"
+
+
+def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
+    """Return the Python functions that ran while what `evidence` shows was done or launched, the longest first.
+
+    `evidence` has columns start_ns and dur_ns, on the clock of the trace. Columns file, line, function, inside_ns; one
+    row per function. A function's time holds that of those it calls, and it comes before them. No rows where the trace
+    has no stacks.
+    """
+    empty = pl.DataFrame(schema=COLUMNS)
+    python = trace.ops.lazy().filter(pl.col("kind") == "python").select("id", "name", "start_ns", "dur_ns")
+    named = pl.col("name").str.extract_groups(_NAME).struct.unnest()
+    calls = python.with_columns(named).drop_nulls("file").with_columns(pl.col("line").cast(pl.Int64)).collect()
+    spans = _on_host(trace, evidence)
+    if calls.is_empty() or not len(spans):
+        return empty
+    inside_ns = intervals.coverage(intervals.from_columns(calls["start_ns"], calls["dur_ns"]), spans)
+    return (
+        calls.with_columns(pl.Series("inside_ns", inside_ns))
+        .filter(pl.col("inside_ns") > 0)
+        .group_by("file", "line", "function")
+        # A function that calls itself has no more time than there is.
+        .agg(pl.col("inside_ns").sum().clip(upper_bound=intervals.length(spans)), pl.col("id").min())
+        .sort("inside_ns", "id", descending=[True, False])
+        .select(list(COLUMNS))
+    )
+
+
+def _on_host(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
+    """Return when the host did what the evidence shows: for work of a device, when it launched that work."""
+    rows = evidence.select("start_ns", "dur_ns").drop_nulls()
+    if trace.on_device:
+        work = trace.activities.select("start_ns", "dur_ns", "launch_id")
+        calls = trace.ops.select(
+            pl.col("id").alias("launch_id"), launched_ns=pl.col("start_ns"), call_ns=pl.col("dur_ns")
+        )
+        found = rows.join(work, on=["start_ns", "dur_ns"], how="left").join(calls, on="launch_id", how="left")
+        rows = found.select(
+            pl.coalesce("launched_ns", "start_ns").alias("start_ns"), pl.coalesce("call_ns", "dur_ns").alias("dur_ns")
+        )
+    # A moment has no duration, and is inside a function all the same.
+    return intervals.union(intervals.from_columns(rows["start_ns"], np.maximum(rows["dur_ns"].to_numpy(), 1)))

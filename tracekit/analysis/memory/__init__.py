@@ -1,0 +1,1 @@
+"""Facts about memory: allocations, usage over time, owners, growth, steady-state allocator calls."""

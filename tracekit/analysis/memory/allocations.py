@@ -1,0 +1,238 @@
+"""Where memory goes: how long each block lives, what is held over time, at the peak, and how much comes and goes.
+
+All of it from the profiler's `[memory]` events, which give the size of blocks, not of requests. The device is null for
+host memory.
+"""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.memory import owners
+from tracekit.model import intervals
+from tracekit.model.trace import Trace
+
+BLOCK_COLUMNS = {
+    "device": pl.Int64, "address": pl.Int64, "bytes": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64,
+    "lifetime_ns": pl.Int64, "start_event": pl.Int64, "end_event": pl.Int64, "op": pl.String, "step": pl.Int64,
+    "phase": pl.String, "unit": pl.String, "span": pl.String, "op_id": pl.Int64, "end_step": pl.Int64,
+    "freed": pl.Boolean,
+}  # fmt: skip
+LIVE_COLUMNS = {
+    "device": pl.Int64, "event": pl.Int64, "at_ns": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
+    "live_bytes": pl.Int64, "reserved_bytes": pl.Int64, "slack_bytes": pl.Int64, "total": pl.Boolean,
+}  # fmt: skip
+PEAK_COLUMNS = {
+    "device": pl.Int64, "at_ns": pl.Int64, "peak_bytes": pl.Int64, "op": pl.String, "phase": pl.String,
+    "unit": pl.String, "module": pl.String, "stack": pl.String, "step": pl.Int64, "count": pl.Int64, "bytes": pl.Int64,
+    "peak_ratio": pl.Float64,
+}  # fmt: skip
+CHURN_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
+    "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
+}  # fmt: skip
+FRESH_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
+    "phase": pl.String, "unit": pl.String,
+}  # fmt: skip
+TOP_COLUMNS = {
+    "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
+    "headroom_bytes": pl.Int64, "slack_bytes": pl.Int64,
+}  # fmt: skip
+_OWNER = ("op", "phase", "unit", "module", "stack", "step")
+_UNSPLIT_BYTES = 1 << 20
+"""How much larger than its request a device's block may be: what is left of it then is not worth a block."""
+
+
+def blocks(trace: Trace) -> pl.DataFrame:
+    """Return the blocks that were allocated or freed, each allocation with its free, matched by address.
+
+    Columns device, address, bytes, start_ns, end_ns, lifetime_ns, start_event, end_event (rows of the allocations
+    table), op (the one that wanted it), step, phase, unit, span, op_id, end_step, freed; one row per block. The start
+    is null for one from before the window, the end for one that outlives it. One that ends unfreed was followed by
+    another at its address: its free went unseen. Old traces without addresses have none.
+    """
+    events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
+    found = matched(events)
+    found = found.join(owners.of_ops(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
+    return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
+        "start_event", nulls_last=False, maintain_order=True
+    )
+
+
+def matched(events: pl.DataFrame) -> pl.DataFrame:
+    """Return the blocks of `events`, rows of the allocations table with their number in it as the column event.
+
+    Columns as `blocks`, in no order, and without op.
+    """
+    # One address after the other, each with its events in time.
+    told = events.sort("device", "address", "event")
+    here = (pl.col("address").shift(-1) == pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
+    after = {name: pl.when(here).then(pl.col(name).shift(-1)) for name in ("event", "at_ns", "step")}
+    told = told.with_columns(
+        end_event=after["event"], end_ns=after["at_ns"], end_step=after["step"],
+        taken=pl.col("delta_bytes") > 0,
+        freed=here & (pl.col("delta_bytes").shift(-1) < 0),
+        known=here.shift(1, fill_value=False) & (pl.col("delta_bytes").shift(1) > 0),
+    )  # fmt: skip
+    whole = told.filter("taken").with_columns(start_event="event", start_ns="at_ns")
+    before = told.filter(~pl.col("taken") & ~pl.col("known")).select(
+        "device", "address", "delta_bytes", end_event="event", end_ns="at_ns", end_step="step", freed=pl.lit(value=True)
+    )
+    return pl.concat([whole, before], how="diagonal").with_columns(
+        bytes=pl.col("delta_bytes").abs(), lifetime_ns=pl.col("end_ns") - pl.col("start_ns")
+    )
+
+
+def live(trace: Trace) -> pl.DataFrame:
+    """Return how many bytes are held after each event.
+
+    Columns device, event, at_ns, step, phase, unit, live_bytes, reserved_bytes, slack_bytes (reserved less held) and
+    total; one row per event. Where the trace states totals (`total`), the first one is the base and every later one is
+    met; elsewhere what is held from before the window is only known as far as it is freed in it.
+    """
+    told = trace.allocations.with_row_index("event")
+    device = pl.col("device")
+    moved = pl.col("delta_bytes").cum_sum().over(device)
+    stated = pl.col("allocated_bytes").is_not_null().all().over(device)
+    base = (pl.col("allocated_bytes") - pl.col("delta_bytes")).first().over(device)
+    least = (-moved.min().over(device)).clip(lower_bound=0)
+    live_bytes = moved + pl.when(stated).then(base).otherwise(least)
+    # 0 stands for an allocator that keeps no count of what it reserves, as that of the host.
+    reserved = pl.when(pl.col("reserved_bytes") > 0).then("reserved_bytes")
+    wide = told.with_columns(
+        live_bytes=live_bytes, total=stated, reserved_bytes=reserved, slack_bytes=reserved - live_bytes
+    )
+    return wide.select(pl.col(name).cast(dtype) for name, dtype in LIVE_COLUMNS.items())
+
+
+def at_peak(trace: Trace) -> pl.DataFrame:
+    """Return who holds what at the moment at which most is held.
+
+    Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the one whose
+    gradient it computes), stack (likewise the innermost place in code that is not torch's; both only where Python's
+    stacks were recorded), step, count, bytes, peak_ratio (of the peak); one row for each device and owner, largest
+    first. Without an op: what was there before the window, its count null where some of it is
+    never seen; bytes of a device add up to its peak.
+    """
+    held = live(trace)
+    peaks = held.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
+        "device", keep="first", maintain_order=True
+    )
+    moments = peaks.select("device", "event", "at_ns", "live_bytes")
+    parts = [_owners_at(trace, *row) for row in moments.iter_rows()]
+    return pl.concat(parts) if parts else pl.DataFrame(schema=PEAK_COLUMNS)
+
+
+def peaks(trace: Trace) -> pl.DataFrame:
+    """Return the most that was held and reserved, beside what the device has.
+
+    Columns device, peak_allocated_bytes, peak_reserved_bytes, memory_bytes (of the device), headroom_bytes (what was
+    never reserved of it), slack_bytes (reserved but not held when most was held); one row per device, null for the
+    host.
+    """
+    held = live(trace).group_by("device")
+    top = held.agg(
+        peak_allocated_bytes=pl.col("live_bytes").max(),
+        peak_reserved_bytes=pl.col("reserved_bytes").max(),
+        slack_bytes=pl.col("slack_bytes").get(pl.col("live_bytes").arg_max()),
+    )
+    told = trace.header.get("deviceProperties")
+    devices = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    sizes = {each.get("id"): each.get("totalGlobalMem") for each in devices}
+    memory = pl.DataFrame(
+        [(number, size) for number, size in sizes.items() if isinstance(number, int) and isinstance(size, int)],
+        schema={"device": pl.Int64, "memory_bytes": pl.Int64},
+        orient="row",
+    )
+    wide = top.join(memory, on="device", how="left").with_columns(
+        headroom_bytes=pl.col("memory_bytes") - pl.col("peak_reserved_bytes")
+    )
+    return wide.select(pl.col(name).cast(dtype) for name, dtype in TOP_COLUMNS.items()).sort("device")
+
+
+def churn(trace: Trace) -> pl.DataFrame:
+    """Return how much comes and goes in each step.
+
+    Columns step, device, count and bytes (of allocations), peak_bytes (most held in the step), churn_ratio (bytes over
+    peak), distinct_sizes; one row per step and device.
+    """
+    held = live(trace).drop_nulls("step").group_by("step", "device").agg(peak_bytes=pl.col("live_bytes").max())
+    taken = trace.allocations.filter(pl.col("delta_bytes") > 0).drop_nulls("step")
+    sums = taken.group_by("step", "device").agg(
+        count=pl.len(), bytes=pl.col("delta_bytes").sum(), distinct_sizes=pl.col("delta_bytes").n_unique()
+    )
+    wide = held.join(sums, on=["step", "device"], how="left", nulls_equal=True)
+    wide = wide.with_columns(pl.col("count", "bytes", "distinct_sizes").fill_null(0)).with_columns(
+        churn_ratio=pl.when(pl.col("peak_bytes") > 0).then(pl.col("bytes") / pl.col("peak_bytes"))
+    )
+    return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step", "device")
+
+
+def fresh(trace: Trace) -> pl.DataFrame:
+    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took, nor on a device near ones.
+
+    Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
+    the trace's work lies in; those of saves and of the backend inside its collectives are left out. The first step is
+    not told: to it all sizes are new. On a device, a size within 1 MiB of another may be of the same request.
+    """
+    large = trace.allocations.filter(
+        of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+    )  # fmt: skip
+    own = large.filter(~in_collectives(trace, large["at_ns"]))
+    parts = [own.clear()]
+    for (device,), of_device in own.group_by("device", maintain_order=True):
+        sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
+        near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
+        told = of_device.join(near, on="delta_bytes", maintain_order="left")
+        parts.append(
+            told.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
+        )
+    told = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
+    return told.select(pl.col(name).cast(dtype) for name, dtype in FRESH_COLUMNS.items())
+
+
+def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
+    """Return, for each size in order, the first step that took one at most so much smaller or larger."""
+    size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
+    begin = np.searchsorted(size, size - near_bytes)
+    past = np.searchsorted(size, size + near_bytes, side="right")
+    return pl.Series([int(first[i:j].min()) for i, j in zip(begin, past, strict=True)], dtype=pl.Int64)
+
+
+def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
+    """Return which moments lie inside a call of a collective: what is allocated there is the backend's own."""
+    calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
+    moments = np.stack((at_ns.to_numpy(), at_ns.to_numpy() + 1), axis=1)
+    return pl.Series(intervals.coverage(moments, intervals.from_columns(calls["start_ns"], calls["dur_ns"])) > 0)
+
+
+def of_training(trace: Trace) -> pl.Expr:
+    """Return which rows are of the memory that the trace's work lies in: the devices', on a CPU run the host's."""
+    return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
+
+
+def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
+    told = trace.allocations.with_row_index("event").filter(
+        pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
+    )
+    last = told.filter(pl.col("event") <= event).group_by("address").last()
+    first = told.filter(pl.col("event") > event).group_by("address").first()
+    # What is freed later and came up never before was there before the window.
+    earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
+    owned = last.filter(pl.col("delta_bytes") > 0)
+    owned = owned.join(owners.of_ops(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(owners.places(trace, owned["op_id"]), on="op_id", how="left")
+    by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
+    owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
+    if peak_bytes > owned_bytes:
+        count = earlier.height if owned_bytes + earlier_bytes == peak_bytes else None
+        row = {"count": count, "bytes": peak_bytes - owned_bytes}
+        by = pl.concat([by, pl.DataFrame([row], schema={"count": pl.UInt32, "bytes": pl.Int64})], how="diagonal")
+    wide = by.with_columns(
+        device=pl.lit(device, pl.Int64), at_ns=pl.lit(at_ns), peak_bytes=pl.lit(peak_bytes),
+        peak_ratio=pl.col("bytes") / peak_bytes,
+    )  # fmt: skip
+    ordered = wide.sort("bytes", *_OWNER, descending=[True, *[False] * len(_OWNER)])
+    return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())

@@ -1,0 +1,84 @@
+"""Whether memory grows from step to step: a robust slope with its confidence interval."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.memory import allocations
+from tracekit.model.trace import Trace
+
+COLUMNS = {
+    "device": pl.Int64, "source": pl.String, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
+    "first_bytes": pl.Int64, "last_bytes": pl.Int64, "slope_bytes": pl.Float64, "low_bytes": pl.Float64,
+    "high_bytes": pl.Float64, "spread_bytes": pl.Float64,
+}  # fmt: skip
+LEAST_STEPS = 5
+_MOST_STEPS = 1500  # 1.1 million pairs
+_DEVIATIONS = 2.576  # 99%
+_EVENTS, _METRICS = "events", "metrics"
+
+
+def growth(trace: Trace) -> pl.DataFrame:
+    """Return how much more is held after each step than after the one before.
+
+    Columns device, source (events: of the allocator in the trace; metrics: the log of every step), steps, first_step,
+    last_step, first_bytes, last_bytes, slope_bytes (per step: the median over all pairs of steps), low_bytes and
+    high_bytes (its 99% confidence interval), spread_bytes (how far apart the middle half of the steps lies when that
+    growth is taken off); one row per device and source with at least 5 steps. Steady growth has low_bytes above 0.
+    (Theil and Sen's slope with Kendall's interval; it does not mind that a fourth of the steps are odd.) Of the log the
+    first step is left out: it fills caches. On the host, what a collective's backend allocates and the profiler doesn't
+    see freed, on a thread of its own, is left out.
+    """
+    held = allocations.live(trace).filter(allocations.of_training(trace))
+    held = held.with_columns(pl.col("live_bytes") - _lost(trace, held["event"])).drop_nulls("step")
+    ends = held.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
+    rows = [
+        (device, _EVENTS, *_slope(part["step"], part["live_bytes"]))
+        for (device,), part in ends.group_by("device", maintain_order=True)
+        if part.height >= LEAST_STEPS
+    ]
+    logged = trace.metrics.filter(pl.col("name") == conventions.ALLOCATED_METRIC).drop_nulls().sort("step")
+    logged = logged.slice(1)
+    if logged.height >= LEAST_STEPS:
+        rows.append((None, _METRICS, *_slope(logged["step"], logged["value"].cast(pl.Int64))))
+    return pl.DataFrame(rows, schema=COLUMNS, orient="row")
+
+
+def _lost(trace: Trace, event: pl.Series) -> pl.Series:
+    """Return, for each event, the bytes on the host whose free the profiler could not see."""
+    if trace.on_device:
+        return pl.zeros(len(event), pl.Int64, eager=True)
+    blocks = allocations.blocks(trace)
+    unfreed = blocks.filter(~pl.col("freed"))
+    lost = unfreed.filter(allocations.in_collectives(trace, unfreed["start_ns"]))
+    so_far = np.concatenate(([0], np.cumsum(lost["bytes"].to_numpy())))
+    return pl.Series(so_far[np.searchsorted(lost["start_event"].to_numpy(), event.to_numpy(), side="right")])
+
+
+def _slope(steps: pl.Series, held: pl.Series) -> tuple[int, int, int, int, int, float, float, float, float]:
+    x, y = steps.to_numpy().astype(np.int64), held.to_numpy().astype(np.float64)
+    if len(x) > _MOST_STEPS:
+        picked = np.linspace(0, len(x) - 1, _MOST_STEPS).astype(np.int64)
+        x, y = x[picked], y[picked]
+    slope, low, high = theil_sen(x, y)
+    lower, upper = np.percentile(y - slope * x, (25, 75))
+    span = int(steps[0]), int(steps[-1]), int(held[0]), int(held[-1])
+    return len(steps), *span, slope, low, high, float(upper - lower)
+
+
+def theil_sen(x: npt.NDArray[np.int64], y: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return the median slope over all pairs and the ends of its 99% confidence interval (Sen 1968).
+
+    >>> theil_sen(np.arange(8), np.array([0, 2, 4, 6, 90, 10, 12, 14.0]))[0]
+    2.0
+    """
+    first, second = np.triu_indices(len(x), 1)
+    slopes = np.sort((y[second] - y[first]) / (x[second] - x[first]))
+    n, pairs = len(x), len(slopes)
+    reach = _DEVIATIONS * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    low = max(math.floor((pairs - reach) / 2), 0)
+    high = min(math.ceil((pairs + reach) / 2), pairs - 1)
+    return float(np.median(slopes)), float(slopes[low]), float(slopes[high])

@@ -1,0 +1,88 @@
+"""Who wanted memory: the op that it was allocated for, and the module and the place in code around that op."""
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.model.trace import Trace
+
+Ints = npt.NDArray[np.int64]
+
+# What only allocates for another op: that one is told as the owner.
+_FOR_ANOTHER = (
+    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
+    "aten::resize_", "aten::zeros", "aten::zeros_like", "aten::ones_like", "aten::full", "aten::full_like",
+    "aten::new_zeros", "aten::empty_permuted", "aten::clone", "aten::to", "aten::_to_copy", "aten::contiguous",
+)  # fmt: skip
+_MOST_CLIMBS = 6
+_MODULE = "nn.Module: "
+_DEEPEST = 2000
+
+
+def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops that allocated, the name of the one that wanted it: columns op_id, op."""
+    ops = trace.ops.select("id", "name", "parent_id")
+    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
+    found = asked.with_columns(id="op_id").join(ops, on="id", how="left")
+    above = ops.rename({"id": "parent_id", "name": "above", "parent_id": "further"})
+    for _ in range(_MOST_CLIMBS):
+        climbs = pl.col("name").is_in(_FOR_ANOTHER) & pl.col("parent_id").is_not_null()
+        if not found.select(climbs.any()).item():
+            break
+        up = found.join(above, on="parent_id", how="left")
+        # A phase of the step is no owner, but an op or an FSDP span is.
+        dispatched = climbs & pl.col("above").str.contains(r"^\w+::") & ~pl.col("above").str.starts_with("tracekit::")
+        found = up.select(
+            "op_id",
+            pl.when(dispatched).then("above").otherwise("name").alias("name"),
+            pl.when(dispatched).then("further").alias("parent_id"),
+        )
+    return found.select("op_id", pl.col("name").alias("op"))
+
+
+def places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+    """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
+    ops = trace.ops.sort("id")
+    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
+    python = pl.col("kind") == "python"
+    names = ops.filter(python)["name"].unique()
+    if names.is_empty():
+        return asked.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+    name = names.str
+    own = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
+    modules = names.filter(name.starts_with(_MODULE))
+    marks = ops.select(
+        module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(own.implode())
+    )
+    ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
+    rows = np.minimum(np.searchsorted(ids, asked["op_id"].to_numpy()), len(ids) - 1)
+    forward = _row_of(ops, "forward_id")[rows]
+    found = {}
+    for kind in ("module", "stack"):
+        around, before = (_climbed(start, up, marks[kind].to_numpy()) for start in (rows, forward))
+        row = np.where(around >= 0, around, before)
+        told = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
+        found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(told)).to_series()
+    return asked.with_columns(**found)
+
+
+def _row_of(ops: pl.DataFrame, column: str) -> Ints:
+    """Return the row of the op that each row of `ops`, sorted by id, names in a column; -1 for none."""
+    ids, asked = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(ids, asked), max(len(ids) - 1, 0))
+    return np.where((asked >= 0) & (ids[row] == asked), row, -1) if len(ids) else row
+
+
+def _climbed(
+    rows: Ints,
+    up: Ints,
+    marked: np.ndarray[tuple[int], np.dtype[np.bool_]],
+) -> Ints:
+    """Return, for each row, the first one from it upwards that is marked; -1 for none."""
+    at = rows.copy()
+    for _ in range(_DEEPEST):
+        climbs = (at >= 0) & ~marked[at]
+        if not climbs.any():
+            break
+        at[climbs] = up[at[climbs]]
+    return np.where((at >= 0) & marked[at], at, -1)

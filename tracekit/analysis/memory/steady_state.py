@@ -1,0 +1,157 @@
+"""What the allocator does in steady state: device mallocs and frees, and unit buffers that come and go."""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.memory import allocations
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.trace import Trace
+
+_DEVICE_CALL = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MallocAsync|FreeAsync)"
+_MIB = 1 << 20
+_CALL_AGO_NS = 100_000_000
+
+CALL_COLUMNS = {
+    "step": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64, "stalled_ns": pl.Int64,
+}  # fmt: skip
+STALL_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "duration_ns": pl.Int64, "calls": pl.Int64,
+    "host_ns": pl.Int64, "stalled_ns": pl.Int64,
+}  # fmt: skip
+REGROWTH_COLUMNS = {
+    "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
+    "idle_bytes": pl.Int64, "grown_bytes": pl.Int64, "stalled_ns": pl.Int64, "reserved_bytes": pl.Int64,
+}  # fmt: skip
+RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64}
+
+
+def device_calls(trace: Trace) -> pl.DataFrame:
+    """Return the runtime calls that take or return device or pinned memory, and for how long each stalled the devices.
+
+    Columns step, name, start_ns, dur_ns (on the host), stalled_ns; one row per call. A call stalls the devices while
+    none of them works during the call, and from its end to the next work (or call) as far as they were busy during the
+    call: had there been no call, that work could have come earlier by the call's duration, and not by more.
+    """
+    calls = _calls(trace)
+    idle = _idle(trace)
+    stalled_ns = pl.Series("stalled_ns", intervals.coverage(_with_aftermath(calls, idle), idle), pl.Int64)
+    return calls.with_columns(stalled_ns).select(*CALL_COLUMNS)
+
+
+def stalls(trace: Trace) -> pl.DataFrame:
+    """Return what such calls cost each step.
+
+    Columns step, device, start_ns, duration_ns (the step's device window), calls, host_ns (time in calls), stalled_ns
+    (time they stalled the devices, each moment once); one row per step and device. Where the trace marks no steps, its
+    second half is the window, so that what fills an empty cache is left out.
+    """
+    calls, idle = _calls(trace), _idle(trace)
+    rows = []
+    for step, device, start_ns, duration_ns in _windows(trace).iter_rows():
+        end_ns = start_ns + duration_ns
+        mine = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step)
+        stalled = intervals.intersect(_with_aftermath(mine, idle), idle)
+        rows.append((step, device, start_ns, duration_ns, mine.height, mine["dur_ns"].sum(), intervals.length(stalled)))
+    return pl.DataFrame(rows, schema=STALL_COLUMNS, orient="row")
+
+
+def retries(trace: Trace) -> pl.DataFrame:
+    """Return the steps in which the allocator freed its cache and tried again, by the metrics log.
+
+    Columns step, retries, step_time_ns; one row per step with its growth of the counter, 0 where it stood still. The
+    first step logged has none: what came before it is not known.
+    """
+    wide = trace.metrics.filter(
+        pl.col("name").is_in([conventions.ALLOC_RETRIES_METRIC, conventions.STEP_TIME_METRIC])
+    ).pivot("name", index="step", values="value", aggregate_function="first")
+    if conventions.ALLOC_RETRIES_METRIC not in wide.columns:
+        return pl.DataFrame(schema=RETRY_COLUMNS)
+    step_time = conventions.STEP_TIME_METRIC
+    times = pl.col(step_time) if step_time in wide.columns else pl.lit(None, pl.Int64)
+    # The counter starts again at 0 where a training was resumed.
+    grown = pl.col(conventions.ALLOC_RETRIES_METRIC).diff().clip(lower_bound=0)
+    counted = wide.sort("step").select("step", grown.alias("retries"), times.alias("step_time_ns"))
+    return counted.drop_nulls("retries").cast(RETRY_COLUMNS)  # type: ignore[arg-type]
+
+
+def regrowth(trace: Trace) -> pl.DataFrame:
+    """Return the requests for which the allocator took memory of the device though as much was idle in its cache.
+
+    Columns step, device, start_ns, dur_ns (0: a moment), bytes (of the block), idle_bytes (reserved and not held
+    before), grown_bytes (taken of the device), stalled_ns (by the device call before it), reserved_bytes (after); one
+    row per request. The idle memory was in pieces too small, on another stream or in another pool.
+    """
+    device = pl.col("device")
+    idle_bytes = pl.col("slack_bytes").shift(1).over(device)
+    grown_bytes = pl.col("reserved_bytes").diff().over(device)
+    told = allocations.live(trace).with_columns(
+        trace.allocations["delta_bytes"].alias("bytes"), idle_bytes=idle_bytes, grown_bytes=grown_bytes,
+        start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64),
+    )  # fmt: skip
+    grew = told.filter(pl.col("bytes") > 0, pl.col("grown_bytes") > 0, pl.col("idle_bytes") >= pl.col("bytes"))
+    calls = device_calls(trace).select("stalled_ns", call_ns="start_ns").sort("call_ns")
+    last = grew.sort("start_ns").join_asof(calls, left_on="start_ns", right_on="call_ns", tolerance=_CALL_AGO_NS)
+    filled = last.with_columns(pl.col("stalled_ns").fill_null(0))
+    return filled.select(pl.col(name).cast(dtype) for name, dtype in REGROWTH_COLUMNS.items())
+
+
+def unit_buffers(trace: Trace) -> pl.DataFrame:
+    """Return the allocations of at least 1 MiB made in FSDP's gather and reduce spans, not by the backend itself.
+
+    Columns step, unit, span, start_ns, dur_ns (0: a moment), bytes; one row per allocation. Those of saves are
+    left out.
+    """
+    span = pl.col("span")
+    # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).
+    inside = allocations.in_collectives(trace, trace.allocations["at_ns"])
+    taken = trace.allocations.filter(~inside).filter(
+        pl.col("delta_bytes") >= _MIB,
+        pl.col("step").is_not_null(),
+        pl.col("phase").ne_missing(conventions.CHECKPOINT),
+        span.str.contains("all_gather|reduce|unshard|pre_forward|pre_backward|post_backward"),
+    )
+    return taken.select(
+        "step", "unit", "span", pl.col("at_ns").alias("start_ns"), pl.lit(0, pl.Int64).alias("dur_ns"),
+        pl.col("delta_bytes").alias("bytes"),
+    )  # fmt: skip
+
+
+def _calls(trace: Trace) -> pl.DataFrame:
+    name = pl.col("name")
+    return trace.ops.filter(pl.col("kind") == "runtime", name.str.contains(_DEVICE_CALL)).sort("start_ns", "id")
+
+
+def _idle(trace: Trace) -> Spans:
+    """Return the time between first and last activity in which no device works; none on a CPU run."""
+    if not trace.on_device:
+        return intervals.EMPTY
+    work = trace.activities
+    busy = intervals.union(intervals.from_columns(work["start_ns"], work["dur_ns"]))
+    return intervals.gaps(busy, (int(busy[0, 0]), int(busy[-1, 1]))) if len(busy) else intervals.EMPTY
+
+
+def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
+    """Return the span of each call, drawn out over the idle time right after it that the call explains."""
+    spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
+    if not len(spans) or not len(idle):
+        return spans
+    starts, ends = spans[:, 0], spans[:, 1]
+    gap = np.searchsorted(idle[:, 0], ends, side="right") - 1
+    gap_end = np.where(gap >= 0, idle[np.maximum(gap, 0), 1], ends)
+    hidden_ns = ends - starts - intervals.coverage(spans, idle)
+    next_start = np.append(starts[1:], np.iinfo(np.int64).max)
+    reach = np.minimum(np.minimum(gap_end, ends + hidden_ns), next_start)
+    return np.stack((starts, np.maximum(reach, ends)), axis=1)
+
+
+def _windows(trace: Trace) -> pl.DataFrame:
+    steps = breakdown.by_step(trace).select("step", "device", "start_ns", "duration_ns")
+    half = pl.col("duration_ns") // 2
+    unmarked = pl.col("step").is_null()
+    return steps.with_columns(
+        pl.when(unmarked).then(pl.col("start_ns") + half).otherwise("start_ns").alias("start_ns"),
+        pl.when(unmarked).then(pl.col("duration_ns") - half).otherwise("duration_ns").alias("duration_ns"),
+    )

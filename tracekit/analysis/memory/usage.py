@@ -1,0 +1,125 @@
+"""What pictures of memory are drawn from: what is held over time and by whom, and how long blocks of a size live."""
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.analysis.memory import allocations
+from tracekit.model.trace import Trace
+
+HELD_COLUMNS = {
+    "device": pl.Int64, "by": pl.String, "owner": pl.String, "at_ns": pl.Int64, "bytes": pl.Int64,
+    "live_bytes": pl.Int64, "reserved_bytes": pl.Int64,
+}  # fmt: skip
+LIFETIME_COLUMNS = {
+    "device": pl.Int64, "low_bytes": pl.Int64, "high_bytes": pl.Int64, "low_ns": pl.Int64, "high_ns": pl.Int64,
+    "count": pl.Int64, "bytes": pl.Int64, "op": pl.String,
+}  # fmt: skip
+EARLIER, OTHERS = "from before", "others"
+_NO_OWNER = {"phase": "outside phases", "unit": "outside units", "op": "outside ops"}
+_ROOT = "root"
+_MOST_OWNERS = 9
+_SPANS = 300
+_SIZE_EDGES = 1 << np.arange(62)
+_TIME_EDGES = np.concatenate(([0], np.outer(10 ** np.arange(3, 15), (1, 3)).ravel()))
+
+Ints = npt.NDArray[np.int64]
+
+
+def over_time(trace: Trace) -> pl.DataFrame:
+    """Return who holds how much over the window.
+
+    Columns device, by (phase, unit or op), owner, at_ns, bytes, live_bytes (of all owners), reserved_bytes; one row per
+    device, kind of owner, moment and owner. There are 600 moments at most, the highest and the lowest of each span of
+    time, so that no peak is lost. An owner is who allocated; those beyond the nine largest are one, and so is what came
+    before the window. At each moment the owners of one kind add up to live_bytes.
+    """
+    return stacked(allocations.blocks(trace), allocations.live(trace), by=("phase", "unit", "op"))
+
+
+def lifetimes(trace: Trace) -> pl.DataFrame:
+    """Return how long blocks live, by their size.
+
+    Columns device, low_bytes, high_bytes, low_ns, high_ns (null: of blocks that outlive the window), count, bytes, op
+    (the one with most of the bytes); one row per device and cell of the grid: sizes by powers of two, lifetimes by 1
+    and 3 times powers of ten. Blocks from before the window are left out.
+    """
+    return binned(allocations.blocks(trace))
+
+
+def stacked(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
+    """Return the table that `over_time` describes, of blocks and of what is held after each event."""
+    parts = [pl.DataFrame(schema=HELD_COLUMNS)]
+    for (device,), of_device in live.group_by("device", maintain_order=True):
+        moments = _moments(of_device)
+        mine = blocks.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("start_event").is_not_null())
+        parts += [_by_owner(mine, moments, kind) for kind in by]
+    return pl.concat(parts)
+
+
+def binned(blocks: pl.DataFrame) -> pl.DataFrame:
+    """Return the table that `lifetimes` describes, of blocks."""
+    known = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
+    size, lived = known["bytes"].to_numpy(), known["lifetime_ns"].fill_null(0).to_numpy()
+    low_bytes, high_bytes = _cell(size, _SIZE_EDGES)
+    low_ns, high_ns = (pl.when("freed").then(pl.Series(edge)) for edge in _cell(lived, _TIME_EDGES))
+    cells = known.select(
+        "device", "op", "bytes", low_bytes=pl.Series(low_bytes), high_bytes=pl.Series(high_bytes), low_ns=low_ns,
+        high_ns=high_ns,
+    )  # fmt: skip
+    key = ["device", "low_bytes", "high_bytes", "low_ns", "high_ns"]
+    of_op = cells.group_by(*key, "op").agg(pl.len().alias("count"), pl.col("bytes").sum())
+    ordered = of_op.sort("bytes", "op", descending=[True, False])
+    named = ordered.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), pl.col("op").first())
+    return named.select(pl.col(name).cast(dtype) for name, dtype in LIFETIME_COLUMNS.items()).sort(
+        "device", "low_bytes", "low_ns", nulls_last=True
+    )
+
+
+def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
+    """Return the edges between which each value lies."""
+    place = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
+    return edges[place], edges[place + 1]
+
+
+def _moments(live: pl.DataFrame) -> pl.DataFrame:
+    """Return the highest and the lowest moment of each of so many equal spans of time, in order."""
+    span_ns = pl.col("at_ns").max() - pl.col("at_ns").min() + 1
+    place = (pl.col("at_ns") - pl.col("at_ns").min()) * _SPANS // span_ns
+    spans = live.with_columns(place=place).group_by("place")
+    picked = spans.agg(
+        pl.col("event").get(pl.col("live_bytes").arg_max()), low=pl.col("event").get(pl.col("live_bytes").arg_min())
+    )
+    events = pl.concat([picked["event"], picked["low"], live["event"].head(1), live["event"].tail(1)]).unique()
+    return live.filter(pl.col("event").is_in(events.implode())).sort("event")
+
+
+def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, by: str) -> pl.DataFrame:
+    owner = pl.col(by).fill_null(_NO_OWNER[by])
+    named = blocks.with_columns(owner=pl.when(owner == "").then(pl.lit(_ROOT)).otherwise(owner))
+    at = moments["event"].to_numpy().astype(np.int64)
+    held = {name: _held_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
+    largest = sorted(held, key=lambda name: -int(held[name].max(initial=0)))
+    shown = {str(name): held[name] for name in largest[:_MOST_OWNERS]}
+    if largest[_MOST_OWNERS:]:
+        shown[OTHERS] = np.sum([held[name] for name in largest[_MOST_OWNERS:]], axis=0)
+    live = moments["live_bytes"].to_numpy().astype(np.int64)
+    rest = live - (np.sum(list(shown.values()), axis=0) if shown else 0)
+    if rest.any() or not shown:
+        shown = {EARLIER: rest, **shown}
+    parts = [
+        moments.with_columns(by=pl.lit(by), owner=pl.lit(name), bytes=pl.Series(values, dtype=pl.Int64))
+        for name, values in shown.items()
+    ]
+    return pl.concat(parts).select(pl.col(name).cast(dtype) for name, dtype in HELD_COLUMNS.items())
+
+
+def _held_at(blocks: pl.DataFrame, events: Ints) -> Ints:
+    """Return the bytes of these blocks that are held after each of `events`."""
+    return _so_far(blocks, "start_event", events) - _so_far(blocks.filter("freed"), "end_event", events)
+
+
+def _so_far(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
+    ordered = blocks.select(column, "bytes").sort(column)
+    sums: Ints = np.concatenate((np.zeros(1, np.int64), np.cumsum(ordered["bytes"].to_numpy().astype(np.int64))))
+    return sums[np.searchsorted(ordered[column].to_numpy(), events, side="right")]

@@ -1,0 +1,1 @@
+"""Facts about ranks relative to each other: stragglers, rank timelines, the sharding strategy."""

@@ -1,0 +1,112 @@
+"""Ranks beside each other on the run's clock: what each does, and for whom it waits."""
+
+import polars as pl
+
+from tracekit.analysis.communication import collective_instances, exposed_communication
+from tracekit.analysis.time import breakdown
+from tracekit.model import intervals
+from tracekit.model.trace import Run
+from tracekit.sync import alignment
+
+COMPUTE, TRANSFER, WAITING, COPY = DOINGS = ("compute", "transfer", "waiting", "copy")
+COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "doing": pl.String, "start_ns": pl.Int64,
+    "dur_ns": pl.Int64, "op": pl.String, "unit": pl.String, "peer_rank": pl.Int64,
+}  # fmt: skip
+_OF = ("window", "rank", "device")
+_KEY = ["window", "rank", "activity_id"]
+
+
+def doings(run: Run) -> pl.DataFrame:
+    """Return what each rank does when, on the run's clock; ask by ``run.across``.
+
+    Columns COLUMNS; one row per span, disjoint on a device, by start. doing: compute; transfer (a collective runs that
+    nothing hides, and all its known ranks have come); waiting (all collectives that run wait for a rank); copy. What
+    lies between is idle. op and unit are those of the collective that began last; peer_rank is who came last to it,
+    null where not known.
+    """
+    spans = run.table(breakdown.spans).partition_by(_OF, as_dict=True)
+    calls = _calls(run).partition_by(_OF, as_dict=True)
+    parts = [pl.DataFrame(schema=COLUMNS)]
+    for place, mine in spans.items():
+        where = zip(_OF, place, strict=True)
+        told = _told(mine, calls.get(place)).with_columns(pl.lit(value, pl.Int64).alias(name) for name, value in where)
+        parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+    shifted = alignment.shifted(pl.concat(parts), run.offsets, ("start_ns",))
+    return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
+
+
+def within(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
+    """Return the doings that lie in a stretch of the run's clock (ns), clipped to it."""
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    inside = doings.filter(pl.col("start_ns") < window[1], end_ns > window[0])
+    start_ns = pl.col("start_ns").clip(window[0])
+    return inside.with_columns(start_ns.alias("start_ns"), (end_ns.clip(None, window[1]) - start_ns).alias("dur_ns"))
+
+
+def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
+    """Return how long each rank does what within a stretch of the run's clock (ns): the parts sum to its length.
+
+    Columns rank, device, compute_ns, transfer_ns, waiting_ns, copy_ns, idle_ns, and by rank that is waited for
+    waiting_for_N_ns; waiting for a rank that is not known is in waiting_ns alone.
+    """
+    of, inside = ["rank", "device"], within(doings, window)
+    dur_ns, peer = pl.col("dur_ns"), pl.col("peer_rank")
+    each = [dur_ns.filter(pl.col("doing") == doing).sum().alias(f"{doing}_ns") for doing in DOINGS]
+    late = inside["peer_rank"].drop_nulls().unique().sort().to_list()
+    each += [dur_ns.filter(peer == rank).sum().alias(f"waiting_for_{rank}_ns") for rank in late]
+    table = inside.group_by(of).agg(dur_ns.sum().alias("_all_ns"), *each).sort(of)
+    idle_ns = (window[1] - window[0] - pl.col("_all_ns")).alias("idle_ns")
+    own = [f"{doing}_ns" for doing in DOINGS]
+    return table.with_columns(idle_ns).select(*of, *own, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
+
+
+def waited(run: Run) -> pl.DataFrame:
+    """Return how long each rank stood still for which other; ask by ``run.across``.
+
+    Columns rank, peer_rank (who came last; null where that is not known), waited_ns: the doings of kind waiting, so
+    that no moment counts twice and what compute hides counts for nothing. One row per pair that occurs.
+    """
+    waits = run.across(doings).filter(pl.col("doing") == WAITING)
+    return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
+
+
+def _calls(run: Run) -> pl.DataFrame:
+    key = ["window", "instance"]
+    last = run.across(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
+    peers = (
+        run.across(collective_instances.waits).join(last, on=key, how="left").select(*_KEY, "peer_rank").unique(_KEY)
+    )
+    return run.across(exposed_communication.exposed_transfers).join(peers, on=_KEY, how="left", maintain_order="left")
+
+
+def _told(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
+    """Return the spans of one device with exposed communication in two, and what the collective is."""
+    found = {part: _of(spans.filter(pl.col("part") == part)) for part in breakdown.PARTS}
+    exposed = found[breakdown.EXPOSED_COMMUNICATION]
+    none = intervals.from_columns([], [])
+    moving = none if calls is None else intervals.union(exposed_communication.moving(calls))
+    waiting = none if calls is None else intervals.subtract(_of(calls), moving)
+    pieces = {
+        COMPUTE: found[breakdown.COMPUTE],
+        TRANSFER: intervals.subtract(exposed, waiting),
+        WAITING: intervals.intersect(exposed, waiting),
+        COPY: found[breakdown.EXPOSED_COPY],
+    }
+    rows = pl.concat(
+        pl.DataFrame({"start_ns": piece[:, 0], "dur_ns": piece[:, 1] - piece[:, 0]}).with_columns(doing=pl.lit(doing))
+        for doing, piece in pieces.items()
+    ).sort("start_ns")
+    if calls is None:
+        return rows.with_columns(pl.lit(None).alias(name) for name in ("op", "unit", "peer_rank"))
+    began = calls.select("start_ns", "op", "unit", "peer_rank").sort("start_ns")
+    named = rows.join_asof(began, on="start_ns")
+    communicates, waits = pl.col("doing").is_in([TRANSFER, WAITING]), pl.col("doing") == WAITING
+    return named.with_columns(
+        *(pl.when(communicates).then(name).alias(name) for name in ("op", "unit")),
+        pl.when(waits).then("peer_rank").alias("peer_rank"),
+    )
+
+
+def _of(rows: pl.DataFrame) -> intervals.Spans:
+    return intervals.union(intervals.from_columns(rows["start_ns"], rows["dur_ns"]))

@@ -1,0 +1,133 @@
+"""Who waits for whom: what the other ranks lose in each step to the rank that comes last."""
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.communication import collective_instances, communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.time import breakdown
+from tracekit.model.trace import Run
+from tracekit.sync import collective_matching
+
+_KEY = ("window", "step")
+_ACTIVITY = ("window", "rank", "activity_id")
+
+
+def late_calls(run: Run) -> pl.DataFrame:
+    """Return the waiting of ranks in collectives for a rank that came later; ask by ``run.across``.
+
+    Columns window, rank, step, phase, unit, op, instance, late_rank (who came last of the ranks with a trace),
+    start_ns and dur_ns (on the clock of the rank's trace), wait_ns; one row per rank and collective it waited in.
+    """
+    key = ["window", "instance"]
+    last = run.across(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("late_rank"))
+    starts = run.table(collective_matching.calls).select(*_ACTIVITY, "start_ns").unique(_ACTIVITY)
+    waits = run.across(collective_instances.waits).filter(pl.col("wait_ns") > 0).join(last.drop_nulls(), on=key)
+    return waits.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
+        "window", "rank", "step", "phase", "unit", "op", "instance", "late_rank", "start_ns", "dur_ns", "wait_ns"
+    )
+
+
+def accounts(run: Run) -> pl.DataFrame:
+    """Return what other ranks lose in each step to each rank that ever came last; ask by ``run.across``.
+
+    Columns window, step, order (number of the step among those judged), late_rank, duration_ns (the median over ranks),
+    waited_ns (in collectives for it, hidden by compute or not: the median over the other ranks), idle_ns (the part of
+    it in which they compute nothing), lost_ns (the larger of idle_ns and of the smaller of waited_ns and of how much
+    longer than it they stand idle in collectives: those behind a hidden wait come late too; less what its own
+    collectives keep it longer than others' do, waiting apart: a link's fault), lost_ratio, share (of all
+    waiting in the step), late_calls and calls (collectives to which it came last, and all of the step), is_whole
+    (whether all ranks of those have a trace); one row per step and rank. Steps that save are left out.
+    """
+    waits = run.across(late_calls)
+    judged = steps(run)
+    per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
+    share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
+    waited = _of_others(per_rank, judged).rename({"median_ns": "waited_ns"}).with_columns(share.alias("share"))
+    idle = _of_others(_idle(run), judged).select(*_KEY, "late_rank", pl.col("median_ns").alias("idle_ns"))
+    keys = [*_KEY, "late_rank"]
+    late = judged.join(waits.select(pl.col("late_rank").unique()), how="cross").join(
+        waited.select(*keys, "waited_ns", "share"), on=keys, how="left"
+    )
+    for further in (idle, _exposed_longer(run), _calls(run)):
+        late = late.join(further, on=keys, how="left")
+    lost_ns = (pl.max_horizontal(pl.min_horizontal("waited_ns", "longer_ns"), "idle_ns") - pl.col("held_ns")).clip(0)
+    counts = pl.col("waited_ns", "idle_ns", "longer_ns", "held_ns", "late_calls", "calls").fill_null(0)
+    return (
+        late.with_columns(counts, pl.col("share").fill_null(0.0))
+        .with_columns(lost_ns.alias("lost_ns"))
+        .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
+        .select(
+            *_KEY, "order", "late_rank", "duration_ns", "waited_ns", "idle_ns", "lost_ns", "lost_ratio", "share",
+            "late_calls", "calls", pl.col("is_whole").fill_null(value=False),
+        )
+        .sort("late_rank", "order")
+    )  # fmt: skip
+
+
+def steps(run: Run) -> pl.DataFrame:
+    """Return the steps that save on no rank: window, step, duration_ns (median), ranks (how many), order (number)."""
+    judged = (
+        steps_without_saves.steps(run)
+        .drop_nulls("step")
+        .group_by(_KEY)
+        .agg(pl.col("duration_ns").median().cast(pl.Int64), pl.col("rank").n_unique().cast(pl.Int64).alias("ranks"))
+    )
+    return judged.sort(_KEY).with_columns(pl.int_range(pl.len()).alias("order"))
+
+
+def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
+    """Return for each step and late rank the median over all other ranks of wait_ns (median_ns), and its sum (all_ns).
+
+    Ranks without a row waited 0.
+    """
+    sums = per_rank.group_by(*_KEY, "late_rank").agg(
+        pl.col("wait_ns").sort(descending=True).alias("each"), pl.col("wait_ns").sum().alias("all_ns")
+    )
+    middle = pl.col("each").list.get((pl.col("ranks") - 1) // 2, null_on_oob=True)
+    return sums.join(judged.select(*_KEY, "ranks"), on=_KEY).with_columns(middle.fill_null(0).alias("median_ns"))
+
+
+def _idle(run: Run) -> pl.DataFrame:
+    """Return how long each rank computed nothing while it waited for another: columns late_rank, wait_ns and place."""
+    pieces = run.across(compute_gap_causes.compute_gap_causes_across).filter(
+        pl.col("cause") == communication_gap_causes.PEER
+    )
+    named = pieces.drop_nulls("peer_rank").rename({"peer_rank": "late_rank"})
+    return named.group_by(*_KEY, "late_rank", "rank").agg(pl.col("dur_ns").sum().alias("wait_ns"))
+
+
+def _exposed_longer(run: Run) -> pl.DataFrame:
+    """Return for each step and rank how long the median other rank stands idle in collectives beside it.
+
+    longer_ns: how much longer than it; held_ns: how much less long than it, what is known to be waiting apart.
+    """
+    each = run.table(breakdown.by_step).drop_nulls("step")
+    waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
+    # Devices of one rank go at one pace: the one that waits least says what the rank itself needs.
+    ranks = (
+        each.group_by(*_KEY, "rank")
+        .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))
+        .join(waits, on=[*_KEY, "rank"], how="left")
+        .with_columns((pl.col("exposed_ns") - pl.col("wait_ns").fill_null(0)).alias("moving_ns"))
+    )
+    own = ranks.select(*_KEY, late_rank="rank", own_ns="exposed_ns", own_moving_ns="moving_ns")
+    others = ranks.join(own, on=_KEY).filter(pl.col("rank") != pl.col("late_rank"))
+    longer_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
+    held_ns = pl.col("own_moving_ns").first() - pl.col("moving_ns").median()
+    return others.group_by(*_KEY, "late_rank").agg(
+        longer_ns.cast(pl.Int64).alias("longer_ns"), held_ns.clip(0).cast(pl.Int64).alias("held_ns")
+    )
+
+
+def _calls(run: Run) -> pl.DataFrame:
+    """Return for each step and rank to how many collectives it came last: late_calls, calls, is_whole."""
+    found = run.across(collective_instances.instances).drop_nulls("step")
+    whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
+    counted = found.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), whole.alias("is_whole"))
+    return (
+        counted.rename({"last_known_rank": "late_rank"})
+        .drop_nulls("late_rank")
+        .group_by(*_KEY, "late_rank")
+        .agg(pl.len().cast(pl.Int64).alias("late_calls"), pl.col("calls", "is_whole").first())
+    )

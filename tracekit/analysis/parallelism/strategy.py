@@ -1,0 +1,34 @@
+"""Which way of sharing out the training a trace shows, by the marks that each leaves."""
+
+import polars as pl
+
+from tracekit.model.trace import Run, Trace
+
+DDP, FSDP1, FSDP2, YAFSDP = "ddp", "fsdp1", "fsdp2", "yafsdp"
+_MARKS = {
+    YAFSDP: r"^YaFSDP::",
+    FSDP2: r"^FSDP::",
+    FSDP1: r"^FullyShardedDataParallel\.",
+    DDP: r"^DistributedDataParallel\.",
+}
+COLUMNS = {"strategy": pl.String, "marks": pl.Int64}
+
+
+def marks(trace: Trace) -> pl.DataFrame:
+    """Return how many annotations each wrapper left in the trace.
+
+    Columns strategy (ddp, fsdp1, fsdp2, yafsdp), marks; one row per wrapper that left any.
+    """
+    names = trace.ops.filter(pl.col("kind") == "annotation").get_column("name")
+    counts = [(strategy, int(names.str.contains(pattern).sum())) for strategy, pattern in _MARKS.items()]
+    return pl.DataFrame([row for row in counts if row[1]], schema=COLUMNS, orient="row")
+
+
+def of_run(run: Run) -> str | None:
+    """Return the strategy that the manifest names, else the one whose wrapper left most marks; None where neither."""
+    told = run.manifest.get("strategy")
+    if told in _MARKS:
+        return str(told)
+    totals = run.table(marks).group_by("strategy").agg(pl.col("marks").sum())
+    most = totals.sort("marks", "strategy", descending=[True, False])
+    return None if most.is_empty() else str(most["strategy"][0])

@@ -1,0 +1,120 @@
+"""What each trace holds, and what was not recorded: what cannot be told without it, and how to record it."""
+
+import polars as pl
+
+from tracekit.analysis.memory import snapshot_files
+from tracekit.model.trace import Fact, Run, Trace
+
+COLUMNS = {
+    "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
+    "span_ns": pl.Int64, "activities": pl.Int64, "linked": pl.Int64, "phased": pl.Int64, "ops": pl.Int64,
+    "shaped": pl.Int64, "stacked": pl.Int64, "collectives": pl.Int64, "sized": pl.Int64, "grouped": pl.Int64,
+    "sequenced": pl.Int64, "syncs": pl.Int64, "allocations": pl.Int64, "checkpoints": pl.Int64, "metrics": pl.Int64,
+}  # fmt: skip
+MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
+    "missing": pl.String, "ranks": pl.List(pl.Int64), "without_it": pl.String, "to_record": pl.String,
+}  # fmt: skip
+
+
+def contents(trace: Trace) -> pl.DataFrame:
+    """Return how much of what a trace holds. Columns COLUMNS; one row.
+
+    span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
+    (launched in a known phase); ops, shaped (with input shapes), stacked (Python frames); collectives, sized, grouped
+    (of a known group), sequenced (with a number within the group); and rows of the other tables.
+    """
+    work, ops, calls = trace.activities, trace.ops, trace.collectives
+    steps = trace.steps["step"].drop_nulls()
+    start_ns, end_ns = work["start_ns"].min(), (work["start_ns"] + work["dur_ns"]).max()
+    row = {
+        "on_device": trace.on_device,
+        "steps": steps.n_unique(),
+        "first_step": steps.min(),
+        "last_step": steps.max(),
+        "span_ns": None if work.is_empty() else int(str(end_ns)) - int(str(start_ns)),
+        "activities": work.height,
+        "linked": work["launch_id"].count(),
+        "phased": work["phase"].count(),
+        "ops": ops.height,
+        "shaped": ops["shapes"].count(),
+        "stacked": int((ops["kind"] == "python").sum()),
+        "collectives": calls.height,
+        "sized": calls.select(pl.max_horizontal("sent_bytes", "received_bytes").count()).item(),
+        "grouped": calls["group"].count(),
+        "sequenced": calls["seq"].count(),
+        **{name: getattr(trace, name).height for name in ("syncs", "allocations", "checkpoints", "metrics")},
+    }
+    return pl.DataFrame([row], schema=COLUMNS)
+
+
+FACTS: tuple[Fact, ...] = (contents,)
+"""What the surveys of this module read."""
+
+_NONE_OF = {
+    "steps": (
+        pl.lit(value=True),
+        "No step time, no spread over steps, no typical step.",
+        "profiler.step() once per training step, or tracekit record",
+    ),
+    "phased": (
+        pl.lit(value=True),
+        "Forward, backward and optimizer are not told apart.",
+        'record_function("tracekit::forward") around each phase, or tracekit record',
+    ),
+    "shaped": (
+        pl.lit(value=True),
+        "Products of one kernel name are not told apart, and no FLOPs are counted.",
+        "record_shapes=True",
+    ),
+    "stacked": (pl.lit(value=True), "The place in the code that launched an op is not known.", "with_stack=True"),
+    "sized": (
+        pl.col("collectives") > 0,
+        "No bandwidth, and messages of different sizes are not told apart.",
+        "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
+    ),
+    "sequenced": (
+        pl.col("collectives") > 0,
+        "Collectives of different ranks are matched by their order.",
+        "PyTorch 2.7 or newer, which numbers the collectives of a group",
+    ),
+    "syncs": (
+        pl.col("on_device"),
+        "What a stream waits for is inferred from times.",
+        "experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True)",
+    ),
+    "allocations": (pl.lit(value=True), "Nothing is known of memory over time.", "profile_memory=True"),
+    "checkpoints": (
+        pl.lit(value=True),
+        "Saves and loads are not seen as such.",
+        "tracekit record, or tracekit.capture.record_save around a save",
+    ),
+    "metrics": (
+        pl.lit(value=True),
+        "Loss, tokens and step times outside the profiled steps are not known.",
+        "tracekit record, or tracekit.capture.Recorder in the loop",
+    ),
+}
+_SPOKEN = {
+    "steps": "steps", "phased": "phases", "shaped": "input shapes", "stacked": "Python stacks",
+    "sized": "sizes of messages", "sequenced": "sequence numbers of collectives", "syncs": "synchronization events",
+    "allocations": "memory events", "checkpoints": "checkpoint log", "metrics": "metrics log",
+}  # fmt: skip
+
+
+def missing(run: Run) -> pl.DataFrame:
+    """Return what some ranks did not record at all; ask by ``run.across``.
+
+    Columns missing, ranks (which lack it), without_it (what cannot be told), to_record (how to have it next time).
+    """
+    table = run.table(contents)
+    rows = []
+    for name, (applies, without_it, to_record) in _NONE_OF.items():
+        ranks = table.filter(applies, pl.col(name) == 0)["rank"].unique().sort().to_list()
+        if ranks:
+            rows.append((_SPOKEN[name], ranks, without_it, to_record))
+    with_snapshot = {found.rank for found in snapshot_files.files(run)}
+    on_device = table.filter("on_device")["rank"].unique().sort().to_list()
+    if lack := [rank for rank in on_device if rank not in with_snapshot]:
+        without_it = "No map of the device's memory, and no replay of allocator settings but by inference."
+        rows.append(("memory snapshot", lack, without_it, "tracekit record --memory-snapshot, or _dump_snapshot"))
+    return pl.DataFrame(rows, schema=MISSING_COLUMNS, orient="row")

@@ -1,0 +1,157 @@
+"""What makes the numbers of a trace doubtful, each with the share of time that it concerns."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.time import breakdown
+from tracekit.model import schema, units
+from tracekit.model.trace import Trace
+
+_Row: TypeAlias = tuple[str, str, float]
+
+VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
+_VERSION = re.compile(r"(^|_)version$")
+_LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
+_DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu buffer count")
+_WARM_UP = 2.0  # times the median of the other steps: only what a first step does takes that long
+
+
+def doubts(trace: Trace) -> pl.DataFrame:
+    """Return the reasons to doubt this trace: those of its reading, and those that its tables show.
+
+    Columns of `schema.DOUBTS`; one row per reason, however small its share.
+    """
+    found = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped(trace), *_warm_up(trace))
+    measured = pl.DataFrame(found, schema=schema.DOUBTS.schema, orient="row")
+    return pl.concat([trace.doubts, measured])
+
+
+def versions(trace: Trace) -> pl.DataFrame:
+    """Return what the trace's header says of software and device: each must be the same on all ranks.
+
+    Columns name, value; one row per fact, such as cuda_driver_version, nccl_version, device.
+    """
+    header = trace.header
+    told = {name: value for name, value in header.items() if _VERSION.search(name)}
+    info = header.get("distributedInfo")
+    if isinstance(info, Mapping):
+        told |= {name: info[name] for name in ("nccl_version", "backend") if info.get(name)}
+    if devices := _devices(header):
+        told["device"] = devices
+    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in sorted(told.items())]
+    return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
+
+
+def _nothing(trace: Trace) -> Iterator[_Row]:
+    if trace.activities.is_empty():
+        yield "no_work", "No compute, communication or copy was recorded: nothing can be measured.", 1.0
+    elif not trace.on_device:
+        name = pl.col("name")
+        launches = trace.ops.filter(pl.col("kind") == "runtime", name.str.contains(_LAUNCH)).height
+        if launches:
+            yield (
+                "no_device_activity",
+                f"The host launched {launches:,} kernels and copies, but none was recorded on a device: times are of "
+                "the host.",
+                1.0,
+            )
+
+
+def _launches(trace: Trace) -> Iterator[_Row]:
+    """Device work without a launch, device work launched outside steps, and launches without device work."""
+    if not trace.on_device:
+        return
+    work = trace.activities
+    total_ns = max(int(work["dur_ns"].sum()), 1)
+    unlinked = pl.col("launch_id").is_null()
+    lost_ns = int(work.filter(unlinked)["dur_ns"].sum())
+    if lost_ns:
+        share = lost_ns / total_ns
+        yield (
+            "unlinked",
+            f"{units.share(share)} of device time has no recorded launch, so its step and cause are not known.",
+            share,
+        )
+    stepless_ns = int(work.filter(~unlinked, pl.col("step").is_null())["dur_ns"].sum())
+    if stepless_ns and not trace.steps["step"].is_null().all():
+        share = stepless_ns / total_ns
+        yield "outside_steps", f"{units.share(share)} of device time was launched outside the profiled steps.", share
+    launched = trace.ops.filter(pl.col("kind") == "runtime", pl.col("name").str.contains(_LAUNCH))
+    idle = launched.join(work.select(pl.col("launch_id").alias("id")).drop_nulls(), on="id", how="anti")
+    if idle.height:
+        share = idle.height / launched.height
+        yield (
+            "dropped_events",
+            f"{idle.height:,} of {launched.height:,} launches show no work on a device: the profiler dropped it, or it "
+            "ran after recording stopped.",
+            share,
+        )
+
+
+def _overlaps(trace: Trace) -> Iterator[_Row]:
+    """Slices that overlap on one stream, which runs one thing at a time."""
+    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane")
+    work = trace.activities.join(lanes, on="lane").sort("lane", "start_ns", "id")
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    reach_ns = end_ns.cum_max().shift(1).over("lane").fill_null(pl.col("start_ns"))
+    shared = work.select(
+        (pl.min_horizontal(reach_ns, end_ns) - pl.col("start_ns")).clip(lower_bound=0).alias("ns"), "dur_ns"
+    )
+    count, overlapped_ns = shared.filter(pl.col("ns") > 0).height, int(shared["ns"].sum())
+    if count:
+        share = overlapped_ns / max(int(work["dur_ns"].sum()), 1)
+        yield (
+            "overlapping_slices",
+            f"{count:,} slices overlap another on their stream, by {units.duration(overlapped_ns)} in all: sums of "
+            "their durations count that twice.",
+            share,
+        )
+
+
+def _dropped(trace: Trace) -> Iterator[_Row]:
+    """What the profiler itself says it lost, in the header's warnings."""
+    said = [str(line) for name in ("WARNING", "ERROR") for line in _listed(trace.header.get(name))]
+    lost = [match for line in said if (match := _DROPPED.search(line))]
+    if not lost:
+        return
+    count = sum(int(match[1] or 0) for match in lost)
+    share = count / max(count + trace.activities.height, 1)
+    what = f"{count:,} activity records" if count else "device activity once its buffers were full"
+    yield "dropped_events", f"The profiler says that it dropped {what}.", share
+
+
+def _warm_up(trace: Trace) -> Iterator[_Row]:
+    saving = save_stages.save_spans(trace).select("step")
+    steps = breakdown.by_step(trace).drop_nulls("step").sort("step")
+    for (_device,), own in steps.group_by("device", maintain_order=True):
+        others = own[1:].join(saving, on="step", how="anti")["duration_ns"]
+        first = own.row(0, named=True)
+        saves = first["step"] in saving["step"].to_list()
+        if len(others) < _FEWEST_OTHERS or saves:
+            continue
+        median_ns = float(str(others.median()))
+        if first["duration_ns"] > _WARM_UP * median_ns:
+            yield (
+                "warm_up_inside",
+                f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])}, the others "
+                f"{units.duration(median_ns)} at the median: it looks like warm-up.",
+                first["duration_ns"] / own["duration_ns"].sum(),
+            )
+
+
+_FEWEST_OTHERS = 2
+
+
+def _devices(header: Mapping[str, Any]) -> str | None:
+    listed = header.get("deviceProperties")
+    names = [device.get("name") for device in _listed(listed) if isinstance(device, Mapping)]
+    return ", ".join(sorted({str(name) for name in names if name})) or None
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,1 @@
+"""Facts about time: step breakdown, gaps, launches, dependencies, backward passes."""

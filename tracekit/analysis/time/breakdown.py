@@ -1,0 +1,136 @@
+"""What the time of a step goes into: compute, exposed communication, exposed copies, idle. The parts sum exactly."""
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.trace import Trace
+
+COPY_KINDS = ("memcpy", "memset")
+
+_INT = pl.Int64
+COLUMNS = {
+    "step": _INT,
+    "device": _INT,
+    "start_ns": _INT,
+    "duration_ns": _INT,
+    "compute_ns": _INT,
+    "communication_ns": _INT,
+    "copy_ns": _INT,
+    "overlapped_ns": _INT,
+    "exposed_communication_ns": _INT,
+    "exposed_copy_ns": _INT,
+    "idle_ns": _INT,
+}
+
+COMPUTE, EXPOSED_COMMUNICATION, EXPOSED_COPY = PARTS = ("compute", "exposed_communication", "exposed_copy")
+SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _INT}
+
+
+def spans(trace: Trace) -> pl.DataFrame:
+    """Return when each device does which part of the breakdown: disjoint spans, by device, part and start.
+
+    Columns device, part (of PARTS; what lies between is idle), start_ns, dur_ns. Their coverage of a step's window is
+    what `by_step` says.
+    """
+    parts = []
+    for device in devices(trace):
+        compute, communication, copy = busy(trace, device)
+        exposed = intervals.subtract(communication, compute)
+        copied = intervals.subtract(copy, intervals.union(compute, communication))
+        for part, found in zip(PARTS, (compute, exposed, copied), strict=True):
+            times = pl.DataFrame({"start_ns": found[:, 0], "dur_ns": found[:, 1] - found[:, 0]})
+            parts.append(
+                times.select(device=pl.lit(device, _INT), part=pl.lit(part), start_ns="start_ns", dur_ns="dur_ns")
+            )
+    return pl.concat([pl.DataFrame(schema=SPAN_COLUMNS), *parts])
+
+
+def by_step(trace: Trace) -> pl.DataFrame:
+    """Return the breakdown of every step's device window.
+
+    Columns step, device, start_ns, duration_ns, compute_ns, communication_ns, copy_ns, overlapped_ns,
+    exposed_communication_ns, exposed_copy_ns, idle_ns; one row per step and device (device null on a CPU run).
+    Each term is an interval union over the device's lanes: compute; exposed communication = communication minus
+    compute; exposed copy = copies and sets minus both; idle = the rest. compute + exposed communication + exposed
+    copy + idle = duration, exactly. overlapped = communication ∩ compute.
+    """
+    steps = trace.steps.drop_nulls(["start_ns", "end_ns"])
+    device, windows = steps["device"].to_list(), steps.select("start_ns", "end_ns").to_numpy()
+    terms = np.zeros((len(windows), len(_TERMS)), np.int64)
+    for each in dict.fromkeys(device):
+        mine = np.array([other == each for other in device], np.bool_)
+        terms[mine] = _split(busy(trace, each), windows[mine])
+    return _table(steps["step"].to_list(), device, windows, terms)
+
+
+def by_rank(trace: Trace) -> pl.DataFrame:
+    """Return the breakdown of the whole device window, first activity to last; step is null.
+
+    Columns as in `by_step`; one row per device.
+    """
+    parts: list[tuple[int | None, Spans, Spans]] = []
+    for device in devices(trace):
+        sets = busy(trace, device)
+        covered = intervals.union(*sets)
+        if len(covered):
+            window = np.array([[covered[0, 0], covered[-1, 1]]])
+            parts.append((device, window, _split(sets, window)))
+    if not parts:
+        return pl.DataFrame(schema=COLUMNS)
+    device_of, windows, terms = zip(*parts, strict=True)
+    return _table([None] * len(parts), list(device_of), np.concatenate(windows), np.concatenate(terms))
+
+
+def devices(trace: Trace) -> tuple[int | None, ...]:
+    """Return the devices that did work, in order; (None,) on a CPU run, () where nothing ran."""
+    device_of = _device_of(trace)
+    used = {device_of[lane] for lane in np.unique(trace.activities["lane"]).tolist() if lane in device_of}
+    return tuple(sorted(used, key=lambda device: -1 if device is None else device))
+
+
+def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
+    """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
+    lanes = [lane for lane, its in _device_of(trace).items() if its == device]
+    activities = trace.activities
+    mine = np.isin(activities["lane"].to_numpy(), lanes)
+    spans = intervals.from_columns(activities["start_ns"], activities["dur_ns"])
+    kind = {each: (activities["kind"] == each).to_numpy() for each in ("compute", "communication", *COPY_KINDS)}
+    copies = np.logical_or.reduce([kind[each] for each in COPY_KINDS])
+    compute, communication, copy = (
+        intervals.union(spans[mine & which]) for which in (kind["compute"], kind["communication"], copies)
+    )
+    return compute, communication, copy
+
+
+def _device_of(trace: Trace) -> dict[int, int | None]:
+    return dict(zip(trace.lanes["lane"].to_list(), trace.lanes["device"].to_list(), strict=True))
+
+
+_TERMS = ("compute_ns", "communication_ns", "copy_ns", "overlapped_ns", "exposed_communication_ns", "exposed_copy_ns")
+
+
+def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
+    """Return what the time of each window goes into, shape (windows, _TERMS)."""
+    compute, communication, copy = sets
+    terms = (
+        compute,
+        communication,
+        copy,
+        intervals.intersect(communication, compute),
+        intervals.subtract(communication, compute),
+        intervals.subtract(copy, intervals.union(compute, communication)),
+    )
+    return np.stack([intervals.coverage(windows, term) for term in terms], axis=1)
+
+
+def _table(step: list[int | None], device: list[int | None], windows: Spans, terms: Spans) -> pl.DataFrame:
+    part = {name: terms[:, index] for index, name in enumerate(_TERMS)}
+    duration_ns = windows[:, 1] - windows[:, 0]
+    idle_ns = duration_ns - part["compute_ns"] - part["exposed_communication_ns"] - part["exposed_copy_ns"]
+    place = {"step": step, "device": device, "start_ns": windows[:, 0], "duration_ns": duration_ns}
+    columns: dict[str, Any] = place | part | {"idle_ns": idle_ns}
+    return pl.DataFrame([pl.Series(name, columns[name], dtype) for name, dtype in COLUMNS.items()])

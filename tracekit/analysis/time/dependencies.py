@@ -1,0 +1,245 @@
+"""What waits for what on a device: order of streams, launches, CUDA events, communicators, as told or as inferred."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import inferred_dependencies
+from tracekit.model.memoize import once
+from tracekit.model.schema import Column, Table
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+
+LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = HOWS = (
+    "launch",
+    "stream",
+    "event",
+    "sync",
+    "communicator",
+    "start_order",
+)
+"""The host launched it; order of its stream; a stream waits for an event; the host waits; order of a communicator;
+one queue feeds all streams, so that nothing starts before all that was launched earlier has started."""
+
+_INT, _TEXT = pl.Int64(), pl.String()
+DEPENDENCIES = Table(
+    "dependencies",
+    "known or inferred wait",
+    (
+        Column("waiting_id", _INT, "", "What waits: activities.id, or for how = sync ops.id of the call."),
+        Column("awaited_id", _INT, "", "What it waits for: activities.id, or for how = launch ops.id of the call."),
+        Column("how", _TEXT, "", "launch, stream, event, sync, communicator or start_order."),
+        Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not told by the trace."),
+    ),
+)
+ITEM_COLUMNS = {
+    "item": pl.Int64, "is_wait": pl.Boolean, "ref": pl.Int64, "launch_id": pl.Int64, "device": pl.Int64,
+    "lane": pl.Int64, "kind": pl.String, "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
+    "span": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64, "launched_ns": pl.Int64,
+    "launched_reach_ns": pl.Int64, "previous": pl.Int64,
+}  # fmt: skip
+WAIT_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "how": pl.String, "inferred": pl.Boolean}
+_NEVER = np.iinfo(np.int64).min // 2
+
+
+def dependencies(trace: Trace) -> pl.DataFrame:
+    """Return what each piece of a device's work waits for, and the host's calls that wait for work.
+
+    Columns as DEPENDENCIES; one row per wait. Empty on a CPU run. Where a trace lacks the waits of streams for events
+    they are inferred: see `tracekit.analysis.time.inferred_dependencies`.
+    """
+    items = lane_items(trace)
+    if items.is_empty():
+        return DEPENDENCIES.empty()
+    launches = (
+        items.filter(~pl.col("is_wait"))
+        .drop_nulls("launch_id")
+        .select(
+            pl.col("ref").alias("waiting_id"),
+            pl.col("launch_id").alias("awaited_id"),
+            how=pl.lit(LAUNCH),
+            inferred=False,
+        )
+    )
+    work = _work_of(items)
+    order = items.select(pl.col("item").alias("waiting"), pl.col("previous").alias("awaited")).filter(
+        pl.col("awaited") >= 0
+    )
+    order = order.with_columns(how=pl.lit(STREAM), inferred=pl.lit(False))
+    waits = item_waits(trace).select("waiting", "awaited", "how", "inferred")
+    between = _between_work(pl.concat([order, waits]), items, work)
+    synced = host_waits(trace, items)
+    calls = pl.DataFrame(
+        {
+            "waiting_id": [call for call, found in synced.items() for _ in found],
+            "awaited": [each for found in synced.values() for each in found],
+        },
+        schema={"waiting_id": pl.Int64, "awaited": pl.Int64},
+    )
+    told = calls.with_columns(
+        pl.Series("awaited_id", work[calls["awaited"].to_numpy()], pl.Int64),
+        how=pl.lit(SYNC),
+        inferred=pl.lit(False),
+    ).filter(pl.col("awaited_id") >= 0)
+    columns = list(DEPENDENCIES.schema)
+    every = pl.concat([launches.select(columns), between.select(columns), told.select(columns)])
+    return DEPENDENCIES.conform(every.unique(maintain_order=True))
+
+
+@once
+def lane_items(trace: Trace) -> pl.DataFrame:
+    """Return what a device's streams hold, in their order: activities, and waits for events where the trace tells them.
+
+    Columns item (number), is_wait, ref (activities.id, or ops.id of the call that let the stream wait), launch_id,
+    device, lane, kind, name, step, phase, unit, span, start_ns, end_ns (of a wait: of the call), launched_ns (start of
+    the launching call; the own start where not known), launched_reach_ns (the latest on the lane so far), previous (the
+    item before it on its lane; -1: none). Empty on a CPU run.
+    """
+    lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
+    work = (
+        trace.activities.join(lanes, on="lane", maintain_order="left")
+        .join(calls, on="launch_id", how="left", maintain_order="left")
+        .sort("lane", "start_ns", "id")
+        .with_columns(pl.min_horizontal("called_ns", "start_ns").alias("launched_ns"), is_wait=pl.lit(False))
+        .with_columns(pl.col("launched_ns").cum_max().over("lane").alias("launched_reach_ns"))
+        .with_columns((pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.col("id").alias("ref"))
+    )
+    both = pl.concat([work, _stream_waits(trace, lanes, calls)], how="diagonal_relaxed").sort(
+        "lane", "launched_reach_ns", "is_wait", "start_ns", "ref", maintain_order=True
+    )
+    numbered = both.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("item"))
+    return numbered.with_columns(_previous(numbered)).select(
+        pl.col(name).cast(dtype) for name, dtype in ITEM_COLUMNS.items()
+    )
+
+
+@once
+def item_waits(trace: Trace) -> pl.DataFrame:
+    """Return the waits between items of different lanes, order of lanes apart.
+
+    Columns waiting, awaited (items), lag_ns, how, inferred; one row per wait.
+    """
+    items = lane_items(trace)
+    told = _event_waits(trace, items)
+    parts = [told] if told.height else [inferred_dependencies.event_waits(trace, items)]
+    parts += [inferred_dependencies.communicator_order(trace, items), inferred_dependencies.start_order(items)]
+    return pl.concat([part.select(pl.col(n).cast(t) for n, t in WAIT_COLUMNS.items()) for part in parts])
+
+
+@once
+def reached_ns(trace: Trace) -> Ints:
+    """Return when each item had ended: work as recorded, a wait once what it waits for and its lane's work had."""
+    items, waits = lane_items(trace), item_waits(trace).filter(pl.col("how") == EVENT)
+    end = items["end_ns"].to_numpy().copy()
+    is_wait, previous = items["is_wait"].to_numpy(), items["previous"].to_numpy()
+    on_lane = np.flatnonzero(is_wait & (previous >= 0))
+    waiting, awaited = waits["waiting"].to_numpy(), waits["awaited"].to_numpy()
+    told = is_wait[waiting]
+    waiting, awaited = (np.concatenate(each) for each in ((waiting[told], on_lane), (awaited[told], previous[on_lane])))
+    while (late := end[waiting] < end[awaited]).any():  # as often as waits wait for waits
+        np.maximum.at(end, waiting[late], end[awaited[late]])
+    return np.asarray(end, np.int64)
+
+
+def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
+    """Return the items that CUDA says each call of the host (ops.id) waited for."""
+    syncs = trace.syncs.filter(pl.col("kind").is_in(["event", "stream"])).drop_nulls("call_id")
+    starts = trace.ops.select(pl.col("id").alias("at_id"), pl.col("start_ns").alias("at_ns"))
+    at_id = pl.when(pl.col("kind") == "event").then("record_id").otherwise("call_id")
+    stream = pl.when(pl.col("kind") == "event").then("awaited_stream").otherwise("stream")
+    asked = syncs.with_columns(at_id.alias("at_id"), stream.alias("stream")).join(starts, on="at_id")
+    lanes = trace.lanes.select("lane", "device", "stream").drop_nulls()
+    placed = asked.join(lanes, on=["device", "stream"])
+    found = last_before(items, placed["lane"].to_numpy(), placed["at_ns"].to_numpy())
+    waits: dict[int, list[int]] = {}
+    for call, item in zip(placed["call_id"].to_list(), found.tolist(), strict=True):
+        if item >= 0:
+            waits.setdefault(call, []).append(item)
+    return waits
+
+
+def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
+    """Return the last item that each lane had been given before each moment; -1 for none."""
+    found = np.full(len(lane), -1, np.int64)
+    for (each,), mine in items.group_by("lane", maintain_order=True):
+        rows = np.flatnonzero(lane == each)
+        last = np.searchsorted(mine["launched_reach_ns"].to_numpy(), at_ns[rows], side="left") - 1
+        found[rows] = np.where(last >= 0, mine["item"].to_numpy()[np.maximum(last, 0)], -1)
+    return found
+
+
+def _stream_waits(trace: Trace, lanes: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "stream", "record_id"])
+    return (
+        waits.select("device", "stream", pl.col("call_id").alias("ref"))
+        .join(lanes, on=["device", "stream"])
+        .join(calls, left_on="ref", right_on="launch_id")
+        .select(
+            "ref", "lane", "device", pl.col("called_ns").alias("start_ns"), pl.col("called_ns").alias("end_ns"),
+            pl.col("called_ns").alias("launched_ns"), pl.col("called_ns").alias("launched_reach_ns"),
+            is_wait=pl.lit(True),
+        )
+    )  # fmt: skip
+
+
+def _previous(items: pl.DataFrame) -> pl.Series:
+    """Return the item before each on its lane; of work that overlaps on one lane, the last that had ended."""
+    lane, start, end = (items[name].to_numpy() for name in ("lane", "start_ns", "end_ns"))
+    is_wait = items["is_wait"].to_numpy()
+    count = len(items)
+    before = np.arange(count, dtype=np.int64) - 1
+    before[1:][lane[1:] != lane[:-1]] = -1
+    overlaps = (
+        (before >= 0) & ~is_wait & ~is_wait[np.maximum(before, 0)] & (end[np.maximum(before, 0)] > start + _SLACK_NS)
+    )
+    for at in np.flatnonzero(overlaps).tolist():  # rare: parallel branches of a graph, rounded clocks
+        earlier = before[at]
+        while earlier >= 0 and end[earlier] > start[at] + _SLACK_NS:
+            earlier = before[earlier]
+        before[at] = earlier
+    return pl.Series("previous", before)
+
+
+_SLACK_NS = 1_000
+
+
+def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
+    waits = trace.syncs.filter(pl.col("kind") == "stream_wait").drop_nulls(["call_id", "record_id", "awaited_stream"])
+    lanes = trace.lanes.select(pl.col("lane").alias("awaited_lane"), "device", pl.col("stream").alias("awaited_stream"))
+    starts = trace.ops.select(pl.col("id").alias("record_id"), pl.col("start_ns").alias("recorded_ns"))
+    own = items.filter("is_wait").select("lane", "item", pl.col("ref").alias("call_id"))
+    found = waits.join(own, on="call_id").join(lanes, on=["device", "awaited_stream"]).join(starts, on="record_id")
+    awaited = last_before(items, found["awaited_lane"].to_numpy(), found["recorded_ns"].to_numpy())
+    return (
+        found.select(pl.col("item").alias("waiting"), pl.Series("awaited", awaited, pl.Int64), lag_ns=pl.lit(0))
+        .with_columns(how=pl.lit(EVENT), inferred=pl.lit(False))
+        .filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
+    )
+
+
+def _work_of(items: pl.DataFrame) -> Ints:
+    """Return for each item its activity; of a wait, the activity before it on its lane; -1: none."""
+    has = ~items["is_wait"].to_numpy()
+    at = np.where(has, np.arange(len(items)), -1)
+    lane = items["lane"].to_numpy()
+    last = np.maximum.accumulate(at)
+    same = (last >= 0) & (lane[np.maximum(last, 0)] == lane)
+    return np.where(same, items["ref"].to_numpy()[np.maximum(last, 0)], -1)
+
+
+def _between_work(waits: pl.DataFrame, items: pl.DataFrame, work: Ints) -> pl.DataFrame:
+    """Return waits between items as waits between activities: one that waits at a wait is the next on its lane."""
+    is_wait = items["is_wait"].to_numpy()
+    ref, lane, count = items["ref"].to_numpy(), items["lane"].to_numpy(), len(items)
+    following = np.where(is_wait, count, np.arange(count))
+    following = np.minimum.accumulate(following[::-1])[::-1]
+    safe = np.minimum(following, count - 1)
+    next_work = np.where((following < count) & (lane[safe] == lane), ref[safe], -1)
+    waiting, awaited = waits["waiting"].to_numpy(), waits["awaited"].to_numpy()
+    return (
+        waits.with_columns(
+            pl.Series("waiting_id", next_work[waiting], pl.Int64), pl.Series("awaited_id", work[awaited], pl.Int64)
+        )
+        .filter(pl.col("waiting_id") >= 0, pl.col("awaited_id") >= 0, pl.col("waiting_id") != pl.col("awaited_id"))
+        .select("waiting_id", "awaited_id", "how", "inferred")
+    )

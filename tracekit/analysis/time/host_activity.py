@@ -1,0 +1,99 @@
+"""What the host did at a moment: which of the known ways to be late."""
+
+import numpy as np
+import polars as pl
+
+from tracekit import conventions
+from tracekit.model import intervals
+from tracekit.model.intervals import Spans
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Flags, Ints, running
+from tracekit.model.trace import Trace
+
+RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON = DOINGS = (
+    "rate_limiter",
+    "checkpoint",
+    "data",
+    "allocator",
+    "lock",
+    "synchronize",
+    "launch",
+    "op",
+    "python",
+)
+"""Where several hold at once the first counts: a rate limiter synchronizes, loading data runs ops."""
+
+_ALLOCATOR = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
+SYNCHRONIZING = (
+    r"^(cuda|hip)(Device|Stream|Event|Ctx)Synchronize|^cu(Ctx|Stream|Event)Synchronize|^(cuda|hip)Memcpy(2D)?$|"
+    r"^aten::(item|_local_scalar_dense|is_nonzero)$"
+)
+_LOCK = r"(?i)\bgil\b|lock[ _:]?(acquire|wait)|acquire[_ ]lock|futex|mutex"
+_LOADER = r"^enumerate\(DataLoader\)"
+
+
+def doing(trace: Trace, at_ns: Ints) -> Ints:
+    """Return what the threads that launch work did at each moment, as an index into DOINGS.
+
+    `op`: inside an op of the framework, `launch`: inside another runtime call, `python`: in none of what the profiler
+    records, so in Python or, where stacks say nothing, not running at all. Saves count on any thread that launches.
+    """
+    found = np.full(len(at_ns), DOINGS.index(PYTHON), np.int64)
+    for index, spans in reversed(list(enumerate(_spans(trace)))):
+        found[running(spans, at_ns) >= 0] = index
+    return found
+
+
+def edges(trace: Trace) -> Ints:
+    """Return all moments at which the answer of `doing` may change."""
+    return np.concatenate([spans.ravel() for spans in _spans(trace)])
+
+
+def launching(trace: Trace) -> pl.DataFrame:
+    """Return the threads (column lane) that launch work."""
+    ids = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
+    found = trace.ops.join(ids, on="id", how="semi").select("lane").unique()
+    # Gloo's own threads carry collectives out: what they do, nobody waits for as the host.
+    carrying = trace.lanes.filter(pl.col("role") == "communication").select("lane")
+    return found.join(carrying, on="lane", how="anti")
+
+
+def is_synchronizing(doing_at: Ints) -> Flags:
+    """Return at which moments the host waited for the device."""
+    return np.isin(doing_at, [DOINGS.index(SYNCHRONIZE), DOINGS.index(RATE_LIMITER)])
+
+
+@once
+def _spans(trace: Trace) -> list[Spans]:
+    """Return when the launching threads did each of DOINGS but the last."""
+    ops = trace.ops.join(launching(trace), on="lane", how="semi")
+    name, kind, phase = pl.col("name"), pl.col("kind"), pl.col("phase")
+    is_call = kind == "runtime"
+    names = (
+        ops.select("name")
+        .unique()
+        .with_columns(  # far fewer than ops
+            name.str.contains("rate_limiter", literal=True).alias(RATE_LIMITER),
+            name.str.contains(_LOADER).alias(DATA),
+            name.str.contains(_ALLOCATOR).alias(ALLOCATOR),
+            name.str.contains(_LOCK).alias(LOCK),
+            name.str.contains(SYNCHRONIZING).alias(SYNCHRONIZE),
+        )
+    )
+    flags = (
+        ops.select("name", "kind", "phase")
+        .join(names, on="name", how="left", maintain_order="left")
+        .select(
+            RATE_LIMITER,
+            (phase == conventions.CHECKPOINT).fill_null(value=False).alias(CHECKPOINT),
+            ((phase == conventions.DATA).fill_null(value=False) | pl.col(DATA)).alias(DATA),
+            (is_call & pl.col(ALLOCATOR)).alias(ALLOCATOR),
+            LOCK,
+            SYNCHRONIZE,
+            is_call.alias(LAUNCH),
+            (kind == "cpu_op").alias(OP),
+        )
+        .fill_null(value=False)
+    )
+    spans = intervals.from_columns(ops["start_ns"], ops["dur_ns"])
+    return [intervals.union(spans[flags[each].to_numpy()]) for each in DOINGS[:-1]]

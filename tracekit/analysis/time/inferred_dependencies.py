@@ -1,0 +1,202 @@
+"""Waits that a trace does not tell, inferred from order and ends: events between streams, turns on a communicator.
+
+A wait is inferred where work on one lane begins right after work on another has ended, though by launch and by its own
+lane it could have begun before; and where every member of such a class does at least as late.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Trace
+
+NEAR_NS = 15_000
+"""Work that begins this long after other work has ended may have waited for it."""
+SLACK_NS = 3_000
+_MIN_SWITCHES = 30
+_MIN_BEGINS = 4
+_BACK = 4
+_BROKEN = 0.01
+_BINDING = 2
+_LAUNCH_NS = 10_000
+"""From the start of a launching call to the start of its work on a device that has nothing to do."""
+_NEVER = np.iinfo(np.int64).min // 2
+_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "how": pl.String, "inferred": pl.Boolean}
+
+
+def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
+    """Return the waits of streams for events, inferred. Columns waiting, awaited (items), lag_ns, how, inferred.
+
+    Work is classed by name, lane, phase and what comes before it on its lane. A class waits for the work on another
+    lane that was launched last before it (or one, two, three before that), if none of the class began before that had
+    ended and at least two began right after, though they could have begun before; then all of the class wait. A class
+    of reductions waits for the compute launched before it if none began earlier: that is what it reduces. Other work
+    that began late, right after work on another lane, waits for that alone.
+    """
+    work = items.filter(~pl.col("is_wait"))
+    parts = [pl.DataFrame(schema=_COLUMNS)]
+    for (_,), mine in work.group_by("device", maintain_order=True):
+        if mine["lane"].n_unique() > 1:
+            parts.append(_of_device(trace, mine.sort("lane", "item")))
+    return pl.concat(parts)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of one device, by lane and order, as arrays; `late` is what could have begun before it did."""
+
+    item: Ints
+    lane: Ints
+    start: Ints
+    end: Ints
+    launched: Ints
+    code: Ints
+    late: Flags
+    reduces: Flags
+    carries: Flags
+    classes: int
+
+    def launched_before(self, lane: int, back: int) -> Ints:
+        """Return the row on a lane that each was launched after, `back` before the last such; -1: none."""
+        rows = np.flatnonzero(self.lane == lane)
+        reach = np.maximum.accumulate(self.launched[rows])
+        at = np.searchsorted(reach, self.launched, side="left") - 1 - back
+        return np.where((at >= 0) & (self.lane != lane), rows[np.maximum(at, 0)], -1)
+
+
+def _of_device(trace: Trace, mine: pl.DataFrame) -> pl.DataFrame:
+    work = _work(trace, mine)
+    main = _main_lane(mine)
+    waiting: list[Ints] = []
+    awaited: list[Ints] = []
+    explained = np.zeros(len(work.item), bool)
+    for lane in np.unique(work.lane).tolist():
+        open_ = np.ones(work.classes, bool)
+        for back in range(_BACK):
+            on = work.launched_before(lane, back)
+            known = (on >= 0) & ~(work.carries & work.carries[on])  # collectives take turns: see communicator_order
+            done = known & (work.end[on] <= work.start + SLACK_NS)
+            binds = done & work.late & (work.start - work.end[on] <= NEAR_NS)
+            count, broken, bound = (
+                np.bincount(work.code[which], minlength=work.classes) for which in (known, known & ~done, binds)
+            )
+            waits = open_ & (count > 0) & (broken <= _BROKEN * count) & (bound >= _BINDING)
+            if lane == main and back == 0:
+                reduces = np.bincount(work.code[work.reduces & known], minlength=work.classes) > 0
+                waits |= open_ & reduces & (broken == 0)
+            chosen = np.flatnonzero(done & waits[work.code])
+            waiting.append(work.item[chosen])
+            awaited.append(work.item[on[chosen]])
+            explained |= binds & waits[work.code]
+            open_ &= ~waits
+    alone, after = _right_after(work, work.late & ~explained)
+    return _waits(np.concatenate((*waiting, alone)), np.concatenate((*awaited, after)), "event")
+
+
+def _work(trace: Trace, mine: pl.DataFrame) -> _Work:
+    before = pl.col("name").shift(1).over("lane")
+    place = mine.select(pl.struct("lane", "phase", "name", before.alias("before")).rank("dense")).to_series()
+    start, end, lane = (mine[name].to_numpy() for name in ("start_ns", "end_ns", "lane"))
+    launched = mine["launched_ns"].to_numpy()
+    first = np.append(True, lane[1:] != lane[:-1])
+    previous = np.where(first, _NEVER, np.append(_NEVER, end[:-1]))
+    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(mine))
+    late = start - could > SLACK_NS
+    reducing = trace.collectives.filter(pl.col("op").is_in(["reduce_scatter", "all_reduce"]))["activity_id"]
+    code = place.to_numpy().astype(np.int64) - 1
+    return _Work(
+        mine["item"].to_numpy(),
+        lane,
+        start,
+        end,
+        launched,
+        code,
+        late & mine["launch_id"].is_not_null().to_numpy(),
+        mine["ref"].is_in(reducing.implode()).to_numpy(),
+        (mine["kind"] == "communication").to_numpy(),
+        int(code.max()) + 1,
+    )
+
+
+def _others_start(mine: pl.DataFrame) -> Ints:
+    """Return when what was launched before each had started, where one queue feeds all lanes; else long ago."""
+    since = np.full(len(mine), _NEVER, np.int64)
+    turns = start_order(mine)
+    if turns.height:
+        at = np.zeros(int(mine["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
+        at[mine["item"].to_numpy()] = np.arange(len(mine))
+        since[at[turns["waiting"].to_numpy()]] = mine["start_ns"].to_numpy()[at[turns["awaited"].to_numpy()]]
+    return since
+
+
+def _main_lane(mine: pl.DataFrame) -> int:
+    busy = mine.filter(pl.col("kind") == "compute").group_by("lane").agg((pl.col("end_ns") - pl.col("start_ns")).sum())
+    return int(busy.sort("end_ns", "lane")["lane"][-1]) if busy.height else -1
+
+
+def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
+    """Return late work, and the work on another lane right after whose end it began, if that was launched before."""
+    order = np.argsort(work.end, kind="stable")
+    rows = np.flatnonzero(which)
+    found = np.full(len(rows), -1, np.int64)
+    for back in range(_BACK):
+        at = np.searchsorted(work.end[order], work.start[rows] + SLACK_NS, side="right") - 1 - back
+        on = order[np.maximum(at, 0)]
+        near = (at >= 0) & (work.start[rows] - work.end[on] <= NEAR_NS) & (work.lane[on] != work.lane[rows])
+        near &= ~(work.carries[rows] & work.carries[on])
+        found = np.where((found < 0) & near & (work.launched[on] <= work.launched[rows]), on, found)
+    has = found >= 0
+    return work.item[rows[has]], work.item[found[has]]
+
+
+def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
+    """Return the turns that collectives of one group take across lanes, in order of their launch; none if violated."""
+    calls = trace.collectives.select(pl.col("activity_id").alias("ref"), "group").drop_nulls().unique("ref")
+    mine = items.filter(~pl.col("is_wait")).join(calls, on="ref").sort("device", "group", "launched_ns", "start_ns")
+    key = ["device", "group"]
+    pairs = mine.with_columns(
+        pl.col("item").shift(1).over(key).alias("awaited"),
+        pl.col("lane").shift(1).over(key).alias("before_lane"),
+        pl.col("end_ns").shift(1).over(key).alias("before_ns"),
+    ).drop_nulls("awaited")
+    across = pairs.filter(pl.col("lane") != pl.col("before_lane"))
+    broken = across.filter(pl.col("start_ns") < pl.col("before_ns") - SLACK_NS).select(key).unique()
+    kept = across.join(broken, on=key, how="anti", maintain_order="left")
+    return _waits(kept["item"].to_numpy(), kept["awaited"].to_numpy(), "communicator")
+
+
+def start_order(items: pl.DataFrame) -> pl.DataFrame:
+    """Return the order of starts over all lanes where one queue feeds them; else none.
+
+    It does where starts never leave the order of launches, and some work that had long been launched begins just when
+    what was launched before it on another lane has begun, and still runs: nothing else would have it begin then.
+    """
+    parts = [pl.DataFrame(schema=_COLUMNS)]
+    for (_,), mine in items.filter(~pl.col("is_wait")).group_by("device", maintain_order=True):
+        ordered = mine.sort("launched_ns", "start_ns", "item")
+        item, lane, start, end, launched = (
+            ordered[name].to_numpy() for name in ("item", "lane", "start_ns", "end_ns", "launched_ns")
+        )
+        switches = (lane[1:] != lane[:-1]) & (start[1:] - launched[1:] > NEAR_NS)
+        begins = switches & (start[1:] - start[:-1] <= SLACK_NS) & (end[:-1] - start[1:] > NEAR_NS)
+        in_order = len(start) > 0 and not (start[1:] < start[:-1]).any()
+        if switches.sum() < _MIN_SWITCHES or not in_order or begins.sum() < _MIN_BEGINS:
+            continue
+        parts.append(_waits(item[1:], item[:-1], "start_order"))
+    return pl.concat(parts)
+
+
+def _waits(waiting: Ints, awaited: Ints, how: str) -> pl.DataFrame:
+    return (
+        pl.DataFrame(
+            {
+                "waiting": waiting.astype(np.int64),
+                "awaited": awaited.astype(np.int64),
+                "lag_ns": np.zeros(len(waiting), np.int64),
+            },
+        )
+        .with_columns(pl.lit(how).alias("how"), pl.lit(True).alias("inferred"))
+        .select(pl.col(n).cast(t) for n, t in _COLUMNS.items())
+    )

@@ -1,0 +1,134 @@
+"""The work of a device with the time at which the host had launched it, and the preparation of each collective."""
+
+import math
+
+import polars as pl
+
+from tracekit.model import intervals
+from tracekit.model.memoize import once
+from tracekit.model.trace import Trace
+
+_SPANS_OF_COLLECTIVES = r"all_gather|unshard|reduce|post_backward|pre_forward|pre_backward"
+_NO_PREPARATION = "copy_out"
+_KEY = ("step", "phase", "span", "unit")
+
+
+def work(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Return the activities of one device by start, with launched_ns, role and device.
+
+    launched_ns is the end of the runtime call that launched it, no later than its own start; on a CPU run the start of
+    the op that it is or that issued it; null where not known. role is its lane's.
+    """
+    return _all_work(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+
+
+@once
+def _all_work(trace: Trace) -> pl.DataFrame:
+    lanes = trace.lanes.select("lane", "role", "device")
+    calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("at_ns"), pl.col("dur_ns"))
+    taken_ns = pl.when(pl.col("device").is_not_null()).then("dur_ns_right").otherwise(0)
+    return (
+        trace.activities.join(lanes, on="lane", maintain_order="left")
+        .join(calls, on="launch_id", how="left", maintain_order="left")
+        .with_columns(pl.min_horizontal(pl.col("at_ns") + taken_ns, "start_ns").alias("launched_ns"))
+        .with_columns(pl.when(pl.col("at_ns").is_not_null()).then("launched_ns").alias("launched_ns"))
+        .drop("at_ns", "dur_ns_right")
+        .sort("start_ns", "id")
+    )
+
+
+def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
+    """Return the work that prepares a collective: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
+
+    Work launched under the same span of a unit before the collective (evidence span), else what lies directly before it
+    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile. alone_ns is the median
+    duration of the same kernel (name, grid, block; before collectives of the same size where no grid is known) that
+    compute left alone, null where there is none; sample says where it comes from: alone, or scaled from the same kernel
+    alone on another grid, by the number of its blocks.
+    """
+    return _all_preparation(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
+
+
+@once
+def _all_preparation(trace: Trace) -> pl.DataFrame:
+    whole = _all_work(trace)
+    parts = [_prepares(own, trace.collectives) for own in whole.partition_by("device", maintain_order=True)]
+    return pl.concat(parts) if parts else _prepares(whole, trace.collectives)
+
+
+def _prepares(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    others = work.filter(pl.col("kind") != "communication")
+    calls = work.filter(pl.col("kind") == "communication")
+    by_span = _under_span(others, calls)
+    by_lane = _on_lane(others.join(by_span, on="id", how="anti"), calls)
+    found = pl.concat([by_span, by_lane]).sort("start_ns", "id")
+    sizes = collectives.select(
+        pl.col("activity_id").alias("collective_id"),
+        pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
+    ).unique("collective_id")
+    found = found.join(sizes, on="collective_id", how="left", maintain_order="left")
+    return _with_alone(found.with_columns(_overlapped(found, work)))
+
+
+def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    named = pl.col("span")
+    told = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
+    spans = named.is_in(
+        told.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
+    )
+    keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
+    left = others.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns")
+    right = (
+        calls.filter(spans)
+        .drop_nulls("launched_ns")
+        .with_columns(keyed)
+        .sort("launched_ns")
+        .select(*(f"_{name}" for name in _KEY), "launched_ns", pl.col("id").alias("collective_id"))
+    )
+    right = right.with_columns(pl.col("launched_ns").alias("collective_launched_ns"))
+    found = left.join_asof(
+        right, on="launched_ns", by=[f"_{name}" for name in _KEY], strategy="forward", check_sortedness=False
+    )
+    return found.drop_nulls("collective_id").select(*others.columns, "collective_id", pl.lit("span").alias("evidence"))
+
+
+def _on_lane(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    communicating = pl.col("role") == "communication"
+    both = pl.concat([others.filter(communicating), calls.filter(communicating)]).sort("lane", "start_ns", "id")
+    following = pl.when(pl.col("kind") == "communication").then("id").backward_fill().over("lane")
+    found = both.with_columns(following.alias("collective_id"), pl.lit("lane").alias("evidence"))
+    return found.filter(pl.col("kind") != "communication").drop_nulls("collective_id")
+
+
+def _overlapped(found: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
+    compute = work.filter(pl.col("kind") == "compute").join(found.select("id"), on="id", how="anti")
+    spans = intervals.from_columns(found["start_ns"], found["dur_ns"])
+    by = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
+    return pl.Series("overlapped_ns", intervals.coverage(spans, by), pl.Int64)
+
+
+def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
+    sized = pl.when(pl.col("grid").is_null()).then("message_bytes")
+    grids = found.select("grid").drop_nulls().unique()
+    blocks = [float(math.prod(map(int, grid.split("x")))) for grid in grids["grid"]]
+    counted = grids.with_columns(pl.Series("_blocks", blocks, pl.Float64))
+    keyed = found.with_columns(sized.alias("_size")).join(counted, on="grid", how="left", maintain_order="left")
+    alone = keyed.filter(pl.col("overlapped_ns") <= ALONE_RATIO * pl.col("dur_ns"))
+    key, like = ["name", "lane", "grid", "block", "_size"], ["name", "lane", "block"]
+    same = alone.group_by(key).agg(pl.col("dur_ns").median().alias("same_ns"))
+    each_ns = (pl.col("dur_ns") / pl.col("_blocks")).median().alias("block_ns")
+    scaled = alone.filter(pl.col("_blocks") >= _MANY_BLOCKS).group_by(like).agg(each_ns)
+    joined = keyed.join(same, on=key, how="left", nulls_equal=True, maintain_order="left").join(
+        scaled, on=like, how="left", nulls_equal=True, maintain_order="left"
+    )
+    by_scale = pl.when(pl.col("_blocks") >= _MANY_BLOCKS).then(pl.col("block_ns") * pl.col("_blocks"))
+    sample = pl.when(pl.col("same_ns").is_not_null()).then(pl.lit("alone")).when(by_scale.is_not_null())
+    return joined.with_columns(
+        pl.coalesce("same_ns", by_scale).round().cast(pl.Int64).alias("alone_ns"),
+        sample.then(pl.lit("scaled")).alias("sample"),
+    ).drop("_blocks", "_size", "same_ns", "block_ns")
+
+
+ALONE_RATIO = 0.05
+"""Work is alone with no more of its time beside others."""
+_MANY_BLOCKS = 1024  # several for each multiprocessor: such a copy or cast is bound by memory and takes time by size

@@ -1,0 +1,76 @@
+"""The breakdown of a run in one row per rank, or per rank and step; and its clocks."""
+
+import polars as pl
+
+from tracekit.analysis.time import breakdown
+from tracekit.model.trace import Run
+
+COLUMNS = (
+    "rank",
+    "step",
+    "duration_ns",
+    "compute_ns",
+    "communication_ns",
+    "copy_ns",
+    "overlapped_ns",
+    "exposed_communication_ns",
+    "exposed_copy_ns",
+    "idle_ns",
+)
+
+
+def by_step(run: Run) -> pl.DataFrame:
+    """Return one row per rank and step, in that order. Columns are COLUMNS; `breakdown` says what they mean.
+
+    Of a rank that drives several devices, the slowest counts.
+    """
+    return _slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "step")
+
+
+def by_rank(run: Run) -> pl.DataFrame:
+    """Return one row per rank over its whole device window, first activity to last; `step` is null.
+
+    Columns are COLUMNS. Several profiled windows are added up; of several devices the slowest counts.
+    """
+    windows = _slowest_device(run.table(breakdown.by_rank))
+    return windows.group_by("rank").agg(pl.col("step").first(), pl.col(COLUMNS[2:]).sum()).select(COLUMNS).sort("rank")
+
+
+def by_clock(run: Run) -> pl.DataFrame:
+    """Return how far the clock of each trace was off: columns of OFFSETS that people read, one row per window and rank.
+
+    `part` is there only where the ranks are on several clocks, `window` where there are several.
+    """
+    found = run.offsets.drop("at_ns")
+    return found.drop(name for name in ("window", "part") if found[name].n_unique() < 2)
+
+
+def step_time_ns(run: Run) -> float | None:
+    """Return the median over steps of the slowest rank's device window, in ns: all ranks wait for that one.
+
+    None where no trace marks steps.
+    """
+    slowest = step_times(run)
+    return None if slowest.is_empty() else float(slowest.select(pl.col("duration_ns").median()).item())
+
+
+def step_times(run: Run) -> pl.DataFrame:
+    """Return the slowest rank's device window of each step. Columns window, step, duration_ns; in order."""
+    steps = run.table(breakdown.by_step).drop_nulls("step")
+    return steps.group_by("window", "step").agg(pl.col("duration_ns").max()).sort("window", "step")
+
+
+def exposed_communication_ratio(run: Run) -> float | None:
+    """Return the share of all ranks' time, steps where there are any, in communication that no compute hides.
+
+    None where no time was traced.
+    """
+    steps = run.table(breakdown.by_step)
+    table = steps if steps.height else run.table(breakdown.by_rank)
+    exposed_ns, whole_ns = table.select(pl.col("exposed_communication_ns", "duration_ns").sum()).row(0)
+    return exposed_ns / whole_ns if whole_ns else None
+
+
+def _slowest_device(table: pl.DataFrame) -> pl.DataFrame:
+    slowest = pl.col("duration_ns").arg_max()
+    return table.group_by("window", "rank", "step", maintain_order=True).agg(pl.all().get(slowest))

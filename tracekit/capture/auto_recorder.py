@@ -1,0 +1,337 @@
+"""The recorder inside a script that knows nothing of it: what `tracekit record` puts into each Python it starts.
+
+It follows what every training does (an optimizer steps, a loss is backpropagated, a loader gives a batch) by wrapping
+those few functions of torch, and records by the same `Recorder` that other trainings call themselves. A process in
+which no optimizer steps is left alone.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info
+from tracekit.capture.checkpoints import auto_recording
+from tracekit.capture.method_wrapping import wrap
+from tracekit.capture.step_inference import Rounds
+
+if TYPE_CHECKING:
+    from tracekit.capture.metrics import Reading
+    from tracekit.capture.recorder import Recorder
+
+_SHARED_KEY = "tracekit/training"
+
+
+def imported(module: str) -> None:
+    """Take note that the script has imported a module; with torch, recording begins to watch for a training."""
+    if module == "torch":
+        asked = launch_settings.from_environment(os.environ)
+        if asked is None:
+            return
+        _agents.append(Agent(asked))
+        _agents[0].install()
+    for agent in _agents:
+        _WATCHES[module](agent.folder, agent.rank, agent.step)
+
+
+_WATCHES = {
+    "torch": auto_recording.watch_torch_files,
+    "torch.distributed.checkpoint": auto_recording.watch_distributed_checkpoints,
+    "safetensors.torch": auto_recording.watch_safetensors,
+}
+_agents: "list[Agent]" = []
+
+
+class Agent:
+    """Watches one process for a training and records it, as `asked`. What fails in here never reaches the script."""
+
+    def __init__(self, asked: launch_settings.Settings) -> None:
+        self._asked = asked
+        self._on = True
+        self._recorder: Recorder | None = None
+        self._forget()
+
+    def install(self) -> None:
+        """Wrap what is watched."""
+        from torch.amp.grad_scaler import GradScaler
+        from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        from tracekit.capture.profiler_session import yield_to_others
+
+        before, after = self._safe(self._before_step), self._safe(self._after_step)
+        register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: after(optimizer))
+        wrap(Optimizer, "__init__", after=self._safe(self._made))
+        wrap(torch.Tensor, "backward", around=self._around_backward)
+        wrap(GradScaler, "scale", result=self._safe(self._scaled))
+        wrap(GradScaler, "step", around=self._around_scaled_step)
+        wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
+        yield_to_others(self._safe(self._give_way))
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self._close)
+
+    def _forget(self) -> None:
+        """Begin anew: as in a process that was just forked, which shares nothing with its parent's recording."""
+        self._pid = os.getpid()
+        self._recorder = None
+        self._rounds = Rounds()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._within = threading.local()
+        self._stepped: list[tuple[Any, bool]] = []
+        self._loop_thread = threading.get_ident()
+        self._in_backward = False
+        self._losses: list[Any] = []
+        self._unscaled: tuple[Any, Any] | None = None
+        self._skipped = False
+
+    # What saves and loads ask -----------------------------------------------------------------------------------------
+
+    def folder(self) -> Path | None:
+        """Return the run's folder; None where nothing is recorded: before there is an optimizer, or on other ranks."""
+        if self._on and threading.get_ident() == self._loop_thread:
+            self._safe(self._begin)()  # a load comes before the first step
+        return self._recorder.folder if self._recorder is not None else None
+
+    def rank(self) -> int:
+        """Return the rank that is recorded."""
+        return self._recorder.rank if self._recorder is not None else rank_info.this_rank()
+
+    def step(self) -> int | None:
+        """Return the optimizer steps done; None before the recording begins."""
+        return self._recorder.steps_done if self._recorder is not None else None
+
+    # What the script does ---------------------------------------------------------------------------------------------
+
+    def _made(self, optimizer: Any, *_: Any) -> None:
+        elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+        self._rounds.made(self._number(optimizer), elements)
+
+    def _before_backward(self, root: Any) -> None:
+        self._loop_thread = threading.get_ident()
+        self._begin()
+        if root.numel() == 1:
+            unscaled = self._unscaled
+            self._losses.append(unscaled[1] if unscaled is not None and unscaled[0]() is root else root.detach())
+
+    def _around_backward(self, backward: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
+        self._safe(self._before_backward)(root)
+        self._in_backward = True
+        try:
+            return backward(root, *args, **kwargs)
+        finally:
+            self._in_backward = False
+            self._safe(self._after_backward)()
+
+    def _after_backward(self) -> None:
+        stepped, self._stepped = self._stepped, []
+        for optimizer, skipped in stepped:
+            self._count(optimizer, skipped=skipped)
+
+    def _scaled(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
+        # Holding what autograd knows of the loss would hold the whole graph.
+        self._unscaled = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
+
+    def _before_step(self, optimizer: Any) -> None:
+        if not self._in_backward:
+            self._begin()
+        within = self._inside()
+        if optimizer in within:  # its last step raised
+            del within[within.index(optimizer) :]
+        within.append(optimizer)
+
+    def _after_step(self, optimizer: Any) -> None:
+        within = self._inside()
+        if optimizer in within:
+            del within[within.index(optimizer) :]
+        if within:
+            self._rounds.inside(self._number(optimizer))
+        else:
+            self._within.stepped = True
+            self._count(optimizer, skipped=False)
+
+    def _around_scaled_step(
+        self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._within.stepped = False
+        outcome = step(scaler, optimizer, *args, **kwargs)
+        if not self._within.stepped:
+            self._safe(self._count)(getattr(optimizer, "optimizer", optimizer), skipped=True)
+        return outcome
+
+    def _around_batch(self, next_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._recorder is None or threading.get_ident() != self._loop_thread:
+            return next_batch(*args, **kwargs)
+        began_ns = time.perf_counter_ns()
+        try:
+            return next_batch(*args, **kwargs)
+        finally:
+            self._recorder.waited(time.perf_counter_ns() - began_ns)
+
+    def _give_way(self) -> None:
+        if self._recorder is not None:
+            self._recorder.end_window("the training started a profiler of its own")
+
+    # What is made of it -----------------------------------------------------------------------------------------------
+
+    def _count(self, optimizer: Any, *, skipped: bool) -> None:
+        """Count the step of an optimizer, or of one that steps inside of backward once that is over.
+
+        There autograd keeps the state of each thread, the profiler's included, and puts it back in the end.
+        """
+        if self._in_backward or threading.get_ident() != self._loop_thread:
+            self._stepped.append((optimizer, skipped))
+            return
+        self._skipped |= skipped
+        for _ in range(self._rounds.stepped(self._number(optimizer))):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._recorder is None:
+            return
+        metrics: dict[str, Any] = {}
+        if self._losses:
+            metrics["loss"] = _sum(self._losses)
+        if self._skipped:
+            metrics["skipped"] = 1
+        self._losses, self._skipped = [], False
+        self._recorder.step(metrics, tokens=self._asked.tokens_per_step)
+
+    def _begin(self) -> None:
+        """Begin to record, unless it has begun; a rank that was not asked for is left alone from here on."""
+        if self._recorder is not None or not len(self._numbers):
+            return
+        asked, rank = self._asked, rank_info.this_rank()
+        ranks = asked.ranks
+        if ranks is not None and rank not in ranks:
+            self._on = False
+            return
+        self._on = False  # for good, if what follows raises
+        from tracekit.capture.recorder import Recorder
+
+        try:
+            folder = folder_claim.claim(Path(asked.out), training_name(asked))
+        except OSError as error:
+            self._tell({"failed": True})
+            raise OSError(f"--out {asked.out} cannot be written ({error.strerror or error})") from error
+        self._recorder = Recorder(
+            folder,
+            steps=asked.steps,
+            every=asked.every,
+            warmup=asked.warmup,
+            leads=rank == (0 if ranks is None else min(ranks)),
+            device=self._device(),
+            memory=asked.memory,
+            stacks=asked.stacks,
+            shapes=asked.shapes,
+            snapshot=asked.snapshot,
+            scratch=asked.scratch,
+            disk_budget_bytes=asked.disk_budget_bytes,
+            mid_step=True,
+            manifest={"recorded_by": "tracekit record"},
+        )
+        self._note(ended=False)
+        self._recorder.__enter__()
+        self._on = True
+        # A forked process of multiprocessing leaves without atexit.
+        from multiprocessing.util import Finalize
+
+        Finalize(None, self._close, exitpriority=0)
+
+    def _device(self) -> str:
+        """Return cuda if that is where the parameters are: a machine with GPUs may still train on the CPU."""
+        on_cuda = any(
+            parameter.is_cuda
+            for optimizer in self._numbers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        return "cuda" if on_cuda else "cpu"
+
+    def _close(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and os.getpid() == self._pid:
+            self._on = False
+            recorder.__exit__(None, None, None)
+            self._recorder = recorder
+            self._safe(self._note, always=True)(ended=True)
+            self._recorder = None
+            if not Path(self._asked.notes).is_dir():  # a node without a launcher to tidy up
+                with contextlib.suppress(OSError):
+                    Path(self._asked.scratch).rmdir()
+
+    def _note(self, *, ended: bool) -> None:
+        """Tell the launcher of this rank's recording."""
+        recorder = self._recorder
+        assert recorder is not None
+        self._tell(
+            {
+                "folder": str(recorder.folder),
+                "rank": recorder.rank,
+                "world_size": rank_info.this_world_size(),
+                "steps": recorder.steps_done,
+                "ended": ended,
+            }
+        )
+
+    def _tell(self, note: dict[str, Any]) -> None:
+        """Leave a note to the launcher, where it is on this node."""
+        notes = Path(self._asked.notes)
+        if notes.is_dir():
+            atomic_files.write_json(notes / f"{self._pid}.json", note)
+
+    def _number(self, optimizer: Any) -> int:
+        return self._numbers.setdefault(optimizer, len(self._numbers))
+
+    def _inside(self) -> list[Any]:
+        within: list[Any] | None = getattr(self._within, "optimizers", None)
+        if within is None:
+            within = self._within.optimizers = []
+        return within
+
+    def _safe(self, call: Callable[..., None], *, always: bool = False) -> Callable[..., None]:
+        """Return `call` as something that never raises, and does nothing once recording is off."""
+
+        def safe(*args: Any, **kwargs: Any) -> None:
+            if not (self._on or always):
+                return
+            try:
+                call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+                self._on = False
+                atomic_files.complain("not recorded", error)
+
+        vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not look in here
+        return safe
+
+
+def training_name(asked: launch_settings.Settings) -> str:
+    """Return the name that all ranks of this training share and no other training has.
+
+    The ranks agree by the store through which they found each other, without waiting for one another.
+    """
+    own = f"{asked.launch}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        try:
+            store = distributed.distributed_c10d._get_default_store()
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its restarts
+            return str(store.compare_set(f"{_SHARED_KEY}/{attempt}", "", own).decode())
+        except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
+            return asked.launch
+    return own
+
+
+def _sum(losses: list[Any]) -> "Reading":
+    """Return the sum of losses, on its way from the device: of what backward began at in one step."""
+    from tracekit.capture.metrics import Reading
+
+    return Reading(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())

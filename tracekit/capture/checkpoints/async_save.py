@@ -1,0 +1,260 @@
+"""Saves by ``dcp.async_save``: what blocks training, and what goes on in a thread or process until all is written."""
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tracekit import conventions
+from tracekit.capture.checkpoints import dcp, io_counters, operation
+from tracekit.capture.checkpoints.io_counters import Counters
+from tracekit.capture.checkpoints.log_entry import Entry, with_counters
+from tracekit.capture.checkpoints.operation import Operation, Row
+from tracekit.capture.checkpoints.patching import replaced_for_all
+from tracekit.capture.checkpoints.recording import guarded
+
+_here = threading.local()
+_DAEMON_FILE = "_async_process_executor.py"  # of torch
+_LAUNCH, _WRITING = "create_checkpoint_daemon_process", "write_data"  # what torch's log calls it
+_MOST_FRAMES = 12
+
+
+class Background:
+    """One asynchronous save, from the call on the training thread to the end of its work elsewhere.
+
+    `entry` is what its lines say alike; `saved` becomes the save on the background thread of this process.
+    """
+
+    def __init__(self, entry: Entry, *, by_process: bool) -> None:
+        self.entry = entry
+        self.saved: Operation | None = None
+        self._worker = conventions.PROCESS if by_process else conventions.THREAD
+        self._before: Counters | None = None
+        self._start_ns = 0
+        self._staging_ns: list[int] = []
+        self._staging_entry = entry
+        self._launch_ns: list[int] = []
+        self._thread_entry = entry
+        self._lines: list[Row] = []
+        self._keeps = threading.Lock()
+        self._is_over = False
+
+    def attach(self, running: Operation, window: contextlib.ExitStack) -> None:
+        """Follow an async_save on the thread that called it, and lay hold of the one that will do the work."""
+        self._before = io_counters.read(threading.get_native_id())
+        self._start_ns = running.start_ns
+        dcp.listen(running, window)
+        _links[id(running)] = self
+        window.callback(_links.pop, id(running), None)
+        for executor in _executors():
+            window.enter_context(replaced_for_all(executor, "execute_save", _linking))
+
+    def follow(self, response: Any) -> None:
+        """Wait, without blocking, for the futures that async_save returned."""
+        staging = getattr(response, "staging_completion", None)
+        if staging is not None:
+            self._staging_ns.append(time.time_ns())
+            staging.add_done_callback(guarded(self._staged))
+        getattr(response, "upload_completion", response).add_done_callback(guarded(self._complete))
+
+    def keep(self, lines: list[Row]) -> None:
+        """Have lines of the training thread written by the one that saves, or now, if there is nothing left to do."""
+        with self._keeps:
+            self._lines += lines
+            is_over = self._is_over
+        if is_over:
+            self._write_kept()
+
+    def _write_kept(self) -> None:
+        with self._keeps:
+            lines, self._lines = self._lines, []
+        if lines:
+            self.entry.write(lines)
+
+    def bind(self, running: Operation, executor: Any, staged: Any) -> None:
+        """Let what an executor of torch's is given next be done as this save's; count what was staged."""
+        if isinstance(staged, dict):
+            running.count(conventions.STAGE, tensor_bytes(staged), None)
+        pool = executor._executor
+        submit = pool.submit
+
+        def submit_linked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            vars(pool).pop("submit", None)
+            return submit(functools.partial(self._run, function), *args, **kwargs)
+
+        pool.submit = submit_linked
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as window:
+            guarded(self._enter)(window)
+            return function(*args, **kwargs)
+
+    def _enter(self, window: contextlib.ExitStack) -> None:
+        _here.background = self
+        window.callback(setattr, _here, "background", None)
+        heed: Callable[[], None] = self._write_kept
+        told = _WRITING
+        if self._worker == conventions.PROCESS:
+            self._thread_entry = self.entry.by(conventions.THREAD)
+            heed, told = (lambda: self._launch_ns.append(time.time_ns())), _LAUNCH
+            window.enter_context(_travelling(self.entry.folder, self.entry.rank))
+        _listen_here(window, told, heed)
+
+    def _staged(self, _: "Future[None]") -> None:
+        self._staging_ns.append(time.time_ns())
+        staged_by = self.entry.by(conventions.THREAD)
+        # Where it is done already, this is called at once, by the thread that asked for it.
+        self._staging_entry = replace(staged_by, thread=None) if staged_by.thread == self.entry.thread else staged_by
+
+    def _complete(self, future: "Future[Any]") -> None:
+        end_ns = time.time_ns()
+        with self._keeps:
+            self._is_over = True
+        self._write_kept()
+        if future.cancelled() or future.exception() is not None or self._before is None:
+            return
+        lines = []
+        for stage, times_ns, entry in (
+            (conventions.STAGE, self._staging_ns, self._staging_entry),
+            (conventions.LAUNCH, self._launch_ns, self._thread_entry),
+        ):
+            if len(times_ns) == 2:
+                lines.append(entry.line(stage, times_ns[0], times_ns[1] - times_ns[0], blocking=False))
+        lines.append(self._last_line(end_ns, self._before))
+        self.entry.write(lines)
+
+    def _last_line(self, end_ns: int, before: Counters) -> Row:
+        saved = self.saved
+        line = self.entry.line(
+            conventions.COMPLETE,
+            self._start_ns,
+            end_ns - self._start_ns,
+            blocking=False,
+            bytes=saved and saved.counted_bytes(conventions.TOTAL),
+            files=saved and saved.counted_files(conventions.TOTAL),
+        )
+        durable = saved.written.durable() if saved else None
+        return with_counters({**line, "worker": self._worker}, durable, before, io_counters.read(before.thread))
+
+
+def _listen_here(window: contextlib.ExitStack, function: str, heed: Callable[[], None]) -> None:
+    """Call `heed` where torch's log tells of `function` on this thread, until `window` closes."""
+    from torch.distributed.checkpoint.logger import _dcp_logger
+
+    own = threading.get_ident()
+    handler = dcp.Listener({function}, lambda *_: heed() if threading.get_ident() == own else None)
+    _dcp_logger.addHandler(handler)
+    window.callback(_dcp_logger.removeHandler, handler)
+
+
+def background_here() -> Background | None:
+    """Return the asynchronous save that the calling thread works for."""
+    found: Background | None = getattr(_here, "background", None)
+    return found
+
+
+def in_daemon() -> bool:
+    """Return whether the calling function saves on behalf of a training process, in the process torch made for it."""
+    frame, left = sys._getframe(1), _MOST_FRAMES
+    while frame is not None and left:
+        if frame.f_code.co_name == "_execute_save" and frame.f_code.co_filename.endswith(_DAEMON_FILE):
+            return True
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+    return False
+
+
+def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 << 20) -> int:
+    """Return the bytes of the tensors in nested dicts, lists, tuples and modules, as far as this process holds them.
+
+    Stops once `most_bytes` are found, or `most_items` were looked at.
+    """
+    total_bytes, seen, left = 0, 0, [value]
+    while left and seen < most_items and (most_bytes is None or total_bytes < most_bytes):
+        item = left.pop()
+        seen += 1
+        if isinstance(item, _PLAIN):
+            continue
+        if isinstance(item, torch.Tensor):
+            local = getattr(item, "_local_tensor", item)
+            total_bytes += local.numel() * local.element_size()
+        elif isinstance(item, dict | list | tuple):
+            left.extend(itertools.islice(item.values() if isinstance(item, dict) else item, most_items))
+        elif isinstance(item, torch.nn.Module):
+            left.extend(item.parameters())
+        elif torch.is_storage(item):
+            total_bytes += int(item.nbytes())
+    return total_bytes
+
+
+_PLAIN = (int, float, str, bytes, type(None))
+_links: dict[int, Background] = {}
+
+
+def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_save(executor: Any, staged: Any, *args: Any, **kwargs: Any) -> Any:
+        running = operation.here()
+        background = _links.get(id(running))
+        if running is not None and background is not None:
+            guarded(background.bind)(running, executor, staged)
+        return original(executor, staged, *args, **kwargs)
+
+    return execute_save
+
+
+def _executors() -> Iterator[type]:
+    from torch.distributed.checkpoint import state_dict_saver
+
+    for name in ("_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor"):
+        executor = getattr(state_dict_saver, name, None)
+        if executor is not None:
+            yield executor
+
+
+# In the process that torch makes to save -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _travelling(folder: Path, rank: int) -> Iterator[None]:
+    """Let the process that torch starts in this block, the first time, record the saves that it makes."""
+    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+
+    name = "_checkpointing_subprocess"
+    original = vars(_AsyncCheckpointProcess).get(name)
+    # If that process did not find this module it could not save.
+    if original is None or not _found_by_children():
+        yield
+        return
+    serve = staticmethod(functools.partial(_serve_recorded, str(folder.absolute()), rank))
+    setattr(_AsyncCheckpointProcess, name, serve)
+    try:
+        yield
+    finally:
+        setattr(_AsyncCheckpointProcess, name, original)
+
+
+def _found_by_children() -> bool:
+    """Return whether a new Python finds tracekit: by our sys.path, which it gets, or as `tracekit record` has it."""
+    root = Path(__file__).resolve().parents[3]
+    if any(Path(entry or ".").resolve() == root for entry in sys.path):
+        return True
+    injected = os.environ.get("PYTHONPATH", "").split(os.pathsep) if conventions.RECORD_VARIABLE in os.environ else []
+    return any(Path(entry).resolve().is_relative_to(root / "tracekit") for entry in injected if entry)
+
+
+def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
+    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+
+    from tracekit.capture.checkpoints import auto_recording  # which needs this module
+
+    auto_recording.watch_distributed_checkpoints(lambda: Path(folder), lambda: rank, lambda: None)
+    _AsyncCheckpointProcess._checkpointing_subprocess(*args)

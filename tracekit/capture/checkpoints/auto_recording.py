@@ -1,0 +1,199 @@
+"""The saves and loads of a script that knows nothing of this: its calls into torch and safetensors, recorded.
+
+One entry point for each library, to be called once the script has imported it; none imports what the script did not.
+A replaced function keeps signature, docstring and name, passes on what it is given and what comes of it, and records
+only where `folder` returns a folder. Deprecated functions (`save_state_dict`, `load_state_dict`) are left alone.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tracekit import conventions
+from tracekit.capture.checkpoints import dcp, operation, recording, single_file
+from tracekit.capture.checkpoints.async_save import Background, background_here, in_daemon
+from tracekit.capture.checkpoints.log_entry import Entry, name_of
+from tracekit.capture.checkpoints.operation import Operation
+from tracekit.capture.checkpoints.recording import Ending, Recorded, Recording, guarded
+from tracekit.capture.checkpoints.single_file import Watch
+
+Begin = Callable[[Watch, Path, tuple[Any, ...], dict[str, Any]], Ending | None]
+
+_MARK = "_recorded_by_tracekit"
+_watch: dict[str, Watch] = {}
+
+
+@guarded
+def watch_torch_files(
+    folder: Callable[[], Path | None], rank: Callable[[], int], step: Callable[[], int | None]
+) -> None:
+    """Record ``torch.save`` and ``torch.load`` from now on, where `folder` returns a run's folder, as `rank`.
+
+    `step` returns the optimizer steps done, or None. Calling it again exchanges the three. What
+    `tracekit.capture.checkpoints.single_file` holds too small is not logged.
+    """
+    import torch.serialization
+
+    _watch["files"] = Watch(folder, rank, step)
+    _replace("torch", torch.serialization, "save", _recording(single_file.begin_torch_save, "files"))
+    _replace("torch", torch.serialization, "load", _recording(single_file.begin_torch_load, "files"))
+
+
+@guarded
+def watch_safetensors(
+    folder: Callable[[], Path | None], rank: Callable[[], int], step: Callable[[], int | None]
+) -> None:
+    """Record ``safetensors.torch.save_file`` and ``load_file``, as `watch_torch_files` does, if that is imported."""
+    module = sys.modules.get("safetensors.torch")
+    if module is None:
+        return
+    _watch["files"] = Watch(folder, rank, step)
+    _replace("safetensors", module, "save_file", _recording(single_file.begin_safetensors_save, "files"))
+    _replace("safetensors", module, "load_file", _recording(single_file.begin_safetensors_load, "files"))
+
+
+@guarded
+def watch_distributed_checkpoints(
+    folder: Callable[[], Path | None], rank: Callable[[], int], step: Callable[[], int | None]
+) -> None:
+    """Record ``save``, ``async_save`` and ``load`` of torch.distributed.checkpoint, as `watch_torch_files` does."""
+    saver = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
+    loader = sys.modules.get("torch.distributed.checkpoint.state_dict_loader")
+    if saver is None or loader is None:
+        return
+    _watch["dcp"] = Watch(folder, rank, step)
+    _replace("torch", saver, "save", _recording(_begin_dcp_save, "dcp"))
+    _replace("torch", saver, "async_save", _recording_in_background)
+    _replace("torch", loader, "load", _recording(_begin_dcp_load, "dcp"))
+
+
+def _replace(package: str, module: ModuleType, name: str, wrap: Callable[..., Any]) -> None:
+    """Put a wrapped function in the place of a module's, and wherever its package holds it too."""
+    original = getattr(module, name, None)
+    if original is None or hasattr(original, _MARK):
+        return
+    wrapped = functools.wraps(original)(wrap(original))
+    setattr(wrapped, _MARK, True)
+    for path, holder in tuple(sys.modules.items()):
+        if path.partition(".")[0] == package and getattr(holder, "__dict__", {}).get(name) is original:
+            setattr(holder, name, wrapped)
+
+
+def _recording(begin: Begin, library: str) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            folder = _folder(library)
+            if folder is None:
+                return original(*args, **kwargs)
+            with Recorded(lambda: begin(_watch[library], folder, args, kwargs)):
+                return original(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]:
+    def async_save(*args: Any, **kwargs: Any) -> Any:
+        folder = _folder("dcp")
+        if folder is None:
+            return original(*args, **kwargs)
+        with Recorded(lambda: _begin_async_save(_watch["dcp"], folder, args, kwargs)) as recorded:
+            response = original(*args, **kwargs)
+            if isinstance(recorded.recording, _AsyncRecording):
+                guarded(recorded.recording.background.follow)(response)
+            return response
+
+    return async_save
+
+
+def _folder(library: str) -> Path | None:
+    """Return where a call on this thread is to be recorded; None where it is not."""
+    try:
+        # What a save calls to save is part of it.
+        if operation.here() is not None:
+            return None
+        background = background_here()
+        return _watch[library].folder() if background is None else background.entry.folder
+    except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        recording.say(error)
+        return None
+
+
+def _begin_dcp_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    background = background_here()
+    if background is not None:
+        return _begin_background_save(watch, background)
+    daemon = in_daemon()
+    call = conventions.DCP_ASYNC_SAVE if daemon else conventions.DCP_SAVE
+    entry = _entry(watch, folder, conventions.SAVE, call, _path(args, kwargs, "storage_writer"))
+    if daemon:
+        entry = entry.by(conventions.PROCESS)
+    return recording.begin(
+        operation.SAVE,
+        dcp.attach_save,
+        lambda _: entry,
+        step=watch.step,
+        blocking=False if daemon else None,
+    )
+
+
+def _begin_background_save(watch: Watch, background: Background) -> Recording:
+    def conclude(saved: Operation) -> Entry:
+        background.saved = saved
+        return entry
+
+    entry = background.entry.by(conventions.THREAD)
+    return recording.begin(operation.SAVE, dcp.attach_save, conclude, step=watch.step)
+
+
+def _begin_dcp_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    path = _path(args, kwargs, "storage_reader")
+    entry = _entry(watch, folder, conventions.LOAD, conventions.DCP_LOAD, path)
+    return recording.begin(operation.LOAD, dcp.attach_load, lambda _: entry, step=watch.step)
+
+
+class _AsyncRecording:
+    """The recording of an async_save on the thread that calls it, with what goes on elsewhere."""
+
+    def __init__(self, recording: Recording, background: Background) -> None:
+        self.background = background
+        self._recording = recording
+
+    def end(self, *, failed: bool) -> None:
+        """End the part that training waited for."""
+        self._recording.end(failed=failed)
+
+
+def _begin_async_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _AsyncRecording:
+    path = _path(args, kwargs, "storage_writer")
+    entry = _entry(watch, folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
+    kind = str(getattr(kwargs.get("async_checkpointer_type"), "name", "THREAD"))
+    background = Background(entry, by_process=kind == "PROCESS")
+    begun = recording.begin(
+        operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step, hand_over=background.keep
+    )
+    return _AsyncRecording(begun, background)
+
+
+def _entry(watch: Watch, folder: Path, kind: str, call: str, path: str | None) -> Entry:
+    return Entry(
+        folder=folder,
+        rank=watch.rank(),
+        checkpoint=name_of(path, kind),
+        operation=kind,
+        step=watch.step(),
+        path=path,
+        call=call,
+        worker=single_file.worker_here(),
+    )
+
+
+def _path(args: tuple[Any, ...], kwargs: dict[str, Any], storage: str) -> str | None:
+    # Long ago the storage was the second argument, and torch still takes it.
+    owner = kwargs.get(storage) or (args[1] if len(args) > 1 else None)
+    path = kwargs.get("checkpoint_id") or getattr(owner, "path", None) or getattr(owner, "checkpoint_id", None)
+    return None if path is None else str(path)

@@ -1,0 +1,175 @@
+"""A distributed-checkpoint save or load taken apart: where its time goes on this rank, in the log and in the trace.
+
+torch tells by its own log when a save plans, writes and finishes, and nothing of what happens inside its writing. So
+for the time of a save, and only for it, the writer's streams, the planner's `resolve_data` and `os.fsync` are timed
+on the threads that save; for a load, the reader's streams and what the planner does with what they give. Nothing else
+changes: the files are those that would be written without.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any
+
+from tracekit import conventions
+from tracekit.capture.checkpoints import operation, recording, storage_streams
+from tracekit.capture.checkpoints.log_entry import Entry
+from tracekit.capture.checkpoints.operation import Operation
+from tracekit.capture.checkpoints.patching import replaced_for_all
+from tracekit.capture.checkpoints.recording import Recorded
+from tracekit.capture.rank_info import this_rank
+
+
+@contextlib.contextmanager
+def record_save(
+    folder: str | os.PathLike[str],
+    writer: Any,
+    planner: Any = None,  # noqa: ARG001 known once the writer is given it
+    *,
+    checkpoint: str,
+    step: int | None = None,
+    rank: int | None = None,
+    blocking: bool = True,
+) -> Iterator[None]:
+    """Record the ``torch.distributed.checkpoint.save`` in this block that uses `writer`.
+
+    Adds one line per stage to the rank's checkpoint log in `folder`, in the format that `tracekit.conventions`
+    documents, and to a trace being recorded the spans ``tracekit::checkpoint`` and ``tracekit::checkpoint.<stage>``
+    of the stages that are one stretch of time (plan, wait, finish, and each fsync). What the block does before the
+    save, such as gathering the state, counts as plan, what it does after as wait. `writer` is a FileSystemWriter or
+    another with a file system of its kind under `fs`; of any other, all of its writing counts as write. A save that
+    raises leaves no lines. Say ``blocking=False`` on a thread that training does not wait for.
+
+        writer, planner = FileSystemWriter(path), DefaultSavePlanner()
+        with record_save(run, writer, planner, checkpoint="step-100", step=100):
+            dcp.save({"model": model.state_dict()}, storage_writer=writer, planner=planner)
+    """
+
+    def attach(running: Operation, window: contextlib.ExitStack) -> None:
+        running.worker_stage = conventions.WRITE
+        listen(running, window)
+        storage_streams.attach_writer(running, window, writer)
+
+    def entry(_: Operation) -> Entry:
+        return Entry(
+            folder=Path(folder),
+            rank=this_rank() if rank is None else rank,
+            checkpoint=checkpoint,
+            operation=conventions.SAVE,
+            step=step,
+            path=str(writer.path) if hasattr(writer, "path") else None,
+            call=conventions.DCP_SAVE,
+            worker=conventions.MAIN if blocking else conventions.THREAD,
+        )
+
+    with Recorded(lambda: recording.begin(operation.SAVE, attach, entry, step=lambda: step, blocking=blocking)):
+        yield
+
+
+@contextlib.contextmanager
+def record_load(
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    checkpoint: str,
+    step: int | None = None,
+    rank: int | None = None,
+) -> Iterator[None]:
+    """Record the ``torch.distributed.checkpoint.load`` from `path` in this block, as `record_save` does a save.
+
+    with record_load(run, path, checkpoint="step-100"):
+        dcp.load(state, checkpoint_id=path)
+    """
+
+    def entry(_: Operation) -> Entry:
+        return Entry(
+            folder=Path(folder),
+            rank=this_rank() if rank is None else rank,
+            checkpoint=checkpoint,
+            operation=conventions.LOAD,
+            step=step,
+            path=str(path),
+            call=conventions.DCP_LOAD,
+            worker=conventions.MAIN,
+        )
+
+    with Recorded(lambda: recording.begin(operation.LOAD, attach_load, entry, step=lambda: step, blocking=True)):
+        yield
+
+
+def listen(running: Operation, window: contextlib.ExitStack) -> None:
+    """Follow torch's own log of what a save or load does, until `window` closes."""
+    from torch.distributed.checkpoint.logger import _dcp_logger  # a costly import; whoever saves has paid for it
+
+    handler = Listener({function for function, _ in running.turns}, running.turn)
+    _dcp_logger.addHandler(handler)
+    window.callback(_dcp_logger.removeHandler, handler)
+
+
+class Listener(logging.Handler):
+    """Gives those lines of torch's checkpoint log that tell of `functions` to `heed`: function and event."""
+
+    def __init__(self, functions: Container[str], heed: Callable[[str, str], None]) -> None:
+        super().__init__(logging.DEBUG)
+        self._functions = functions
+        self._heed = recording.guarded(heed)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Heed one line, without a lock: torch writes two for each tensor, which say nothing to us."""
+        message = record.msg
+        if isinstance(message, dict) and message.get("func_name") in self._functions:
+            self._heed(message["func_name"], str(message.get("event")))
+        return True
+
+
+def attach_save(running: Operation, window: contextlib.ExitStack) -> None:
+    """Time a ``dcp.save`` whose writer torch makes or is given."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    running.worker_stage = conventions.WRITE
+    listen(running, window)
+    _meet(window, state_dict_saver, running, functools.partial(storage_streams.attach_writer, running, window))
+
+
+def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
+    """Time a ``dcp.load`` whose reader torch makes or is given."""
+    from torch.distributed.checkpoint import state_dict_loader
+
+    listen(running, window)
+    _meet(window, state_dict_loader, running, functools.partial(storage_streams.attach_reader, running, window))
+    window.enter_context(replaced_for_all(state_dict_loader, "_load_state_dict", _then_finish))
+
+
+_takers: dict[int, Callable[[Any], None]] = {}
+
+
+def _meet(window: contextlib.ExitStack, module: Any, running: Operation, take: Callable[[Any], None]) -> None:
+    """Give `take` the storage that the module sets up on the thread of the operation."""
+    _takers[id(running)] = recording.guarded(take)
+    window.callback(_takers.pop, id(running))
+    window.enter_context(replaced_for_all(module, "_storage_setup", _introducing))
+
+
+def _introducing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def storage_setup(*args: Any, **kwargs: Any) -> Any:
+        storage = original(*args, **kwargs)
+        running = operation.here()
+        if storage is not None and id(running) in _takers:
+            _takers[id(running)](storage)
+        return storage
+
+    return storage_setup
+
+
+def _then_finish(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        running = operation.here()
+        if running is not None:
+            running.switch(conventions.FINISH)  # objects take what was loaded for them
+        return loaded
+
+    return load_state_dict

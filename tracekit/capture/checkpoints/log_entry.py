@@ -1,0 +1,91 @@
+"""The lines of one save or load in a rank's checkpoint log, and what they say alike."""
+
+import collections
+import os
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tracekit import conventions
+from tracekit.capture import atomic_files
+from tracekit.capture.checkpoints.io_counters import Counters
+from tracekit.capture.checkpoints.operation import Row
+
+_PLAIN = {"bytes": None, "files": None, "calls": None}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all lines of one operation say alike; `worker` is one of `conventions.WORKERS`, `thread` a native id."""
+
+    folder: Path
+    rank: int
+    checkpoint: str
+    operation: str
+    step: int | None
+    path: str | None
+    call: str
+    worker: str
+    thread: int | None = field(default_factory=threading.get_native_id)
+
+    def by(self, worker: str) -> "Entry":
+        """Return the same of the calling thread, which is a `worker`."""
+        return replace(self, worker=worker, thread=threading.get_native_id())
+
+    def line(self, stage: str, start_ns: int, dur_ns: int, *, blocking: bool, **more: Any) -> Row:
+        """Return one line. Everything but times and stage may be left out, and is null then."""
+        row = {"stage": stage, "start_ns": start_ns, "dur_ns": max(0, dur_ns), **_PLAIN, **more}
+        return self.lines([row], blocking=blocking)[0]
+
+    def lines(self, rows: list[Row], *, blocking: bool) -> list[Row]:
+        """Return the lines of an operation's rows."""
+        what = {"checkpoint": self.checkpoint, "operation": self.operation, "step": self.step}
+        who = {"rank": self.rank, "call": self.call, "worker": self.worker}
+        ids = {"process": os.getpid(), "thread": self.thread}
+        where = {"path": self.path, "blocking": blocking, **who, **ids}
+        return [{**what, **_first(row), **where, **_rest(row)} for row in rows]
+
+    def write(self, lines: list[Row]) -> None:
+        """Add lines to the rank's log. Raises OSError."""
+        atomic_files.append_lines(
+            self.folder / conventions.rank_file(self.rank, conventions.CHECKPOINT_LOG_SUFFIX), lines
+        )
+
+
+_FIRST = ("stage", "start_ns", "dur_ns", "bytes", "files")
+
+
+def _first(row: Row) -> Row:
+    return {name: row.get(name) for name in _FIRST}
+
+
+def _rest(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name not in _FIRST}
+
+
+def with_counters(row: Row, durable: bool | None, before: Counters, after: Counters) -> Row:
+    """Return the row of an operation as a whole with what else is told of that."""
+    return {**row, "durable": durable, **before.until(after)}
+
+
+_seen: Mapping[str, collections.Counter[str]] = {
+    operation: collections.Counter() for operation in conventions.CHECKPOINT_OPERATIONS
+}
+_seen_lock = threading.Lock()
+
+
+def name_of(path: str | None, operation: str) -> str:
+    """Return a name for what is saved or loaded at `path`, the same on every rank that does the same.
+
+    The last two parts of the path tell checkpoints apart that each hold a file of the same name. Where the same is
+    saved again, its name gets a number: ``run/latest``, then ``run/latest#2``.
+    """
+    parts = [part for part in re.split(r"[/\\]+", path or "") if part not in ("", ".")]
+    name = "/".join(parts[-2:]) or "memory"
+    with _seen_lock:
+        _seen[operation][name] += 1
+        count = _seen[operation][name]
+    return name if count == 1 else f"{name}#{count}"

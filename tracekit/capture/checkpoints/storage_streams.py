@@ -1,0 +1,185 @@
+"""The streams of a checkpoint's writer or reader, and its planner's methods, timed and counted."""
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tracekit import conventions
+from tracekit.capture.checkpoints.durability import File
+from tracekit.capture.checkpoints.operation import Operation
+from tracekit.capture.checkpoints.patching import replaced
+from tracekit.capture.checkpoints.timed_streams import Moving, timed_reader, timed_writer
+
+
+def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: Any) -> None:
+    """Time a storage writer until `window` closes: its streams, and what it asks the planner for."""
+    if hasattr(getattr(writer, "fs", None), "create_stream"):
+        operation.worker_stage = conventions.STAGE
+        paired = str(getattr(getattr(writer, "serialization_format", None), "name", "TORCH_SAVE")) != "SAFETENSORS"
+        timed = functools.partial(_timed_create_stream, operation, paired_tells=paired)
+        window.enter_context(replaced(writer.fs, "create_stream", timed))
+
+    def with_timed_planner(write_data: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            sizes_bytes: list[int] = []
+            timed = functools.partial(_timed_resolve_data, operation, sizes_bytes)
+            with replaced(_planner(args, kwargs), "resolve_data", timed):
+                written = write_data(*args, **kwargs)
+            operation.count(conventions.STAGE, sum(sizes_bytes) if sizes_bytes else None, None)
+            return written
+
+        return write
+
+    window.enter_context(replaced(writer, "write_data", with_timed_planner))
+
+
+def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: Any) -> None:
+    """Time a storage reader until `window` closes: its streams, and what its planner takes from it."""
+    operation.worker_stage = conventions.READ
+    if hasattr(getattr(reader, "fs", None), "create_stream"):
+        window.enter_context(replaced(reader.fs, "create_stream", functools.partial(_timed_read_stream, operation)))
+
+    def with_timed_planner(read_data: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            copies, planner = _Copies(operation), _planner(args, kwargs)
+            with (
+                replaced(planner, "load_bytes", copies.timed_load_bytes),
+                replaced(planner, "resolve_tensor", copies.timed_resolve_tensor),
+                replaced(planner, "commit_tensor", copies.timed_commit_tensor),
+            ):
+                operation.whole_bytes = _whole_bytes(reader)
+                return read_data(*args, **kwargs)
+
+        return read
+
+    window.enter_context(replaced(reader, "read_data", with_timed_planner))
+
+
+def _whole_bytes(reader: Any) -> int | None:
+    """Return the bytes of all shards by the metadata that a reader was given; None where it holds none of the kind."""
+    placed = getattr(reader, "storage_data", None)
+    lengths = [getattr(info, "length", None) for info in placed.values()] if isinstance(placed, dict) else []
+    known = [length for length in lengths if isinstance(length, int)]
+    return sum(known) if known and len(known) == len(lengths) else None
+
+
+def _planner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("planner", args[-1] if args else None)
+
+
+def _timed_create_stream(
+    operation: Operation, create_stream: Callable[..., Any], *, paired_tells: bool
+) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        clock = operation.clock_here()
+        # The metadata file belongs to finish as a whole, the shards are taken apart.
+        stage = operation.aside if clock.stage == operation.aside else conventions.WRITE
+        with contextlib.ExitStack() as stream:
+            with clock.inside(stage):
+                raw = stream.enter_context(create_stream(*args, **kwargs))
+            moving = Moving(clock, stage, operation.written.open(raw), paired_tells)
+            # Between two items torch fetches the next; each ends with the second of two questions for the position.
+            timed = timed_writer(raw, moving)
+            if isinstance(timed, io.BufferedWriter):
+                # What it still holds must fail here as it would have in the stream that it stands for.
+                stream.enter_context(contextlib.closing(timed))
+            yield timed
+            with clock.inside(stage):
+                stream.close()
+            moving.file.flush()
+        if stage == conventions.WRITE:
+            clock.switch(None)  # until there is another item: a thread may be done and wait for the others
+        operation.count(stage, moving.moved_bytes, 1, moving.calls)
+
+    return create
+
+
+def _timed_resolve_data(
+    operation: Operation, sizes_bytes: list[int], resolve_data: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(resolve_data)
+    def resolve(write_item: Any) -> Any:
+        clock = operation.clock_here()
+        outer = clock.stage
+        if outer == conventions.STAGE:  # as it is between the items of a file
+            data = resolve_data(write_item)
+        else:
+            clock.switch(conventions.STAGE)
+            try:
+                data = resolve_data(write_item)
+            finally:
+                clock.switch(outer)
+        size_bytes = _size_bytes(data)
+        if size_bytes is not None:
+            sizes_bytes.append(size_bytes)
+        return data
+
+    return resolve
+
+
+def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        clock = operation.clock_here()
+        aside = clock.stage == operation.aside
+        stage, between = (operation.aside,) * 2 if aside else (conventions.READ, conventions.DESERIALIZE)
+        with contextlib.ExitStack() as stream:
+            with clock.inside(stage):
+                raw = stream.enter_context(create_stream(*args, **kwargs))
+            moving = Moving(clock, stage, File())
+            with clock.inside(between):
+                yield timed_reader(raw, moving)
+            with clock.inside(stage):
+                stream.close()
+        operation.count(stage, moving.moved_bytes, 1, moving.calls)
+
+    return create
+
+
+class _Copies:
+    """A load planner whose handing out of a target, up to its commit, is copying; one per reading of data."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def timed_load_bytes(self, load_bytes: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load_bytes)
+        def load(read_item: Any, value: Any) -> Any:
+            with self._operation.clock_here().inside(conventions.DESERIALIZE):
+                return load_bytes(read_item, value)
+
+        return load
+
+    def timed_resolve_tensor(self, resolve_tensor: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(resolve_tensor)
+        def resolve(read_item: Any) -> Any:
+            target = resolve_tensor(read_item)
+            clock = self._operation.clock_here()
+            clock.came_from = clock.stage
+            clock.switch(conventions.COPY)
+            return target
+
+        return resolve
+
+    def timed_commit_tensor(self, commit_tensor: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(commit_tensor)
+        def commit(read_item: Any, tensor: Any) -> Any:
+            clock = self._operation.clock_here()
+            committed = commit_tensor(read_item, tensor)
+            if clock.stage == conventions.COPY:
+                clock.switch(clock.came_from)
+                self._operation.count(conventions.COPY, _size_bytes(tensor), None, 1)
+            return committed
+
+        return commit
+
+
+def _size_bytes(data: Any) -> int | None:
+    if isinstance(data, torch.Tensor):
+        return int(data.nbytes)
+    return memoryview(data.getbuffer()).nbytes if hasattr(data, "getbuffer") else None

@@ -1,0 +1,122 @@
+"""Files by `torch.save` and `torch.load`: their reading and writing, which C++ does, told apart from pickling."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.serialization
+
+from tracekit import conventions
+from tracekit.capture.checkpoints.operation import Operation, here
+from tracekit.capture.checkpoints.patching import replaced_for_all
+
+_PICKLE = "data.pkl"  # the first record; storages follow, each fetched from its device just before
+
+
+def attach(running: Operation, window: contextlib.ExitStack) -> None:
+    """Time the file of an operation until `window` closes."""
+    _attached.add(running)
+    window.callback(_attached.discard, running)
+    for name, wrap in (
+        ("_open_zipfile_writer", _timed_open(lambda raw, operation: _ZipWriter(raw, operation), conventions.WRITE)),
+        ("_open_zipfile_reader", _timed_open(lambda raw, operation: _ZipReader(raw, operation), conventions.READ)),
+        ("_get_restore_location", _timed_restoring),
+    ):
+        window.enter_context(replaced_for_all(torch.serialization, name, wrap))
+
+
+_attached: set[Operation] = set()
+
+
+def _here() -> Operation | None:
+    running = here()
+    return running if running in _attached else None
+
+
+def _timed_open(
+    timed: Callable[[Any, Operation], Any], stage: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def open_zip(*args: Any, **kwargs: Any) -> Any:
+            operation = _here()
+            if operation is None:
+                return original(*args, **kwargs)
+            with operation.clock_here().inside(stage):
+                opener = original(*args, **kwargs)
+            return _Opener(opener, operation, stage, timed)
+
+        return open_zip
+
+    return wrap
+
+
+class _Opener:
+    """Stands for one of torch's own, which are entered for the file and left to close it."""
+
+    def __init__(self, raw: Any, operation: Operation, stage: str, timed: Callable[[Any, Operation], Any]) -> None:
+        self._raw = raw
+        self._operation = operation
+        self._stage = stage
+        self._timed = timed
+
+    def __enter__(self) -> Any:
+        return self._timed(self._raw.__enter__(), self._operation)
+
+    def __exit__(self, *failure: object) -> Any:
+        with self._operation.clock_here().inside(self._stage):
+            return self._raw.__exit__(*failure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class _Zip:
+    def __init__(self, raw: Any, operation: Operation) -> None:
+        self._raw = raw
+        self._operation = operation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class _ZipWriter(_Zip):
+    def write_record(self, name: str, data: Any, size_bytes: int) -> Any:
+        clock = self._operation.clock_here()
+        with clock.inside(conventions.WRITE):
+            written = self._raw.write_record(name, data, size_bytes)
+        self._operation.count(conventions.WRITE, None, None, 1)
+        self._operation.looks.look()
+        if name == _PICKLE:
+            clock.switch(conventions.STAGE)
+        return written
+
+
+class _ZipReader(_Zip):
+    def get_record(self, name: str) -> Any:
+        with self._operation.clock_here().inside(conventions.READ):
+            record = self._raw.get_record(name)
+        self._operation.count(conventions.READ, len(record), None, 1)
+        return record
+
+    def get_storage_from_record(self, name: str, size_bytes: int, dtype: Any) -> Any:
+        with self._operation.clock_here().inside(conventions.READ):
+            storage = self._raw.get_storage_from_record(name, size_bytes, dtype)
+        self._operation.count(conventions.READ, size_bytes, None, 1)
+        self._operation.looks.look()
+        return storage
+
+
+def _timed_restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_restore_location(*args: Any, **kwargs: Any) -> Any:
+        restore = original(*args, **kwargs)
+        operation = _here()
+        if operation is None:
+            return restore
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with operation.clock_here().inside(conventions.COPY):
+                return restore(*args, **kwargs)
+
+        return timed
+
+    return get_restore_location

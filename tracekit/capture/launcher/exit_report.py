@@ -1,0 +1,159 @@
+"""What is said when a recorded command has ended: what there is, what is missing and why, and what to type next."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracekit import conventions
+from tracekit.capture.launch_settings import Settings
+from tracekit.capture.launcher import merge
+from tracekit.capture.window_schedule import parse_steps
+
+_OTHERS_WAIT_S = 30.0
+_NEEDED_TO_CHECK = ("polars", "msgspec", "rich")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one recorded process said of itself."""
+
+    folder: Path
+    rank: int
+    world_size: int
+    steps: int
+    ended: bool
+
+
+def tell(settings: Settings, *, code: int, quiet: bool) -> None:
+    """Bring what is left to its place; say what was recorded on this node and what to do with it."""
+    notes, failed = read_notes(Path(settings.notes))
+    for note in notes:
+        merge.finish(Path(settings.scratch), note.folder, note.rank)
+    if quiet:
+        return
+    if not notes and not failed:
+        _say(_nothing(settings, code))
+    for folder in sorted({note.folder for note in notes}):
+        of_it = sorted((note for note in notes if note.folder == folder), key=lambda note: note.rank)
+        _tell_of(folder, of_it, settings, code=code)
+
+
+def read_notes(folder: Path) -> tuple[list[Note], int]:
+    """Return what the recorded processes of a command have said so far, and how many could not begin and said so."""
+    notes, failed = [], 0
+    for path in sorted(folder.glob("*.json")):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if "folder" in told:
+            notes.append(Note(**{**told, "folder": Path(told["folder"])}))
+        else:
+            failed += 1
+    return notes, failed
+
+
+def ask_for_window(settings: Settings) -> None:
+    """Ask the trainings that run now for a window."""
+    for folder in {note.folder for note in read_notes(Path(settings.notes))[0] if not note.ended}:
+        (folder / conventions.NOW_FILE).touch()
+
+
+def has_analysis() -> bool:
+    """Return whether runs can be checked by this Python."""
+    return all(importlib.util.find_spec(name) for name in _NEEDED_TO_CHECK)
+
+
+def verdict(folder: Path) -> None:
+    """Print what ``tracekit check`` says of a run, on stderr: stdout is the training's."""
+    sys.stderr.flush()
+    check = [sys.executable, "-m", "tracekit", "check", str(folder), "--fail-on", "never"]
+    subprocess.run(check, stdout=sys.stderr, check=False)  # noqa: S603 a folder of our own choosing
+
+
+def _tell_of(folder: Path, notes: list[Note], settings: Settings, *, code: int) -> None:
+    for note in notes:
+        if not note.ended:
+            kept = "what was whole by then is kept"
+            _say(
+                f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps or more; {kept}"
+            )
+    traced = _traced(folder, (note.rank for note in notes))
+    where = _shown(folder)
+    if not traced:
+        if all(note.ended for note in notes):
+            _say(f"{_too_short(settings, notes)}; metrics are in {where}")
+        return
+    _say(f"recorded {_named_ranks(traced)} in {where}")
+    if min(note.rank for note in notes) > min(settings.ranks or (0,)):
+        return  # the rank that leads is on another node, where the rest is said
+    if code == 0:
+        _wait_for(folder, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
+    if has_analysis():
+        verdict(folder)
+    _say(f"next: tracekit check {where}, tracekit dashboard {_shown(folder.parent)}")
+
+
+def _nothing(settings: Settings, code: int) -> str:
+    if code:
+        how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        return f"nothing was recorded: the command {how} before a torch optimizer took a step in it"
+    if settings.ranks is not None:
+        return f"nothing was recorded: no torch optimizer took a step on ranks {', '.join(map(str, settings.ranks))}"
+    return (
+        "nothing was recorded: no torch optimizer took a step in it, or its launcher did not pass PYTHONPATH and "
+        f"{conventions.RECORD_VARIABLE} on"
+    )
+
+
+def _too_short(settings: Settings, notes: list[Note]) -> str:
+    steps = max(note.steps for note in notes)
+    if settings.steps is None:
+        return "no window was asked for: nothing was profiled"
+    first, end = parse_steps(settings.steps)
+    if steps > first:
+        return f"steps {first} to {min(end, steps) - 1} were not recorded whole: nothing was profiled"
+    fitting = f"; try --steps {max(1, steps // 2)}:{steps}" if steps > 1 else ""
+    return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
+
+
+def _traced(folder: Path, ranks: Iterable[int]) -> list[int]:
+    name = {rank: conventions.rank_file(rank, conventions.TRACE_SUFFIX) for rank in ranks}
+    return [rank for rank in name if (folder / name[rank]).exists() or next(folder.glob(f"*/{name[rank]}"), None)]
+
+
+def _wait_for(folder: Path, ranks: "set[int]") -> None:
+    """Wait a while for what other nodes bring."""
+    deadline = time.monotonic() + _OTHERS_WAIT_S
+    while time.monotonic() < deadline and len(_traced(folder, ranks)) < len(ranks):
+        time.sleep(0.2)
+
+
+def _steps(folder: Path, note: Note) -> int:
+    log = folder / (conventions.rank_file(note.rank, conventions.METRICS_SUFFIX) + conventions.PARTIAL_SUFFIX)
+    try:
+        last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        return max(note.steps, int(json.loads(last)["step"]) + 1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return note.steps
+
+
+def _named_ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+def _shown(folder: Path) -> str:
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"tracekit: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,72 @@
+"""The files of one run brought together: from other nodes, or out of a scratch folder that outlived its training."""
+
+import re
+import shutil
+from pathlib import Path
+
+from tracekit import conventions
+from tracekit.capture import atomic_files, folder_claim
+
+_PLAIN = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
+# What died in the middle of its writing is no file of the run, but a log is good up to its last line.
+_OURS = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
+
+
+def gather(run: Path, parts: list[Path]) -> int:
+    """Move the files of the same run that lie in `parts` into `run`; return how many were moved.
+
+    Traces that were not compressed yet are. Raises ValueError where a part is of another training or holds a file
+    that is there already and differs, OSError where one cannot be read or moved; nothing is moved before all is known
+    to fit.
+    """
+    moves: dict[Path, Path] = {}
+    names = {name for name in (folder_claim.owner(run), *map(folder_claim.owner, parts)) if name is not None}
+    if len(names) > 1:
+        raise ValueError(f"{run} and its parts are of different trainings: nothing was moved")
+    for part in parts:
+        if not part.is_dir():
+            raise ValueError(f"{part}: no such folder; check the path")
+        found = [path for path in sorted(part.rglob("*")) if path.is_file() and _OURS.match(path.name)]
+        if not found:
+            raise ValueError(f"{part}: no file of a run in it (rank….pt.trace.json.gz, run.json); nothing was moved")
+        for path in found:
+            target = run / _place(path.relative_to(part))
+            taken = moves.get(target, target)
+            if taken.exists() and path.name not in (conventions.MANIFEST_FILE, conventions.CLAIM_FILE):
+                raise ValueError(f"{path} and {taken} are the same file of the run: remove one; nothing was moved")
+            if not taken.exists():
+                moves[target] = path
+    run.mkdir(parents=True, exist_ok=True)
+    for target, path in moves.items():
+        _move(path, target)
+    return len(moves)
+
+
+def finish(scratch: Path, run: Path, rank: int) -> list[Path]:
+    """Bring a rank's traces that wait in `scratch` into `run`, and return where they are now."""
+    brought = []
+    for path in sorted(scratch.glob(conventions.rank_file(rank, ".window*.json"))):
+        target = run / _place(Path(path.name))
+        atomic_files.compress(path, target)
+        brought.append(target)
+    return brought
+
+
+def _place(path: Path) -> Path:
+    """Return where a file of a part belongs in the run."""
+    match = _PLAIN.fullmatch(path.name)
+    if match is None:
+        return path
+    rank, window = int(match[1]), int(match[2])
+    name = conventions.rank_file(rank, conventions.TRACE_SUFFIX)
+    return Path(conventions.window_folder(window), name) if window else Path(name)
+
+
+def _move(path: Path, target: Path) -> None:
+    if _PLAIN.fullmatch(path.name):
+        atomic_files.compress(path, target)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_files.whole_file(target) as partial:
+        shutil.copyfile(path, partial)
+    path.unlink()

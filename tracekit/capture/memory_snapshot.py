@@ -1,0 +1,27 @@
+"""The CUDA allocator's own history of a window of steps, as torch writes it."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from tracekit.capture import atomic_files
+
+_MOST_EVENTS = 1_000_000
+
+
+def begin(device: str) -> None:
+    """Have the allocator remember what it does from now on. Raises RuntimeError where there is none."""
+    if device != "cuda":
+        raise RuntimeError("a memory snapshot is of CUDA's allocator, and this training is on the CPU")
+    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
+
+
+def end(path: Path) -> None:
+    """Write what the allocator remembers, and have it forget."""
+    try:
+        with atomic_files.whole_file(path) as partial:
+            torch.cuda.memory._dump_snapshot(str(partial))
+    finally:
+        with contextlib.suppress(Exception):
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,81 @@
+"""Windows asked for while a training runs: somebody touches a file in the run, and all ranks profile the same steps.
+
+No rank ever waits for another. The leading rank answers the touched file with a request that names steps far enough
+ahead that every rank has read it by then; each looks for one about once a second, at the end of a step.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from tracekit import conventions
+from tracekit.capture import atomic_files
+from tracekit.capture.window_schedule import Windows
+
+_LOOK_EVERY_S = 1.0
+_LEAD_S = 3.0
+_MOST_STEPS = 1000
+
+
+class Requests:
+    """Adds to `windows` what is asked for in the run's folder; one rank of the run `leads`."""
+
+    def __init__(self, run: Path, windows: Windows, *, length: int, warmup: int, leads: bool) -> None:
+        self._run = run
+        self._windows = windows
+        self._length = length
+        self._warmup = warmup
+        self._leads = leads
+        self._known: Any = self._read()  # left by a training before this one
+        self._looked_s = time.monotonic()
+
+    def look(self, step: int, step_time_ns: int) -> None:
+        """Take note of what was asked for, if it is time to look again; `step` is about to begin.
+
+        Raises OSError where the folder cannot be read or written, ValueError where a request makes no sense.
+        """
+        if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        if self._leads:
+            self._answer(step, step_time_ns)
+        request = self._read()
+        if request is None or request == self._known:
+            return
+        self._known = request
+        first, end = int(request["first"]), int(request["end"])
+        if not self._windows.ask(first, end) or step > first:
+            raise ValueError(f"steps {first}:{end} were asked for and cannot be recorded any more at step {step}")
+
+    def _answer(self, step: int, step_time_ns: int) -> None:
+        touched = self._run / conventions.NOW_FILE
+        if not touched.exists() or (self._known and step < int(self._known["end"])):
+            return
+        length = _asked_length(touched) or self._length
+        touched.unlink()
+        lead_steps = math.ceil(_LEAD_S * 1e9 / max(1, step_time_ns)) + self._warmup + 1
+        first = self._windows.room(step + lead_steps, length, apart=self._warmup)
+        atomic_files.write_json(
+            self._run / conventions.REQUEST_FILE, {"first": first, "end": first + length, "asked_ns": time.time_ns()}
+        )
+
+    def _read(self) -> Any:
+        path = self._run / conventions.REQUEST_FILE
+        try:
+            request = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        whole = isinstance(request, dict) and all(type(request.get(name)) is int for name in ("first", "end"))
+        return request if whole and 0 <= request["first"] < request["end"] else None
+
+
+def _asked_length(touched: Path) -> int | None:
+    """Return the number of steps that the touched file asks for: ``{"steps": 3}``, or empty for the usual."""
+    try:
+        asked = json.loads(touched.read_text(encoding="utf-8"))
+        steps = asked["steps"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return min(steps, _MOST_STEPS) if type(steps) is int and steps > 0 else None

@@ -1,0 +1,72 @@
+"""Training steps seen through torch's hooks on optimizers, for as long as somebody looks."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tracekit.capture.step_inference import Rounds
+
+
+class OptimizerSteps:
+    """Calls `ended` after each training step that optimizers make on the thread that called `watch`.
+
+    What a step is with several optimizers `Rounds` says. Unlike the agent of ``tracekit record`` it leaves no trace in
+    torch once `leave` was called, and knows optimizers from their first step on only.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._rounds = Rounds()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._within: list[Any] = []
+        self._hooks: list[Any] = []
+        self._thread = 0
+        self.unseen = 0
+        """Steps inside of backward or on other threads, at which the profiler cannot be moved on."""
+
+    def watch(self) -> None:
+        """Begin to look."""
+        self._thread = threading.get_ident()
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: self._before(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: self._after(optimizer)),
+        ]
+
+    def leave(self) -> None:
+        """Take the hooks away."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def _before(self, optimizer: Optimizer) -> None:
+        if self._is_elsewhere():
+            return
+        if optimizer in self._within:  # its last step raised
+            del self._within[self._within.index(optimizer) :]
+        self._within.append(optimizer)
+        if optimizer not in self._numbers:
+            elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+            self._rounds.made(self._number(optimizer), elements)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        if self._is_elsewhere():
+            self.unseen += 1
+            return
+        if optimizer in self._within:
+            del self._within[self._within.index(optimizer) :]
+        if self._within:
+            self._rounds.inside(self._number(optimizer))
+            return
+        for _ in range(self._rounds.stepped(self._number(optimizer))):
+            self._ended()
+
+    def _is_elsewhere(self) -> bool:
+        # Autograd keeps the profiler's state of each thread, and puts it back in the end.
+        return threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1
+
+    def _number(self, optimizer: Optimizer) -> int:
+        return self._numbers.setdefault(optimizer, len(self._numbers))

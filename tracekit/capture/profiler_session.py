@@ -1,0 +1,138 @@
+"""torch's profiler for one window, which never takes it from the training's own."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import profiler as torch_profiler
+from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
+
+from tracekit.capture.profiler_stderr import without_noise
+
+_STARTS, _ENDS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
+
+
+class OccupiedError(RuntimeError):
+    """The training profiles itself just now, and torch has one profiler only."""
+
+
+class Session:
+    """The profiler of one window of steps on the calling thread: `prepare`, `start`, `mark` each step, `stop`, `save`.
+
+    `device` is cuda or cpu. The methods raise OccupiedError where the training's own profiler runs.
+    """
+
+    def __init__(self, *, device: str, memory: bool, stacks: bool, shapes: bool) -> None:
+        cuda = device == "cuda"
+        self._profiler = _KinetoProfile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            profile_memory=memory,
+            with_stack=stacks,
+            record_shapes=shapes or stacks,
+            # Waits between streams, which only CUDA has.
+            experimental_config=torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True) if cuda else None,
+        )
+        self._span: Any = None
+        self.prepared = self.started = False
+
+    def prepare(self) -> None:
+        """Let the profiler warm up: it records and forgets."""
+        _refuse_a_second()
+        with _ours(), without_noise():
+            self._profiler.prepare_trace()
+        self.prepared = True
+
+    def start(self) -> None:
+        """Begin to record."""
+        if not self.prepared:
+            self.prepare()
+        _refuse_a_second()
+        block = torch.empty(1)
+        with _ours(), without_noise():
+            self._profiler.start_trace()
+            # torch complains of the first block freed that it has not seen allocated: let that be one, in here.
+            del block
+        self.started = True
+
+    def mark(self, step: int) -> None:
+        """End the mark of the step before, if there is one, and begin that of `step`."""
+        self.unmark()
+        self._span = record_function(f"ProfilerStep#{step}")
+        self._span.__enter__()
+
+    def unmark(self) -> None:
+        """End the mark of a step."""
+        span, self._span = self._span, None
+        if span is not None:
+            span.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """End the recording, or the warm-up."""
+        self.unmark()
+        if self.prepared:
+            self.prepared = False
+            with _ours(), without_noise():
+                if not self.started:
+                    self._profiler.start_trace()  # what is prepared ends only through having begun
+                self._profiler.stop_trace()
+
+    def save(self, path: Path) -> None:
+        """Write what was recorded as plain JSON. Raises OSError where it cannot be written whole."""
+        with without_noise():
+            self._profiler.export_chrome_trace(str(path))
+        if not path.exists():  # Kineto removes what it could not write whole
+            raise OSError("the profiler could not write it; is the disk full?")
+
+
+def yield_to_others(give_way: Callable[[], None]) -> None:
+    """Call `give_way` before any profiler but a `Session` starts in this process, so that it finds torch's free.
+
+    torch.profiler, torch.autograd.profiler and emit_nvtx all begin and end by the functions wrapped here.
+    """
+    if _others.watched:
+        return
+    _others.watched = True
+    for name in _STARTS:
+        setattr(torch_profiler, name, _told(getattr(torch_profiler, name), give_way, running=True))
+    for name in _ENDS:
+        setattr(torch_profiler, name, _told(getattr(torch_profiler, name), None, running=False))
+
+
+class _Others:
+    watched = False
+    running = False
+
+
+_others = _Others()
+_own = threading.local()
+
+
+def _told(call: Callable[..., Any], before: Callable[[], None] | None, *, running: bool) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_own, "acting", False):
+            return call(*args, **kwargs)
+        if before is not None and not _others.running:
+            before()
+        _others.running = running
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    _own.acting = True
+    try:
+        yield
+    finally:
+        _own.acting = False
+
+
+def _refuse_a_second() -> None:
+    if _others.running or torch.autograd._profiler_enabled():
+        raise OccupiedError("another profiler is running")

@@ -1,0 +1,43 @@
+"""``tracekit cache``: where parsed traces are kept, how much they take, and how to be rid of them."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from tracekit.cli import output
+from tracekit.errors import InputError
+
+
+class What(StrEnum):
+    """What to do with the cache."""
+
+    SIZE = "size"
+    PATH = "path"
+    CLEAR = "clear"
+
+
+def cache(what: Annotated[What, typer.Argument(help="Show its size or its path, or clear it.")] = What.SIZE) -> None:
+    """Show how much the parsed traces take and where they lie, or remove them.
+
+    TRACEKIT_CACHE_DIR names another folder, TRACEKIT_CACHE_MAX_BYTES another bound than 10 GiB (0: keep nothing). What
+    the dashboard keeps lies beside them, and is removed with them: timelines, bound to as much again, and reports, to a
+    tenth of it.
+    """
+    from tracekit.ingest.trace_cache import Cache
+    from tracekit.model import units
+    from tracekit.report import timeline
+    from tracekit.rules.report_cache import store
+
+    found = Cache.of_user()
+    if found is None:
+        raise InputError("there is no home directory to keep a cache in; name a folder by TRACEKIT_CACHE_DIR")
+    beside = {"timelines": timeline.shelf(), "reports": store.shelf()}
+    if what is What.PATH:
+        output.emit(f"{found.folder}\n")
+    elif what is What.CLEAR:
+        freed_bytes = found.clear() + sum(shelf.clear() for shelf in beside.values() if shelf)
+        output.emit(f"freed {units.size(freed_bytes)}\n")
+    else:
+        more = "".join(f"; {name} {units.size(shelf.size_bytes())}" for name, shelf in beside.items() if shelf)
+        output.emit(f"{units.size(found.size_bytes())} of {units.size(found.max_bytes)} in {found.folder}{more}\n")

@@ -1,0 +1,84 @@
+"""``tracekit checkpoint``: what lies on disk."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tracekit.cli import output
+from tracekit.cli.output import Format, Output, TextOrJson
+from tracekit.model import units
+
+if TYPE_CHECKING:
+    from tracekit.ingest.checkpoint_files import Problem, Verified
+
+SCHEMA = "tracekit.verify/1"
+checkpoint = typer.Typer(help="Verify checkpoints on disk.", no_args_is_help=True)
+
+
+@checkpoint.callback()
+def _checkpoints() -> None:
+    """Verify checkpoints on disk."""
+
+
+@checkpoint.command(short_help="Say whether checkpoints are whole, before one is loaded.")
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them, such as a run.")],
+    *,
+    table_format: TextOrJson = Format.TEXT,
+    out: Output = None,
+) -> None:
+    """Say of each checkpoint whether it is whole; name rank, file and what to do where it is not.
+
+    Needs no torch, and executes nothing that a checkpoint holds. Of our trainers' checkpoints every byte is verified;
+    of others what can be: the storage index of torch.distributed.checkpoint, CRC32 of what torch.save wrote, headers
+    and sizes of safetensors. Exit codes: 0 all are whole, 1 one is damaged, 2 one cannot be read or there is none.
+    """
+    from tracekit.ingest import checkpoint_files as verifying
+
+    verified = verifying.verify(path)
+    text = _as_json(verified) if table_format is Format.JSON else "".join(_told(each) for each in verified)
+    output.emit(text, out)
+    found = {each.status for each in verified}
+    if found != {verifying.WHOLE}:
+        raise typer.Exit(1 if verifying.DAMAGED in found else 2)
+
+
+def _told(each: "Verified") -> str:
+    from tracekit.model import escaping
+
+    lines = [f"{each.status:<10}  {each.path}  {each.files} files, {units.size(each.total_bytes)}: {_vouched(each)}"]
+    lines += [f"  {_problem(problem)}" for problem in each.problems]
+    lines += [f"  note: {note}" for note in each.notes if not each.problems]
+    if each.remedy:
+        lines.append(f"  what to do: {each.remedy}")
+    return "".join(escaping.inert(line, len(line) + 1) + "\n" for line in lines)
+
+
+def _vouched(each: "Verified") -> str:
+    if not each.total_bytes:
+        return ", ".join(each.kinds)
+    return f"{units.share(each.checked_bytes / each.total_bytes)} by checksum ({', '.join(each.kinds)})"
+
+
+def _problem(problem: "Problem") -> str:
+    return f"{'' if problem.rank is None else f'rank {problem.rank}: '}{problem.file} {problem.what}"
+
+
+def _as_json(verified: "list[Verified]") -> str:
+    def row(each: "Verified") -> dict[str, Any]:
+        problems = [{"rank": one.rank, "file": one.file, "what": one.what} for one in each.problems]
+        return {
+            "path": each.path,
+            "status": each.status,
+            "kinds": list(each.kinds),
+            "files": each.files,
+            "bytes": each.total_bytes,
+            "checked_bytes": each.checked_bytes,
+            "problems": problems,
+            "notes": list(each.notes),
+            "remedy": each.remedy or None,
+        }
+
+    return json.dumps({"schema": SCHEMA, "checkpoints": [row(each) for each in verified]}, indent=2) + "\n"

@@ -1,0 +1,136 @@
+"""``tracekit memory``: where memory goes, and what other allocator settings would do."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tracekit import conventions
+from tracekit.cli import output, run_loading
+from tracekit.cli.output import Format, Output, TextOrJson
+from tracekit.cli.run_loading import UseCache
+from tracekit.errors import InputError
+
+if TYPE_CHECKING:
+    from tracekit.model.memory_snapshot import MemorySnapshot
+    from tracekit.model.trace import Run
+    from tracekit.replay.allocator.playback import History
+    from tracekit.report.memory import Memory
+
+_PICKLES = (".pickle", ".pkl")
+_PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
+_GIB = 1 << 30
+
+
+def memory(
+    path: Annotated[
+        str, typer.Argument(metavar="RUN|SNAPSHOT", help="A run, or a file of torch.cuda.memory._dump_snapshot.")
+    ],
+    *,
+    replay: Annotated[
+        str | None,
+        typer.Option(
+            "--replay",
+            metavar="SETTINGS",
+            help="Play the history again under these, as PYTORCH_CUDA_ALLOC_CONF writes them; default: as recorded; "
+            "unit_buffers:2: with two buffers for all FSDP units.",
+        ),
+    ] = None,
+    device: Annotated[int | None, typer.Option("--device", help="Which device of a snapshot.")] = None,
+    device_memory_gib: Annotated[
+        float | None, typer.Option("--device-memory-gib", min=0.0, help="What the device has for a replay.")
+    ] = None,
+    table_format: TextOrJson = Format.TEXT,
+    cache: UseCache = True,
+    out: Output = None,
+) -> None:
+    """Show where memory goes: what is held at the peak and by whom, what comes and goes, growth, device allocations.
+
+    A replay plays every request and free in the recorded order through a model of the caching allocator, and tells
+    what it reserves, how often it asks the device and how often it runs short. It needs a memory snapshot with a
+    history (of a run: RUN/rank00000.memory.pickle); with less, it says what it inferred.
+    """
+    from tracekit.report import memory as report
+
+    told = (
+        _of_snapshot(Path(path), replay, device, device_memory_gib)
+        if _is_snapshot(path)
+        else _of_run(path, replay, device_memory_gib, cache=cache)
+    )
+    if table_format is Format.JSON:
+        for note in told.notes:
+            output.say(note)
+        output.emit(report.as_json(told), out)
+    else:
+        output.emit(report.as_text(told, width=output.width(out), color=output.color(out)), out)
+
+
+def _is_snapshot(path: str) -> bool:
+    """Return whether a path is a pickle, by its name or its first bytes (the opcode PROTO and 2 to 5)."""
+    if path.endswith(_PICKLES):
+        return not Path(path).is_dir()
+    if not Path(path).is_file():
+        return False
+    with Path(path).open("rb") as file:
+        start = file.read(2)
+    return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
+
+
+def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memory_gib: float | None) -> "Memory":
+    from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.replay.allocator import playback as replaying
+    from tracekit.report import memory as report
+
+    if replay is not None and report.wants_buffers(replay):
+        raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces: a snapshot has none")
+    snapshot = reader.read(path)
+    chosen = _device(snapshot, device)
+    told = report.of_snapshot(snapshot, chosen)
+    return told if replay is None else _with_replay(told, replaying.of(snapshot, chosen), replay, device_memory_gib)
+
+
+def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "Memory":
+    from tracekit.replay.allocator.facts import double_buffering
+    from tracekit.report import memory as report
+
+    run = run_loading.opened(path, cache=cache)
+    with output.progress() as bar:
+        run.measure(report.FACTS, bar.measured(len(run.sources)))
+    told = report.of_run(run)
+    if replay is None:
+        return told
+    history = double_buffering.with_buffers(next(run.traces())) if report.wants_buffers(replay) else _history(run)
+    return _with_replay(told, history, replay, device_memory_gib)
+
+
+def _with_replay(told: "Memory", history: "History", text: str, device_memory_gib: float | None) -> "Memory":
+    from tracekit.report import memory as report
+
+    capacity_bytes = None if device_memory_gib is None else int(device_memory_gib * _GIB)
+    return report.with_replay(told, history, text, capacity_bytes=capacity_bytes)
+
+
+def _history(run: "Run") -> "History":
+    """Return the history of the first rank that has a snapshot beside its trace, else of the first rank's trace."""
+    from tracekit.ingest.readers.memory_snapshot import reader
+    from tracekit.replay.allocator import playback as replaying
+
+    folder = Path(run.path)
+    found = sorted(folder.glob(f"**/*{conventions.MEMORY_SNAPSHOT_SUFFIX}")) if folder.is_dir() else []
+    if not found:
+        return replaying.of_trace(next(run.traces()))
+    snapshot = reader.read(found[0])
+    return replaying.of(snapshot, _device(snapshot, None))
+
+
+def _device(snapshot: "MemorySnapshot", device: int | None) -> int:
+    """Return the device asked for, else the one with the longest history, else with most segments."""
+    devices = snapshot.devices
+    if device is not None and device not in devices:
+        listed = ", ".join(map(str, devices)) or "none"
+        raise InputError(f"{snapshot.path}: has nothing of device {device}; of these it has: {listed}")
+    if device is not None or not devices:
+        return device or 0
+    lengths = {each: (snapshot.events["device"] == each).sum() for each in devices}
+    held = {each: (snapshot.segments["device"] == each).sum() for each in devices}
+    return max(devices, key=lambda each: (lengths[each], held[each]))

@@ -1,0 +1,265 @@
+"""``tracekit plan``: sizing, before anything runs."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tracekit.cli import output, run_loading
+from tracekit.cli.output import Format, Output, TextOrJson
+from tracekit.cli.run_loading import UseCache
+from tracekit.errors import ConfigError
+from tracekit.model import units
+
+if TYPE_CHECKING:
+    from tracekit.analysis.checkpoint.planning_inputs import Constants
+    from tracekit.plan.models import Model
+
+plan = typer.Typer(help="Size checkpoints, memory and pipelines before anything runs.", no_args_is_help=True)
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
+_EXAMPLES = {
+    "--params or --model": "--model 405b",
+    "--write-bandwidth": "--write-bandwidth 273e9",
+    "--interval": "--interval 4h",
+}
+_ZERO_OF_STRATEGY = {"ddp": 0, "zero1": 1}
+
+Params = Annotated[float | None, typer.Option("--params", help="Parameters of the model, such as 1.008e12.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="A model by name, such as llama3-70b or 405b.")]
+Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
+Pp = Annotated[int, typer.Option("--pp", help="Pipeline stages.")]
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of a node.")]
+Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")]
+Batch = Annotated[int, typer.Option("--batch", help="Sequences of a micro-batch.")]
+
+
+@plan.callback()
+def _plans() -> None:
+    """Size checkpoints, memory and pipelines before anything runs."""
+
+
+@plan.command(short_help="Size, bandwidth, overhead and best interval of checkpoints.")
+def checkpoint(
+    *,
+    params: Params = None,
+    model: ModelName = None,
+    bytes_per_param: Annotated[
+        float | None, typer.Option(help="Saved per parameter.  [default: 14, mixed-precision Adam]")
+    ] = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Annotated[int | None, typer.Option("--dp", help="Data-parallel ranks.  [default: 1]")] = None,
+    zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None,
+    gpus_per_node: GpusPerNode = 8,
+    write_bandwidth: Annotated[float | None, typer.Option(help="Of storage, bytes/s, such as 273e9.")] = None,
+    read_bandwidth: Annotated[float | None, typer.Option(help="Of storage, bytes/s.")] = None,
+    node_write_limit: Annotated[float | None, typer.Option(help="Most that one node writes, bytes/s.")] = None,
+    burst_buffer: Annotated[
+        float | None, typer.Option(help="Bytes/s of a faster tier that saves block for, and storage is filled from.")
+    ] = None,
+    interval: Annotated[str | None, typer.Option(help="Time between checkpoints: 4h, 30m, 900s.")] = None,
+    mtbf: Annotated[str | None, typer.Option(help="Mean time between failures: 3.093h.")] = None,
+    measured: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Take what is not given from a recorded run's saves.")
+    ] = None,
+    cache: UseCache = True,
+    table_format: TextOrJson = Format.TEXT,
+    out: Output = None,
+) -> None:
+    """Say how large a checkpoint is, what writing and restoring it cost, and how often to write one.
+
+    Restore time needs --read-bandwidth, the best interval --mtbf, goodput both; without them they are null.
+    """
+    from tracekit.plan import checkpoint as planned
+
+    seen = _measured(measured, cache=cache)
+    tells = {} if seen is None else dataclasses.asdict(seen)
+    own = None if params is None and model is None else _parameters(params, model)
+    result = planned.checkpoint(
+        _needed("--params or --model", own, tells.get("params")),
+        planned.Layout(
+            tp,
+            pp,
+            _or(dp, tells.get("world_size"), 1),
+            _or(zero, seen and _ZERO_OF_STRATEGY.get(seen.strategy, 3), 0),
+            gpus_per_node,
+        ),
+        planned.Storage(
+            _needed("--write-bandwidth", write_bandwidth, tells.get("write_bytes_per_second")),
+            read_bandwidth,
+            node_write_limit,
+            burst_buffer,
+        ),
+        interval_s=_needed(
+            "--interval", None if interval is None else _seconds("--interval", interval), tells.get("interval_seconds")
+        ),
+        mtbf_s=None if mtbf is None else _seconds("--mtbf", mtbf),
+        bytes_per_param=_or(bytes_per_param, tells.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
+    )
+    _emit(dataclasses.asdict(result), table_format, out, measured=tells or None)
+
+
+@plan.command(short_help="Weights, gradients, optimizer and activations of one rank.")
+def memory(
+    *,
+    params: Params = None,
+    model: ModelName = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    dp: Annotated[int, typer.Option("--dp", help="Ranks that share the state.")] = 1,
+    zero: Annotated[int, typer.Option("--zero", help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
+    yafsdp: Annotated[bool, typer.Option("--yafsdp", help="YaFSDP in place of a ZeRO stage.")] = False,
+    largest_layer: Annotated[float | None, typer.Option(help="Its parameters, for YaFSDP's buffers.")] = None,
+    sequence: Sequence = None,
+    batch: Batch = 1,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step; a pipeline holds several.")] = 1,
+    recomputation: Annotated[str, typer.Option(help="Of activations: none, selective or full.")] = "none",
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Beside --tp.")] = False,
+    table_format: TextOrJson = Format.TEXT,
+    out: Output = None,
+) -> None:
+    """Say what weights, gradients, mixed-precision Adam and activations take on each rank, and what it sends for them.
+
+    Activations need --model and --sequence: flash attention and 2-byte numbers are taken.
+    """
+    from tracekit.plan import memory as planned
+    from tracekit.plan.checkpoint import Layout
+
+    of = _model(model)
+    work = planned.Work(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
+    result = planned.plan(
+        _needed("--params or --model", _parameters(params, model)),
+        Layout(tp, pp, dp, zero),
+        model=of,
+        work=work,
+        with_yafsdp=yafsdp,
+        largest_layer=largest_layer,
+    )
+    _emit(dataclasses.asdict(result), table_format, out)
+
+
+@plan.command(short_help="Idle time of a pipeline, and what goes over the wires.")
+def pipeline(
+    *,
+    stages: Annotated[int, typer.Option(help="Pipeline stages.")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
+    chunks: Annotated[int, typer.Option(help="Model chunks per rank; above 1 is interleaved.")] = 1,
+    schedule: Annotated[str, typer.Option(help="1f1b, interleaved, zb-h1 or zb-h2.")] = "1f1b",
+    model: ModelName = None,
+    width: Annotated[int | None, typer.Option(help="Of the model, where --model is not given.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the model, where --model is not given.")] = None,
+    sequence: Sequence = None,
+    batch: Batch = 1,
+    tp: Tp = 1,
+    scatter_gather: Annotated[
+        bool, typer.Option("--scatter-gather", help="Tensor-parallel ranks send their part only.")
+    ] = False,
+    table_format: TextOrJson = Format.TEXT,
+    out: Output = None,
+) -> None:
+    """Say how long a pipeline stands idle, relative to its ideal time and as a share of the whole.
+
+    What goes over the wires needs --sequence, and --model or --width and --layers.
+    """
+    from tracekit.plan import pipeline as planned
+
+    of = _model(model)
+    across = width or (of.width if of else None)
+    sizes = None
+    if sequence and across:
+        sizes = planned.Sizes(batch, sequence, across, layers or (of.layers if of else None), tp, scatter_gather)
+    _emit(
+        dataclasses.asdict(planned.plan(stages, micro_batches, chunks=chunks, schedule=schedule, sizes=sizes)),
+        table_format,
+        out,
+    )
+
+
+def _measured(run: str | None, *, cache: bool) -> "Constants | None":
+    if run is None:
+        return None
+    from tracekit.analysis.checkpoint.planning_inputs import constants
+
+    return constants(run_loading.opened(run, cache=cache))
+
+
+def _model(name: str | None) -> "Model | None":
+    from tracekit.plan import models
+
+    return None if name is None else models.find(name)
+
+
+def _parameters(params: float | None, model: str | None) -> float | None:
+    if params is not None:
+        return params
+    found = _model(model)
+    return None if found is None else float(found.parameters)
+
+
+def _or(given: Any, measured: Any, otherwise: Any) -> Any:
+    return next(value for value in (given, measured, otherwise) if value is not None)
+
+
+def _needed(option: str, *values: float | None) -> float:
+    found = next((value for value in values if value is not None), None)
+    if found is None:
+        recorded = "; or take it from a recorded run: --measured RUN" if len(values) > 1 else ""
+        raise ConfigError(f"{option} is needed, such as {_EXAMPLES[option]}{recorded}")
+    return found
+
+
+def _emit(
+    values: Mapping[str, Any], table_format: Format, out: Path | None, *, measured: Mapping[str, Any] | None = None
+) -> None:
+    import json
+
+    if table_format is Format.JSON:
+        told = dict(values) if measured is None else {**values, "measured": measured}
+        output.emit(json.dumps(told, indent=2) + "\n", out)
+        return
+    rows = list(values.items()) + [(f"measured {name}", value) for name, value in (measured or {}).items()]
+    width = max(len(name) for name, _ in rows)
+    output.emit("".join(f"{name:<{width}}  {_told(name, value)}\n" for name, value in rows), out)
+
+
+def _seconds(option: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([smhd]?)", text.strip())
+    if not found:
+        raise ConfigError(f"{option}: {text!r} is not a time: write 4h, 30m or 900s")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+_NEEDED = {
+    "drain": "--burst-buffer",
+    "restore_seconds": "--read-bandwidth",
+    "goodput": "--read-bandwidth and --mtbf",
+    "young": "--mtbf",
+    "daly": "--mtbf",
+    "buffer": "--yafsdp",
+    "activation": "--model and --sequence",
+    "stage": "--sequence, and --model or --width",
+    "tensor": "--sequence, and --model or --width and --layers",
+}
+
+
+def _told(name: str, value: float | str | bool | None) -> str:
+    if value is None:
+        return f"not known: needs {next((way for key, way in _NEEDED.items() if key in name), 'more in the run')}"
+    if isinstance(value, bool | str):
+        return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else value
+    if "bytes_per_second" in name:
+        return units.rate(value)
+    if name.endswith(("_bytes", "_bytes_per_step", "_bytes_per_micro_batch")):
+        return f"{_decimal(value)} ({units.size(value)})"
+    if name.endswith("_seconds"):
+        return f"{value:.2f} s"
+    if name in ("activation_ratio", "writer_skew_ratio"):
+        return f"{value:.3g} ×"
+    return f"{100 * value:.3f}%" if name.endswith("_ratio") else f"{value:.4g}"
+
+
+def _decimal(size: float) -> str:
+    return units.rate(size).removesuffix("/s")

@@ -1,0 +1,112 @@
+"""``tracekit simulate``: traces of a training that was never run, with faults that are known."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tracekit.cli import output
+from tracekit.errors import InputError
+
+if TYPE_CHECKING:
+    from tracekit.simulate.run import Simulated
+    from tracekit.simulate.truth import Known
+
+
+def simulate(
+    *,
+    strategy: Annotated[
+        str, typer.Option("--strategy", metavar="NAME", help="ddp, fsdp1, fsdp2, hsdp, yafsdp or yafsdp-v1.")
+    ] = "fsdp2",
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Such as llama2-7b, llama3-70b, 125m.")] = (
+        "llama2-7b"
+    ),
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", min=1, help="Keep only N of the model's layers.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Ranks of the job.")] = 64,
+    seq: Annotated[int, typer.Option("--seq", metavar="N", help="Tokens in a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences per GPU and micro-batch.")] = 1,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", metavar="N", help="Micro-batches per step.")] = 1,
+    checkpoint_layers: Annotated[
+        int, typer.Option("--checkpoint-layers", metavar="N", help="Layers that recompute their activations.")
+    ] = 0,
+    hardware: Annotated[
+        str, typer.Option("--hardware", metavar="NAME", help="a100-80, h100-80 or v100-32.")
+    ] = "a100-80",
+    ranks_written: Annotated[
+        int, typer.Option("--ranks-written", metavar="N", help="Ranks that get a trace, from 0 on.")
+    ] = 8,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option("--fault", metavar="NAME[:ARG…]", help="Give the job this fault. Repeatable; see --list-faults."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to record.")] = 4,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the jitter: the same seed, the same bytes.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Folder for the run.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the simulated run there.")] = False,
+    list_faults: Annotated[bool, typer.Option("--list-faults", help="List the faults, one a line.")] = False,
+) -> None:
+    """Simulate a sharded training step on many GPUs, and write its traces with the truth about what is wrong.
+
+    The files are ordinary Kineto traces, marked as simulated in their names and headers and in run.json. truth.json
+    tells each fault: the rule that should find it, ranks, steps, and what it costs by simulating again without it.
+    """
+    from tracekit.plan import models
+    from tracekit.simulate import faults
+    from tracekit.simulate import hardware as machines
+    from tracekit.simulate import run as simulation
+    from tracekit.simulate.job import Job
+
+    if list_faults:
+        output.emit(faults.listing() + "\n")
+        return
+    if out is None:
+        raise InputError("no folder is named: tracekit simulate … --out RUN")
+    asked = [faults.parse(text) for text in fault or []]
+    job = Job(
+        strategy,
+        models.find(model, layers=layers),
+        machines.find(hardware),
+        gpus,
+        seq,
+        batch=batch,
+        micro_batches=micro_batches,
+        checkpoint_layers=checkpoint_layers,
+        steps=steps,
+        seed=seed,
+        ranks_written=ranks_written,
+    )
+    arguments = {
+        "strategy": strategy,
+        "model": model,
+        "layers": job.model.layers,
+        "gpus": gpus,
+        "seq": seq,
+        "batch": batch,
+        "micro_batches": micro_batches,
+        "checkpoint_layers": checkpoint_layers,
+        "hardware": hardware,
+        "ranks_written": ranks_written,
+        "fault": fault or [],
+        "steps": steps,
+        "seed": seed,
+    }
+    output.emit(_told(simulation.simulate(job, asked, out, arguments=arguments, force=force), out))
+
+
+def _told(simulated: "Simulated", out: Path) -> str:
+    from tracekit.model import units
+
+    job, recording = simulated.job, simulated.recording
+    what = f"{job.strategy}, {job.model.name} with {job.model.layers} layers on {job.gpus} {job.hardware.name}"
+    step = units.duration(recording.total_ns // job.steps)
+    lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(recording.ranks)} traces in {out}"]
+    for known in simulated.known:
+        ranks, steps = (f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}" for what, of in _where(known))
+        lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} a step, {ranks}, {steps}")
+    return "\n".join(lines) + "\n"
+
+
+def _where(known: "Known") -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return (("rank", known.ranks), ("step", known.steps))

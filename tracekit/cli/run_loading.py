@@ -1,0 +1,99 @@
+"""Runs as the command line names them: loaded, measured and judged, with a progress bar."""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tracekit.cli import output
+from tracekit.errors import InputError
+
+if TYPE_CHECKING:
+    from tracekit.model.trace import Fact, Run
+    from tracekit.regression.baseline import Baseline
+    from tracekit.regression.comparison import Side
+    from tracekit.rules.rule import Report, Rule
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A folder of traces, a trace file, a glob in quotes, or a URL such as s3://bucket/run."
+    ),
+]
+UseCache = Annotated[
+    bool, typer.Option("--cache/--no-cache", help="Use the tables that were parsed before, and keep those parsed now.")
+]
+SAMPLE = "sample_run"
+CHECKOUT_SAMPLES = "sample_traces"
+
+
+def sample() -> Path:
+    """Return the sample run: the one in the installed package, or the smallest of the checkout's."""
+    package = Path(str(resources.files("tracekit")))
+    if (package / SAMPLE).is_dir():
+        return package / SAMPLE
+    runs = [path.parent for path in (package.parent / CHECKOUT_SAMPLES).glob("*/run.json")]
+    if not runs:
+        raise InputError("this installation holds no sample run; name a run of your own")
+    return min(runs, key=lambda run: sum(file.stat().st_size for file in run.rglob("*") if file.is_file()))
+
+
+def checked(
+    paths: Sequence[str], rules: "Sequence[Rule]", *, facts: "Sequence[Fact]" = (), cache: bool = True
+) -> "list[tuple[Report, Run]]":
+    """Return each run with its report, costs by replay, in the order named. Raises InputError if one is unusable.
+
+    `facts` are measured in the same pass, to be asked for later.
+    """
+    from tracekit.ingest import loader
+    from tracekit.rules import engine
+
+    found = []
+    with output.progress() as bar:
+        for path in paths:
+            run = loader.load(path, on_progress=bar.listed, cache=cache)
+            measured = bar.measured(len(run.sources))
+            found.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
+    return found
+
+
+def measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
+    """Return a run with facts measured, and not judged. Raises InputError where it cannot be used."""
+    run = opened(path, cache=cache)
+    with output.progress() as bar:
+        run.measure(facts, bar.measured(len(run.sources)))
+    return run
+
+
+def baseline(path: str, rules: "Sequence[Rule]", *, cache: bool = True) -> "Baseline":
+    """Return what to hold a run against: a saved baseline, or a run. Raises InputError where it is neither."""
+    from tracekit.regression import baseline as baselines
+    from tracekit.report import baseline_json as saved
+
+    if saved.is_baseline(Path(path)):
+        return saved.read(Path(path))
+    return baselines.of_reports(checked([path], rules, facts=baselines.FACTS, cache=cache))
+
+
+def opened(path: str, *, cache: bool = True) -> "Run":
+    """Return a run. Raises InputError where it cannot be used."""
+    from tracekit.ingest import loader
+
+    with output.progress() as bar:
+        return loader.load(path, on_progress=bar.listed, cache=cache)
+
+
+def side(path: str, *, cache: bool = True) -> "Side":
+    """Return a run or a saved report as a side of a comparison. Raises InputError where it is neither."""
+    from tracekit.regression.comparison import Side
+    from tracekit.regression.samples import samples
+    from tracekit.report import json
+
+    if json.is_report(Path(path)):
+        return json.read(Path(path))
+    run = opened(path, cache=cache)
+    with output.progress() as bar:
+        run.measure((samples,), bar.measured(len(run.sources)))
+    return Side.of(run)

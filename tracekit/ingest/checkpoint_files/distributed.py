@@ -1,0 +1,94 @@
+"""Checkpoints of torch.distributed.checkpoint: `.metadata` says which bytes of which shard each entry is."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tracekit.ingest.checkpoint_files import inert_pickle, result, zip_archives
+from tracekit.ingest.checkpoint_files.result import Part
+
+METADATA_FILE = ".metadata"
+SHARD_SUFFIX = ".distcp"
+_MAX_METADATA_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    offset: int
+    length: int
+
+
+def check(folder: Path) -> Part:
+    """Return what is wrong with a distributed checkpoint, by its storage index and the CRC32 of its entries."""
+    part = Part("torch.distributed.checkpoint")
+    try:
+        size = (folder / METADATA_FILE).stat().st_size
+        if size > _MAX_METADATA_BYTES:
+            raise inert_pickle.InertError(f"has {size:,} bytes, more than this reads")
+        index = _index(inert_pickle.read((folder / METADATA_FILE).read_bytes()))
+    except OSError as error:
+        return replace(part, problems=(result.unreadable(METADATA_FILE, error),))
+    except inert_pickle.InertError as error:
+        return replace(part, problems=(result.problem(METADATA_FILE, str(error)),))
+    shards = [_shard(folder, file, entries) for file, entries in sorted(index.items())]
+    unchecked = sum(each.total_bytes - each.checked_bytes for each in shards if not each.problems)
+    note = f"{METADATA_FILE} and {unchecked:,} bytes of shards have no checksum: they were not verified"
+    return replace(
+        part,
+        problems=tuple(problem for shard in shards for problem in shard.problems),
+        notes=(note if unchecked else f"{METADATA_FILE} has no checksum: it was read, but not verified",),
+        files=1 + len(shards),
+        total_bytes=size + sum(each.total_bytes for each in shards),
+        checked_bytes=sum(each.checked_bytes for each in shards),
+    )
+
+
+def _index(metadata: Any) -> Mapping[str, Sequence[_Entry]]:
+    """Return the entries of each shard, by the shard's name."""
+    by_file: defaultdict[str, list[_Entry]] = defaultdict(list)
+    for file, entry in _entries(metadata):
+        by_file[file].append(entry)
+    return by_file
+
+
+def _entries(metadata: Any) -> Iterator[tuple[str, _Entry]]:
+    if type(metadata) is not inert_pickle.Made or type(metadata.state.get("storage_data")) is not dict:
+        raise inert_pickle.InertError("holds no storage index of torch.distributed.checkpoint")
+    for key, told in metadata.state["storage_data"].items():
+        try:
+            state = told.state
+            file, offset, length = state["relative_path"], state["offset"], state["length"]
+            name = str(key.state.get("fqn", "?"))
+        except (AttributeError, KeyError):
+            raise inert_pickle.InertError("holds a storage index in a form that is not known") from None
+        if type(file) is not str or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+            raise inert_pickle.InertError(f"says of {name} that it lies at no possible place")
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise inert_pickle.InertError(f"says that {name} lies outside of the checkpoint, in {file[:99]}")
+        yield file, _Entry(name, offset, length)
+
+
+def _shard(folder: Path, file: str, entries: Sequence[_Entry]) -> Part:
+    needed = max(entry.offset + entry.length for entry in entries)
+    checked = 0
+    try:
+        size = (folder / file).stat().st_size
+        if size < needed:
+            lost = sum(entry.offset + entry.length > size for entry in entries)
+            what = (
+                f"has {size:,} bytes, {needed:,} are needed: it was cut, and {lost} of {len(entries)} entries are lost"
+            )
+            return Part("", (result.problem(file, what),), files=1, total_bytes=size)
+        with (folder / file).open("rb") as data:
+            for entry in sorted(entries, key=lambda entry: entry.offset):
+                wrong, vouched = zip_archives.damage(data, entry.offset, entry.length)
+                if wrong:
+                    what = f"is damaged in {entry.name}, at byte {entry.offset:,}: {wrong}"
+                    return Part("", (result.problem(file, what),), files=1, total_bytes=size)
+                checked += vouched
+    except OSError as error:
+        return Part("", (result.unreadable(file, error),), files=1)
+    return Part("", files=1, total_bytes=needed, checked_bytes=checked)

@@ -1,0 +1,53 @@
+"""The seal of our trainers: bytes and SHA-256 of each file of a checkpoint, written last (see docs/trainers.md)."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tracekit.ingest.checkpoint_files import result
+from tracekit.ingest.checkpoint_files.result import Part, Problem
+
+SEAL_FILE = "seal.json"
+
+
+def check(folder: Path) -> Part:
+    """Return what is wrong with a sealed checkpoint."""
+    try:
+        seal = json.loads((folder / SEAL_FILE).read_bytes())
+        digest, files = seal.pop("sha256"), seal["files"]
+        own = hashlib.sha256(json.dumps(seal, sort_keys=True).encode()).hexdigest()
+        sizes = {name: int(expected["bytes"]) for name, expected in files.items()}
+    except OSError as error:
+        return Part("seal", (result.unreadable(SEAL_FILE, error),))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Part("seal", (result.problem(SEAL_FILE, f"is damaged ({error})"),))
+    if own != digest:
+        return Part("seal", (result.problem(SEAL_FILE, "is damaged: its words have changed since it was written"),))
+    wrong = {name: _damage(folder, name, expected) for name, expected in files.items()}
+    return Part(
+        "seal",
+        tuple(problem for problem in wrong.values() if problem),
+        files=len(files),
+        total_bytes=sum(sizes.values()),
+        checked_bytes=sum(size for name, size in sizes.items() if not wrong[name]),
+    )
+
+
+def _damage(folder: Path, name: str, expected: Mapping[str, Any]) -> Problem | None:
+    if Path(name).name != name:
+        return result.problem(name, "lies outside of the checkpoint: the seal is not ours")
+    try:
+        size = (folder / name).stat().st_size
+        if size != expected["bytes"]:
+            return result.problem(name, f"has {size:,} bytes, {expected['bytes']:,} were saved: {_how(size, expected)}")
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return result.unreadable(name, error)
+    return None if digest == expected["sha256"] else result.problem(name, "holds other bytes than were saved")
+
+
+def _how(size: int, expected: Mapping[str, Any]) -> str:
+    return "it was cut" if size < expected["bytes"] else "something was added"

@@ -1,0 +1,1 @@
+"""Kineto (torch.profiler) trace files."""

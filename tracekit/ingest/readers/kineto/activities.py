@@ -1,0 +1,198 @@
+"""Activities: what ran on device streams, or, where no device activity was recorded, on host threads."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.ingest.readers.kineto import columns, issuing_ops, name_patterns
+from tracekit.ingest.readers.kineto.events import Args
+from tracekit.ingest.readers.kineto.host_slices import Host, first_of, nulled
+from tracekit.ingest.readers.kineto.stream import Events
+from tracekit.model import intervals, nesting
+from tracekit.model.nesting import Flags, Ints
+
+_KINDS = pl.Series(("compute", "communication", "memcpy", "memset"))
+_COMPUTE, _COMMUNICATION = 0, 1
+_KIND_OF = np.array([_COMPUTE, 2, 3, _COMMUNICATION], np.int64)  # in the order of gather.DEVICE_KINDS
+_KERNEL = columns.DEVICE_KINDS.index("kernel")
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A communication activity with what may describe it: its own arguments, and the op that issued it."""
+
+    activity_id: int
+    name: str
+    args: Args | None
+    issuer: int
+    """Id of the host slice that issued it; -1 where not known."""
+
+
+def streams(device: pl.DataFrame, threads: list[tuple[str | None, str | None]], first_lane: int) -> pl.DataFrame:
+    """Return `device` with columns device, stream filled in and lane numbered from `first_lane`, by device and stream.
+
+    Where arguments don't tell device or stream, the ids of process and thread do.
+    """
+    ids = pl.DataFrame(
+        {
+            "lane": np.arange(len(threads), dtype=np.int32),
+            "pid": [p for p, _ in threads],
+            "tid": [t for _, t in threads],
+        },
+        schema_overrides={"pid": pl.String, "tid": pl.String},
+    )
+    by_pid = pl.col("pid").cast(pl.Int64, strict=False)
+    by_tid = pl.col("tid").str.extract(r"(\d+)").cast(pl.Int64, strict=False)
+    placed = device.join(ids, on="lane", how="left", maintain_order="left").with_columns(
+        pl.coalesce("device", by_pid, 0).alias("device"), pl.coalesce("stream", by_tid, 0).alias("stream")
+    )
+    lane = pl.struct("device", "stream").rank("dense").cast(pl.Int64) - 1 + first_lane
+    return placed.with_columns(lane.alias("lane"))
+
+
+def lanes_of(placed: pl.DataFrame) -> pl.DataFrame:
+    """Return the lanes table's rows for the streams that `streams` numbered."""
+    known = placed.select("lane", "device", "stream").unique().sort("lane")
+    return known.with_columns(
+        pl.col("device").cast(pl.String).alias("pid"),
+        pl.col("stream").cast(pl.String).alias("tid"),
+        pl.format("stream {}", "stream").alias("name"),
+    )
+
+
+def on_device(
+    placed: pl.DataFrame, events: Events, host: Host, spoken: dict[int, Args], saying: dict[int, Args]
+) -> tuple[pl.DataFrame, list[Speaker]]:
+    """Return the activities of the streams, and what may describe the collectives among them.
+
+    `spoken` holds what kernels say of collectives by row, `saying` what host slices say by id.
+    """
+    work, distinct = placed.sort("start_ns", maintain_order=True), events.names
+    correlation = work["correlation"].to_numpy()
+    runtime, ops = np.flatnonzero(host.is_kind("runtime")), np.flatnonzero(host.is_kind("cpu_op"))
+    launch = _which(runtime, first_of(host.correlation[runtime], correlation))
+    owner = _which(ops, first_of(host.external_id[ops], work["external_id"].to_numpy()))
+    communicates = (
+        name_patterns.collective_kernels(distinct)[work["name"].to_numpy()] if len(work) else np.empty(0, bool)
+    )
+    told = np.isin(work["row"].to_numpy(), np.array(list(spoken), np.int64))
+    kernel = work["kind"].to_numpy() == _KERNEL
+    known = kernel & (communicates | told)
+    known |= _by_annotation(host, launch, kernel, known)
+    kind = np.where(known, _COMMUNICATION, _KIND_OF[work["kind"].to_numpy()])
+    table = pl.DataFrame(
+        {
+            "id": np.arange(len(work), dtype=np.int64),
+            "launch_id": nulled(launch),
+            "lane": work["lane"],
+            "name": distinct.gather(work["name"]),
+            "kind": _KINDS.gather(kind),
+            "start_ns": work["start_ns"],
+            "dur_ns": work["dur_ns"],
+            "bytes": work["bytes"],
+            "grid": pl.Series([_sizes(grid) for grid, _ in events.grids], dtype=pl.String).gather(work["grid"]),
+            "block": pl.Series([_sizes(block) for _, block in events.grids], dtype=pl.String).gather(work["grid"]),
+        }
+    ).with_columns(host.context(launch, owner))
+    which = np.flatnonzero(kind == _COMMUNICATION)
+    issuers = issuing_ops.around(host, np.where(launch >= 0, launch, owner)[which], saying)
+    rows, called = work["row"].gather(which).to_list(), table["name"].gather(which).to_list()
+    return table, [
+        Speaker(int(i), name, spoken.get(row), issuer)
+        for i, row, name, issuer in zip(which, rows, called, issuers, strict=True)
+    ]
+
+
+def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Speaker]]:
+    """Return the activities of a CPU run, and what may describe the collectives among them.
+
+    Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
+    slices inside them. A collective takes step, phase, unit and span of the op that issued it. A gloo send or receive
+    is recorded on the thread that asks for it, which computes besides, and from within the op on: that begins it.
+    """
+    told, named = host.names, host.named
+    running = np.flatnonzero(told.runs[named])
+    running = running[np.argsort(host.start_ns[running], kind="stable")]
+    issuer = issuing_ops.in_order(host, running)
+    asked = _asked_here(host, running, issuer)
+    busy = np.unique(host.lane[running[~asked]])
+    dispatches = host.is_kind("cpu_op") & told.dispatches[named] & ~np.isin(host.lane, busy)
+    above = nesting.nearest(host.parent, dispatches)
+    inside = (host.parent >= 0) & (above[np.maximum(host.parent, 0)] >= 0) if len(named) else dispatches
+    compute = _without_waits(host, np.flatnonzero(dispatches & ~inside))
+    kinds = np.repeat([_COMPUTE, _COMMUNICATION], (len(compute), len(running)))
+    of = np.concatenate((compute[:, 0], np.where(issuer >= 0, issuer, running)))
+    began = np.where(asked, host.start_ns[issuer], host.start_ns[running]) if len(running) else host.start_ns[running]
+    spans = np.concatenate((compute[:, 1:], np.stack((began, host.end_ns[running]), axis=1)))
+    slices = np.concatenate((compute[:, 0], running))
+    order = np.argsort(spans[:, 0], kind="stable")
+    table = pl.DataFrame(
+        {
+            "id": np.arange(len(order), dtype=np.int64),
+            "launch_id": nulled(np.concatenate((compute[:, 0], issuer))[order]),
+            "lane": host.lane[slices[order]],
+            "name": told.name.gather(named[slices[order]]),
+            "kind": _KINDS.gather(kinds[order]),
+            "start_ns": spans[order, 0],
+            "dur_ns": spans[order, 1] - spans[order, 0],
+        }
+    ).with_columns(host.context(of[order]))
+    which = np.flatnonzero(kinds[order] == _COMMUNICATION)
+    called = table["name"].gather(which).to_list()
+    return table, [
+        Speaker(int(i), name, saying.get(int(slices[order[i]])), int(of[order[i]]))
+        for i, name in zip(which, called, strict=True)
+    ]
+
+
+def _asked_here(host: Host, running: Ints, issuer: Ints) -> Flags:
+    """Return which slices that run collectives begin within the op that issued them, on its thread."""
+    if not len(running):
+        return np.zeros(0, bool)
+    begins = (host.start_ns[issuer] <= host.start_ns[running]) & (host.start_ns[running] <= host.end_ns[issuer])
+    return np.asarray((issuer >= 0) & (host.lane[issuer] == host.lane[running]) & begins)
+
+
+def roles(activities: pl.DataFrame) -> pl.DataFrame:
+    """Return the role of each lane that did work: the kind with most busy time on it."""
+    time = (
+        activities.group_by("lane", "kind").agg(pl.col("dur_ns").sum()).sort("dur_ns", "kind", descending=[True, False])
+    )
+    return time.group_by("lane", maintain_order=True).first().select("lane", pl.col("kind").alias("role"))
+
+
+def _sizes(raw: bytes) -> str | None:
+    """Return the numbers of a JSON array as text such as 4096x1x1; None where it holds none."""
+    return "x".join(re.findall(r"\d+", raw.decode("utf-8", "replace"))) or None
+
+
+def _which(ids: Ints, at: Ints) -> Ints:
+    return np.where(at >= 0, ids[np.maximum(at, 0)], -1) if len(ids) else np.full(len(at), -1, np.int64)
+
+
+def _by_annotation(host: Host, launch: Ints, kernel: Flags, known: Flags) -> Flags:
+    """Return the kernels that a custom backend's slice launched (mine:all_reduce), if it launched no known one."""
+    if not len(host.named) or not host.names.runs.any():
+        return np.zeros(len(launch), bool)
+    around = nesting.nearest(host.parent, host.names.runs[host.named])
+    slice_of = np.where(launch >= 0, around[np.maximum(launch, 0)], -1)
+    return kernel & (slice_of >= 0) & ~np.isin(slice_of, slice_of[known & (slice_of >= 0)])
+
+
+def _without_waits(host: Host, compute: Ints) -> Ints:
+    """Return id, start and end of the given slices; those with c10d slices inside in pieces outside of these."""
+    rows = np.stack((compute, host.start_ns[compute], host.end_ns[compute]), axis=1)
+    waits = np.flatnonzero(host.names.waits[host.named]) if len(host.named) else compute
+    pieces = []
+    for lane in np.unique(host.lane[waits]):
+        mine = waits[host.lane[waits] == lane]
+        blocked = intervals.union(np.stack((host.start_ns[mine], host.end_ns[mine]), axis=1))
+        here = np.flatnonzero(host.lane[compute] == lane)
+        cut = here[intervals.coverage(rows[here, 1:], blocked) > 0]
+        for at in cut:
+            left = intervals.subtract(rows[at : at + 1, 1:], blocked)
+            pieces.append(np.column_stack((np.full(len(left), rows[at, 0]), left)))
+        rows[cut, 0] = -1
+    return np.concatenate([rows[rows[:, 0] >= 0], *pieces])

@@ -1,0 +1,202 @@
+"""Collectives by the field's names, with their sizes, and the process groups they run in."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import polars as pl
+
+from tracekit.ingest.readers.kineto import message_sizes
+from tracekit.ingest.readers.kineto.activities import Speaker
+from tracekit.ingest.readers.kineto.events import Args
+from tracekit.ingest.readers.kineto.header import MOST_RANKS
+from tracekit.ingest.readers.kineto.host_slices import Host
+from tracekit.model import schema
+
+_OPS = (
+    ("reduce_scatter", "reduce_scatter"),
+    ("reducescatter", "reduce_scatter"),
+    ("allgather", "all_gather"),
+    ("all_gather", "all_gather"),
+    ("allreduce", "all_reduce"),
+    ("all_reduce", "all_reduce"),
+    ("cross_device_reduce", "all_reduce"),
+    ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send_recv"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+    ("reduce", "reduce"),
+    ("send", "send"),
+    ("recv", "recv"),
+    ("barrier", "barrier"),
+)
+
+
+def table(speakers: Iterable[Speaker], host: Host, saying: Mapping[int, Args]) -> pl.DataFrame:
+    """Return the collectives table; one row per communication activity, from the best that describes it.
+
+    That is the activity's own arguments, those of the slice that issued it, its shapes, the kernel's name.
+    """
+    rows = [_row(speaker, host, saying) for speaker in speakers]
+    return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
+
+
+@lru_cache(maxsize=4096)
+def op_of(name: str) -> str | None:
+    """Return the collective that a kernel, slice or c10d op runs, by the field's name; None where it isn't told.
+
+    >>> op_of("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+    'reduce_scatter'
+    """
+    short = re.sub(r"\(.*", "", name).lower().removeprefix("c10d::").replace("_base", "").strip("_")
+    return next((op for part, op in _OPS if part in short), None)
+
+
+def groups(header: Mapping[str, Any], spoken: Iterable[Args]) -> pl.DataFrame:
+    """Return the groups table from a header's distributedInfo, and from what collectives say of other groups."""
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    listed = info.get("pg_config")
+    listed = list(listed.values()) if isinstance(listed, dict) else listed
+    rows: dict[str, tuple[Any, ...]] = {}
+    for group in listed if isinstance(listed, list) else ():
+        if isinstance(group, dict):
+            name = _whole_text(str(group.get("pg_name")))
+            backend = _text(group.get("backend_config"))
+            rows[name] = (name, _text(group.get("pg_desc")), backend, _ranks(group, info.get("world_size")))
+    for args in spoken:
+        if args.group is not None and str(args.group) not in rows:
+            name = str(args.group)
+            rows[name] = (name, _text(args.group_description), None, _listed(args.group_ranks))
+    return pl.DataFrame(list(rows.values()), schema=schema.GROUPS.schema, orient="row", strict=False)
+
+
+def _ranks(group: Mapping[str, Any], world_size: object) -> list[int] | None:
+    known = _believable(group.get("ranks"))
+    # PyTorch lists no ranks for the group of all.
+    if not known and type(world_size) is int and 0 < world_size <= MOST_RANKS and group.get("pg_size") == world_size:
+        return list(range(world_size))
+    return known or None
+
+
+def _listed(ranks: object) -> list[int] | None:
+    """Return the ranks in text such as "[0, 1, 2, 3]"; None where it is cut ("[0, 1, ...]") or no list."""
+    try:
+        found = json.loads(ranks) if isinstance(ranks, str) else ranks
+    except ValueError:
+        return None
+    return _believable(found)
+
+
+def _believable(ranks: object) -> list[int] | None:
+    if not isinstance(ranks, list) or not all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in ranks):
+        return None
+    return ranks
+
+
+def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any, ...]:
+    own = speaker.args or _SILENT
+    around = _around(speaker.issuer, host, saying)
+    told = next((args for _, args in ((speaker.name, own), *around) if args.collective is not None), own)
+    op = op_of(str(told.collective)) if told.collective is not None else None
+    op = op or _op_by_names(speaker.name, [name for name, _ in around])
+    by_name = message_sizes.dtype_by_name(op, speaker.name)
+    if told.dtype is not None or told.in_nelems is not None:
+        dtype = by_name if told.dtype is None else _text(told.dtype)
+        sent, received = (_bytes(n, dtype) for n in (told.in_nelems, told.out_nelems))
+    else:
+        # The op's own inputs come first, which are output and input; slices inside it tell the input alone.
+        shapes = [_shapes(name, args) for name, args in (*reversed(around), (speaker.name, own))]
+        dtype, sent, received = message_sizes.by_shapes(op, by_name, shapes)
+    return (
+        speaker.activity_id,
+        op,
+        _text(told.group),
+        _whole(told.seq),
+        dtype,
+        sent,
+        received,
+        _whole(told.group_size),
+        _peer(told) if told.collective is not None else _peer_by_inputs(op, around),
+    )
+
+
+def _peer(told: Args) -> int | None:
+    """Return the global rank that a send goes to or a receive comes from; arguments tell its place in the group."""
+    place = _whole(told.source if told.destination is None else told.destination)
+    ranks = _listed(told.group_ranks)
+    if place is None or place < 0:
+        return None
+    return ranks[place] if ranks is not None and place < len(ranks) else place
+
+
+def _peer_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | None:
+    """Return the rank that c10d::send sends to, or c10d::recv_ receives from: the op's third input, where recorded."""
+    if op not in ("send", "recv"):
+        return None
+    told = next((args for name, args in around if name.startswith(_C10D)), _SILENT)
+    try:
+        place = _whole(json.loads(bytes(told.inputs))[2])
+    except (ValueError, IndexError, TypeError, KeyError):
+        return None
+    return place if place is not None and 0 <= place < MOST_RANKS else None
+
+
+_SILENT = Args()
+_C10D = "c10d::"
+_MAX_DEPTH = 64
+
+
+def _around(at: int, host: Host, saying: Mapping[int, Args]) -> list[tuple[str, Args]]:
+    """Return the slices around a launch that may describe it, innermost first, up to the c10d op that issued it."""
+    found: list[tuple[str, Args]] = []
+    for _ in range(_MAX_DEPTH):
+        if at < 0 or (found and found[-1][0].startswith(_C10D)):
+            break
+        if at in saying:
+            found.append((host.names.name[int(host.named[at])], saying[at]))
+        at = int(host.parent[at])
+    return found
+
+
+def _op_by_names(name: str, around: list[str]) -> str | None:
+    """Return the op that a kernel's name tells, else the slices around it."""
+    issued = next((op for op in map(op_of, around) if op), None)
+    named = op_of(name)
+    # NCCL runs many an op as sends and receives; and gloo runs a reduce-scatter as an all-reduce.
+    return named if _is_kernel(name) and named != "send_recv" else issued or named
+
+
+def _is_kernel(name: str) -> bool:
+    return ":" not in name.partition("(")[0] and op_of(name) is not None
+
+
+def _shapes(name: str, args: Args) -> message_sizes.Shapes:
+    dims, kinds = (bytes(raw).decode("utf-8", "replace") for raw in (args.input_dims, args.input_type))
+    return dims, kinds, name.startswith(_C10D)
+
+
+def _bytes(elements: Any, dtype: str | None) -> int | None:
+    count, item = _whole(elements), message_sizes.item_bytes(dtype)
+    return None if count is None or item is None else item * count
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else _whole_text(str(value))
+
+
+def _whole_text(text: str) -> str:
+    """Return a text with lone surrogates replaced, which JSON can spell and no table can hold."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) < 1 << 53 else None

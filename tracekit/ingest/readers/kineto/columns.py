@@ -1,0 +1,402 @@
+"""Events to columns, batch by batch: host slices, device work, allocator events, names of threads."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import compress, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.ingest.readers.kineto import begin_end_pairs, events, numbers
+from tracekit.ingest.readers.kineto.events import Args, Event
+from tracekit.ingest.readers.kineto.numbers import Ints
+
+HOST_KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
+DEVICE_KINDS = ("kernel", "memcpy", "memset", "collective")
+_FIRST_DEVICE, _SYNC, _UNUSED, _UNKNOWN = 8, 15, 16, 24
+_CPU_OP, _RUNTIME = 0, 2
+_PLACES = {
+    "cpu_op": 0, "operator": 0, "user_annotation": 1, "python_function": 3, "overhead": 4,
+    "runtime": 2, "cuda_runtime": 2, "cuda_driver": 2, "hip_runtime": 2, "hip_api": 2, "xpu_runtime": 2,
+    "xpu_driver": 2, "mtia_runtime": 2, "glow_runtime": 2, "privateuse1_runtime": 2, "privateuse1_driver": 2,
+    "kernel": 8, "concurrent_kernel": 8, "mtia_ccp_events": 8, "hpu_op": 8, "gpu_memcpy": 9, "memcpy": 9,
+    "gpu_memset": 10, "memset": 10, "collective_comm": 11,
+    "cuda_sync": 15, "trace": 16, "gpu_user_annotation": 16, "cuda_event": 16, "cuda_profiler_range": 16,
+    "external_correlation": 16, "gpu_pm_counter": 16, "mtia_insight": 16, "cpu_instant_event": 16, "mtia_counters": 16,
+}  # fmt: skip
+_SPEAKS = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
+_MEMORY = "[memory]"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """What an event says of a collective: the row it belongs to and its arguments."""
+
+    row: int
+    args: Args
+
+
+_Thread = tuple[str | None, str | None]
+
+
+def states_ranks(batch: list[Event]) -> bool:
+    """Return whether nearly all slices of a batch name a rank in their arguments, as in a file merged of several."""
+    args = [e.args for e in batch if isinstance(e, events.Slice | events.Exact) and e.args is not None]
+    told = sum(type(a.rank) is int for a in args)
+    return told > 0 and told >= _ENOUGH_RANKS * len(args)
+
+
+def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
+    """Add how many events of each (ph, cat) a batch holds."""
+    for kind in dict.fromkeys(map(type, batch)):
+        found: list[Any] = [e for e in batch if type(e) is kind]
+        if kind is events.Other:
+            into.update((_text(e.ph), _text(e.cat)) for e in found)
+            continue
+        try:
+            seen = Counter([e.cat for e in found])
+        except TypeError:  # a list or object where a category should be
+            mend(found)
+            seen = Counter([e.cat for e in found])
+        for category, n in seen.items():
+            into[events.PHASES[kind], _text(category)] += n
+
+
+def mend(batch: list[Event]) -> None:
+    """Put text in place of lists and objects where an event's names should be."""
+    for event in batch:
+        for name in ("ph", "cat", "name", "pid", "tid"):
+            value = getattr(event, name, None)
+            if isinstance(value, list | dict):
+                setattr(event, name, json.dumps(value))
+
+
+class _Codes(dict[Any, int]):
+    """Each distinct key to a number, counted from 0."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = code = len(self)
+        return code
+
+
+@dataclass
+class Gather:
+    """Columns that grow batch by batch."""
+
+    clock: numbers.Clock = field(default_factory=numbers.Clock)
+    counts: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
+    several: bool | None = None
+    unknown: int = 0
+    unmatched: int = 0
+    _names: _Codes = field(default_factory=_Codes)
+    _threads: _Codes = field(default_factory=_Codes)
+    thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
+    _categories: _Codes = field(default_factory=_Codes)
+    _place_of: list[int] = field(default_factory=list)
+    """The place of each category, every spelling that the file uses by itself."""
+    _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
+    _grids: _Codes = field(default_factory=lambda: _Codes({(b"", b""): 0}))
+    _speaks: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    _host: list[dict[str, Any]] = field(default_factory=list)
+    _device: list[dict[str, Any]] = field(default_factory=list)
+    _memory: list[dict[str, Any]] = field(default_factory=list)
+    _syncs: list[dict[str, Any]] = field(default_factory=list)
+    host_spoken: list[Spoken] = field(default_factory=list)
+    device_spoken: list[Spoken] = field(default_factory=list)
+    _pairs: list[Event] = field(default_factory=list)
+    _host_rows: int = 0
+    _device_rows: int = 0
+
+    def add(self, batch: list[Event]) -> bool:
+        """Take the events of a batch; False, and nothing is taken, where their times must be parsed as text."""
+        if self.several is None and batch:
+            self.several = states_ranks(batch)
+        try:
+            parts = self._parts(batch)
+        except TypeError:  # a list or object where a name should be
+            mend(batch)
+            parts = self._parts(batch)
+        if parts is None:
+            return False
+        self._keep(*parts)
+        return True
+
+    def _parts(self, batch: list[Any]) -> tuple[dict[str, Any], ...] | None:
+        slices, rest = _parted(batch)
+        category, place = self._placed([e.cat for e in slices])
+        host = self._host_part(*_of_places(slices, place, 0, _FIRST_DEVICE))
+        device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _SYNC))
+        syncs = self._sync_part(_of_places(slices, place, _SYNC, _UNUSED)[0])
+        others = [e for e in rest if type(e) not in events.COUNTED]
+        memory = self._memory_part([e for e in others if e.name == _MEMORY and type(e) in events.INSTANTS])
+        halves = [e for e in others if type(e) in events.BEGINS or type(e) in events.ENDS]
+        if (
+            host is None
+            or device is None
+            or memory is None
+            or syncs is None
+            or self.clock.ns([e.ts for e in halves]) is None
+        ):
+            return None
+        self.unknown += int(np.count_nonzero(place == _UNKNOWN))
+        self._pairs += halves
+        self._name_threads([e for e in others if type(e) is events.Metadata and e.name == "thread_name"])
+        spellings = list(self._categories)
+        for code, n in enumerate(np.bincount(category).tolist()):
+            if n:
+                self.counts[_SLICE_PHASE, _text(spellings[code])] += n
+        count(self.counts, rest)
+        return host, device, memory, syncs
+
+    def _placed(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
+        """Return the code of each slice's category, and its place."""
+        codes = np.fromiter(map(self._categories.__getitem__, categories), np.int64, len(categories))
+        for category in islice(self._categories, len(self._place_of), None):
+            self._place_of.append(_PLACES.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN)
+        return codes, np.array(self._place_of, np.uint8)[codes]
+
+    def _common(self, found: list[Any]) -> dict[str, Any] | None:
+        start_ns = self.clock.ns([e.ts for e in found])
+        dur_ns = self.clock.ns([e.dur for e in found], missing=0)
+        if start_ns is None or dur_ns is None:
+            return None
+        return {
+            "name": np.fromiter(map(self._names.__getitem__, [e.name for e in found]), np.uint32, len(found)),
+            "lane": self._lanes(found),
+            "start_ns": start_ns,
+            "dur_ns": dur_ns,
+        } | self._ranks(found)
+
+    def _lanes(self, found: list[Any]) -> npt.NDArray[np.int32]:
+        threads = zip([e.pid for e in found], [e.tid for e in found], strict=True)
+        return np.fromiter(map(self._threads.__getitem__, threads), np.int32, len(found))
+
+    def _ranks(self, found: list[Any]) -> dict[str, Any]:
+        if not self.several:
+            return {}
+        return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in found])}
+
+    def _host_part(self, found: list[Any], kind: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
+        part = self._common(found)
+        if part is None:
+            return None
+        is_op, is_call = kind == _CPU_OP, kind == _RUNTIME
+        ops, calls = np.flatnonzero(is_op), np.flatnonzero(is_call)
+        op_args = [e.args or _NO_ARGS for e in compress(found, is_op.tobytes())]
+        called = [(e.args or _NO_ARGS).correlation or 0 for e in compress(found, is_call.tobytes())]
+        part |= {
+            "kind": kind,
+            "external_id": _scattered(len(found), ops, _external_ids(op_args)),
+            "sequence": _scattered(len(found), ops, numbers.ids([a.sequence or 0 for a in op_args])),
+            "forward_thread": _scattered(len(found), ops, numbers.ids([a.forward_thread or 0 for a in op_args])),
+            "shapes": self._shape_codes(len(found), ops, op_args),
+            "correlation": _scattered(len(found), calls, numbers.ids(called)),
+        }
+        speaking = self._speaking(part["name"])
+        part["spoken"] = [(i, found[i].args) for i in speaking.tolist() if found[i].args is not None]
+        return part
+
+    def _speaking(self, named: npt.NDArray[np.uint32]) -> Ints:
+        """Return which slices of these names may say something of a collective."""
+        new = len(self._names) - len(self._speaks)
+        if new:
+            latest = [_speaks(name) for name in islice(reversed(self._names), new)]
+            self._speaks = np.concatenate((self._speaks, np.array(latest[::-1], np.bool_)))
+        return np.flatnonzero(self._speaks[named])
+
+    def _shape_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
+        codes = np.zeros(length, np.int32)
+        if args:
+            raw = [bytes(a.input_dims) for a in args]
+            codes[at] = np.fromiter(map(self._shapes.__getitem__, raw), np.int32, len(raw))
+        return codes
+
+    def _device_part(self, found: list[Any], place: npt.NDArray[np.uint8]) -> dict[str, Any] | None:
+        part = self._common(found)
+        if part is None:
+            return None
+        args = [e.args or _NO_ARGS for e in found]
+        return part | {
+            "kind": place - np.uint8(_FIRST_DEVICE),
+            "device": numbers.ints([a.device for a in args]),
+            "stream": numbers.ints([a.stream for a in args]),
+            "correlation": numbers.ids([a.correlation for a in args]),
+            "external_id": _external_ids(args),
+            "bytes": numbers.ints([a.bytes for a in args]),
+            "grid": self._grid_codes(args),
+            "spoken": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
+        }
+
+    def _grid_codes(self, args: list[Args]) -> npt.NDArray[np.int32]:
+        told = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
+        return np.fromiter(map(self._grids.__getitem__, told), np.int32, len(args))
+
+    def _memory_part(self, found: list[Any]) -> dict[str, Any] | None:
+        at_ns = self.clock.ns([e.ts for e in found])
+        if at_ns is None:
+            return None
+        args = [e.args or _NO_ARGS for e in found]
+        return {
+            "lane": self._lanes(found),
+            "at_ns": at_ns,
+            "device_type": numbers.ints([a.device_type for a in args]),
+            "device_id": numbers.ints([a.device_id for a in args]),
+            "address": numbers.ints([a.address for a in args]),
+            "delta_bytes": numbers.ints([a.delta_bytes for a in args]),
+            "allocated_bytes": numbers.ints([a.allocated_bytes for a in args]),
+            "reserved_bytes": numbers.ints([a.reserved_bytes for a in args]),
+        } | self._ranks(found)
+
+    def _sync_part(self, found: list[Any]) -> dict[str, Any] | None:
+        part = self._common(found)
+        if part is None:
+            return None
+        args = [e.args or _NO_ARGS for e in found]
+        return part | {
+            "device": numbers.ints([a.device for a in args]),
+            "stream": numbers.ints([a.stream for a in args]),
+            "awaited_stream": numbers.ints([a.awaited_stream for a in args]),
+            "correlation": numbers.ids([a.correlation for a in args]),
+            "awaited_correlation": numbers.ids([a.awaited_correlation for a in args]),
+        }
+
+    def _keep(
+        self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any], syncs: dict[str, Any]
+    ) -> None:
+        self.host_spoken += [Spoken(self._host_rows + i, _by_itself(args)) for i, args in host.pop("spoken")]
+        self.device_spoken += [Spoken(self._device_rows + i, _by_itself(args)) for i, args in device.pop("spoken")]
+        self._host_rows += len(host["kind"])
+        self._device_rows += len(device["kind"])
+        places = ((self._host, host), (self._device, device), (self._memory, memory), (self._syncs, syncs))
+        for parts, part in places:
+            if not parts or len(part["lane"]):
+                parts.append(part)
+
+    def _name_threads(self, found: list[Any]) -> None:
+        for event in found:
+            if event.args is not None and event.args.name is not None:
+                self.thread_names[_text(event.pid), _text(event.tid)] = str(event.args.name)
+
+    def finish(self) -> None:
+        """Make slices of what began and ended in events of its own, after the last batch."""
+        paired, self.unmatched = begin_end_pairs.slices(self._pairs)
+        if paired:
+            known = self.counts.copy()
+            self.add(paired)
+            self.counts = known  # they were counted as B and E
+        if not self._host:
+            self.add([])
+
+    def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Return host slices, device work, allocator events and waits, and let their parts go."""
+        every = (self._host, self._device, self._memory, self._syncs)
+        host, device, memory, syncs = (self._one_thread_each(_frame(parts)) for parts in every)
+        return host, device, memory, syncs
+
+    def _one_thread_each(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Give a thread that is written now as a number, now as text the one index."""
+        first = {thread: index for index, thread in reversed(list(enumerate(self.threads())))}
+        if len(first) == len(self._threads):
+            return frame
+        canonical = np.array([first[thread] for thread in self.threads()], np.int32)
+        return frame.with_columns(pl.Series("lane", canonical[frame["lane"].to_numpy()]))
+
+    def names(self) -> pl.Series:
+        """Return the distinct names by the index that the frames' `name` holds."""
+        return pl.Series("name", ["?" if name is None else str(name) for name in self._names], dtype=pl.String)
+
+    def shapes(self) -> list[bytes]:
+        """Return the distinct shapes of ops' inputs, as the file writes them, by index in the host frame's `shapes`."""
+        return list(self._shapes)
+
+    def grids(self) -> list[tuple[bytes, bytes]]:
+        """Return the distinct grids and blocks, as the file writes them, by index in the device frame's `grid`."""
+        return list(self._grids)
+
+    def threads(self) -> list[_Thread]:
+        """Return process and thread ids, as text, by the index that the frames' `lane` holds."""
+        return [(_text(pid), _text(tid)) for pid, tid in self._threads]
+
+
+_NO_ARGS = Args()
+_SLICE_PHASE = events.PHASES[events.Slice]
+_NULLABLE = frozenset(
+    {
+        "rank", "device", "stream", "awaited_stream", "bytes", "device_type", "device_id", "address", "delta_bytes",
+        "allocated_bytes",
+        "reserved_bytes",
+    }
+)  # fmt: skip
+_ENOUGH_RANKS = 0.9
+
+
+def _parted(batch: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the complete events of a batch, and the rest."""
+    kinds = [kind for kind in dict.fromkeys(map(type, batch)) if kind in events.SLICES]
+    if len(kinds) > 1:  # some bytes were unusual
+        return [e for e in batch if type(e) in kinds], [e for e in batch if type(e) not in kinds]
+    kind = kinds[0] if kinds else None
+    slices = [e for e in batch if type(e) is kind]
+    return slices, [e for e in batch if type(e) is not kind] if len(slices) < len(batch) else []
+
+
+def _of_places(
+    slices: list[Any], place: npt.NDArray[np.uint8], first: int, end: int
+) -> tuple[list[Any], npt.NDArray[np.uint8]]:
+    inside = (place >= first) & (place < end)
+    if inside.all():
+        return slices, place
+    return list(compress(slices, inside.tobytes())), place[inside]
+
+
+def _speaks(name: Any) -> bool:
+    """Return whether the arguments of a host slice of this name may describe a collective."""
+    return isinstance(name, str) and _SPEAKS.match(name) is not None
+
+
+def _by_itself(args: Args) -> Args:
+    """Return arguments that no longer hold on to the bytes of the batch that they were decoded from."""
+    if args.input_dims is not _NO_ARGS.input_dims:
+        args.input_dims = args.input_dims.copy()
+    if args.input_type is not _NO_ARGS.input_type:
+        args.input_type = args.input_type.copy()
+    if args.inputs is not _NO_ARGS.inputs:
+        args.inputs = args.inputs.copy()
+    args.grid = args.block = _NO_ARGS.grid  # by now in a column
+    return args
+
+
+def _external_ids(args: list[Args]) -> Ints:
+    ids = numbers.plain([a.external_id for a in args])
+    if ids is not None:
+        return ids
+    return numbers.ids([a.external_id if a.external_id is not None else a.old_external_id for a in args])
+
+
+def _scattered(length: int, at: Ints, ids: Ints) -> Ints:
+    """Return an array with ids at some places and 0, which no profiler uses, at the others."""
+    spread = np.zeros(length, np.int64)
+    spread[at] = ids
+    return spread
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _frame(parts: list[dict[str, Any]]) -> pl.DataFrame:
+    columns: dict[str, pl.Series] = {}
+    for name in list(parts[0]):
+        column = pl.Series(name, np.concatenate([part.pop(name) for part in parts]))
+        columns[name] = _with_nulls(column) if name in _NULLABLE else column
+    parts.clear()
+    return pl.DataFrame(columns)
+
+
+def _with_nulls(column: pl.Series) -> pl.Series:
+    missing = column == numbers.MISSING
+    return column.set(missing, None) if missing.any() else column

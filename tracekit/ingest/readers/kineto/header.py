@@ -1,0 +1,145 @@
+"""What stands in a trace file beside its events: found before them, after them, or on both sides."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tracekit.errors import BadTraceError
+from tracekit.ingest import untrusted_json
+from tracekit.ingest.decompression import Blocks
+
+Header: TypeAlias = dict[str, Any]
+
+MOST_RANKS = 1 << 20
+"""No job has more: a number beyond is damage, and a list of so many ranks would take all memory."""
+
+_SEARCH_BYTES = 256 << 20  # a file that holds no events so far in is no trace
+_TAIL_BYTES = 1 << 20
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")
+_FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
+_ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
+_WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "traceName")
+_OUR_SCHEMA = re.compile(rb'"schema"\s*:\s*"tracekit\.([a-z]+)/')
+_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
+_HEADER_KEYS = frozenset({*_WORTH_SAVING, "schemaVersion", "displayTimeUnit", "traceEvents"})
+
+
+def find_events(blocks: Blocks, unread: Iterator[bytes]) -> tuple[bytes, bytes, bool]:
+    """Return the bytes before the event array, those read after its bracket, and whether the array is all there is.
+
+    `unread` yields what is left of `blocks`. The bytes before are no JSON by themselves.
+    Raises BadTraceError where there is no event.
+    """
+    start = bytearray()
+    searched = 0
+    for block in unread:
+        start += block
+        if _BARE_ARRAY.match(start):
+            return b"", bytes(start[start.index(b"[") + 1 :]), True
+        found = _EVENTS_KEY.search(start, max(searched - 64, 0))
+        if found:
+            return bytes(start[: found.start()]), bytes(start[found.end() :]), False
+        searched = len(start)
+        if searched > _SEARCH_BYTES:
+            break
+    lone = _FIRST_EVENT.search(start)
+    if lone:  # the bracket or its key is damaged, the events may be whole
+        return bytes(start[: lone.start()]), bytes(start[lone.start() :]), False
+    if blocks.broken:
+        raise BadTraceError(f"{blocks.path}: {blocks.broken}, before its first event; copy or record it again")
+    raise BadTraceError(f"{blocks.path}: {_what_it_is(bytes(start))}")
+
+
+def parse_start(text: bytes) -> tuple[Header, bool]:
+    """Return the keys before the events, and whether they could be read whole."""
+    shown = text.decode("utf-8", "replace").strip()
+    try:
+        found = untrusted_json.parsed(shown.rstrip(",") + "}", strict=False) if shown else {}
+    except ValueError:
+        return _salvage(shown), False
+    return (found, True) if isinstance(found, dict) else ({}, False)
+
+
+def parse_tail(text: str) -> tuple[Header, bool]:
+    """Return the keys after the events, and whether they could be read whole to the end of the file."""
+    try:
+        found, end = json.JSONDecoder(strict=False).raw_decode('{"":0' + text)
+        found = untrusted_json.writable(found)
+    except (ValueError, RecursionError):
+        return _salvage(text), False
+    found.pop("", None)
+    return found, not text[end - len('{"":0') :].strip()
+
+
+def end_of_events(text: str) -> int | None:
+    """Return where the event array ends in the last part of a file; None where it doesn't."""
+    for found in _ARRAY_END.finditer(text):
+        keys, whole = parse_tail(text[found.start() + 1 :])
+        # A file cut behind an event's arguments ends like one whose array ends with the last list in them.
+        if whole and (text[: found.start()].rstrip().endswith("}") or not _HEADER_KEYS.isdisjoint(keys)):
+            return found.start()
+    return None
+
+
+def read_header(path: str) -> Header | None:
+    """Return the keys beside the events of a trace file; None if it holds no events.
+
+    The end of the file is looked at only where its start doesn't tell the rank. Raises BadTraceError if the file cannot
+    be opened.
+    """
+    blocks = Blocks(path)
+    unread = iter(blocks)
+    try:
+        before, after, bare = find_events(blocks, unread)
+    except BadTraceError:
+        if not Path(path).is_file() and "://" not in path:
+            raise
+        return None
+    if bare:
+        return {}
+    header, _ = parse_start(before)
+    if "distributedInfo" in header:
+        return header
+    tail = bytes(_last(unread, after)).decode("utf-8", "replace")
+    end = end_of_events(tail)
+    return header if end is None else header | parse_tail(tail[end + 1 :])[0]
+
+
+def _last(blocks: Iterator[bytes], held: bytes) -> bytes:
+    for block in blocks:
+        held = (held + block)[-_TAIL_BYTES:]
+    return held
+
+
+def _salvage(text: str) -> Header:
+    saved: Header = {}
+    for key in _WORTH_SAVING:
+        found = re.search(rf'"{key}"\s*:\s*', text)
+        if found:
+            try:
+                saved[key], _ = json.JSONDecoder(strict=False).raw_decode(text, found.end())
+            except (ValueError, RecursionError):
+                continue
+    return saved
+
+
+def _what_it_is(start: bytes) -> str:
+    shown = start.lstrip()[:64].lower()
+    if not shown:
+        return "the file is empty; record it again"
+    if shown.startswith(b"version https://git-lfs"):
+        return "this is a Git LFS pointer, not the file it points to; run: git lfs pull"
+    if shown.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "this is a web page, not a trace, so the download failed; download the file again"
+    if shown.startswith(_PICKLES):
+        return "this is a pickle, not a trace; a memory snapshot is for tracekit memory"
+    if shown.startswith(b"pk\x03\x04") or start[257:262] == b"ustar":
+        return "this is an archive or a checkpoint, not a trace; unpack traces and name their folder"
+    if (ours := _OUR_SCHEMA.search(start[:200])) is not None:
+        return f"this is a {ours[1].decode()} that tracekit wrote, not a trace; name a trace file or the run's folder"
+    if shown.startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
+        return "the file ends before its first event, it was cut; record it again"
+    return "no traceEvents array, so this is no profiler trace; name a trace file or run"

@@ -1,0 +1,188 @@
+"""Host slices: which encloses which, and the step, phase and FSDP unit that each belongs to."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit import conventions
+from tracekit.ingest.readers.kineto import columns, name_patterns, steps
+from tracekit.ingest.readers.kineto.name_patterns import HostNames
+from tracekit.ingest.readers.kineto.steps import Steps
+from tracekit.model import nesting
+from tracekit.model.nesting import Flags, Ints
+
+_KIND = {kind: index for index, kind in enumerate(columns.HOST_KINDS)}
+_PHASES = pl.Series("phase", conventions.PHASES)
+_PHASE = {phase: index for index, phase in enumerate(conventions.PHASES)}
+
+
+@dataclass(frozen=True)
+class Host:
+    """All host slices of a trace as arrays, sorted by lane, start and falling end; a slice's id is its index.
+
+    `row` is a slice's place in the file, `named` its name's place in `names`, `shaped` its inputs' in `shapes`,
+    `parent` the slice around it (-1: none).
+    `step` is an index into `steps`, `phase` into conventions.PHASES, `span` the FSDP span around it, by id; -1: none.
+    """
+
+    names: HostNames
+    shapes: list[bytes]
+    steps: Steps
+    row: Ints
+    named: Ints
+    kind: npt.NDArray[np.uint8]
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+    external_id: Ints
+    correlation: Ints
+    sequence: Ints
+    forward_thread: Ints
+    shaped: Ints
+    parent: Ints
+    step: Ints
+    phase: Ints
+    span: Ints
+
+    def is_kind(self, kind: str) -> Flags:
+        """Return which slices are of a kind of `gather.HOST_KINDS`."""
+        return np.equal(self.kind, _KIND[kind])
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how much memory the slices take."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
+    def table(self) -> pl.DataFrame:
+        """Return the ops table."""
+        return pl.DataFrame(
+            {
+                "id": np.arange(len(self.row), dtype=np.int64),
+                "parent_id": nulled(self.parent),
+                "lane": self.lane,
+                "name": self.names.name.gather(self.named),
+                "kind": pl.Series(columns.HOST_KINDS).gather(self.kind),
+                "start_ns": self.start_ns,
+                "dur_ns": self.end_ns - self.start_ns,
+                "forward_id": nulled(_forward(self)),
+                "shapes": pl.Series([_plain(raw) for raw in self.shapes], dtype=pl.String).gather(self.shaped),
+            }
+        ).with_columns(self.context(np.arange(len(self.row), dtype=np.int64)))
+
+    def context(self, ids: Ints, otherwise: Ints | None = None) -> list[pl.Series]:
+        """Return step, phase, unit and span of some slices; where one tells none (or its id is -1), of another."""
+        step, phase, span = (self._at(which, ids, otherwise) for which in (self.step, self.phase, self.span))
+        of_span = np.where(span >= 0, self.named[np.maximum(span, 0)] if len(self.named) else 0, -1)
+        return [
+            _picked(pl.Series("step", self.steps.step), step),
+            _picked(_PHASES, phase),
+            _picked(self.names.unit.alias("unit"), of_span),
+            _picked(self.names.span.alias("span"), of_span),
+        ]
+
+    def _at(self, which: Ints, ids: Ints, otherwise: Ints | None) -> Ints:
+        if not len(which):
+            return np.full(len(ids), -1, np.int64)
+        found = np.where(ids >= 0, which[ids], -1)
+        return found if otherwise is None else np.where(found >= 0, found, self._at(which, otherwise, None))
+
+
+def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: Ints) -> Host:
+    """Build the slices of `frame` (columns of `stream.Events.host`, and row); `lanes` numbers the threads in use."""
+    told = name_patterns.host_names(distinct)
+    start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
+    lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)
+    order = nesting.order(lane, start, start + dur)
+    lane, start, dur = lane[order], start[order], dur[order]
+    named = frame["name"].to_numpy()[order].astype(np.int64)
+    kind = frame["kind"].to_numpy()[order]
+    parent = nesting.parents(lane, start, start + dur)
+    marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
+    found = steps.find(told, named, marked, start, start + dur)
+    is_span = told.span.is_not_null().to_numpy()[named] & (kind == _KIND["annotation"])
+    return Host(
+        names=told,
+        shapes=shapes,
+        steps=found,
+        row=frame["row"].to_numpy()[order],
+        named=named,
+        kind=kind,
+        lane=lane,
+        start_ns=start,
+        end_ns=start + dur,
+        **{
+            name: frame[name].to_numpy()[order] for name in ("external_id", "correlation", "sequence", "forward_thread")
+        },
+        shaped=frame["shapes"].to_numpy()[order].astype(np.int64),
+        parent=parent,
+        step=found.at(start),
+        phase=_phase(told, named, parent, start, start + dur),
+        span=nesting.nearest(parent, is_span),
+    )
+
+
+def nulled(ids: Ints, name: str = "") -> pl.Series:
+    """Return indices as a column, null where -1."""
+    column = pl.Series(name, ids, pl.Int64)
+    missing = column < 0
+    return column.set(missing, None) if missing.any() else column
+
+
+def first_of(ids: Ints, sought: Ints) -> Ints:
+    """Return where each of `sought` first stands in `ids`; -1 where it doesn't, and for 0, which names nothing.
+
+    >>> first_of(np.array([7, 0, 5, 7]), np.array([5, 7, 8, 0])).tolist()
+    [2, 0, -1, -1]
+    """
+    if not len(ids):
+        return np.full(len(sought), -1, np.int64)
+    distinct, first = np.unique(ids, return_index=True)
+    at = np.minimum(np.searchsorted(distinct, sought), len(distinct) - 1)
+    return np.where((distinct[at] == sought) & (sought != 0), first[at], -1)
+
+
+def _picked(values: pl.Series, at: Ints) -> pl.Series:
+    return values.gather(nulled(at)) if len(values) else values.clear().extend_constant(None, len(at))
+
+
+def _plain(raw: bytes) -> str | None:
+    """Return a JSON value without the blanks of its file; None for none, and for what is no JSON."""
+    try:
+        return json.dumps(json.loads(raw.decode("utf-8", "replace"))) if raw else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _phase(told: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
+    """Return each slice's phase: by the recorder's spans around its start on any thread, else by autograd's names."""
+    phase = np.full(len(named), -1, np.int64)
+    for flags, of in ((told.backward, conventions.BACKWARD), (told.optimizer, conventions.OPTIMIZER)):
+        if flags.any():
+            phase[nesting.nearest(parent, flags[named]) >= 0] = _PHASE[of]
+    if told.phase.null_count() == len(told.phase):
+        return phase
+    code = told.phase.replace_strict(_PHASE, return_dtype=pl.Int64, default=None).fill_null(-1).to_numpy()
+    marks = np.flatnonzero(code[named] >= 0)
+    marks = marks[np.argsort(start[marks], kind="stable")]
+    index = np.searchsorted(start[marks], start, side="right") - 1
+    inside = (index >= 0) & (start < end[marks][np.maximum(index, 0)]) if len(marks) else np.zeros(len(named), bool)
+    return np.where(inside, code[named][marks][np.maximum(index, 0)], phase) if len(marks) else phase
+
+
+def _forward(host: Host) -> Ints:
+    """Return, for each backward op, the forward op whose gradient it computes, by autograd's sequence number; else -1.
+
+    Of the ops with one number on the forward thread the last to start made the node; of those in backward all count.
+    """
+    found = np.full(len(host.row), -1, np.int64)
+    made = np.flatnonzero((host.sequence > 0) & (host.forward_thread == 0))
+    runs = np.flatnonzero((host.sequence > 0) & (host.forward_thread != 0))
+    if len(made) and len(runs):
+        made = made[np.argsort(-host.start_ns[made], kind="stable")]
+        at = first_of(host.sequence[made], host.sequence[runs])
+        earlier = (at >= 0) & (host.start_ns[made][at] <= host.start_ns[runs])
+        found[runs[earlier]] = made[at[earlier]]
+    return found

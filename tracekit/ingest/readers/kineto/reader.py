@@ -1,0 +1,206 @@
+"""Kineto trace files to Traces: lanes, ops, steps, activities, collectives, allocations."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.ingest.readers import logs
+from tracekit.ingest.readers.kineto import activities as work
+from tracekit.ingest.readers.kineto import (
+    allocations,
+    collectives,
+    data_quality,
+    device_windows,
+    host_slices,
+    numbers,
+    stream,
+    syncs,
+)
+from tracekit.ingest.readers.kineto.columns import Spoken
+from tracekit.ingest.readers.kineto.events import Args
+from tracekit.ingest.readers.kineto.header import MOST_RANKS
+from tracekit.ingest.readers.kineto.stream import Events
+from tracekit.model import schema
+from tracekit.model.nesting import Ints
+from tracekit.model.trace import LazyTrace, Trace
+
+
+def read(path: str, *, rank: int, window: int = 0) -> Trace:
+    """Read one trace file and the logs that lie beside it.
+
+    A file that is cut or damaged is read as far as it goes, and `doubts` says what is missing. Raises BadTraceError if
+    the file is missing, empty, no trace, or holds not one whole event.
+    """
+    return read_counted(path, rank=rank, window=window)[0]
+
+
+def read_counted(path: str, *, rank: int, window: int = 0) -> tuple[Trace, Counter[tuple[str | None, str | None]]]:
+    """Read one trace file as `read` does, and say how many events of each (ph, cat) were read."""
+    events = stream.read_events(path)
+    return _trace(events, path, rank=rank, window=window, further=_several_ranks(events)), events.counts
+
+
+def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
+    """Read a file into which the traces of several ranks were merged: a trace for each, by rank.
+
+    Events without a rank of their own are left out, and counted in a doubt. Raises BadTraceError as `read` does.
+    """
+    events = stream.read_events(path)
+    found = sorted(_ranks(events))
+    rankless = sum(frame["rank"].null_count() for frame in (events.host, events.device) if "rank" in frame.columns)
+    further = schema.DOUBTS.empty()
+    if rankless:
+        message = f"{rankless:,} events of the merged file name no rank and were left out."
+        row = ("rankless_events", message, rankless / sum(events.counts.values()))
+        further = pl.DataFrame([row], schema.DOUBTS.schema, orient="row")
+    return {rank: _trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found}
+
+
+def is_merged(path: str) -> bool:
+    """Return whether a file holds several ranks merged into one: then its events name their rank one by one.
+
+    Looks at the file's start only, and at its end where the start doesn't name a rank for the file. Raises
+    BadTraceError as `read` does.
+    """
+    return stream.states_ranks(path)
+
+
+def counts(path: str) -> Counter[tuple[str | None, str | None]]:
+    """Return how many events of each (ph, cat) a file holds, those included that no table needs.
+
+    Raises BadTraceError as `read` does.
+    """
+    return stream.counts(path)
+
+
+def rank_of(header: Mapping[str, Any]) -> int | None:
+    """Return the rank that the header of a trace file states; None where it states none."""
+    info = header.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < MOST_RANKS else None
+
+
+def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
+    """Return the trace that `events` tell, with `further` doubts; tables that few ask for are made when they are."""
+    base_ns = _base_ns(events.header)
+    slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
+    threads, lanes = _lanes(events, slices)
+    built = host_slices.build(slices, events.names, events.shapes, threads)
+    ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_spoken], np.int64))
+    saying = {int(at): s.args for at, s in zip(ids, events.host_spoken, strict=True) if at >= 0}
+    if device.is_empty():
+        activities, speakers = work.on_host(built, saying)
+    else:
+        placed = work.streams(device, events.threads, len(lanes))
+        lanes = pl.concat([lanes, work.lanes_of(placed)], how="diagonal_relaxed")
+        spoken = {s.row: s.args for s in events.device_spoken}
+        activities, speakers = work.on_device(placed, events, built, spoken, saying)
+    activities = schema.ACTIVITIES.conform(activities)
+    lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
+    lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
+    checkpoints, metrics, bad_logs = logs.read_beside(path, rank)
+    memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
+    waited = _timed(events.syncs, base_ns)
+    bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
+    found = data_quality.table(events, built.steps, bad_times=bad_times)
+    speaking: list[Args] = [s.args for s in (*events.device_spoken, *events.host_spoken)]
+    trace = Trace(
+        rank=rank,
+        window=window,
+        path=path,
+        lanes=lanes,
+        steps=schema.STEPS.conform(device_windows.table(built.steps, activities, lanes)),
+        activities=activities,
+        groups=collectives.groups(events.header, speaking),
+        checkpoints=checkpoints,
+        metrics=metrics,
+        doubts=pl.concat([bad_logs, found, further]),
+        header=events.header,
+    )
+    return LazyTrace.of(
+        trace,
+        {
+            "ops": lambda: schema.OPS.conform(built.table()),
+            "collectives": lambda: schema.COLLECTIVES.conform(collectives.table(speakers, built, saying)),
+            "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
+            "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, events.names, built)),
+        },
+        held_bytes=built.size_bytes + int(memory.estimated_size()),
+    )
+
+
+def _base_ns(header: Mapping[str, Any]) -> int:
+    base = header.get("baseTimeNanoseconds")
+    try:
+        number = float(base or 0)
+    except (TypeError, ValueError):
+        return 0
+    exact = (
+        int(base) if isinstance(base, int | str) and math.isfinite(number) and str(base).lstrip("-").isdigit() else None
+    )
+    if exact is None:
+        exact = int(number) if math.isfinite(number) else 0
+    return exact if abs(exact) < numbers.MOST_NS else 0
+
+
+def _timed(frame: pl.DataFrame, base_ns: int) -> pl.DataFrame:
+    """Return the slices that have a usable time, on the clock of `base_ns`, with their place in the file as row."""
+    usable = (frame["start_ns"] != numbers.BAD) & frame["dur_ns"].is_between(0, numbers.MOST_DUR_NS)
+    placed = frame.with_columns(pl.Series("row", np.arange(len(frame), dtype=np.int64)), pl.col("start_ns") + base_ns)
+    return placed if usable.all() else placed.filter(usable)
+
+
+def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
+    """Return the lane of each thread, by index (-1: a thread without slices), and the host lanes."""
+    used = np.unique(slices["lane"].to_numpy()) if len(slices) else np.empty(0, np.int64)
+    lane_of = np.full(len(events.threads), -1, np.int64)
+    lane_of[used] = np.arange(len(used))
+    rows = []
+    for lane, thread in enumerate(events.threads[int(i)] for i in used):
+        pid, tid = thread
+        rows.append(
+            (lane, None, None, pid, tid, events.thread_names.get(thread, f"thread {'?' if tid is None else tid}"))
+        )
+    columns = [column for column in schema.LANES.schema.items() if column[0] != "role"]
+    return lane_of, pl.DataFrame(rows, schema=columns, orient="row")
+
+
+def _ranks(events: Events) -> set[int]:
+    if not events.several:
+        return set()
+    told = pl.concat([events.host["rank"], events.device["rank"]]).drop_nulls().unique().to_list()
+    return {rank for rank in told if rank >= 0}
+
+
+def _of_rank(events: Events, rank: int) -> Events:
+    host_rows, device_rows = (
+        np.flatnonzero((frame["rank"] == rank).fill_null(value=False).to_numpy())
+        for frame in (events.host, events.device)
+    )
+    return replace(
+        events,
+        host=events.host[host_rows],
+        device=events.device[device_rows],
+        memory=events.memory.filter(pl.col("rank") == rank),
+        syncs=events.syncs.filter(pl.col("rank") == rank),
+        host_spoken=_moved(events.host_spoken, host_rows),
+        device_spoken=_moved(events.device_spoken, device_rows),
+    )
+
+
+def _moved(spoken: list[Spoken], rows: Ints) -> list[Spoken]:
+    place = {int(row): index for index, row in enumerate(rows)}
+    return [Spoken(place[s.row], s.args) for s in spoken if s.row in place]
+
+
+def _several_ranks(events: Events) -> pl.DataFrame:
+    found = sorted(_ranks(events))
+    if len(found) < 2:
+        return schema.DOUBTS.empty()
+    message = f"The file holds events of {len(found)} ranks ({found[0]} to {found[-1]}), read as one: split it."
+    return pl.DataFrame([("several_ranks", message, 1.0)], schema=schema.DOUBTS.schema, orient="row")

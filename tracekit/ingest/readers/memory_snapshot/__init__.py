@@ -1,0 +1,1 @@
+"""CUDA memory snapshots: pickles of `torch.cuda.memory._dump_snapshot`."""

@@ -1,0 +1,147 @@
+"""CUDA memory snapshot (a pickle of `torch.cuda.memory._dump_snapshot`) -> tables, read as a stream."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest.readers.memory_snapshot.interning import Frames, Rows
+from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
+from tracekit.model import schema
+from tracekit.model.gc_pause import uncollected
+from tracekit.model.memory_snapshot import MemorySnapshot
+
+_COMMON_POOL = (0, 0)
+_MAX_TOLD = 200
+
+
+def read(path: str | Path) -> MemorySnapshot:
+    """Return the snapshot in a file.
+
+    Only plain containers are built: a pickle that would import or call anything is refused. Raises BadTraceError, which
+    names the opcode, the byte and the file; InputError where the file cannot be opened.
+    """
+    try:
+        file = Path(path).open("rb")  # noqa: SIM115 closed below; here only what opening it raises
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
+    with file, uncollected():
+        unpickler = Unpickler(file, str(path))
+        root = unpickler.read()
+    try:
+        return _snapshot(str(path), root, unpickler)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, pl.exceptions.PolarsError) as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_TOLD]
+        raise BadTraceError(f"{path}: is no CUDA memory snapshot of a form that is known ({told})") from None
+
+
+def _snapshot(path: str, root: Any, unpickler: Unpickler) -> MemorySnapshot:
+    whole = root if isinstance(root, dict) else {"segments": root}  # old: torch.cuda.memory_snapshot(), a bare list
+    listed = whole.get("segments")
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise TypeError("no list of segments")
+    segments = list(_segments(listed, unpickler))
+    blocks = list(_blocks(listed, unpickler))
+    return MemorySnapshot(
+        path,
+        segments=_frame(schema.SEGMENTS, segments),
+        blocks=_frame(schema.BLOCKS, blocks),
+        events=_events(whole.get("device_traces", []), unpickler.rows),
+        stacks=_stacks(unpickler.frames),
+        frames=_frames(unpickler.frames),
+        annotations=_frame(schema.ANNOTATIONS, _annotations(whole.get("external_annotations", []))),
+        settings=_settings(whole.get("allocator_settings")),
+    )
+
+
+def _segments(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
+    for each in listed:
+        pool = each.get("segment_pool_id", _COMMON_POOL)
+        yield (
+            each.get("device", 0), each["address"], each.get("stream", 0), ":".join(map(str, pool)),
+            each["segment_type"], bool(each.get("is_expandable", False)), each["total_size"], each["allocated_size"],
+            each["active_size"], each.get("requested_size"), _stack(each, unpickler),
+        )  # fmt: skip
+
+
+def _blocks(listed: Iterable[dict[str, Any]], unpickler: Unpickler) -> Iterator[tuple[Any, ...]]:
+    for each in listed:
+        address = each["address"]
+        for block in each["blocks"]:
+            # Old blocks have no address of their own: they lie end to end.
+            address = block.get("address", address)
+            yield (
+                each.get("device", 0), each["address"], address, block["size"], block.get("requested_size"),
+                block["state"], _stack(block, unpickler),
+            )  # fmt: skip
+            address += block["size"]
+
+
+def _stack(each: Mapping[str, Any], unpickler: Unpickler) -> int | None:
+    frames = each.get("frames")
+    if frames is None and each.get("history"):  # before torch 2.1 a block had the history of its last allocations
+        frames = each["history"][0].get("frames")
+    number = unpickler.stack_of(frames)
+    return None if number < 0 else int(number)
+
+
+def _annotations(listed: Iterable[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    for each in listed:
+        yield each.get("device"), each["time_us"] * 1000, each["stage"], each["name"]
+
+
+def _frame(table: schema.Table, rows: Iterable[tuple[Any, ...]]) -> pl.DataFrame:
+    return pl.DataFrame(list(rows), schema=table.schema, orient="row")
+
+
+def _events(traces: Any, rows: Rows) -> pl.DataFrame:
+    """Return the events of all devices, in the order of devices and, for each, of their history."""
+    device, picked = [], []
+    for number, ranges in enumerate(traces):
+        for each in ranges:
+            if not isinstance(each, range):
+                raise TypeError("an event without an action")
+            device.append(np.full(len(each), number, np.int64))
+            picked.append(np.arange(each.start, each.stop))
+    if not picked:
+        return schema.EVENTS.empty()
+    order = np.concatenate(picked)
+    at_us, address, size, stream = (pl.Series(_numbers(column)[order], dtype=pl.Int64) for column in rows.numbers)
+    stack = pl.Series(np.frombuffer(rows.stack, np.int32)[order]).cast(pl.Int64)
+    actions = pl.Series(list(rows.actions), dtype=pl.String)
+    missing = Rows.MISSING
+    columns = {
+        "device": np.concatenate(device),
+        "at_ns": pl.select(pl.when(at_us != missing).then(at_us * 1000)).to_series(),
+        "action": actions.gather(np.frombuffer(rows.action, np.int16)[order]),
+        "address": pl.select(pl.when(address != missing).then(address)).to_series(),
+        "bytes": pl.select(pl.when(size != missing).then(size)).to_series(),
+        "stream": pl.select(pl.when(stream != missing).then(stream)).to_series(),
+        "stack": pl.select(pl.when(stack >= 0).then(stack)).to_series(),
+    }
+    return schema.EVENTS.conform(pl.DataFrame(columns))
+
+
+def _numbers(column: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.frombuffer(column, np.int64)
+
+
+def _stacks(frames: Frames) -> pl.DataFrame:
+    if not frames.ends:
+        return schema.STACKS.empty()
+    ends = np.frombuffer(frames.ends, np.int64)
+    lengths = np.diff(ends, prepend=0)
+    depth = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    told = {"stack": np.repeat(np.arange(len(ends)), lengths), "depth": depth, "frame": np.array(frames.stacks)}
+    return schema.STACKS.conform(pl.DataFrame(told))
+
+
+def _frames(frames: Frames) -> pl.DataFrame:
+    return _frame(schema.FRAMES, ((number, *told) for told, number in frames.frames.items()))
+
+
+def _settings(told: object) -> dict[str, object]:
+    return {str(key): value for key, value in told.items()} if isinstance(told, dict) else {}

@@ -1,0 +1,295 @@
+"""CUDA memory snapshot, a pickle -> plain containers, events by column, and stacks as numbers.
+
+What a snapshot holds most of never becomes a dict for long: rows that repeat (`Rows`) go to columns, many at a time
+where they are told alike, and stacks, lists of the same frames over and over, become one number each.
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import itemgetter
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+
+from tracekit.ingest.readers.memory_snapshot import opcode_patterns
+from tracekit.ingest.readers.memory_snapshot.interning import EVENT_KEY, FRAME_KEY, Event, Frames, Rows, Stack
+from tracekit.ingest.readers.memory_snapshot.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine
+
+_MAX_KNOWN = 1 << 20
+_TIME_BYTES = 9  # of a time in µs with its opcode, which never comes again
+# A key that no pickle can hold: what became of a dict that is a frame.
+_FRAME: Any = object()
+
+_Layout: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...]]
+_FIRST = itemgetter(0)
+
+
+class Unpickler(Machine):
+    """One snapshot, read once by `read`: an event is an `Event`, a list of frames a `Stack` where it could be."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        """Take a file to read from its beginning; `path` is how messages name it."""
+        super().__init__(file, path)
+        self.frames = Frames()
+        self.rows = Rows()
+        self._swept = 0
+        self._runs: dict[bytes, Stack] = {}
+        self._shape: re.Pattern[bytes] | None = None
+        self._values: dict[bytes, tuple[Any, bool]] = {}
+        self._layouts: dict[tuple[bytes, ...], _Layout] = {}
+        self._keys: tuple[bytes, ...] = ()
+        self._whole: dict[bytes, Any] = {}
+        self._plain: dict[bytes, Any] = {}
+
+    def empty_list(self) -> None:
+        """Push a list; at once as one number if it is a stack of frames that were told before."""
+        found = opcode_patterns.KNOWN_STACK.match(self._data, self._pos - 1)
+        stack = self._known(found[2]) if found else None
+        if found is None or stack is None:
+            self._stack.append([])
+            return
+        self._pos = found.end()
+        self._stack.append(stack)
+        if found[1]:
+            self._put_as(found[1], stack)
+
+    def _known(self, run: bytes) -> Stack | None:
+        """Return the number of a stack by a run of references; None where one of them is no frame."""
+        known = self._runs.get(run)
+        if known is None:
+            told = [
+                self._get(int.from_bytes(each[1:], "little")) for each in opcode_patterns.ONE_REFERENCE.findall(run)
+            ]
+            if not all(_is_frame(each) for each in told):
+                return None
+            known = self._runs[run] = self.frames.stack(array("i", (each[_FRAME] for each in told)))
+        return known
+
+    def empty_dict(self) -> None:
+        """Push a dict; or, at once, all the events that follow in a form that came before."""
+        if self._shape is not None and self._known_events(self._shape):
+            return
+        self._stack.append({})
+
+    def _known_events(self, shape: re.Pattern[bytes]) -> bool:
+        """Push the events that begin here and have the shape; False where there is none."""
+        if self._keys and self._many_events(self._keys):
+            return True
+        scanner = shape.scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
+        began, last = self._pos, len(self._data) - MARGIN_BYTES
+        while found := scanner.match():
+            keys = found.groups()[1::2]
+            layout = self._layouts.get(keys) or self._layout(keys)
+            if layout is None:
+                break
+            self._stack.append(self._told(found.groups(), layout))
+            self._pos = found.end()
+            if found[1] == opcode_patterns.MEMOIZE:
+                self._keys = keys  # what follows is told many at a time
+                break
+            if self._pos > last:
+                break
+        return self._pos > began
+
+    def _many_events(self, keys: tuple[bytes, ...]) -> bool:
+        """Push, as one range, all events that begin here and have these very keys; False where there is none.
+
+        Most of a large snapshot is such runs. One pattern cuts them up, and they are told column by column.
+        """
+        if len(self._whole) > MAX_INTERNED:
+            self._whole.clear()
+        scanner = opcode_patterns.row(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
+        found = list(iter(scanner.match, None))
+        if not found:
+            return False
+        columns = list(zip(*[each.groups() for each in found], strict=True))
+        at_us, address, size, stream, action, frames = self._layouts[keys](range(len(keys)))
+        others = [column for place, column in enumerate(columns) if place not in (at_us, address, size, stream)]
+        self._remember(len(found), [column for column in others if self._is_remembered(column)])
+        times = _times(columns[at_us]) or self._column(columns[at_us])
+        told = [times, *(self._column(columns[place]) for place in (address, size, stream, action))]
+        self._stack.append(self.rows.add_many(told, list(map(self._stack_told, columns[frames]))))
+        self._pos = found[-1].end()
+        return True
+
+    def _is_remembered(self, column: Sequence[bytes]) -> bool:
+        """Return whether values of a column go into the memo, texts or stacks told in full; and know those from now."""
+        if not set(map(_FIRST, column)) & _REMEMBERED:
+            return False
+        whole = self._whole
+        for raw in dict.fromkeys(column):  # in order, so that stacks are numbered as they come
+            if raw in whole or raw[0] not in _REMEMBERED:
+                continue
+            whole[raw] = self._interned(raw[2:-1]) if raw[0] == _SHORT_TEXT else self._known(raw[3:-1])
+            if whole[raw] is None:
+                raise TypeError("a stack of what is no frame")
+        return True
+
+    def _remember(self, count: int, columns: Sequence[Sequence[bytes]]) -> None:
+        """Put so many events into the memo, each with its values of these columns, as far as they are remembered."""
+        self._sweep()
+        puts = [map(self._whole.get, column) for column in columns]
+        rows = zip(repeat(SPENT, count), *puts, strict=True)
+        self._memo.extend([value for row in rows for value in row if value is not None])
+        self._swept = len(self._memo)
+
+    def _column(self, column: Sequence[bytes]) -> list[Any]:
+        """Return the values of a column."""
+        plain = self._plain
+        values = list(map(plain.get, column))
+        if None not in values:
+            return values
+        if len(plain) > _MAX_KNOWN:
+            plain.clear()
+        whole = self._whole
+        for raw in {raw for raw in column if raw not in plain}:
+            plain[raw] = whole[raw] if raw in whole else self._decoded(raw)[0]
+        return [plain[raw] for raw in column]
+
+    def _stack_told(self, raw: bytes) -> int:
+        told = self._whole.get(raw)
+        if told is None:
+            told = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decoded(raw)[0]
+        return told if type(told) is Stack else self.stack_of(told)
+
+    def _layout(self, keys: tuple[bytes, ...]) -> _Layout | None:
+        """Return what picks the values of `Rows.FIELDS` from an event's; None where the keys are no event's."""
+        names = [self._get(int.from_bytes(key[1:], "little")) for key in keys]
+        if any(type(name) is not str for name in names) or not set(Rows.FIELDS) <= set(names):
+            return None
+        layout = self._layouts[keys] = itemgetter(*(names.index(name) for name in Rows.FIELDS))
+        return layout
+
+    def _told(self, groups: tuple[bytes, ...], layout: _Layout) -> Event:
+        """Return the event that the groups of a shape tell."""
+        known, memo = self._values, self._memo
+        if groups[0]:
+            self._put_as(groups[0], SPENT)
+        values = []
+        for raw in groups[2::2]:
+            value, remembered = known.get(raw) or self._value(raw)
+            if remembered:
+                memo.append(value)
+            values.append(value)
+        *told, frames = layout(values)
+        return self.rows.add(told, frames if type(frames) is Stack else self.stack_of(frames))
+
+    def _value(self, raw: bytes) -> tuple[Any, bool]:
+        """Return a value, and whether it is still to be remembered; remember both if they can come again."""
+        value, put = self._decoded(raw)
+        told = (value, put == opcode_patterns.MEMOIZE)
+        if put and not told[1]:
+            self._put_as(put, value)
+        elif len(self._values) < _MAX_KNOWN and len(raw) != _TIME_BYTES:
+            self._values[raw] = told
+        return told
+
+    def _decoded(self, raw: bytes) -> tuple[Any, bytes]:
+        """Return a value of a shape, and the opcode that puts it into the memo, or nothing."""
+        code = raw[0]
+        if code in _INTEGERS:
+            return int.from_bytes(raw[_INTEGERS[code] :], "little", signed=code in _SIGNED), b""
+        if code in _REFERENCES:
+            return self._get(int.from_bytes(raw[1:], "little")), b""
+        if code == _SHORT_TEXT:
+            end = 2 + raw[1]
+            return self._interned(raw[2:end]), raw[end:]
+        found = opcode_patterns.KNOWN_STACK.match(raw)
+        stack = self._known(found[2]) if found else None
+        if found is None or stack is None:
+            raise TypeError("a stack of what is no frame")
+        return stack, found[1]
+
+    def _update(self, items: list[Any]) -> None:
+        super()._update(items)
+        target = self._stack[-1]
+        if EVENT_KEY in target:
+            self._stack[-1] = self._event(target)
+        elif FRAME_KEY in target:
+            self._frame(target)
+
+    def _extend(self, target: Any, items: list[Any]) -> None:
+        items = [self._event(item) if type(item) is dict and EVENT_KEY in item else item for item in items]
+        if type(target) is list and items and type(items[0]) in (Event, range):
+            self._events(target, items)
+            self._sweep()
+        else:
+            super()._extend(target, items)
+
+    def _events(self, target: list[Any], items: list[Any]) -> None:
+        """Keep only the range of the rows: a list of events is a list of ranges."""
+        first = items[0].start if type(items[0]) is range else items[0]
+        past = int(first)
+        for item in items:
+            begin, end = (item.start, item.stop) if type(item) is range else (item, item + 1)
+            if type(item) not in (Event, range) or begin != past:
+                raise TypeError("events that are mixed with others, or told twice")
+            past = end
+        target.append(range(first, past))
+
+    def _event(self, told: dict[str, Any]) -> Event:
+        stack = self.stack_of(told.get("frames"))
+        number = self.rows.add([told.get(key) for key in Rows.FIELDS[:-1]], stack)
+        self._shape = opcode_patterns.of(len(told)) if len(told) <= opcode_patterns.MOST_KEYS else None
+        told.clear()
+        told[SPENT] = None
+        return number
+
+    def _frame(self, told: Any) -> int:
+        """Return the number of a frame, and keep nothing else of it."""
+        if type(told) is not dict or FRAME_KEY not in told:
+            raise TypeError("a stack of what is no frame")
+        number = self.frames.frame(told)
+        told.clear()
+        told[_FRAME] = number
+        return number
+
+    def stack_of(self, frames: object) -> int:
+        """Return the number of the stack that a value of `frames` stands for; -1 where it holds none."""
+        if type(frames) is Stack:
+            return frames
+        if type(frames) is not list or not frames:
+            return -1
+        if type(frames[0]) is not Stack:
+            numbers = array("i", (each[_FRAME] if _is_frame(each) else self._frame(each) for each in frames))
+            frames[:] = [self.frames.stack(numbers)]
+        return int(frames[0])
+
+    def _sweep(self) -> None:
+        """Forget the events that went to columns."""
+        for number in range(self._swept, len(self._memo)):
+            item = self._memo[number]
+            if type(item) is Event or (type(item) is dict and SPENT in item):
+                self._memo[number] = SPENT
+        self._swept = len(self._memo)
+
+    def _put_as(self, put: bytes, item: Any) -> None:
+        """Do what the opcode in `put` says: MEMOIZE, BINPUT or LONG_BINPUT."""
+        self._put(len(self._memo) if put == opcode_patterns.MEMOIZE else int.from_bytes(put[1:], "little"), item)
+
+
+_SHORT_TEXT, _EMPTY_LIST = b"\x8c]"
+_TIME = b"\x8a\x07"
+_REMEMBERED = frozenset((_SHORT_TEXT, _EMPTY_LIST))
+_INTEGERS = {ord("K"): 1, ord("M"): 1, ord("J"): 1, 0x8A: 2}
+"""Opcodes of integers, and where the digits begin."""
+_SIGNED = b"J\x8a"
+_REFERENCES = b"hj"
+
+
+def _times(column: Sequence[bytes]) -> "array[int]":
+    """Return integers of 7 bytes, each with its opcode and length before it; nothing where some are others."""
+    told = np.frombuffer(b"".join(column), np.uint8)
+    if set(map(len, column)) != {_TIME_BYTES} or not (told.reshape(-1, _TIME_BYTES)[:, :2] == tuple(_TIME)).all():
+        return array("q")
+    digits = told.reshape(-1, _TIME_BYTES)[:, 2:]
+    wide = np.empty((len(column), 8), np.uint8)
+    wide[:, :7] = digits
+    wide[:, 7] = np.where(digits[:, 6] > 127, 255, 0)
+    return array("q", wide.tobytes())
+
+
+def _is_frame(told: object) -> bool:
+    return type(told) is dict and _FRAME in told

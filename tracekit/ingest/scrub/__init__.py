@@ -1,0 +1,151 @@
+"""A copy of a run that can be given away: without host names, users and paths, and with every number as it was."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracekit import conventions
+from tracekit.errors import InputError
+from tracekit.ingest.scrub import streams
+from tracekit.ingest.scrub.secrets import HOST, USER, Secrets
+
+_LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
+_TRACES = (".json", ".json.gz")
+_EVENTS = (b'"traceEvents"', b'"ph"')
+
+
+@dataclass(frozen=True)
+class Scrubbed:
+    """What was written, what is gone from it (kind -> how many different ones, in how many places), what was left."""
+
+    out: Path
+    files: tuple[str, ...]
+    removed: Mapping[str, tuple[int, int]]
+    left_out: tuple[tuple[str, str], ...]
+    """Names and reasons of what was not copied."""
+
+
+def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = False) -> Scrubbed:
+    """Copy a run (a folder, or one trace file) to `out` without what tells where and by whom it was recorded.
+
+    Removed are users and host names (as paths, the manifest, file names and addresses give them away, and `words`
+    besides), the folders of paths, URLs, IP and e-mail addresses, and values under keys such as api_key. What stands
+    for one is the same in all files. `out` appears only when it is whole and was read again without finding anything
+    that should be gone. Raises InputError where `run` is no run, `out` exists (unless `force`, which replaces a run or
+    a file), or a file cannot be read.
+    """
+    _check_places(run, out, force=force)
+    sources, left_out = _sources(run)
+    if not sources:
+        raise InputError(f"{run}: no trace, manifest or log in it to scrub")
+    secrets = Secrets()
+    for word in words:
+        secrets.add(USER, json.dumps(word)[1:-1].encode())
+    for source in sources:
+        secrets.add(HOST, _host_in_name(source.name).encode())
+        for piece in streams.pieces(source):
+            secrets.learn(piece)
+    partial = out.with_name(out.name + conventions.PARTIAL_SUFFIX)
+    _remove(partial)
+    try:
+        names = _write(sources, secrets, run=run, partial=partial)
+        _verify(partial, secrets)
+        if force:
+            _remove(out)
+        partial.rename(out)
+    finally:
+        _remove(partial)
+    return Scrubbed(out, tuple(names), secrets.removed(), tuple(left_out))
+
+
+def _check_places(run: Path, out: Path, *, force: bool) -> None:
+    if not run.exists():
+        raise InputError(f"{run}: there is no such file or folder; check the path")
+    here, there = run.resolve(), out.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise InputError(f"{out}: lies in the run, or the run in it; name another place")
+    if not out.exists():
+        return
+    if not force:
+        raise InputError(f"{out}: is there already and will not be overwritten without --force")
+    foreign = _sources(out)[1]
+    if foreign:
+        raise InputError(f"{out}: holds more than a run ({foreign[0][0]}), so --force does not replace it")
+
+
+def _sources(run: Path) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Return the files of a run that can be scrubbed, in order, and the names of all else with the reason."""
+    known: list[Path] = []
+    left_out: list[tuple[str, str]] = []
+    for path in sorted(_entries(run)):
+        name = str(path.relative_to(run)) if run.is_dir() else path.name
+        reason = _why_not(path)
+        if reason:
+            left_out.append((name, reason))
+        else:
+            known.append(path)
+    return known, left_out
+
+
+def _entries(run: Path) -> Iterator[Path]:
+    """Yield what lies in a run: its files, those of its further windows, and other folders as they are."""
+    if not run.is_dir():
+        yield run
+        return
+    for path in run.iterdir():
+        if path.is_dir() and not path.is_symlink() and path.name.startswith("window"):
+            yield from path.iterdir()
+        else:
+            yield path
+
+
+def _why_not(path: Path) -> str:
+    """Return why a path cannot be scrubbed; '' where it can."""
+    if path.is_symlink():
+        return "a link"
+    if path.is_dir():
+        return "a folder"
+    if path.name == conventions.MANIFEST_FILE or path.name.endswith(_LOGS):
+        return ""
+    if not path.name.endswith(_TRACES):
+        return "a kind of file that cannot be scrubbed"
+    if path.stat().st_size == 0:
+        return "empty"
+    return "" if any(mark in piece for piece in streams.pieces(path) for mark in _EVENTS) else "JSON, but no trace"
+
+
+def _host_in_name(name: str) -> str:
+    """Return the host in a file name that ``tensorboard_trace_handler`` made: HOST_PID.TIME.pt.trace.json."""
+    worker, _, rest = name.partition(".")
+    host, _, pid = worker.rpartition("_")
+    return host if pid.isdigit() and rest.partition(".")[0].isdigit() else ""
+
+
+def _write(sources: list[Path], secrets: Secrets, *, run: Path, partial: Path) -> list[str]:
+    names: list[str] = []
+    for source in sources:
+        name = secrets.hide_in_name(str(source.relative_to(run)) if run.is_dir() else source.name)
+        if name in names:
+            raise InputError(f"{source}: would get the name {name}, which another file has; rename one of them")
+        target = partial / name if run.is_dir() else partial
+        streams.write(target, map(secrets.hide, streams.pieces(source)), compressed=streams.is_gzip(source))
+        names.append(name)
+    return names
+
+
+def _verify(out: Path, secrets: Secrets) -> None:
+    """Read back what was written. What should be gone and is not is our fault, and nothing is handed out then."""
+    for path in sorted(out.rglob("*")) if out.is_dir() else [out]:
+        for piece in streams.pieces(path) if path.is_file() else ():
+            remains = secrets.remains(piece)
+            if remains:
+                raise AssertionError(f"{path.name}: still holds a {remains[0]}; nothing was written")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

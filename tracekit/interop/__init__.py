@@ -1,1 +1,0 @@
-"""Loaded runs for other tools: no file is parsed twice."""

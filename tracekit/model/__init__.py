@@ -1,0 +1,1 @@
+"""The data model: Trace, Run, MemorySnapshot, the table schema, and arithmetic on intervals."""

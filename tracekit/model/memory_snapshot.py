@@ -1,0 +1,36 @@
+"""MemorySnapshot: what `torch.cuda.memory._dump_snapshot` left of one process, as tables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import polars as pl
+
+from tracekit.model import schema
+
+
+@dataclass(frozen=True, eq=False)
+class MemorySnapshot:
+    """The allocator's segments and blocks at one moment, and the history before it as far as it was recorded.
+
+    Each table is a Polars frame with the columns that `tracekit.model.schema.SNAPSHOT_TABLES` gives under the same name.
+    """
+
+    path: str
+    segments: pl.DataFrame = field(default_factory=schema.SEGMENTS.empty)
+    blocks: pl.DataFrame = field(default_factory=schema.BLOCKS.empty)
+    events: pl.DataFrame = field(default_factory=schema.EVENTS.empty)
+    stacks: pl.DataFrame = field(default_factory=schema.STACKS.empty)
+    frames: pl.DataFrame = field(default_factory=schema.FRAMES.empty)
+    annotations: pl.DataFrame = field(default_factory=schema.ANNOTATIONS.empty)
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """The allocator's settings as the snapshot states them; empty in old snapshots."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Return the devices that have segments or a history, in order."""
+        return tuple(sorted({*self.segments["device"].to_list(), *self.events["device"].unique().to_list()}))
+
+    @property
+    def tables(self) -> dict[str, pl.DataFrame]:
+        """Return all tables by name."""
+        return {name: getattr(self, name) for name in schema.SNAPSHOT_TABLES}

@@ -1,0 +1,72 @@
+"""Time cut into pieces at every moment that matters, and what ran at the start of each piece. All vectorised."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.model.intervals import Spans
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Pieces(NamedTuple):
+    """Parts of spans: each belongs to the span with index `of`; the pieces of a span tile it exactly, in order."""
+
+    of: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def pieces(spans: Spans, *cuts: Ints) -> Pieces:
+    """Cut sorted, disjoint spans at all moments in `cuts` that lie inside them.
+
+    >>> pieces(np.array([[0, 4], [6, 9]]), np.array([2, 5, 8])).start_ns.tolist()
+    [0, 2, 6, 8]
+    """
+    if not len(spans):
+        return Pieces(*(np.empty(0, np.int64) for _ in range(3)))
+    points = np.sort(np.concatenate((spans[:, 0], *cuts)))
+    points = points[np.concatenate(([True], points[1:] > points[:-1]))]  # numpy's own unique is slower
+    of = np.searchsorted(spans[:, 0], points, side="right") - 1
+    inside = (of >= 0) & (points < spans[np.maximum(of, 0), 1])
+    start, of = points[inside], of[inside]
+    following = np.append(start[1:], spans[-1, 1])
+    end = np.minimum(following, spans[of, 1])
+    return Pieces(of, start, end)
+
+
+def running(spans: Spans, at_ns: Ints) -> Ints:
+    """Return, for each moment, the index of a span that covers it (of several the one that ends last); -1 for none.
+
+    >>> running(np.array([[0, 9], [2, 4]]), np.array([3, 9])).tolist()
+    [0, -1]
+    """
+    if not len(spans):
+        return np.full(len(at_ns), -1, np.int64)
+    order = np.argsort(spans[:, 0], kind="stable")
+    ends = spans[order, 1]
+    reach = np.maximum.accumulate(ends)
+    furthest = np.maximum.accumulate(np.where(ends == reach, np.arange(len(ends)), 0))
+    last = np.searchsorted(spans[order, 0], at_ns, side="right") - 1
+    covered = (last >= 0) & (reach[np.maximum(last, 0)] > at_ns)
+    return np.where(covered, order[furthest[np.maximum(last, 0)]], -1)
+
+
+def first_from(keys: Ints, at: Ints) -> Ints:
+    """Return where the first of the sorted `keys` that is at or after each of `at` stands; -1 where there is none."""
+    found = np.searchsorted(keys, at, side="left")
+    return np.where(found < len(keys), found, -1)
+
+
+def last_until(keys: Ints, at: Ints) -> Ints:
+    """Return where the last of the sorted `keys` that is at or before each of `at` stands; -1 where there is none."""
+    return np.searchsorted(keys, at, side="right") - 1
+
+
+def at(values: npt.NDArray[np.int64], index: Ints, otherwise: int) -> Ints:
+    """Return `values` at `index`, `otherwise` where that is -1."""
+    if not len(values):
+        return np.full(len(index), otherwise, np.int64)
+    return np.where(index >= 0, values[np.maximum(index, 0)], otherwise)

@@ -1,0 +1,209 @@
+"""A baseline: what recordings of one training measured, in kilobytes, to hold later ones against.
+
+On disk it is strict JSON of schema ``tracekit.baseline/1`` (reports/baseline.schema.json), one series a line.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import polars as pl
+
+from tracekit.analysis.compute import unit_work
+from tracekit.errors import InputError, NotComparableError
+from tracekit.model.trace import Fact, Run, created_ns
+from tracekit.regression.samples import COLUMNS, samples, samples_across
+from tracekit.rules.rule import Finding, Report, Severity
+
+SCHEMA = "tracekit.baseline/1"
+FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples, unit_work.work, unit_work.saving)
+"""What a recording is made of: measured in one pass with the rules' facts, it costs next to nothing."""
+MAX_RECORDINGS = 10
+
+SAMPLE_COLUMNS = {"rank": pl.Int64, **COLUMNS}
+UNIT_COLUMNS = {"rank": pl.Int64, **unit_work.UNIT_COLUMNS}
+
+_MOST_WORK = 60
+_ARGUMENTS = (
+    "batch", "batch_size", "micro_batch_size", "global_batch_size", "local_batch_size", "micro_batches",
+    "gradient_accumulation_steps", "tokens", "seq_len", "seq_length", "sequence_length", "precision", "dtype",
+)  # fmt: skip
+_VERSIONS = ("torch", "cuda", "nccl", "hip")
+_WHOLE = ("device", "device_name", "world_size", "strategy", "mesh", "model")
+_SHOWN_CHARACTERS = 60
+_SAVED_RATIO = 1e-4  # reports/baselines keeps five digits
+
+Plain = bool | int | float | str | list[object] | None
+
+
+@dataclass(frozen=True)
+class Known:
+    """A finding of a recording, as far as a later one needs to know it again."""
+
+    id: str
+    code: str
+    severity: Severity
+    impact: float
+    cost_ns: int
+    cost_bytes: int
+    subject: str
+
+    @classmethod
+    def of(cls, found: Finding) -> "Known":
+        """Return what is kept of a finding."""
+        return cls(found.id, found.code, found.severity, found.impact, found.cost_ns, found.cost_bytes, found.subject)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One recording: its samples by rank and step, those of its units, its typical work, and its findings.
+
+    `samples` has the columns SAMPLE_COLUMNS, `units` UNIT_COLUMNS, `work` those of `places.work`, over ranks the mean.
+    """
+
+    name: str
+    created_ns: int | None
+    samples: pl.DataFrame
+    units: pl.DataFrame
+    work: pl.DataFrame
+    findings: tuple[Known, ...]
+
+    @classmethod
+    def of(cls, run: Run, report: Report | None = None) -> "Recording":
+        """Return a run as a recording, with the findings of its report."""
+        own, across = run.table(samples), run.across(samples_across)
+        both = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)])
+        findings = tuple(Known.of(found) for found in report.findings) if report else ()
+        return cls(
+            run.name,
+            created_ns(run.manifest),
+            # A rank's logs lie beside each of its windows.
+            both.drop_nulls("value").unique(["rank", "step", "metric"], keep="first", maintain_order=True),
+            run.table(unit_work.unit_samples).select(*UNIT_COLUMNS),
+            _over_ranks(run),
+            findings,
+        )
+
+    def is_same(self, other: "Recording") -> bool:
+        """Return whether both are of one training at one time; where one does not tell, whether they measured alike."""
+        if self.created_ns is None or other.created_ns is None:
+            return _is_alike(self.samples, other.samples)
+        return self.created_ns == other.created_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """Recordings of one training, and what ran: its fingerprint by dotted name, such as ``model.layers``."""
+
+    name: str
+    fingerprint: Mapping[str, Plain]
+    recordings: tuple[Recording, ...]
+    tool_version: str = ""
+
+    @property
+    def known(self) -> dict[str, tuple[Known, ...]]:
+        """Return the findings of all recordings by id, each recording's own where it has it."""
+        found: dict[str, list[Known]] = {}
+        for recording in self.recordings:
+            for each in recording.findings:
+                found.setdefault(each.id, []).append(each)
+        return {name: tuple(each) for name, each in found.items()}
+
+
+def of_reports(reports: Sequence[tuple[Report, Run]], *, allow_different: bool = False) -> Baseline:
+    """Return the baseline of recordings of one training.
+
+    Raises NotComparableError where they differ in what ran, and InputError where one is named twice: the same recording
+    again tells nothing of how much recordings differ.
+    """
+    first_report, first = reports[0]
+    made = Baseline(first.name, fingerprint(first), (Recording.of(first, first_report),), first_report.tool_version)
+    for report, run in reports[1:]:
+        differences(made, run, allow_different=allow_different)
+        recording = Recording.of(run, report)
+        if any(recording.is_same(each) for each in made.recordings):
+            raise InputError(f"{run.path}: is the same recording as another; record the training again")
+        made = replace(made, recordings=(*made.recordings, recording))
+    return made
+
+
+def fingerprint(run: Run) -> dict[str, Plain]:
+    """Return what of a run's manifest must agree for its numbers to be held against another's, by dotted name.
+
+    Device, world size, strategy, mesh, model; of versions those of torch and of what it computes and sends with; of
+    the arguments those that say how much a step computes, and in what precision. What is not known is left out.
+    """
+    told = dict(run.manifest)
+    kept: dict[str, object] = {name: told.get(name) for name in _WHOLE}
+    kept["versions"] = _picked(told.get("versions"), _VERSIONS)
+    kept["arguments"] = _picked(told.get("arguments"), _ARGUMENTS)
+    kept["simulated"] = bool(told.get("simulated", False))
+    return flat(kept)
+
+
+def differences(baseline: Baseline, run: Run, *, allow_different: bool = False) -> list[str]:
+    """Return notes on where a run's fingerprint differs from the baseline's.
+
+    Raises NotComparableError, naming the fields, where one does, unless that is allowed. What one of the two does not
+    know is a note only.
+    """
+    a, b = baseline.fingerprint, fingerprint(run)
+    fields = sorted(field for field in a.keys() | b.keys() if a.get(field) != b.get(field))
+    told = {
+        field: f"{field} differs: {_shown(a, field)} in the baseline {baseline.name}, {_shown(b, field)} in {run.name}"
+        for field in fields
+    }
+    refused = [told[field] for field in fields if field in a and field in b]
+    if refused and not allow_different:
+        raise NotComparableError(
+            f"{'; '.join(refused)}; hold it against a baseline of its own, or pass --allow-different"
+        )
+    return list(told.values())
+
+
+def flat(value: Mapping[str, object], prefix: str = "") -> dict[str, Plain]:
+    """Return nested mappings by dotted name, without what is not known.
+
+    >>> flat({"model": {"layers": 2, "tied": None}})
+    {'model.layers': 2}
+    """
+    found: dict[str, Plain] = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping):
+            found |= flat(item, f"{name}.")
+        elif isinstance(item, (list, tuple)):
+            found[name] = list(item)
+        elif item is not None:
+            found[name] = item if isinstance(item, (bool, int, float, str)) else str(item)
+    return found
+
+
+def _picked(table: object, names: Sequence[str]) -> dict[str, object]:
+    return {name: table[name] for name in names if name in table} if isinstance(table, Mapping) else {}
+
+
+def _shown(fields: Mapping[str, Plain], field: str) -> str:
+    if field not in fields:
+        return "not known"
+    text = str(fields[field])
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _is_alike(samples: pl.DataFrame, others: pl.DataFrame) -> bool:
+    """Return whether two tables of samples hold the same, as a saved baseline keeps it; two that are empty do not."""
+    key = ["metric", "rank", "step"]
+    a, b = (each.filter(pl.col("value").is_finite()).sort(key) for each in (samples, others))
+    if a.is_empty() or not a.select(key).equals(b.select(key)):
+        return False
+    apart = (a["value"] - b["value"]).abs() > _SAVED_RATIO * a["value"].abs()
+    return not apart.any()
+
+
+def _over_ranks(run: Run) -> pl.DataFrame:
+    """Return the typical work of a rank, the mean over ranks, as much of each kind as has any weight."""
+    both = pl.concat([run.table(unit_work.work), run.table(unit_work.saving)])
+    place = ["kind", "phase", "name"]
+    each = both.group_by("rank", *place).agg(pl.col("amount").mean())
+    mean = each.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))
+    ordered = mean.sort("kind", "amount", *place[1:], descending=[False, True, False, False])
+    return ordered.group_by("kind", maintain_order=True).head(_MOST_WORK).select(*unit_work.WORK_COLUMNS)

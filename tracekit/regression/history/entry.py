@@ -1,0 +1,202 @@
+"""What is kept of one checked run: who it was, what it measured, what was found, and whether it passed."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tracekit.model.trace import Run, created_ns
+from tracekit.regression import baseline
+from tracekit.regression.change import Values
+from tracekit.regression.comparison import Side, job_samples
+from tracekit.regression.history.commits import Commit
+
+TOLD = ("arguments", "versions")
+
+_LEFT_OUT = ("arguments.out", "arguments.seed")
+_MAX_FACT = 200
+_ONE_IN = 20  # how seldom the median lies outside of its interval
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric of a run in its own unit: the median over steps, and its 95% interval where there are samples enough."""
+
+    metric: str
+    median: float
+    low: float | None
+    high: float | None
+    samples: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding, as short as a history keeps it."""
+
+    finding: str
+    code: str
+    name: str
+    severity: str
+    impact_ratio: float
+    cost_ns: int
+    cost_bytes: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checked run. `run` is its name by content: the same files give the same, whenever they are checked."""
+
+    run: str
+    name: str
+    at_ns: int | None
+    commit: Commit
+    identity: Mapping[str, str]
+    facts: Mapping[str, str]
+    """What else the manifest tells: it may differ within a series, and is told where it does."""
+    tool_version: str
+    passed: bool | None
+    failures: tuple[str, ...]
+    metrics: tuple[Measured, ...]
+    findings: tuple[Found, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the hash of what must agree for runs to be in one series."""
+        return _hash(sorted(self.identity.items()))[:12]
+
+    @property
+    def digest(self) -> str:
+        """Return the hash of all that is kept."""
+        facts = [sorted(told.items()) for told in (self.identity, self.facts)]
+        return _hash(
+            [
+                self.run,
+                self.name,
+                self.at_ns,
+                vars(self.commit),
+                facts,
+                self.tool_version,
+                self.passed,
+                self.failures,
+                *map(vars, self.metrics),
+                *map(vars, self.findings),
+            ]
+        )
+
+
+def entry(
+    document: Mapping[str, Any],
+    side: Side,
+    *,
+    commit: Commit | None = None,
+    failures: Sequence[str] | None = None,
+) -> Entry:
+    """Return what to keep of a report, as JSON has it, and its samples.
+
+    `failures` is what failed the check of it, empty where it passed; by default what the report says of its own, which
+    may be nothing. Raises KeyError or TypeError where the document is no whole report.
+    """
+    run = document["run"]
+    if failures is None and "gate" in document:
+        failures = [str(name) for name in document["gate"]["failures"]]
+    return Entry(
+        run=_content(document, side),
+        name=str(run["name"]),
+        at_ns=created_ns(run),
+        commit=commit or Commit(),
+        identity=identity(run),
+        facts=facts(run),
+        tool_version=str(document["tool_version"]),
+        passed=None if failures is None else not failures,
+        failures=tuple(failures or ()),
+        metrics=tuple(_measured(metric, values) for metric, values in job_samples(side.samples).items()),
+        findings=tuple(_found(each) for each in document["findings"]),
+    )
+
+
+def with_known(new: Entry, old: Commit, told: Commit) -> Entry:
+    """Return an entry with the commit that was known before, but for what a person has `told` of it now."""
+    sha = told.sha or old.sha or new.commit.sha
+    # Where the same files are checked again, the environment may be of another commit: its words are not of this one.
+    text = next((each.text for each in (old, new.commit) if each.sha == sha and each.text), None)
+    branch = told.branch or old.branch or (new.commit.branch if new.commit.sha in (None, sha) else None)
+    return replace(new, commit=Commit(sha, text, branch))
+
+
+def identity(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must agree for runs to be in one series: a baseline's fingerprint but for versions.
+
+    An upgrade that makes training slower is a change to be seen, not a series to begin anew.
+    """
+    own = baseline.fingerprint(Run(str(run["name"]), (), manifest=run))
+    return {field: _short(value) for field, value in sorted(own.items()) if not field.startswith("versions.") and value}
+
+
+def facts(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return what else a manifest tells of a run, by dotted name, as short text."""
+    told = baseline.flat({key: run.get(key) for key in TOLD})
+    left_out = {*_LEFT_OUT, *identity(run)}
+    return {field: _short(value) for field, value in sorted(told.items()) if field not in left_out}
+
+
+def median_interval(values: Values) -> tuple[float | None, float | None]:
+    """Return a 95% interval of the median of what `values` (n,) were drawn from, whatever its distribution.
+
+    Its ends are two of the values: as many lie outside on either side as a coin that many times thrown seldom shows
+    (Hahn and Meeker, Statistical Intervals, 1991, section 5.2). Below 6 values there is none.
+
+    >>> median_interval(np.arange(1.0, 11.0))
+    (2.0, 9.0)
+    """
+    count = len(values)
+    # In whole numbers: of 2**count throws `tail` show at most `below` heads, `ways` one head more.
+    below, tail, ways = -1, 0, 1
+    while 2 * (tail + ways) * _ONE_IN <= 1 << count and below + 1 < count / 2:
+        below += 1
+        tail += ways
+        ways = ways * (count - below) // (below + 1)
+    if below < 0:
+        return None, None
+    ordered = np.sort(values)
+    return float(ordered[below]), float(ordered[count - 1 - below])
+
+
+def _measured(metric: str, values: Values) -> Measured:
+    low, high = median_interval(values)
+    return Measured(metric, float(np.median(values)), low, high, len(values))
+
+
+def _found(each: Mapping[str, Any]) -> Found:
+    return Found(
+        finding=str(each["id"]),
+        code=str(each["code"]),
+        name=str(each["name"]),
+        severity=str(each["severity"]),
+        impact_ratio=float(each["impact"] or 0.0),
+        cost_ns=int(each["cost_ns"]),
+        cost_bytes=int(each["cost_bytes"]),
+        message=str(each["message"]),
+    )
+
+
+def _content(document: Mapping[str, Any], side: Side) -> str:
+    """Return a hash of the files that were checked; where they were not hashed, of what was measured in them."""
+    hashes = sorted(str(each["sha256"]) for each in document["inputs"])
+    if hashes and all(hashes):
+        return _hash(hashes)[:32]
+    order = ["metric", "rank", "step", "value"]
+    return _hash(
+        [document["run"]["name"], document["run"].get("created_ns"), side.samples.select(order).sort(order).rows()]
+    )[:32]
+
+
+def _short(value: object) -> str:
+    return str(value)[:_MAX_FACT]
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

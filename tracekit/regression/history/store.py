@@ -1,0 +1,253 @@
+"""The history file: a DuckDB database that several CI jobs may add to at once, and that nothing here ever destroys.
+
+DuckDB lets one process write at a time, and refuses others: they wait their turn here. What a writer adds is one
+transaction, so one that dies has added all or nothing. A new file is made under another name and takes its own once it
+is whole. A file that is no history is looked at without being written to, and refused.
+"""
+
+import contextlib
+import os
+import random
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars as pl
+
+from tracekit import conventions
+from tracekit.errors import InputError
+from tracekit.model import schema
+from tracekit.regression.history import tables
+from tracekit.regression.history.commits import Commit
+from tracekit.regression.history.entry import Entry, with_known
+
+SCHEMA = 1
+FILE = "history.duckdb"
+"""What a history is called where nobody names it: the dashboard looks for it in the folder it is opened on."""
+PATIENCE_S = 60.0
+
+_WAIT_S = 0.05
+_MAGIC_AT, _MAGIC = 8, b"DUCK"
+_TYPES = {
+    "Int64": "BIGINT",
+    "String": "VARCHAR",
+    "Float64": "DOUBLE",
+    "Boolean": "BOOLEAN",
+    "List(String)": "VARCHAR[]",
+}
+# A file may come from elsewhere: whatever stands in it reads and writes nothing else.
+_LIMITS: dict[str, str | bool | int | float | list[str]] = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "memory_limit": "1GiB",
+    "threads": "2",
+    "lock_configuration": "true",
+}
+_KIND = re.compile(r"^[\w ]+ Error: ")
+_one_at_a_time = threading.Lock()  # threads of one process would share DuckDB's own lock
+
+
+@dataclass(frozen=True)
+class Added:
+    """How many runs were new, how many were there and are told anew, and how many were there as they are."""
+
+    new: int = 0
+    renewed: int = 0
+    same: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """All that a history file holds, tables as `history.tables` describes them; runs are in order of time."""
+
+    runs: pl.DataFrame
+    facts: pl.DataFrame
+    metrics: pl.DataFrame
+    findings: pl.DataFrame
+
+
+def add(path: Path, entries: Sequence[Entry], *, told: Commit | None = None, patience_s: float = PATIENCE_S) -> Added:
+    """Add runs to a history, which is made if it is not there. A run that is in it is not added a second time.
+
+    One that was checked otherwise since (other settings, a later tracekit) is told anew; it keeps the commit that was
+    known, but for what a person has `told` of it. Raises InputError where the
+    file is no history, cannot be written, or others write to it for longer than `patience_s`.
+    """
+    if not os.path.lexists(path):
+        _make(path)
+    check(path, patience_s=patience_s)
+    with _opened(path, read_only=False, patience_s=patience_s) as connection:
+        connection.execute("BEGIN")
+        counts = [_put(connection, entry, told or Commit()) for entry in entries]
+        connection.execute("COMMIT")
+    return Added(counts.count("new"), counts.count("renewed"), counts.count("same"))
+
+
+def check(path: Path, *, patience_s: float = PATIENCE_S) -> None:
+    """Raise InputError where a file is there and is no history. It is not written to."""
+    if os.path.lexists(path):
+        with _opened(path, read_only=True, patience_s=patience_s) as connection:
+            _refuse_what_is_none(connection, path)
+
+
+def read(path: Path, *, patience_s: float = PATIENCE_S) -> History:
+    """Return what a history holds. Raises InputError where there is none."""
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file; tracekit history add RUN --db {path} makes one")
+    with _opened(path, read_only=True, patience_s=patience_s) as connection:
+        _refuse_what_is_none(connection, path)
+        runs, facts, metrics, findings = (_frame(connection, table) for table in tables.KEPT)
+    return History(runs.sort("at_ns", "added_ns", "run"), facts, metrics, findings)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, read_only: bool, patience_s: float) -> Iterator[duckdb.DuckDBPyConnection]:
+    if not path.is_file():
+        raise InputError(f"{path}: is no file, so it can be no history")
+    with _one_at_a_time:
+        connection = _connected(path, read_only=read_only, patience_s=patience_s)
+        try:
+            yield connection
+        except duckdb.Error as error:
+            raise InputError(f"{path}: is damaged or cannot be written: {_first_line(error)}") from None
+        finally:
+            with contextlib.suppress(duckdb.Error):
+                connection.close()
+
+
+def _connected(path: Path, *, read_only: bool, patience_s: float) -> duckdb.DuckDBPyConnection:
+    _refuse_other_formats(path)
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return duckdb.connect(str(path), read_only=read_only, config=_LIMITS)
+        except duckdb.Error as error:
+            told = _first_line(error)
+            if "lock on file" not in told:
+                raise InputError(f"{path}: cannot be read as a history: {told}") from None
+            if time.monotonic() > deadline_s:
+                raise InputError(
+                    f"{path}: another process has been writing to it for {patience_s:g} s; try again when it has ended"
+                ) from None
+        time.sleep(_WAIT_S * (0.5 + random.random()))  # noqa: S311 only that not all come back at once
+
+
+def _refuse_other_formats(path: Path) -> None:
+    # DuckDB opens some files of other formats as databases of their own, with words that help nobody.
+    with path.open("rb") as file:
+        start = file.read(_MAGIC_AT + len(_MAGIC))
+    if not start.endswith(_MAGIC):
+        raise InputError(f"{path}: cannot be read as a history: it is no DuckDB file; name another")
+
+
+def _make(path: Path) -> None:
+    """Make an empty history, unless somebody else has just done so."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{conventions.PARTIAL_SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with duckdb.connect(str(partial), config=_LIMITS) as connection:
+            for table in (tables.VERSION, *tables.KEPT):
+                columns = ", ".join(f'"{column.name}" {_TYPES[str(column.dtype)]}' for column in table.columns)
+                connection.execute(f"CREATE TABLE {table.name} ({columns})")
+            connection.execute(f"INSERT INTO {tables.VERSION.name} VALUES (?)", [SCHEMA])  # noqa: S608 a name of ours
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, path)  # unlike a renaming, never over a file that is there
+    except (OSError, duckdb.Error) as error:
+        raise InputError(f"{path}: cannot be made: {_first_line(error)}") from None
+    finally:
+        for left in (partial, partial.with_name(partial.name + ".wal")):
+            with contextlib.suppress(OSError):
+                left.unlink(missing_ok=True)
+
+
+def _refuse_what_is_none(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
+    """Raise InputError where a database has not our tables. A view of such a name is none."""
+    named = {name for (name,) in connection.execute("SELECT table_name FROM duckdb_tables()").fetchall()}
+    columns = connection.execute("SELECT table_name, column_name FROM duckdb_columns() WHERE NOT internal").fetchall()
+    there = {(name, column) for name, column in columns if name in named}
+    if not any(name == tables.VERSION.name for name, _ in there):
+        raise InputError(f"{path}: is a database, but no history of tracekit's; name another file")
+    found = connection.execute(f'SELECT max("schema") FROM {tables.VERSION.name}').fetchone()  # noqa: S608
+    version = found[0] if found else None
+    if isinstance(version, int) and version > SCHEMA:
+        raise InputError(
+            f"{path}: was written by a later tracekit (history {version}, this one knows {SCHEMA}): upgrade tracekit"
+        )
+    missing = [f"{t.name}.{c.name}" for t in tables.KEPT for c in t.columns if (t.name, c.name) not in there]
+    if version != SCHEMA or missing:
+        raise InputError(f"{path}: is no whole history: it lacks {missing[0] if missing else 'its version'}")
+
+
+def _put(connection: duckdb.DuckDBPyConnection, entry: Entry, told: Commit) -> str:
+    """Keep one run; return what became of it."""
+    old = connection.execute(
+        'SELECT "commit", commit_text, branch, digest, added_ns FROM runs WHERE run = ?', [entry.run]
+    ).fetchone()
+    if old is not None:
+        entry = with_known(entry, Commit(old[0], old[1], old[2]), told)
+        if entry.digest == old[3]:
+            return "same"
+        for table in tables.KEPT:
+            connection.execute(f"DELETE FROM {table.name} WHERE run = ?", [entry.run])  # noqa: S608 a name of ours
+    added_ns = time.time_ns() if old is None else old[4]
+    for table, rows in _rows(entry, added_ns).items():
+        marks = ", ".join("?" * len(table.columns))
+        if rows:
+            connection.executemany(f"INSERT INTO {table.name} VALUES ({marks})", rows)  # noqa: S608
+    return "new" if old is None else "renewed"
+
+
+def _rows(entry: Entry, added_ns: int) -> dict[schema.Table, list[list[Any]]]:
+    commit = entry.commit
+    run: dict[str, Any] = {
+        "run": entry.run,
+        "digest": entry.digest,
+        "name": entry.name,
+        "at_ns": added_ns if entry.at_ns is None else entry.at_ns,
+        "added_ns": added_ns,
+        "commit": commit.sha,
+        "commit_text": commit.text,
+        "branch": commit.branch,
+        "fingerprint": entry.fingerprint,
+        "tool_version": entry.tool_version,
+        "passed": entry.passed,
+        "failures": list(entry.failures),
+    }
+    facts = [
+        {"field": field, "value": value, "is_identity": told is entry.identity}
+        for told in (entry.identity, entry.facts)
+        for field, value in told.items()
+    ]
+    kept: dict[schema.Table, Iterable[dict[str, Any]]] = {
+        tables.RUNS: [run],
+        tables.FACTS: facts,
+        tables.METRICS: [vars(each) for each in entry.metrics],
+        tables.FINDINGS: [vars(each) for each in entry.findings],
+    }
+    return {
+        table: [[_said({"run": entry.run, **row}[column.name]) for column in table.columns] for row in rows]
+        for table, rows in kept.items()
+    }
+
+
+def _said(value: object) -> object:
+    # Of a file's name there may be bytes that are no text.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _frame(connection: duckdb.DuckDBPyConnection, table: schema.Table) -> pl.DataFrame:
+    columns = ", ".join(f'"{column.name}"' for column in table.columns)
+    rows = connection.execute(f"SELECT {columns} FROM {table.name}").fetchall()  # noqa: S608 names of ours
+    return pl.DataFrame(rows, schema=table.schema, orient="row")
+
+
+def _first_line(error: BaseException) -> str:
+    line = " ".join((str(error).splitlines() or [type(error).__name__])[0].split())
+    return _KIND.sub("", line)

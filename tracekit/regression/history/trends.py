@@ -1,0 +1,169 @@
+"""What became of each metric over the runs of one fingerprint, and what came with each change."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.regression.change import MIN_EFFECT, MIN_STEP_SHARE, Values
+from tracekit.regression.history import change_points
+from tracekit.regression.history.change_points import Drift
+from tracekit.regression.history.store import History
+from tracekit.regression.quantities import is_share
+from tracekit.regression.samples import LOWER_IS_BETTER
+
+_STEP_TIME = "step_time_ns"
+_NEIGHBOURS = 5  # runs on either side of a change whose findings and facts are held against each other
+_OFTEN = 0.5
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A metric changed its level for good between the runs `last` and `first`, indexes into the group's runs."""
+
+    metric: str
+    last: int
+    first: int
+    before: float
+    after: float
+    is_worse: bool
+    appeared: tuple[str, ...]
+    """Ids of findings that most runs before it had not, and most runs after it have."""
+    gone: tuple[str, ...]
+    differs: tuple[tuple[str, str | None, str | None], ...]
+    """What the manifests of `last` and `first` say differently: field, before, after."""
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """One metric over the runs of a group: `values` (n,) are medians; NaN where a run did not measure it."""
+
+    metric: str
+    values: Values
+    shifts: tuple[Shift, ...]
+    drifts: tuple[Drift, ...]
+    """Their runs are indexes into the group's runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The runs of one fingerprint, in order of time, with what became of each metric.
+
+    `runs`, `metrics` and `findings` are the history's tables of these runs; `identity` is what they agree in.
+    """
+
+    fingerprint: str
+    identity: Mapping[str, str]
+    runs: pl.DataFrame
+    metrics: pl.DataFrame
+    findings: pl.DataFrame
+    series: tuple[Series, ...]
+
+
+def groups(
+    history: History,
+    *,
+    metrics: Sequence[str] | None = None,
+    last: int | None = None,
+    branch: str | None = None,
+) -> tuple[Group, ...]:
+    """Return the runs by fingerprint, that of the latest run first, with all metrics or those named.
+
+    `last` takes so many of the latest runs of each; `branch` those of one branch.
+    """
+    runs = history.runs if branch is None else history.runs.filter(pl.col("branch") == branch)
+    found = []
+    for (fingerprint,), rows in runs.group_by("fingerprint", maintain_order=True):
+        taken = rows if last is None else rows.tail(last)
+        found.append((int(taken["at_ns"][-1]), _group(history, str(fingerprint), taken, metrics)))
+    return tuple(group for _, group in sorted(found, key=lambda pair: -pair[0]))
+
+
+def worst_first(group: Group) -> tuple[Shift, ...]:
+    """Return all changes of a group, the latest first."""
+    shifts = [shift for series in group.series for shift in series.shifts]
+    order = list(LOWER_IS_BETTER)
+    return tuple(sorted(shifts, key=lambda shift: (-shift.first, not shift.is_worse, order.index(shift.metric))))
+
+
+def _group(history: History, fingerprint: str, runs: pl.DataFrame, wanted: Sequence[str] | None) -> Group:
+    keys = runs.select("run")
+    measured, findings, facts = (
+        table.join(keys, on="run", how="semi") for table in (history.metrics, history.findings, history.facts)
+    )
+    own = facts.filter(pl.col("is_identity") & (pl.col("run") == runs["run"][-1]))
+    values = {name: _values(measured, runs, name) for name in LOWER_IS_BETTER if name in set(measured["metric"])}
+    step_ns = float(np.nanmedian(values[_STEP_TIME])) if _STEP_TIME in values else None
+    series = [
+        _series(metric, each, step_ns, runs, findings, facts)
+        for metric, each in values.items()
+        if wanted is None or metric in wanted
+    ]
+    return Group(
+        fingerprint,
+        dict(own.select("field", "value").sort("field").iter_rows()),
+        runs,
+        measured,
+        findings,
+        tuple(series),
+    )
+
+
+def _values(measured: pl.DataFrame, runs: pl.DataFrame, metric: str) -> Values:
+    rows = measured.filter(pl.col("metric") == metric).select("run", "median")
+    joined = runs.select("run").join(rows, on="run", how="left", maintain_order="left")
+    return joined["median"].fill_null(float("nan")).to_numpy().astype(np.float64)
+
+
+def _series(
+    metric: str, values: Values, step_ns: float | None, runs: pl.DataFrame, findings: pl.DataFrame, facts: pl.DataFrame
+) -> Series:
+    places = np.flatnonzero(np.isfinite(values))
+    found = change_points.trend(values[places], least=_least(metric, values[places], step_ns))
+    shifts = []
+    for step in found.steps:
+        last, first = int(places[step.index - 1]), int(places[step.index])
+        worse = (step.after > step.before) == LOWER_IS_BETTER[metric]
+        appeared, gone = _findings_changed(runs, findings, first)
+        differs = _facts_changed(facts, str(runs["run"][last]), str(runs["run"][first]))
+        shifts.append(Shift(metric, last, first, step.before, step.after, worse, appeared, gone, differs))
+    drifts = (
+        Drift(int(places[each.first]), int(places[each.past - 1]) + 1, each.before, each.after) for each in found.drifts
+    )
+    return Series(metric, values, tuple(shifts), tuple(drifts))
+
+
+def _least(metric: str, values: Values, step_ns: float | None) -> float:
+    """Return the smallest change that is one, in the metric's own unit, as a comparison of two runs has it."""
+    if is_share(metric):
+        return MIN_EFFECT
+    least = MIN_EFFECT * abs(float(np.median(values))) if len(values) else 0.0
+    within_step = metric.endswith("_ns") and metric != _STEP_TIME and step_ns is not None
+    return max(least, MIN_STEP_SHARE * step_ns) if within_step and step_ns else least
+
+
+def _findings_changed(
+    runs: pl.DataFrame, findings: pl.DataFrame, first: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the ids of findings that came and that went with a change, each in order."""
+    before, after = (
+        _shares(findings, runs["run"].slice(begin, count))
+        for begin, count in ((max(0, first - _NEIGHBOURS), min(first, _NEIGHBOURS)), (first, _NEIGHBOURS))
+    )
+    came = sorted(each for each in after if after[each] - before.get(each, 0.0) > _OFTEN)
+    went = sorted(each for each in before if before[each] - after.get(each, 0.0) > _OFTEN)
+    return tuple(came), tuple(went)
+
+
+def _shares(findings: pl.DataFrame, runs: pl.Series) -> dict[str, float]:
+    rows = findings.filter(pl.col("run").is_in(runs.to_list())).group_by("finding").agg(pl.col("run").n_unique())
+    return {finding: count / len(runs) for finding, count in rows.iter_rows()}
+
+
+def _facts_changed(facts: pl.DataFrame, last: str, first: str) -> tuple[tuple[str, str | None, str | None], ...]:
+    before, after = (
+        dict(facts.filter(pl.col("run") == run).select("field", "value").iter_rows()) for run in (last, first)
+    )
+    fields = sorted(before.keys() | after.keys())
+    return tuple((f, before.get(f), after.get(f)) for f in fields if before.get(f) != after.get(f))

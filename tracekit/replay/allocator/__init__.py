@@ -1,0 +1,11 @@
+"""A model of PyTorch's CUDA caching allocator (the native backend), block for block.
+
+Written from the allocator's behaviour, and checked against recorded snapshots: `tracekit.replay.allocator.playback` plays their histories
+and compares every address. Nothing here knows of traces or files.
+"""
+
+from tracekit.replay.allocator.blocks import Block, Overlap
+from tracekit.replay.allocator.model import Allocator, BlockState, OutOfMemory, SegmentEvent, SegmentState
+from tracekit.replay.allocator.settings import Settings
+
+__all__ = ["Allocator", "Block", "BlockState", "OutOfMemory", "Overlap", "SegmentEvent", "SegmentState", "Settings"]

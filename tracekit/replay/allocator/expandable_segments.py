@@ -1,0 +1,151 @@
+"""Expandable segments: address space that memory is mapped into page by page, so that a segment grows in place."""
+
+from typing import TYPE_CHECKING
+
+from tracekit.replay.allocator.blocks import Block, Pool
+from tracekit.replay.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
+
+if TYPE_CHECKING:
+    from tracekit.replay.allocator.model import Allocator
+
+
+def preferred(pool: Pool, place: int, *, in_use: bool) -> int:
+    """Return the place of the block to take, where the best fit, at `place`, is part of an expandable segment.
+
+    A block at the end of its segment counts with the space that it can grow into: such a one is taken last. Where
+    expandable segments were turned off again, none of theirs is taken.
+    """
+    keys, by_key = pool.keys, pool.by_key
+    if not in_use:
+        while place < len(keys) and by_key[keys[place]].base is not None:
+            place += 1
+        return place
+    best = by_key[keys[place]]
+    for further in range(place + 1, len(keys)):
+        # Only a block that can grow is worth passing over: the others come in order of size.
+        if best.base is None or best.next is None or best.next.mapped:
+            break
+        following = by_key[keys[further]]
+        if _reach_bytes(following) >= _reach_bytes(best):
+            break
+        best, place = following, further
+    return place
+
+
+def grown(allocator: "Allocator", pool: Pool, size: int) -> Block | None:
+    """Return a block of at least `size` that memory was mapped for, taken out of its pool; None if there is no room."""
+    block = _candidate(pool, size)
+    if block is None:
+        block = _new_space(allocator, pool)
+    if block.bytes < size and block.whole:
+        return None  # more than a segment can ever hold
+    if not block.mapped and not _map(allocator, block, min(block.bytes, size)):
+        return None
+    while block.bytes < size:
+        following = block.next
+        assert following is not None
+        if not _map(allocator, following, min(size - block.bytes, following.bytes)):
+            return None
+        block = following
+    pool.remove(block)
+    return block
+
+
+def unmap(allocator: "Allocator", block: Block) -> None:
+    """Give back the whole pages of a free block; what is left of it at either end stays free."""
+    pool, page = block.pool, _page_bytes(block.pool)
+    assert block.base is not None
+    begin = block.base + -(-(block.address - block.base) // page) * page
+    end = block.base + (block.address + block.bytes - block.base) // page * page
+    if begin >= end:
+        return
+    pool.remove(block)
+    if begin > block.address:
+        pool.add(Block(block.address, begin - block.address, pool, block.base, block.previous, block))
+    if block.address + block.bytes > end:
+        past = block.address + block.bytes
+        pool.add(Block(end, past - end, pool, block.base, block, block.next))
+    block.address, block.bytes, block.mapped = begin, end - begin, False
+    for neighbour in (block.previous, block.next):
+        if neighbour is not None and not neighbour.mapped:
+            del pool.unmapped[neighbour.address]
+            block.absorb(neighbour)
+    if not block.whole:
+        pool.unmapped[block.address] = block
+    allocator.unreserve("segment_unmap", begin, end - begin, pool)
+
+
+def reach(space: Block | None, address: int) -> Block | None:
+    """Return the space before a mapped range, cut to end at it; None where the range is in another segment."""
+    if space is None or not space.address <= address < space.address + space.bytes:
+        return None
+    if space.address == address:
+        before = space.previous
+        del space.pool.unmapped[space.address]
+        return before
+    space.bytes = address - space.address
+    return space
+
+
+def beyond(block: Block, end: int) -> Block:
+    """Return the space from the end of a mapped range to the end of its segment."""
+    begin = block.address + block.bytes
+    space = Block(begin, max(end - begin, 0), block.pool, block.base, block, None)
+    space.mapped = False
+    block.pool.unmapped[begin] = space
+    return space
+
+
+def _page_bytes(pool: Pool) -> int:
+    return SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
+
+
+def _reach_bytes(block: Block) -> int:
+    following = block.next
+    return block.bytes + (following.bytes if following is not None and not following.mapped else 0)
+
+
+def _candidate(pool: Pool, size: int) -> Block | None:
+    """Return where memory can be mapped for `size` bytes in one piece, at the lowest address."""
+    for address in sorted(pool.unmapped):
+        first = pool.unmapped[address]
+        if first.previous is not None and not first.previous.active:
+            first = first.previous  # a free block right before it is used too
+        room, block = 0, first
+        while room < size and not block.active:
+            room += block.bytes
+            if block.next is None:
+                break
+            block = block.next
+        if room >= size:
+            return first
+    return None
+
+
+def _new_space(allocator: "Allocator", pool: Pool) -> Block:
+    page = _page_bytes(pool)
+    size = -(-allocator.address_space_bytes // page) * page
+    address = allocator.place(size, pool)
+    space = Block(address, size, pool, address)
+    space.mapped = False
+    pool.unmapped[address] = space
+    return space
+
+
+def _map(allocator: "Allocator", block: Block, size: int) -> bool:
+    """Map pages into the front of a space; it becomes a free block, joined with free neighbours."""
+    pool, page = block.pool, _page_bytes(block.pool)
+    size = -(-size // page) * page
+    if allocator.reserved_bytes + size > allocator.capacity_bytes:
+        return False
+    address = block.address
+    del pool.unmapped[address]
+    if size < block.bytes:
+        rest = Block(address + size, block.bytes - size, pool, block.base, block, block.next)
+        rest.mapped = False
+        pool.unmapped[rest.address] = rest
+        block.bytes = size
+    block.mapped = True
+    allocator.give(block)
+    allocator.reserve("segment_map", address, size, pool)
+    return True

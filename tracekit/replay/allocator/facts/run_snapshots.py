@@ -1,0 +1,114 @@
+"""Memory snapshots that lie beside a run's traces: RUN/rank00000.memory.pickle, of further windows one folder below."""
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import polars as pl
+
+from tracekit.analysis.memory import snapshot_files
+from tracekit.analysis.memory.snapshot_files import SnapshotFile
+from tracekit.errors import TracekitError
+from tracekit.ingest.readers.memory_snapshot import reader
+from tracekit.model import schema
+from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import RUN_DOUBTS, Run
+from tracekit.replay.allocator import playback
+from tracekit.replay.allocator.facts import snapshot_summary
+from tracekit.replay.allocator.settings import SMALL_BYTES
+
+POOL_COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, **snapshot_summary.FRAGMENTATION_COLUMNS, "waiting_bytes": pl.Int64,
+    "largest_request_bytes": pl.Int64,
+}  # fmt: skip
+HISTORY_COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "events": pl.Int64, "retries": pl.Int64,
+    "device_allocations": pl.Int64, "path": pl.String,
+}  # fmt: skip
+
+
+def pools(run: Run) -> pl.DataFrame:
+    """Return how free memory is cut up at the end of each snapshot beside the run's traces.
+
+    Columns window, rank and those of `snapshots.fragmentation`, waiting_bytes (freed, but another stream uses it) and
+    largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
+    the first 128 MiB of snapshots are read, and those that cannot be read are left to `doubts`.
+    """
+    return _looked_at(run)[0]
+
+
+def histories(run: Run) -> pl.DataFrame:
+    """Return what the allocator did in the history of each snapshot beside the run's traces.
+
+    Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device, of the
+    same snapshots as `pools`.
+    """
+    return _looked_at(run)[1]
+
+
+def doubts(run: Run) -> pl.DataFrame:
+    """Return a row for each snapshot beside the run's traces that cannot be read: columns as RUN_DOUBTS."""
+    return _looked_at(run)[2]
+
+
+def table(name: str) -> Callable[[Run], pl.DataFrame]:
+    """Return what makes, of a run, one of the tables of all its snapshots: columns window, rank and the table's own."""
+
+    def of_run(run: Run) -> pl.DataFrame:
+        place = {"window": pl.Int64(), "rank": pl.Int64()}
+        parts = [pl.DataFrame(schema=place | dict(schema.SNAPSHOT_TABLES[name].schema))]
+        for each in snapshot_files.files(run):
+            rows: pl.DataFrame = reader.read(each.path).tables[name]
+            where = (
+                pl.lit(value, pl.Int64).alias(key) for key, value in (("window", each.window), ("rank", each.rank))
+            )
+            parts.append(rows.select(*where, pl.all()))
+        return pl.concat(parts)
+
+    return of_run
+
+
+_POOL = ["device", "pool", "kind", "stream"]
+_KNOWN: WeakKeyDictionary[Run, tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]] = WeakKeyDictionary()
+
+
+def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+    """Return pools, histories and doubts: each snapshot is read once for all."""
+    if run not in _KNOWN:
+        found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
+        told: list[tuple[object, ...]] = []
+        bad = snapshot_files.unreadable(run)
+        for each in snapshot_files.first_files(run):
+            try:
+                snapshot = reader.read(each.path)
+            except TracekitError as error:
+                bad.append((each.rank, each.path, "unreadable_snapshot", str(error), 0.0))
+                continue
+            found.append(_pools(snapshot, each))
+            for device in snapshot.devices:
+                history = playback.of(snapshot, device)
+                counts = (len(history.action), history.retries, len(history.taken))
+                told.append((each.window, each.rank, device, *counts, each.path))
+        histories = pl.DataFrame(told, schema=HISTORY_COLUMNS, orient="row")
+        _KNOWN[run] = pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DOUBTS.schema, orient="row")
+    return _KNOWN[run]
+
+
+def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
+    told = snapshot_summary.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
+    told = told.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
+        pl.col("waiting_bytes").fill_null(0), window=pl.lit(place.window), rank=pl.lit(place.rank)
+    )
+    return told.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items())
+
+
+def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:
+    pending = snapshot.blocks.filter(~pl.col("state").is_in(["active_allocated", "inactive"]))
+    segments = snapshot.segments.select("device", *_POOL[1:], segment_address="address")
+    held = pending.join(segments, on=["device", "segment_address"])
+    return held.group_by(_POOL).agg(waiting_bytes=pl.col("bytes").sum())
+
+
+def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:
+    kind = pl.when(pl.col("bytes") <= SMALL_BYTES).then(pl.lit("small")).otherwise(pl.lit("large"))
+    asked = snapshot.events.filter(pl.col("action") == "alloc").group_by("device", "stream", kind=kind)
+    return asked.agg(largest_request_bytes=pl.col("bytes").max())

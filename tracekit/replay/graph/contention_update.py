@@ -1,0 +1,149 @@
+"""Contention after a change: what no longer runs side by side is no longer slowed, what now does is.
+
+How much compute is slowed by resident collectives, preparation by the main compute, and that by preparation, is
+measured on the recording (`beside`); a replay of the changed graph says what then runs beside what, and durations
+follow. A device does no more in all when two streams of kernels share it: what preparation gets, the main compute
+beside it lacks, also where the recording never had them side by side.
+"""
+
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.model import intervals
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.graph import contention_free
+from tracekit.replay.graph.dependency_graph import COLLECTIVE, Graph, Replayed
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+Floats = npt.NDArray[np.float64]
+_MOST = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class _Contention:
+    """Which nodes are the main compute, preparation and collectives of devices, and what they lose beside each other.
+
+    Of the time beside a collective `compute_loss` of each node is lost; of that beside main compute `preparation_loss`;
+    of main compute's beside preparation `main_loss`.
+    """
+
+    main: Flags
+    prepares: Flags
+    carries: Flags
+    place: Ints
+    compute_loss: Floats
+    preparation_loss: float
+    main_loss: float
+    is_told: bool
+    """Whether preparation was seen beside main compute; if not it is taken to run as fast there as alone."""
+
+
+def settled(graph: Graph, changed: Graph, *, crawling: bool = True, slowing: bool = True) -> tuple[Graph, Replayed]:
+    """Return a changed graph with its durations as the contention left in it makes them, and its replay.
+
+    Without `crawling`, preparation and compute no longer slow each other; without `slowing`, collectives no longer slow
+    compute. Raises CannotTellError where the change makes ranks wait for each other in a circle.
+    """
+    if (changed.edges.how == COLLECTIVE).sum() < (graph.edges.how == COLLECTIVE).sum():
+        raise CannotTellError("with it, ranks would wait for each other in a circle: the waits known do not all hold")
+    first = changed.replayed
+    known = _contention(graph)
+    if known is not None and not crawling:
+        known = replace(known, preparation_loss=0.0, main_loss=0.0)
+    if known is not None and not slowing:
+        known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
+    if known is None:
+        return changed, first
+    own = changed.own_ns.copy()
+    ranks = slice(0, graph.count)
+    before, after = _lost(graph, known, graph.replayed), _lost(graph, known, first)
+    own[ranks] = _moved(own[ranks], before, after)
+    if (own == changed.own_ns).all():
+        return changed, first
+    again = replace(changed, own_ns=own)
+    return again, again.replayed
+
+
+def guesses(graph: Graph, played: Replayed) -> bool:
+    """Return whether preparation runs beside main compute in a replay of a graph whose recording never shows that."""
+    known = _contention(graph)
+    if known is None or known.is_told:
+        return False
+    lost = _lost(graph, known, played).yielded_ns.sum()
+    return bool(lost > _GUESSED * graph.own_ns[: graph.count][known.prepares].sum())
+
+
+_GUESSED = 0.1  # of the time of preparation: less cannot change much
+
+_CONTENTION: WeakKeyDictionary[Graph, _Contention | None] = WeakKeyDictionary()
+
+
+def _contention(graph: Graph) -> _Contention | None:
+    if graph not in _CONTENTION:
+        _CONTENTION[graph] = _measured(graph) if graph.frame["device"].is_not_null().any() else None
+    return _CONTENTION[graph]
+
+
+def _measured(graph: Graph) -> _Contention | None:
+    kind = graph.frame["kind"].fill_null("")
+    carries = (kind == "communication").to_numpy()
+    prepares = np.zeros(graph.count, bool)
+    prepares[graph.prepared["node"].to_numpy()] = True
+    is_kernel = (kind == "compute").to_numpy()
+    computes, prepares = is_kernel & ~prepares, is_kernel & prepares
+    compute_loss = np.zeros(graph.count)
+    try:
+        at, longer = contention_free.longer_beside_collectives(graph)
+        compute_loss[at] = longer / (1 + longer)
+    except CannotTellError:
+        pass
+    told = contention_free.crawl(graph)
+    crawl = told or 0.0
+    if not compute_loss.any() and not prepares.any():
+        return None
+    place = graph.frame["rank"].fill_null(-1).to_numpy() * 4096 + graph.frame["device"].fill_null(-1).to_numpy() + 1
+    return _Contention(
+        computes, prepares, carries, place, compute_loss, crawl / (1 + crawl), 1 / (1 + crawl), told is not None
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Lost:
+    """What each node of the ranks lost in a replay: a share of its time to what slows it, and ns to what it yields."""
+
+    share: Floats
+    yielded_ns: Floats
+
+
+def _moved(took_ns: Ints, before: _Lost, after: _Lost) -> Ints:
+    """Return what nodes take that lose something else than before, not less than a twentieth of their time."""
+    same = (before.share == after.share) & (before.yielded_ns == after.yielded_ns)
+    work = np.maximum(took_ns * (1 - before.share) - before.yielded_ns, (1 - _MOST) * took_ns)
+    return np.where(same, took_ns, np.round((work + after.yielded_ns) / (1 - after.share))).astype(np.int64)
+
+
+def _lost(graph: Graph, known: _Contention, played: Replayed) -> _Lost:
+    """Return what nodes lose to what runs beside them in a replay.
+
+    Collectives and main compute slow what runs beside them for as long as it does. Main compute yields to preparation,
+    which ends: so much later it ends too, be it this kernel or the next.
+    """
+    start, end = played.start_ns[: graph.count], played.end_ns[graph.done]
+    spans = np.stack((start, end), axis=1)
+    took = np.maximum(end - start, 1)
+    share, yielded = np.zeros(graph.count), np.zeros(graph.count)
+    for place in np.unique(known.place[known.main]):
+        here = known.place == place
+        main, prepares, carries = (
+            np.flatnonzero(here & which) for which in (known.main, known.prepares, known.carries)
+        )
+        beside_calls = intervals.coverage(spans[main], intervals.union(spans[carries])) / took[main]
+        share[main] = known.compute_loss[main] * beside_calls
+        if len(prepares):
+            beside_main = intervals.coverage(spans[prepares], intervals.union(spans[main])) / took[prepares]
+            share[prepares] = known.preparation_loss * beside_main
+            yielded[main] = known.main_loss * intervals.coverage(spans[main], intervals.union(spans[prepares]))
+    return _Lost(np.minimum(share, _MOST), yielded)

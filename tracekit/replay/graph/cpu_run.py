@@ -1,0 +1,137 @@
+"""A CPU run as nodes and edges: its host computes itself, and waits for collectives that other threads carry.
+
+Nothing in such a trace says what the host waits for. A pause of the host in which a collective ends is taken as waiting
+for it, from its issue on, unless the host loads data or saves meanwhile; what follows the collective's end is the
+host's own time.
+"""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import host_activity
+from tracekit.model.sweep_line import Ints
+from tracekit.model.trace import Trace
+from tracekit.replay.graph import host_time
+from tracekit.replay.graph.nodes import HOST, WORK, Built, conformed, edge_table, numbered
+
+_BUSY = [host_activity.DOINGS.index(each) for each in (host_activity.DATA, host_activity.CHECKPOINT)]
+
+
+_WORK_COLUMNS = (
+    "ref", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns", "launch", "previous",
+)  # fmt: skip
+
+
+def built(trace: Trace) -> Built:
+    """Return nodes and edges of a CPU run."""
+    host = _host(trace)
+    calls = _carried(trace, host)
+    first_call = len(host)
+    start, end = host["start_ns"].to_numpy(), host["end_ns"].to_numpy()
+    reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if first_call else start
+    paused = np.maximum(start, reach)
+    think = host_time.spent(trace, reach, paused)
+    awaited, until = _awaited(calls, reach, paused)
+    waited = _waited(trace, reach, awaited, until)
+    think = _without(think, waited)
+    waits = np.flatnonzero(awaited >= 0)
+    lag = (paused - until)[waits]
+    own = np.maximum(end - paused, 0)
+    woken = _woken(calls, start)
+    nodes = host.with_columns(
+        pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
+        pl.Series("chain_ns", think.sum(axis=1)),
+        pl.Series("own_ns", own),
+        pl.Series("think_ns", think, dtype=pl.Array(pl.Int64, host_time.TYPES)),
+        pl.lit(HOST, pl.Int8).alias("what"),
+        pl.lit(-1, pl.Int64).alias("launch"),
+        pl.lit(0, pl.Int64).alias("launch_ns"),
+        pl.lit(-1, pl.Int8).alias("doing"),
+        pl.lit(None, pl.Int64).alias("device"),
+    )
+    work = calls.with_columns(
+        pl.when(pl.col("previous") >= 0).then(pl.col("previous") + first_call).otherwise(-1).alias("chain"),
+        pl.Series("chain_ns", woken),
+        pl.Series("launch_ns", woken),
+        (pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
+        pl.lit(WORK, pl.Int8).alias("what"),
+        pl.lit(-1, pl.Int8).alias("doing"),
+    )
+    edges = edge_table(waits, awaited[waits] + first_call, "sync", inferred=True, lag_ns=lag)
+    return Built(numbered(pl.concat([nodes, work], how="diagonal_relaxed")), conformed(edges))
+
+
+def _host(trace: Trace) -> pl.DataFrame:
+    """Return what computes, and the moments at which collectives are issued, in order."""
+    compute = trace.activities.filter(pl.col("kind") != "communication").select(
+        pl.col("id").alias("ref"), "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns",
+        (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.lit(-1, pl.Int64).alias("call"),
+    )  # fmt: skip
+    issues = (
+        trace.activities.filter(pl.col("kind") == "communication")
+        .select(pl.col("id").alias("call"), "launch_id")
+        .join(trace.ops, left_on="launch_id", right_on="id")
+        .select(
+            pl.lit(None, pl.Int64).alias("ref"), "lane", pl.lit(None, pl.String).alias("kind"), "name", "step", "phase",
+            "unit",
+            "span", "start_ns", pl.col("start_ns").alias("end_ns"), "call",
+        )
+    )  # fmt: skip
+    return pl.concat([compute, issues]).sort("start_ns", "end_ns", maintain_order=True)
+
+
+def _carried(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
+    """Return the collectives by lane and start, each with its issue (launch, -1: not known) and the one before it."""
+    issues = host.select(pl.int_range(pl.len()).cast(pl.Int64).alias("launch"), "call").filter(pl.col("call") >= 0)
+    calls = (
+        trace.activities.filter(pl.col("kind") == "communication")
+        .join(issues, left_on="id", right_on="call", how="left", maintain_order="left")
+        .sort("lane", "start_ns", "id")
+        .with_columns((pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.col("id").alias("ref"))
+    )
+    return calls.with_columns(
+        pl.col("launch").fill_null(-1),
+        pl.when(pl.col("lane") == pl.col("lane").shift(1))
+        .then(pl.int_range(pl.len()).cast(pl.Int64) - 1)
+        .otherwise(-1)
+        .fill_null(-1)
+        .alias("previous"),
+    ).select(*_WORK_COLUMNS)
+
+
+def _awaited(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Ints]:
+    """Return the collective whose end is the last within each pause of the host (-1: none), and that end."""
+    ends = calls["end_ns"].to_numpy()
+    order = np.argsort(ends, kind="stable")
+    last = np.searchsorted(ends[order], to_ns, side="right") - 1
+    row = order[np.maximum(last, 0)] if len(order) else np.zeros(len(to_ns), np.int64)
+    found = (last >= 0) & (to_ns > from_ns)
+    if len(order):
+        found &= ends[row] > from_ns
+    until = np.where(found, ends[row] if len(order) else 0, to_ns)
+    return np.where(found, row, -1), until
+
+
+def _woken(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
+    """Return how long each collective's thread took to begin it once it was issued and the one before had ended."""
+    launch, previous = calls["launch"].to_numpy(), calls["previous"].to_numpy()
+    start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
+    if not len(start):
+        return start
+    could = np.where(launch >= 0, issued_ns[np.maximum(launch, 0)] if len(issued_ns) else start, start.min())
+    could = np.where(previous >= 0, np.maximum(could, end[np.maximum(previous, 0)]), could)
+    known = (launch >= 0) | (previous >= 0)
+    return np.asarray(np.where(known, np.maximum(start - could, 0), 0), np.int64)
+
+
+def _waited(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
+    """Return, by what the host did, the part of each pause that passed in waiting, and what follows it."""
+    found = np.flatnonzero(awaited >= 0)
+    waiting = np.zeros((len(from_ns), host_time.TYPES), np.int64)
+    waiting[found] = host_time.spent(trace, from_ns[found], until[found])
+    waiting[:, _BUSY] = 0
+    return waiting
+
+
+def _without(think: Ints, waited: Ints) -> Ints:
+    return np.asarray(np.maximum(think - waited, 0), np.int64)

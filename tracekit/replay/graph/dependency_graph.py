@@ -1,0 +1,352 @@
+"""The dependency graph of one profiled window over all its ranks, and its replay."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Run
+from tracekit.replay.graph import trace_graph
+from tracekit.replay.graph.nodes import WORK
+from tracekit.sync import alignment, collective_matching
+
+START_ORDER, COLLECTIVE, RELEASE = "start_order", "collective", "release"
+_FAR = -(1 << 60)
+_ROUNDS = 200
+_KEY = ("window", "rank")
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The nodes of all ranks of a window, by rank, then one for each collective that several ranks joined.
+
+    `frame` holds the ranks' nodes (columns of `timeline.nodes`, and rank; times on the run's clock; chain and launch
+    numbered over all). Its rows come first; the joints follow. `joint_of` is the joint of a rank's part in a
+    collective (-1: none): the part then stands for its arrival, the joint for the end on all ranks. `own_ns` is what a
+    node takes, `chain_ns` what must pass after the node before it on its thread or stream. `edges` are further waits.
+    `windows` tells the steps (columns of `timeline.windows`, and rank), `parts` the collectives (at: node, done: the
+    joint, or at; rank, op, group, members, group_size, bytes), `prepared` what prepares them (columns of
+    `timeline.preparation`).
+    """
+
+    window: int
+    frame: pl.DataFrame
+    joint_of: Ints
+    chain: Ints
+    launch: Ints
+    launch_ns: Ints
+    own_ns: Ints
+    chain_ns: Ints
+    edges: "Edges"
+    windows: pl.DataFrame
+    parts: pl.DataFrame
+    prepared: pl.DataFrame
+    origin_ns: int
+    order: Ints = field(repr=False)
+
+    @property
+    def count(self) -> int:
+        """Return the number of the ranks' nodes."""
+        return len(self.joint_of)
+
+    @cached_property
+    def done(self) -> Ints:
+        """Return for each of the ranks' nodes the node whose end is its end."""
+        return np.where(self.joint_of >= 0, self.joint_of, np.arange(self.count))
+
+    @cached_property
+    def replayed(self) -> "Replayed":
+        """Return its replay, unmodified; replayed once."""
+        return replay(self)
+
+    def column(self, name: str) -> Any:
+        """Return a column of the ranks' nodes as an array."""
+        return self.frame[name].to_numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Waits between nodes other than by order of thread or stream: launches, events, and what else is known."""
+
+    waiting: Ints
+    awaited: Ints
+    lag_ns: Ints
+    how: npt.NDArray[np.str_]
+    inferred: Flags
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def kept(self, which: Flags) -> "Edges":
+        """Return some of the edges."""
+        return Edges(*(getattr(self, name)[which] for name in ("waiting", "awaited", "lag_ns", "how", "inferred")))
+
+    def with_more(self, other: "Edges") -> "Edges":
+        """Return these edges and others."""
+        both = ("waiting", "awaited", "lag_ns", "how", "inferred")
+        return Edges(*(np.concatenate((getattr(self, name), getattr(other, name))) for name in both))
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """When each node started and ended in a replay, in ns since the window's origin."""
+
+    start_ns: Ints
+    end_ns: Ints
+
+
+FACTS = (trace_graph.nodes, trace_graph.edges, trace_graph.windows, trace_graph.preparation, collective_matching.calls)
+"""What a graph is built from, measured in one pass over the traces when a replay is first asked for."""
+
+
+def graphs(run: Run) -> list[Graph]:
+    """Return the graph of each window of a run."""
+    run.measure(FACTS)
+    nodes = alignment.shifted(run.table(trace_graph.nodes), run.offsets, ("start_ns", "end_ns"))
+    edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
+    found = []
+    for (window,), mine in nodes.group_by("window", maintain_order=True):
+        here = pl.col("window") == window
+        found.append(_graph(run, int(str(window)), mine, edges.filter(here), windows.filter(here)))
+    return found
+
+
+def replay(graph: Graph) -> Replayed:
+    """Return when every node starts and ends if each starts as soon as what it waits for allows.
+
+    One pass in topological order. A collective ends on all ranks its own time after the last has arrived.
+    """
+    position = np.empty(len(graph.order) + 1, np.int64)
+    position[graph.order] = np.arange(1, len(graph.order) + 1)
+    position[-1] = 0  # the root, at time 0: what waits for nothing names it by -1
+    third, third_ns, more = _slots(graph, position)
+    columns = (
+        position[graph.chain][graph.order],
+        np.where(graph.chain >= 0, graph.chain_ns, _FAR)[graph.order],
+        position[graph.launch][graph.order],
+        np.where(graph.launch >= 0, graph.launch_ns, _FAR)[graph.order],
+        third,
+        third_ns,
+        graph.own_ns[graph.order],
+    )
+    ends = [0] * (len(graph.order) + 1)
+    # A node's time needs the times of what it waits for: this loop is what cannot be done for all nodes at once.
+    for at, (a, a_ns, b, b_ns, c, c_ns, own_ns) in enumerate(zip(*(each.tolist() for each in columns), strict=True), 1):
+        start = ends[a] + a_ns
+        other = ends[b] + b_ns
+        if other > start:
+            start = other
+        other = ends[c] + c_ns
+        if other > start:
+            start = other
+        if at in more:
+            start = max(start, *(ends[d] + d_ns for d, d_ns in more[at]))
+        ends[at] = start + own_ns
+    end = np.array(ends, np.int64)[position[:-1]]
+    return Replayed(end - graph.own_ns, end)
+
+
+def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tuple[int, int]]]]:
+    """Return one further wait of each node in topological order (the root's if none), and those of nodes with more."""
+    edges = graph.edges
+    lag = np.where(edges.how == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
+    waiting, awaited = position[edges.waiting], position[edges.awaited]
+    sort = np.argsort(waiting, kind="stable")
+    waiting, awaited, lag = waiting[sort], awaited[sort], lag[sort]
+    first = np.append(True, waiting[1:] != waiting[:-1]) if len(waiting) else np.zeros(0, bool)
+    third, third_ns = np.zeros(len(graph.order), np.int64), np.zeros(len(graph.order), np.int64)
+    third[waiting[first] - 1], third_ns[waiting[first] - 1] = awaited[first], lag[first]
+    more: dict[int, list[tuple[int, int]]] = {}
+    for at, on, after in zip(waiting[~first].tolist(), awaited[~first].tolist(), lag[~first].tolist(), strict=True):
+        more.setdefault(at, []).append((on, after))
+    return third, third_ns, more
+
+
+def ordered(graph: Graph, key: Ints) -> Graph:
+    """Return the graph with its nodes in an order in which each follows what it waits for, by `key` where free.
+
+    Waits that would have to wait for themselves (clocks are rounded, and matching can err) are dropped: inferred ones
+    first, then collectives across ranks, then launches.
+    """
+    while True:
+        order = _put_off(graph, key)
+        if order is not None:
+            return replace(graph, order=order)
+        waiting, awaited = _pairs(graph)
+        free = _peeled(awaited, waiting, len(graph.chain))
+        if len(free) == len(graph.chain):
+            return replace(graph, order=np.array(free, np.int64))
+        tied = np.ones(len(graph.chain), bool)
+        tied[free] = False
+        tied[_peeled(waiting, awaited, len(graph.chain))] = False
+        graph = _less(graph, tied)
+
+
+def _put_off(graph: Graph, key: Ints) -> Ints | None:
+    """Return an order by `key`, what comes too early put off; None where that takes more than some rounds."""
+    key = key.copy()
+    waiting, awaited = _pairs(graph)
+    for _ in range(_ROUNDS):
+        late = np.flatnonzero(key[waiting] <= key[awaited])
+        if not len(late):
+            return np.argsort(key, kind="stable").astype(np.int64)
+        np.maximum.at(key, waiting[late], key[awaited[late]] + 1)
+    return None
+
+
+def _peeled(before: Ints, after: Ints, count: int) -> list[int]:
+    """Return the nodes that follow no node that waits for itself, in order."""
+    by = np.argsort(before, kind="stable")
+    following, first = after[by].tolist(), np.searchsorted(before[by], np.arange(count + 1)).tolist()
+    left = np.bincount(after, minlength=count).tolist()
+    free = [node for node, waits in enumerate(left) if not waits]
+    for node in free:  # it grows as it goes
+        for other in following[first[node] : first[node + 1]]:
+            left[other] -= 1
+            if not left[other]:
+                free.append(other)
+    return free
+
+
+def _less(graph: Graph, tied: Flags) -> Graph:
+    """Return the graph without the least known of the waits between nodes that wait for themselves."""
+    both = tied[graph.edges.waiting] & tied[graph.edges.awaited] & (graph.edges.awaited >= 0)
+    for which in (both & graph.edges.inferred, both & (graph.edges.how == COLLECTIVE)):
+        if which.any():
+            return replace(graph, edges=graph.edges.kept(~which))
+    launch = np.where(tied & (graph.launch >= 0) & tied[graph.launch], -1, graph.launch)
+    return replace(graph, launch=launch, edges=graph.edges.kept(~both))
+
+
+def _pairs(graph: Graph) -> tuple[Ints, Ints]:
+    nodes = np.arange(len(graph.chain))
+    waiting = np.concatenate((nodes, nodes, graph.edges.waiting))
+    awaited = np.concatenate((graph.chain, graph.launch, graph.edges.awaited))
+    known = awaited >= 0
+    return waiting[known], awaited[known]
+
+
+# Building ------------------------------------------------------------------------------------------------------------
+
+
+def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, windows: pl.DataFrame) -> Graph:
+    counts = nodes.group_by("rank", maintain_order=True).agg(pl.len().cast(pl.Int64).alias("count"))
+    firsts = counts.select("rank", (pl.col("count").cum_sum() - pl.col("count")).alias("base"))
+    placed = nodes.join(firsts, on="rank", how="left", maintain_order="left")
+    base = placed["base"].to_numpy()
+    frame = placed.drop("base", "window")
+    joint_of, joints = _joints(run, window, placed)
+    count = len(joint_of)
+    done = np.where(joint_of >= 0, joint_of, np.arange(count))
+    nothing = np.full(len(joints), -1, np.int64)
+    chain, launch = (
+        np.concatenate((_moved(placed[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
+    )
+    own = np.where(joint_of >= 0, 0, placed["own_ns"].to_numpy())
+    origin = int(placed["start_ns"].min() or 0)  # type: ignore[arg-type]
+    moved = edges.join(firsts, on="rank", how="left", maintain_order="left")
+    graph = Graph(
+        window,
+        frame,
+        joint_of,
+        chain,
+        launch,
+        np.concatenate((placed["launch_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
+        np.concatenate((own, joints["transfer_ns"].to_numpy())),
+        np.concatenate((placed["chain_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
+        _between(moved, done).with_more(_into_joints(joint_of)).with_more(_released(placed, chain, launch, origin)),
+        windows.join(firsts, on="rank").with_columns(pl.col("first") + pl.col("base")).drop("base"),
+        _parts(run, window, frame, done),
+        run.table(trace_graph.preparation)
+        .filter(pl.col("window") == window)
+        .join(firsts, on="rank")
+        .with_columns(pl.col("node", "collective") + pl.col("base"))
+        .drop("base", "window"),
+        origin,
+        np.empty(0, np.int64),
+    )
+    return ordered(graph, _recorded(placed, joint_of, len(joints)))
+
+
+def _joints(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
+    """Return the joint of each node, and for each joint how long the data moved: the shortest duration of its ranks.
+
+    A rank that came last only transfers, the others wait before.
+    """
+    told = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
+    calls = run.across(collective_matching.matched).filter(pl.col("window") == window).drop_nulls("instance")
+    calls = calls.join(told.select("rank"), on="rank", how="semi")
+    several = calls.filter(pl.len().over("instance") > 1).select("rank", pl.col("activity_id").alias("ref"), "instance")
+    work = placed.with_row_index("at").filter(pl.col("what") == WORK).select("at", "rank", "ref", "own_ns")
+    parts = several.unique(["rank", "ref"], keep="first", maintain_order=True).join(work, on=["rank", "ref"])
+    joints = (
+        parts.group_by("instance", maintain_order=True)
+        .agg(pl.col("own_ns").min().alias("transfer_ns"), pl.col("at"))
+        .with_columns((pl.int_range(pl.len()) + placed.height).cast(pl.Int64).alias("joint"))
+    )
+    joint_of = np.full(placed.height, -1, np.int64)
+    members = joints.select("joint", "at").explode("at")
+    joint_of[members["at"].to_numpy()] = members["joint"].to_numpy()
+    return joint_of, joints
+
+
+def _parts(run: Run, window: int, frame: pl.DataFrame, done: Ints) -> pl.DataFrame:
+    told = run.table(collective_matching.calls).filter(pl.col("window") == window)
+    what = told.select(
+        "rank", pl.col("activity_id").alias("ref"), "op", "group", "members", "group_size", "bytes"
+    ).unique(["rank", "ref"])
+    mine = frame.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("done", done)).filter(
+        pl.col("kind") == "communication"
+    )
+    return mine.select("at", "done", "rank", "ref", "step", "phase", "unit").join(
+        what, on=["rank", "ref"], how="left", maintain_order="left"
+    )
+
+
+def _moved(of_trace: Ints, base: Ints, done: Ints) -> Ints:
+    """Return nodes named by their number in their trace as the nodes of the graph at which they are done."""
+    return np.where(of_trace >= 0, done[np.maximum(of_trace + base, 0)], -1)
+
+
+def _between(moved: pl.DataFrame, done: Ints) -> Edges:
+    base = moved["base"].to_numpy()
+    how = moved["how"].to_numpy().astype(np.str_)
+    awaited = moved["awaited"].to_numpy() + base
+    return Edges(
+        moved["waiting"].to_numpy() + base,
+        np.where(how == START_ORDER, awaited, done[awaited] if len(awaited) else awaited),
+        moved["lag_ns"].to_numpy(),
+        how,
+        moved["inferred"].to_numpy(),
+    )
+
+
+def _into_joints(joint_of: Ints) -> Edges:
+    parts = np.flatnonzero(joint_of >= 0)
+    return edges(joint_of[parts], parts, COLLECTIVE)
+
+
+def _released(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
+    """Return the waits for the window's begin: of each rank's host, and of what was launched before."""
+    free = np.flatnonzero((chain[: placed.height] < 0) & (launch[: placed.height] < 0))
+    return edges(free, np.full(len(free), -1, np.int64), RELEASE, placed["start_ns"].to_numpy()[free] - origin_ns)
+
+
+def edges(waiting: Ints, awaited: Ints, how: str, lag_ns: Ints | int = 0) -> Edges:
+    """Return known waits of one kind."""
+    lag = np.broadcast_to(np.asarray(lag_ns, np.int64), waiting.shape)
+    return Edges(waiting, awaited, lag, np.full(len(waiting), how), np.zeros(len(waiting), bool))
+
+
+def _recorded(placed: pl.DataFrame, joint_of: Ints, joints: int) -> Ints:
+    """Return for each node when it was done, or arrived: the order of the recording, which is nearly right."""
+    start, end = placed["start_ns"].to_numpy(), placed["end_ns"].to_numpy()
+    key = np.where(joint_of >= 0, start, end)
+    together = np.full(joints, np.iinfo(np.int64).min, np.int64)
+    parts = np.flatnonzero(joint_of >= 0)
+    np.maximum.at(together, joint_of[parts] - len(joint_of), start[parts] + 1)
+    return np.concatenate((key, together))

@@ -1,0 +1,201 @@
+"""Collectives that could start earlier: gathers that wait for too much compute, turns on one communicator or stream."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.graph.dependency_graph import COLLECTIVE, Edges, Graph, edges, ordered
+from tracekit.replay.graph.nodes import WAIT
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+COMMUNICATOR, EVENT = "communicator", "event"
+_GATHER, _REDUCE = "all_gather", "reduce_scatter"
+
+
+def apart(graph: Graph) -> Graph:
+    """Let collectives of one group but different ops not wait for each other's turn on the communicator."""
+    return replace(graph, edges=graph.edges.kept(graph.edges.how != COMMUNICATOR))
+
+
+def sooner(graph: Graph) -> Graph:
+    """Let each all-gather of a step wait for the compute that the one before it waited for, and precede its reduction.
+
+    In backward an all-gather that comes after a reduce-scatter takes its turn on communicator and stream before it, if
+    the reduce-scatter waits for later compute than the all-gather then does. Raises CannotTellError where no all-gather
+    waits for compute.
+    """
+    calls = _in_order(graph)
+    held = _held(graph, calls)
+    if held.is_empty():
+        raise CannotTellError("no all-gather is known to wait for compute")
+    moved = replace(graph, edges=_earlier(graph.edges, held))
+    after = pl.concat([
+        held.select("at", pl.Series("after", _computed(graph, held["instead"].to_numpy()), pl.Int64)),
+        _reductions_after(graph, calls),
+    ]).with_columns(held=pl.lit(True))  # fmt: skip
+    return _in_turn(moved, _swapped(calls.join(after, on="at", how="left", maintain_order="left")))
+
+
+def first(graph: Graph) -> Graph:
+    """Let each all-gather that comes right after a reduce-scatter take its turn before it, where they share turns."""
+    calls = _in_order(graph)
+    return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True), after=pl.lit(None, pl.Int64))))
+
+
+def _in_order(graph: Graph) -> pl.DataFrame:
+    """Return the gathers and reduce-scatters in the order of their turns, by rank and group."""
+    lane = graph.column("lane")
+    turn = np.empty(len(graph.order), np.int64)
+    turn[graph.order] = np.arange(len(graph.order))
+    found = graph.parts.filter(pl.col("op").is_in([_GATHER, _REDUCE]))
+    at = found["at"].to_numpy()
+    return found.with_columns(pl.Series("lane", lane[at]), pl.Series("turn", turn[at])).sort("rank", "group", "turn")
+
+
+def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return for each all-gather the event edge (row) by which it waits for compute, and the one it may have instead.
+
+    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts. The first gather of a
+    micro-batch has none: nothing is gathered ahead of the forward pass that needs it.
+    """
+    on = graph.edges.awaited
+    real = (graph.edges.how == EVENT) & (on >= 0) & (on < graph.count)
+    rows = np.flatnonzero(real)
+    rows = rows[_is_main(graph)[on[rows]]]
+    by_waiting = pl.DataFrame({"item": graph.edges.waiting[rows], "edge": rows, "awaited": on[rows]})
+    gathers = calls.filter(pl.col("op") == _GATHER)
+    before = _leading(graph, gathers["at"].to_numpy())
+    told = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
+    begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
+    numbered = calls.with_columns(begins.fill_null(value=False).cum_sum().over("rank", "step").alias("micro_batch"))
+    placed = told.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
+    earlier = pl.col("awaited").shift(1).over("rank", "step", "micro_batch")
+    return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
+
+
+def _is_main(graph: Graph) -> Flags:
+    """Return what lies on the lane of each rank that computes most."""
+    busy = graph.frame.with_columns(pl.Series("own", graph.own_ns[: graph.count])).filter(pl.col("kind") == "compute")
+    main = busy.group_by("rank", "device", "lane").agg(pl.col("own").sum()).sort("own", "lane", descending=True)
+    chosen = main.unique(["rank", "device"], keep="first").select("rank", "lane", main=pl.lit(True))
+    told = graph.frame.select("rank", "lane").join(chosen, on=["rank", "lane"], how="left", maintain_order="left")
+    return np.asarray(told["main"].fill_null(value=False).to_numpy())
+
+
+def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
+    """Return each gather (at) with itself and the waits directly before it on its lane (item)."""
+    is_wait = graph.column("what") == WAIT
+    at, item = [gathers], [gathers]
+    current, of = graph.chain[gathers], gathers
+    while True:
+        going = (current >= 0) & (current < graph.count)
+        going[going] &= is_wait[current[going]]
+        if not going.any():
+            return pl.DataFrame({"at": np.concatenate(at), "item": np.concatenate(item)})
+        current, of = current[going], of[going]
+        at.append(of)
+        item.append(current)
+        current = graph.chain[current]
+
+
+def _computed(graph: Graph, nodes: Ints) -> Ints:
+    """Return for items of a main lane the last work up to each: equal where they wait for the same compute."""
+    found = nodes.copy()
+    is_wait = graph.column("what") == WAIT
+    while (waits := is_wait[found] & (graph.chain[found] >= 0)).any():
+        found[waits] = graph.chain[found[waits]]
+    return found
+
+
+def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the reduce-scatters (at) of which is known what compute they, or their preparation, wait for (after)."""
+    every, done = graph.edges, graph.done
+    rows = np.flatnonzero((every.how == EVENT) & (every.awaited >= 0) & (every.awaited < graph.count))
+    rows = rows[_is_main(graph)[every.awaited[rows]]]
+    awaited = dict(zip(every.waiting[rows].tolist(), _computed(graph, every.awaited[rows]).tolist(), strict=True))
+    ends = set(done[calls["at"].to_numpy()].tolist())
+    found = {}
+    for at in calls.filter(pl.col("op") == _REDUCE)["at"].to_list():
+        item = at
+        while item not in awaited and 0 <= (before := int(graph.chain[item])) < graph.count and before not in ends:
+            item = before
+        if item in awaited:
+            found[at] = awaited[item]
+    return pl.DataFrame({"at": list(found), "after": list(found.values())}, schema={"at": pl.Int64, "after": pl.Int64})
+
+
+def _earlier(every: Edges, held: pl.DataFrame) -> Edges:
+    awaited = every.awaited.copy()
+    awaited[held["edge"].to_numpy()] = held["instead"].to_numpy()
+    return replace(every, awaited=awaited)
+
+
+def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the calls with new turns: a held gather that directly follows a reduce-scatter goes before it.
+
+    Not so where it is known that the reduce-scatter waits for nothing that comes `after` what the gather waits for.
+    """
+    key = ["rank", "group"]
+    before = pl.col("op").shift(1).over(key) == _REDUCE
+    later = (pl.col("after").shift(1).over(key) > pl.col("after")).fill_null(value=True)
+    jumps = (pl.col("op") == _GATHER) & before & later & pl.col("held").fill_null(value=False)
+    numbered = calls.with_columns(pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps"))
+    jumped = numbered.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
+    place = pl.col("place") - pl.col("jumps").cast(pl.Int64) + pl.col("yields").cast(pl.Int64)
+    return jumped.with_columns(place.alias("place")).sort(*key, "place")
+
+
+@dataclass(frozen=True)
+class _Turns:
+    waiting: Ints
+    awaited: Ints
+
+
+def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
+    """Return the graph with the calls in new turns: on the communicator, and on the lanes that hold several ops."""
+    done = graph.done
+    turns = _follow(swapped, ["rank", "group"])
+    across = edges(turns.waiting, done[turns.awaited], COMMUNICATOR)
+    had = (graph.edges.how == COMMUNICATOR).any() or (graph.edges.how == COLLECTIVE).any()
+    every = graph.edges.kept(graph.edges.how != COMMUNICATOR)
+    chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
+    both = every.with_more(replace(across, inferred=np.ones(len(across), bool))) if had else every
+    key = np.empty(len(graph.order), np.int64)
+    key[graph.order] = np.arange(len(graph.order))
+    return ordered(replace(graph, edges=both, chain=chain), key)
+
+
+def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:
+    told = calls.with_columns(pl.col("at").shift(1).over(key).alias("before")).drop_nulls("before")
+    return _Turns(told["at"].to_numpy(), told["before"].to_numpy())
+
+
+def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
+    """Return the order of lanes with what leads each call moved along with it."""
+    chain = graph.chain.copy()
+    if calls.is_empty():
+        return chain
+    done = graph.done
+    heads = _heads(graph, calls["at"].to_numpy(), set(done[calls["at"].to_numpy()].tolist()))
+    told = calls.with_columns(pl.Series("head", heads))
+    ordered_calls = told.sort("rank", "lane", "place")
+    first = told.sort("rank", "lane", "turn").group_by("rank", "lane", maintain_order=True).agg(pl.col("head").first())
+    start = {(rank, lane): int(graph.chain[head]) for rank, lane, head in first.rows()}
+    last: dict[tuple[int, int], int] = {}
+    for rank, lane, at, head in ordered_calls.select("rank", "lane", "at", "head").rows():
+        chain[head] = last.get((rank, lane), start[rank, lane])
+        last[rank, lane] = int(done[at])
+    return chain
+
+
+def _heads(graph: Graph, calls: Ints, ends: set[int]) -> list[int]:
+    """Return for each call the first item after the call before it on its lane."""
+    found = []
+    for at in calls.tolist():
+        head = at
+        while (before := int(graph.chain[head])) >= 0 and before not in ends and before < graph.count:
+            head = before
+        found.append(head)
+    return found

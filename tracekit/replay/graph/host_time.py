@@ -1,0 +1,117 @@
+"""What a host did between the calls that matter to its device, and what its blocking calls waited for."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import host_activity
+from tracekit.model import sweep_line
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Trace
+
+TYPES = len(host_activity.DOINGS)
+ALLOCATOR, SYNCHRONIZE, LAUNCH = (
+    host_activity.DOINGS.index(each)
+    for each in (host_activity.ALLOCATOR, host_activity.SYNCHRONIZE, host_activity.LAUNCH)
+)
+_DRAINS = r"^(cuda|hip)(DeviceSynchronize|Free$|FreeHost|HostFree)|^cuCtxSynchronize"
+_BLOCKS = r"^(cuda|hip)(Stream|Event)Synchronize|^cu(Stream|Event)Synchronize|^(cuda|hip)Memcpy(2D)?$"
+_ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of a host that launch work or may wait for it, in order, as one chain over its launching threads.
+
+    `think_ns` is the host's time before each call by what it did (`hosts.DOINGS`), shape (n, TYPES); `doing` what the
+    call itself is. Of its own time `own_ns`, waiting is not a part once `waits` say what for.
+    """
+
+    id: Ints
+    start_ns: Ints
+    end_ns: Ints
+    think_ns: Ints
+    own_ns: Ints
+    doing: Ints
+    drains: Flags
+    blocks: Flags
+    launches: Flags
+    waits_itself: Flags
+    step: pl.Series
+    phase: pl.Series
+
+    def row_of_launch(self) -> dict[int, int]:
+        """Return at which row each call launches, by ops.id: the first that it has."""
+        return {each: at for at, each in reversed(list(enumerate(self.id.tolist())))}
+
+    def row_of_wait(self) -> dict[int, int]:
+        """Return at which row each call waits, by ops.id: the last that it has."""
+        return {each: at for at, each in enumerate(self.id.tolist())}
+
+
+def calls(trace: Trace) -> Calls:
+    """Return the calls of a trace with device activity; none where its launches are not known.
+
+    A call that launches work and returns when that is done has two rows: one that launches, one that waits.
+    """
+    launched = trace.activities["launch_id"].drop_nulls().unique()
+    name = pl.col("name")
+    found = (
+        trace.ops.join(host_activity.launching(trace), on="lane", how="semi")
+        .with_columns(
+            pl.col("id").is_in(launched.implode()).alias("launches"),
+            (name.str.contains(_DRAINS) & (pl.col("kind") == "runtime")).alias("drains"),
+            (name.str.contains(_BLOCKS) & (pl.col("kind") == "runtime")).alias("blocks"),
+            (name.str.contains(_ALLOCATES) & (pl.col("kind") == "runtime")).alias("allocates"),
+        )
+        .filter(pl.any_horizontal("launches", "drains", "blocks", "allocates"))
+    )
+    found = _split(trace, found).sort("start_ns", "id", "waits_itself")
+    start = found["start_ns"].to_numpy().astype(np.int64)
+    end = start + found["dur_ns"].to_numpy().astype(np.int64)
+    reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if len(start) else start
+    think = spent(trace, reach, np.maximum(start, reach))
+    doing = host_activity.doing(trace, start)
+    doing = np.where(doing > LAUNCH, LAUNCH, doing)
+    doing[_with_allocator(found) & (doing == SYNCHRONIZE)] = ALLOCATOR
+    own = np.maximum(end - np.maximum(start, reach), 0)
+    drains, blocks, launches, waits_itself = (
+        found[each].fill_null(value=False).to_numpy() for each in ("drains", "blocks", "launches", "waits_itself")
+    )
+    ids = found["id"].to_numpy().astype(np.int64)
+    return Calls(
+        ids, start, end, think, own, doing, drains, blocks, launches, waits_itself, found["step"], found["phase"]
+    )
+
+
+def spent(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
+    """Return what the host did in each of the disjoint, sorted spans, in ns by `hosts.DOINGS`, shape (n, TYPES)."""
+    found = np.zeros((len(from_ns), TYPES), np.int64)
+    some = np.flatnonzero(to_ns > from_ns)
+    spans = np.stack((from_ns[some], to_ns[some]), axis=1)
+    pieces = sweep_line.pieces(spans, host_activity.edges(trace))
+    doing = host_activity.doing(trace, pieces.start_ns)
+    np.add.at(found, (some[pieces.of], doing), pieces.end_ns - pieces.start_ns)
+    return found
+
+
+def _split(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
+    """Return the calls with those that return after the end of their own work in two rows."""
+    done = trace.activities.group_by("launch_id").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("done_ns"))
+    ended = found.join(done, left_on="id", right_on="launch_id", how="left", maintain_order="left")
+    returns_ns = pl.col("start_ns") + pl.col("dur_ns")
+    waits = (pl.col("launches") & (pl.col("done_ns") <= returns_ns)).fill_null(value=False)
+    told = ended.with_columns(waits.alias("waits_itself")).drop("done_ns")
+    begins = told.filter("waits_itself").with_columns(
+        pl.lit(0, pl.Int64).alias("dur_ns"),
+        *(pl.lit(value).alias(name) for name, value in (("waits_itself", False), ("drains", False), ("blocks", False))),
+    )
+    rest = told.with_columns((pl.col("launches") & ~pl.col("waits_itself")).alias("launches"))
+    return pl.concat([begins, rest])
+
+
+def _with_allocator(found: pl.DataFrame) -> Flags:
+    """Return which calls were made inside an op that also called the allocator: its waits are the allocator's."""
+    parents = found.filter(pl.col("allocates"))["parent_id"].drop_nulls().unique()
+    return found["parent_id"].is_in(parents.implode()).fill_null(value=False).to_numpy()

@@ -1,0 +1,125 @@
+"""Sharding inside a node and replicas across nodes (HSDP): shorter rings, and gradient shards all-reduced besides."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.communication.latency import Line
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph.dependency_graph import Edges, Graph, edges, ordered
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+_EVENT, _SYNC = "event", "sync"
+_REDUCE = "reduce_scatter"
+_NS = 1e9
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a recording of rings across nodes cannot tell: the GPUs of a node, and what a ring of them carries.
+
+    `bytes_per_s` is bus bandwidth as nccl-tests prints it.
+    """
+
+    gpus: int
+    bytes_per_s: float
+
+
+def replicated(graph: Graph, node: Node, lines: pl.DataFrame) -> Graph:
+    """Let parameters be sharded over the GPUs of a node only, and gradient shards be all-reduced across nodes.
+
+    A ring of m GPUs takes (m-1) hops and carries (m-1)/m of the bytes at the node's bandwidth. The all-reduce of a
+    shard among k nodes, one of m that share the node's network, takes 2(k-1) hops and carries 2(k-1)/k of the bytes
+    at the bandwidth of the recorded ring. It follows its reduce-scatter on a stream of its own; what waits for the last
+    reduce-scatter of a step waits for the last all-reduce too. The optimizer has k times as much to update. `lines` are
+    latency and bandwidth by group (`analysis.latency.by_group`). Raises CannotTellError where nothing is sharded across
+    nodes.
+    """
+    calls = _sharding(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
+    size = int(calls["group_size"][0])
+    if size <= node.gpus:
+        raise CannotTellError(
+            f"parameters are sharded over {size} ranks, which one node of {node.gpus} GPUs holds already"
+        )
+    if size % node.gpus:
+        raise CannotTellError(f"the {size} ranks that parameters are sharded over don't fill nodes of {node.gpus} GPUs")
+    if calls["bytes_per_ns"].null_count():
+        raise CannotTellError("collectives of one size only don't tell what the links carry")
+    line = Line(calls["hop_ns"][0], calls["bytes_per_ns"][0])
+    count, m = size // node.gpus, node.gpus
+    own = graph.own_ns.copy()
+    moved = (m - 1) * line.hop_ns + calls["bytes"].to_numpy() * (m - 1) / m / node.bytes_per_s * _NS
+    own[calls["done"].to_numpy()] = np.round(moved)
+    updates = ((graph.frame["phase"] == "optimizer") & (graph.frame["kind"] == "compute")).fill_null(value=False)
+    own[np.flatnonzero(updates.to_numpy())] *= count
+    reduced = calls.filter(pl.col("op") == _REDUCE)
+    took = 2 * (count - 1) * line.hop_ns + reduced["bytes"].to_numpy() * 2 * (count - 1) / count / line.bytes_per_ns
+    return _with_reductions(replace(graph, own_ns=own), reduced, np.round(took).astype(np.int64))
+
+
+def _sharding(graph: Graph) -> pl.DataFrame:
+    """Return the gathers and reduce-scatters of the largest group that has both, with their turns."""
+    turn = np.empty(len(graph.order), np.int64)
+    turn[graph.order] = np.arange(len(graph.order))
+    at = graph.parts["at"].to_numpy()
+    calls = graph.parts.with_columns(
+        pl.Series("turn", turn[at]), pl.Series("lane", graph.frame["lane"].to_numpy()[at])
+    ).filter(pl.col("op").is_in(["all_gather", _REDUCE]), pl.col("bytes") > 0)
+    both = calls.filter(pl.col("op").n_unique().over("group", "group_size") == 2).drop_nulls("group_size")
+    if both.is_empty():
+        raise CannotTellError("no group both gathers parameters and reduce-scatters gradients")
+    return both.filter(pl.col("group_size") == pl.col("group_size").max()).sort("rank", "turn")
+
+
+def _with_reductions(graph: Graph, reduced: pl.DataFrame, took_ns: Ints) -> Graph:
+    """Return the graph with an all-reduce after each reduce-scatter, one after the other, on a stream of its own."""
+    each = reduced.with_columns(pl.Series("took_ns", took_ns)).unique("done", keep="first", maintain_order=True)
+    each = each.sort("turn")
+    done, first = each["done"].to_numpy(), len(graph.chain)
+    new = np.arange(first, first + len(each), dtype=np.int64)
+    zeros = np.zeros(len(new), np.int64)
+    follows = edges(new, done, _EVENT)
+    key = np.empty(first + len(new), np.int64)
+    key[graph.order] = 2 * np.arange(first)
+    key[new] = key[done] + 1
+    wider = replace(
+        graph,
+        chain=np.concatenate((graph.chain, np.concatenate(([-1], new[:-1])))),
+        launch=np.concatenate((graph.launch, np.full(len(new), -1, np.int64))),
+        launch_ns=np.concatenate((graph.launch_ns, zeros)),
+        own_ns=np.concatenate((graph.own_ns, each["took_ns"].to_numpy())),
+        chain_ns=np.concatenate((graph.chain_ns, zeros)),
+        edges=graph.edges.with_more(follows).with_more(_waits_too(graph, reduced, dict(zip(done, new, strict=True)))),
+    )
+    return ordered(wider, key)
+
+
+def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) -> Edges:
+    """Return the waits for each step's last all-reduce: of what waits for its reduce-scatter, or what then follows it.
+
+    Waits for those before only free buffers.
+    """
+    every, lane, rank = graph.edges, graph.column("lane"), graph.column("rank")
+    turn = np.empty(len(graph.order), np.int64)
+    turn[graph.order] = np.arange(len(graph.order))
+    waiting: list[int] = []
+    awaited: list[int] = []
+    asked = np.flatnonzero(np.isin(every.how, (_EVENT, _SYNC)) & (every.awaited >= 0) & (every.waiting < graph.count))
+    for (of_rank, of_lane), mine in reduced.group_by("rank", "lane", maintain_order=True):
+        turns, done = mine["turn"].to_numpy(), mine["done"].to_numpy()
+        lasts = mine["step"].is_last_distinct().to_numpy()
+        ends = set(done[lasts].tolist())
+        for row in asked.tolist():
+            at, on = int(every.waiting[row]), int(every.awaited[row])
+            if rank[at] != of_rank or lane[at] == of_lane:
+                continue
+            if on in ends:
+                waiting.append(at)
+                awaited.append(reductions[on])
+            elif on < graph.count and rank[on] == of_rank and lane[on] == of_lane:
+                last = int(np.searchsorted(turns, turn[on], side="right")) - 1
+                if last >= 0 and lasts[last]:
+                    waiting.append(at)
+                    awaited.append(reductions[int(done[last])])
+    return edges(np.array(waiting, np.int64), np.array(awaited, np.int64), _EVENT)

@@ -1,0 +1,58 @@
+"""Work that a step need not do: reductions of every micro-batch, activations computed twice."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.model.sweep_line import Flags
+from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.nodes import HOST
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+_REDUCES = ("reduce_scatter", "all_reduce")
+
+
+def recomputed(graph: Graph) -> Flags:
+    """Return the work that recomputes activations. Raises CannotTellError where nothing marks any."""
+    found = np.asarray(graph.frame["recomputed"].fill_null(value=False).to_numpy())
+    if not found.any():
+        raise CannotTellError("nothing in the trace is known to be computed twice")
+    return found
+
+
+def once(graph: Graph) -> Graph:
+    """Let gradients be reduced in the last micro-batch of a step only, and prepared for it.
+
+    A micro-batch begins where forward follows upon backward. Raises CannotTellError where steps have one.
+    """
+    numbered = _micro_batches(graph)
+    calls = graph.parts.select("at", "done", "rank", "op").join(
+        numbered, left_on="at", right_on="node", how="left", maintain_order="left"
+    )
+    early = calls.filter(
+        pl.col("op").is_in(_REDUCES), pl.col("micro_batch") < pl.col("last"), pl.col("phase") == "backward"
+    )
+    if early.is_empty():
+        raise CannotTellError("no step reduces gradients before its last micro-batch")
+    own = graph.own_ns.copy()
+    own[early["done"].to_numpy()] = 0
+    own[early["at"].to_numpy()] = 0
+    prepares = graph.prepared.filter(pl.col("collective").is_in(early["at"].implode()))
+    own[prepares["node"].to_numpy()] = 0
+    return replace(graph, own_ns=own)
+
+
+def _micro_batches(graph: Graph) -> pl.DataFrame:
+    """Return of each node its micro-batch in its step, by what launched it: node, phase, micro_batch, last."""
+    frame = graph.frame.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("at"))
+    host = frame.filter((pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])).sort("rank", "at")
+    begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
+    told = host.with_columns(
+        begins.fill_null(value=False).cum_sum().over("rank", "step").cast(pl.Int64).alias("micro_batch")
+    )
+    told = told.with_columns(pl.col("micro_batch").max().over("rank", "step").alias("last"))
+    by_call = told.select(pl.col("at").alias("launch"), "phase", "micro_batch", "last")
+    launch = graph.launch[: graph.count]
+    nodes = pl.DataFrame({"node": np.arange(graph.count), "launch": np.where(launch >= 0, launch, -1)})
+    return nodes.join(by_call, on="launch", how="inner")

@@ -1,0 +1,80 @@
+"""Ranks that take longer for their own work than their peers, and a graph in which they do not."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.nodes import HOST
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+_MARKEDLY = 1.04
+_STEP = ["rank", "step"]
+_PLACE = [*_STEP, "part", "phase"]
+
+
+def even(graph: Graph) -> Graph:
+    """Let each rank that is slower than its peers in a step take as long as they do, phase by phase.
+
+    What a rank computes, and the host's own time, is scaled to the median of the other ranks, in steps in which its sum
+    exceeds theirs by 4%. Raises CannotTellError for a single rank.
+    """
+    ranks = graph.frame["rank"].n_unique()
+    if ranks < 2:
+        raise CannotTellError("it takes the traces of two ranks to compare")
+    own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
+    work = _work(graph)
+    factors = _factors(work)
+    found = work.join(factors, on=_PLACE, how="inner", nulls_equal=True)
+    at, by = found["at"].to_numpy(), found["factor"].to_numpy()
+    thinks = found["part"].to_numpy() == "host"
+    own[at[~thinks]] = np.round(own[at[~thinks]] * by[~thinks])
+    own_of_call = at[thinks & (found["kind"].is_null().to_numpy())]
+    own[own_of_call] = np.round(own[own_of_call] * by[thinks & found["kind"].is_null().to_numpy()])
+    chain[at[thinks]] = np.round(chain[at[thinks]] * by[thinks])
+    return replace(graph, own_ns=own, chain_ns=chain)
+
+
+def _work(graph: Graph) -> pl.DataFrame:
+    """Return what each rank does by itself: at (node), rank, step, phase, kind, part (compute, host), took_ns."""
+    frame = graph.frame.select("rank", "step", "phase", "kind", "what").with_columns(
+        pl.Series("own_ns", graph.own_ns[: graph.count]),
+        pl.Series("chain_ns", graph.chain_ns[: graph.count]),
+        pl.int_range(pl.len()).cast(pl.Int64).alias("at"),
+    )
+    compute = frame.filter(pl.col("kind").is_not_null() & (pl.col("kind") != "communication"))
+    host = frame.filter(pl.col("what") == HOST)
+    # On a CPU run a node of the host is an op too: its own time is compute, what comes before it the host's.
+    before = host.with_columns(
+        (pl.col("chain_ns") + pl.when(pl.col("kind").is_null()).then("own_ns").otherwise(0)).alias("took_ns"),
+        pl.lit("host").alias("part"),
+    )
+    columns = ["at", "rank", "step", "phase", "kind", "part", "took_ns"]
+    return pl.concat(
+        [
+            compute.with_columns(pl.col("own_ns").alias("took_ns"), pl.lit("compute").alias("part")).select(columns),
+            before.select(columns),
+        ]
+    )
+
+
+def _factors(work: pl.DataFrame) -> pl.DataFrame:
+    """Return for each rank, step, part and phase in which the rank is slow the factor by which it were as its peers."""
+    by_place = work.group_by(_PLACE).agg(pl.col("took_ns").sum())
+    by_step = by_place.group_by([*_STEP, "part"]).agg(pl.col("took_ns").sum())
+    slow = _with_peers(by_step, ["step", "part"]).filter(
+        pl.col("took_ns") > _MARKEDLY * pl.col("peers_ns"), pl.col("peers_ns") > 0
+    )
+    each = _with_peers(by_place, ["step", "part", "phase"])
+    chosen = each.join(slow.select(*_STEP, "part"), on=[*_STEP, "part"], how="semi", nulls_equal=True)
+    factor = (pl.col("peers_ns") / pl.col("took_ns")).clip(0, 1)
+    return chosen.filter(pl.col("took_ns") > 0).select(*_PLACE, factor.alias("factor"))
+
+
+def _with_peers(table: pl.DataFrame, place: list[str]) -> pl.DataFrame:
+    """Return the table with the median of the other ranks at each place."""
+    others = table.select(*place, pl.col("rank").alias("other"), pl.col("took_ns").alias("other_ns"))
+    paired = table.join(others, on=place, how="left", nulls_equal=True).filter(pl.col("rank") != pl.col("other"))
+    medians = paired.group_by(["rank", *place]).agg(pl.col("other_ns").median().alias("peers_ns"))
+    return table.join(medians, on=["rank", *place], how="inner", nulls_equal=True)

@@ -1,0 +1,109 @@
+"""Transfers that take longer than they need: through slow links, or in too many pieces."""
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.nodes import WORK
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+_MARKEDLY = 1.15
+_SIZES_APART = 1.15
+
+
+def even(graph: Graph) -> Graph:
+    """Let no transfer take longer than those of its op, size and place in the fastest group and step.
+
+    Raises CannotTellError on a CPU run, whose transfers vary with whatever else its cores do, or where nothing repeats.
+    """
+    if not graph.frame["device"].is_not_null().any():
+        raise CannotTellError("the run was on the CPU, where transfers vary with whatever else the cores do")
+    calls = transfers(graph)
+    place = ["op", "bytes", "group_size", "phase", "unit"]
+    medians = calls.group_by([*place, "members", "group", "step"]).agg(pl.col("took_ns").median().alias("median_ns"))
+    if medians.group_by(place).len().filter(pl.col("len") > 1).is_empty():
+        raise CannotTellError("no collective comes again in another group or step")
+    best = medians.group_by(place).agg(pl.col("median_ns").min().alias("best_ns"))
+    told = calls.join(medians, on=[*place, "members", "group", "step"], nulls_equal=True).join(
+        best, on=place, nulls_equal=True
+    )
+    slow = told.filter(pl.col("median_ns") > _MARKEDLY * pl.col("best_ns"))
+    own = graph.own_ns.copy()
+    factor = slow["best_ns"].to_numpy() / np.maximum(slow["median_ns"].to_numpy(), 1)
+    own[slow["done"].to_numpy()] = np.round(slow["took_ns"].to_numpy() * factor)
+    return replace(graph, own_ns=own)
+
+
+def bucketed(graph: Graph) -> Graph:
+    """Let collectives of one op that are launched one after the other, with nothing else between, go as one.
+
+    What a collective costs besides its bytes comes from all of the op: time against size, by least squares over the
+    medians of sizes. Raises CannotTellError where sizes differ too little to tell.
+    """
+    runs = _runs(graph)
+    several = runs.filter(pl.len().over("run") > 1)
+    if several.is_empty():
+        return graph
+    told = several.join(_costs(transfers(graph)), on="op", maintain_order="left")
+    if told.is_empty():
+        raise CannotTellError("collectives of one size only: what each costs besides its bytes cannot be told")
+    first = told.group_by("run", maintain_order=True).agg(
+        pl.col("done", "fixed_ns", "ns_per_byte").first(), pl.col("bytes").sum()
+    )
+    own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
+    merged = np.setdiff1d(told["done"].to_numpy(), first["done"].to_numpy())
+    own[merged] = 0
+    whole_ns = first["fixed_ns"].to_numpy() + first["ns_per_byte"].to_numpy() * first["bytes"].to_numpy()
+    own[first["done"].to_numpy()] = np.round(whole_ns)
+    at = graph.parts.filter(pl.col("done").is_in(pl.Series(merged).implode()))["at"].to_numpy()
+    calls = graph.launch[at]
+    calls = calls[calls >= 0]
+    own[calls] = 0
+    chain[at] = 0
+    chain[calls] = 0
+    return replace(graph, own_ns=own, chain_ns=chain)
+
+
+def _runs(graph: Graph) -> pl.DataFrame:
+    """Return the collectives of the first rank that has each: columns of `transfers`, and run.
+
+    Of a run are those of one op, group, step, phase and unit between whose launches the host launches nothing else.
+    """
+    calls = transfers(graph)
+    launch = graph.launch[calls["at"].to_numpy()]
+    others = np.zeros(len(graph.own_ns), np.int64)
+    is_other = (graph.launch[: graph.count] >= 0) & (graph.column("what") == WORK)
+    is_other[graph.parts["at"].to_numpy()] = False
+    work = np.flatnonzero(is_other)
+    np.add.at(others, graph.launch[work], 1)
+    before = np.cumsum(others)[launch]
+    told = calls.with_columns(pl.Series("call", launch), pl.Series("others", before)).filter(pl.col("call") >= 0)
+    key = ["rank", "group", "op", "step", "phase", "unit", "others"]
+    return told.sort("call").with_columns(pl.struct(key).rank("dense").alias("run"))
+
+
+def transfers(graph: Graph) -> pl.DataFrame:
+    """Return the collectives of a graph, each once: columns of `graph.parts` of its first rank, first, took_ns.
+
+    first is its place in topological order.
+    """
+    once = graph.parts.unique("done", keep="first", maintain_order=True)
+    order = np.empty(len(graph.order), np.int64)
+    order[graph.order] = np.arange(len(graph.order))
+    done = once["done"].to_numpy()
+    return once.with_columns(pl.Series("took_ns", graph.own_ns[done]), pl.Series("first", order[done]))
+
+
+def _costs(calls: pl.DataFrame) -> pl.DataFrame:
+    """Return for each op what a collective costs by itself and by the byte: fixed_ns, ns_per_byte."""
+    sizes = calls.filter(pl.col("bytes") > 0).group_by("op", "bytes").agg(pl.col("took_ns").median())
+    rows = []
+    for (op,), mine in sizes.group_by("op"):
+        x, y = mine["bytes"].to_numpy().astype(float), mine["took_ns"].to_numpy().astype(float)
+        if len(x) < 2 or x.max() < _SIZES_APART * x.min():
+            continue
+        slope, fixed = np.polyfit(x, y, 1)
+        rows.append((op, max(0.0, float(fixed)), max(0.0, float(slope))))
+    return pl.DataFrame(rows, schema={"op": pl.String, "fixed_ns": pl.Float64, "ns_per_byte": pl.Float64}, orient="row")

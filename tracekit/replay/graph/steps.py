@@ -1,0 +1,70 @@
+"""The steps of a replay: how long each took on each rank, beside what was recorded."""
+
+import numpy as np
+import polars as pl
+
+from tracekit.model.sweep_line import Ints
+from tracekit.replay.graph.dependency_graph import Graph, Replayed
+
+COLUMNS = {
+    "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
+    "replayed_ns": pl.Int64,
+}  # fmt: skip
+
+
+def durations(graph: Graph, played: Replayed) -> pl.DataFrame:
+    """Return each step's device window as recorded and as replayed: from its first node's start to the next step's.
+
+    Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
+    with its last activity.
+    """
+    place = ["rank", "device"]
+    told = graph.windows.sort(*place, "start_ns")
+    begins = played.start_ns[told["first"].to_numpy()]
+    ends = _lasts(graph, played).rename({"end": "own_end"})
+    rows = told.with_columns(pl.Series("begin", begins, pl.Int64)).join(
+        ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    until = pl.col("begin").shift(-1).over(place)
+    return rows.with_columns(
+        pl.lit(graph.window, pl.Int64).alias("window"),
+        (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
+        (pl.coalesce(until, "own_end") - pl.col("begin")).alias("replayed_ns"),
+    ).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
+
+
+def by_rank(table: pl.DataFrame) -> pl.DataFrame:
+    """Return what a step takes on each rank: the mean over its steps, of the device that takes longest.
+
+    `table` has the columns of `saving.STEP_COLUMNS`. Columns rank, duration_ns, replayed_ns, without_ns,
+    saved_ns; one row per rank.
+    """
+    times = pl.col("duration_ns", "replayed_ns", "without_ns")
+    per = table.select("window", "rank", "step").unique().group_by("rank").agg(pl.len().alias("per"))
+    per_device = table.group_by("window", "rank", "device").agg(times.sum())
+    sums = per_device.group_by("window", "rank").agg(times.max()).group_by("rank").agg(times.sum())
+    told = sums.join(per, on="rank").with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
+    return told.sort("rank").select(
+        "rank", pl.col("duration_ns", "replayed_ns", "without_ns", "saved_ns") // pl.col("per")
+    )
+
+
+def worst_error_ratio(table: pl.DataFrame) -> float:
+    """Return by how much the replay of one step differs from its recording at most, on any rank."""
+    known = table.filter(pl.col("duration_ns") > 0)
+    off = (known["replayed_ns"] / known["duration_ns"] - 1).abs().to_numpy()
+    return float(off.max(initial=0.0))
+
+
+def _lasts(graph: Graph, played: Replayed) -> pl.DataFrame:
+    """Return when the last activity of each step ended."""
+    end: Ints = played.end_ns[graph.done]
+    work = graph.frame.select("rank", "device", "step", "kind").with_columns(pl.Series("end", end, pl.Int64))
+    return work.filter(pl.col("kind").is_not_null()).group_by("rank", "device", "step").agg(pl.col("end").max())
+
+
+def total_ns(table: pl.DataFrame, column: str) -> int:
+    """Return how long all windows take together, each on the rank that takes longest."""
+    per_rank = table.group_by("window", "rank", "device").agg(pl.col(column).sum())
+    longest = per_rank.group_by("window").agg(pl.col(column).max())[column]
+    return int(np.sum(longest.to_numpy())) if longest.len() else 0

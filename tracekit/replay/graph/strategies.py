@@ -1,0 +1,178 @@
+"""What another way of sharding would give, as far as the recorded work can tell: predictions, labelled as such."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.communication import latency
+from tracekit.errors import InputError
+from tracekit.model import units
+from tracekit.model.trace import Run
+from tracekit.replay.graph import (
+    contention_update,
+    earlier_collectives,
+    hsdp,
+    network,
+    redundant_work,
+    savings,
+    steps,
+    transforms,
+)
+from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+HSDP = "hsdp"
+_ASSUMED = (
+    "the recorded kernels and transfers at their recorded times, in the recorded order",
+    "preparation of gradients as long as alone, nothing lost to contention with it",
+    "the host never held back by a limit on gathers",
+)
+_BUFFERS = (
+    "two buffers for parameters and two for gradients: no call of the allocator, no copies into and out of what is "
+    "gathered, each gather before the reduction that shares its turns"
+)
+_COPIES = "copies into and out of gathered buffers, which the new strategy may add, left out"
+_COPYING = r"copy_in|copy_out"
+_SLOWEST = 0.01
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step would take under another strategy, or with less recomputed, and what that rests on."""
+
+    name: str
+    step_ns: int
+    predicted_ns: int
+    assumed: tuple[str, ...]
+
+    @property
+    def saved_ratio(self) -> float:
+        """Return the share of the step that is saved; below 0 where it takes longer."""
+        return 1 - self.predicted_ns / self.step_ns if self.step_ns else 0.0
+
+
+def predicted(run: Run, strategy: str, node: Node | None = None) -> Prediction:
+    """Return what a step would take under a strategy: yafsdp, fsdp2, or hsdp on nodes of this kind.
+
+    Raises InputError for others: what they would do is not in a trace of another strategy.
+    """
+    if strategy == HSDP:
+        return _hsdp(run, node)
+    if strategy not in _CHANGES:
+        raise InputError(
+            f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} and {HSDP} can; "
+            f"tracekit simulate --strategy {strategy} says what it would take on a machine that it knows"
+        )
+    told, assumed = _CHANGES[strategy]
+    return _predicted(run, strategy, told, assumed)
+
+
+def _hsdp(run: Run, node: Node | None) -> Prediction:
+    if node is None:
+        raise InputError(
+            "--strategy hsdp: what a ring inside a node carries is not in this recording; say it by --node-bandwidth, "
+            "such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
+        )
+    lines = run.across(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
+    known = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
+    assumed = (
+        f"{node.gpus} GPUs a node, whose rings carry {units.rate(node.bytes_per_s)}",
+        "collectives as rings; the network at what the recorded ones reach, shared by the all-reduces of a node's GPUs",
+        "all-reduces of gradient shards on a stream of their own; their copies, and what they slow, left out",
+        "the optimizer as much longer as its shards grow",
+        f"memory for {HSDP}: weights, gradients and optimizer sharded over {node.gpus} ranks only",
+    )
+    return _predicted(run, HSDP, lambda graph: hsdp.replicated(graph, node, known), assumed, crawling=True)
+
+
+def recomputing_less(run: Run, layers: int) -> Prediction:
+    """Return what a step would take with so many recomputed layers fewer: those that backward comes to first.
+
+    Raises InputError where nothing is recomputed.
+    """
+    if layers < 1:
+        raise InputError(f"--recompute-fewer is {layers}; it must be 1 or more")
+
+    def fewer(graph: Graph) -> Graph:
+        return _fewer(graph, layers)
+
+    return _predicted(run, f"{layers} recomputed layers fewer", fewer, ("the memory for what is then kept",))
+
+
+def other_network(run: Run, times: float) -> Prediction:
+    """Return what a step would take on links that carry `times` as many bytes a second.
+
+    Raises InputError where nothing is transferred.
+    """
+    if not _SLOWEST <= times <= 1 / _SLOWEST:
+        raise InputError(f"--network-times is {times}; it must be from {_SLOWEST:g} to {1 / _SLOWEST:g}")
+    lines = run.across(latency.by_group).select("group", "group_size", "hop_ns")
+    known = lines["hop_ns"].is_not_null().any()
+    assumed = (
+        f"every link, inside nodes and between them, carries {times:g} times as many bytes a second",
+        "the latency of a ring's hops, as fitted to the run's collectives, stays"
+        if known
+        else "latency scales too: sizes differ too little to tell it from bandwidth",
+    )
+    name = f"a network {times:g} times as fast"
+    return _predicted(run, name, lambda graph: network.carrying(graph, times, lines), assumed, crawling=True)
+
+
+def _predicted(
+    run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, crawling: bool = False
+) -> Prediction:
+    before = savings.replayed(run)
+    if before.is_empty():
+        raise InputError(f"{run.path}: no step to replay")
+    try:
+        tables = [_changed(each, change, crawling=crawling) for each in savings.graphs_of(run)]
+    except CannotTellError as error:
+        raise InputError(f"{run.path}: {name} cannot be predicted: {error}") from error
+    per = before.select("window", "step").n_unique()
+    saved_ns = steps.total_ns(before, "replayed_ns") - steps.total_ns(pl.concat(tables), "replayed_ns")
+    step_ns = steps.total_ns(before, "duration_ns") // per
+    return Prediction(name, step_ns, step_ns - saved_ns // per, assumed)
+
+
+def _changed(graph: Graph, change: Callable[[Graph], Graph], *, crawling: bool) -> pl.DataFrame:
+    changed = change(graph)
+    return steps.durations(*contention_update.settled(graph, changed, crawling=crawling))
+
+
+def _fsdp2(graph: Graph) -> Graph:
+    freed = transforms.rate_limiter(graph)
+    return transforms.where_known(transforms.CHANGES["give-way"], freed)
+
+
+def _yafsdp(graph: Graph) -> Graph:
+    copies = (graph.frame["span"].fill_null("").str.contains(_COPYING)).to_numpy()
+    own = graph.own_ns.copy()
+    own[np.flatnonzero(copies & (graph.own_ns[: graph.count] > 0) & transforms.is_compute(graph))] = 0
+    return earlier_collectives.first(transforms.allocator(_fsdp2(replace(graph, own_ns=own))))
+
+
+def _fewer(graph: Graph, layers: int) -> Graph:
+    """Return the graph without the first regions of recomputation of each backward pass."""
+    again = redundant_work.recomputed(graph)
+    rows = graph.frame.select("rank", "step", "lane").with_columns(
+        pl.Series("again", again), pl.int_range(pl.len()).cast(pl.Int64).alias("at")
+    )
+    work = rows.filter((graph.frame["kind"] == "compute").fill_null(value=False))
+    place = ["rank", "lane", "step"]
+    begins = pl.col("again") & ~pl.col("again").shift(1, fill_value=False).over(place)
+    region = work.with_columns(begins.cast(pl.Int64).cum_sum().over(place).alias("region"))
+    first = region.filter("again", pl.col("region") <= layers)["at"].to_numpy()
+    own = graph.own_ns.copy()
+    own[first] = 0
+    return replace(graph, own_ns=np.asarray(own))
+
+
+_CHANGES: Mapping[str, tuple[Callable[[Graph], Graph], tuple[str, ...]]] = {
+    "fsdp2": (_fsdp2, (*_ASSUMED, _COPIES)),
+    "yafsdp": (_yafsdp, (*_ASSUMED, _BUFFERS)),
+}
+NAMES = (*_CHANGES, HSDP)
+"""The strategies that can be predicted."""

@@ -1,0 +1,263 @@
+"""One trace as nodes and edges: host calls and device work, and what each must wait for. The input of the replay.
+
+Nothing in it says when device work began: only how long it took, in which order it was launched, what the host did
+between its calls, and which waits are known or inferred.
+"""
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import concurrency, recomputation
+from tracekit.analysis.time import breakdown, dependencies, launches
+from tracekit.model.memoize import once
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.trace import Trace
+from tracekit.replay.graph import cpu_run, host_time
+from tracekit.replay.graph.host_time import Calls
+from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, WAIT, WORK, Built, conformed, edge_table, numbered
+
+KERNEL_GAP_NS = 1_000
+"""What a device takes between two kernels of a stream: about a microsecond on all of NVIDIA's; not from the trace."""
+QUEUE_DEPTH = 1024
+"""Launches that may be outstanding before the host must wait (CUDA's limit)."""
+
+
+def nodes(trace: Trace) -> pl.DataFrame:
+    """Return the nodes of a trace's dependency graph.
+
+    Columns node (its number, in the trace), what (HOST, WORK, WAIT), ref (ops.id or activities.id), device, lane, kind,
+    name (of an activity), step, phase, unit, span, start_ns, end_ns (as recorded: only the start of the whole window,
+    host times and order are taken from them), chain (the node before it on its thread or stream; -1: none), chain_ns
+    (what passes between them at least), launch (the host's call; -1: not known), launch_ns (what passes after it),
+    own_ns (its duration, without waiting where what it waited for is known), doing (of a host call: index into
+    `hosts.DOINGS`; -1), recomputed, kernel (equal for the same work), think_ns (the host's time before it by what it
+    did: its sum is in chain_ns); one row per node.
+    """
+    return built(trace).nodes
+
+
+def edges(trace: Trace) -> pl.DataFrame:
+    """Return the other waits between a trace's nodes.
+
+    Columns waiting, awaited (nodes), lag_ns (from the end of one to the start of the other at least), how (event, sync,
+    queue, communicator, start_order, collective), inferred; one row per wait. The waiting node of `start_order` starts
+    no earlier than the awaited one starts.
+    """
+    return built(trace).edges
+
+
+@once
+def built(trace: Trace) -> Built:
+    """Return nodes and edges of a trace."""
+    return _on_device(trace) if trace.on_device else cpu_run.built(trace)
+
+
+def windows(trace: Trace) -> pl.DataFrame:
+    """Return the device window of each step, with the node that begins it.
+
+    Columns step, device, start_ns, end_ns, first (node); one row per step and device that a node begins.
+    """
+    made = built(trace).nodes.filter(pl.col("kind").is_not_null())
+    begins = made.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
+    found = trace.steps.drop_nulls(["start_ns", "end_ns"]).join(
+        begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    own = found.filter(pl.col("first").is_not_null() & (pl.col("step").is_null() | (pl.col("of") == pl.col("step"))))
+    return own.unique(["step", "device"], keep="first", maintain_order=True).select(
+        "step", "device", "start_ns", "end_ns", "first"
+    )
+
+
+def preparation(trace: Trace) -> pl.DataFrame:
+    """Return the work of a device that prepares collectives, as `launches.preparation` finds it.
+
+    Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
+    """
+    parts = [pl.DataFrame(schema=_PREPARATION)]
+    made = built(trace).nodes.filter(pl.col("what") == WORK).select("node", "ref")
+    for device in breakdown.devices(trace) if trace.on_device else ():
+        found = launches.preparation(trace, device)
+        placed = found.join(made, left_on="id", right_on="ref", maintain_order="left").join(
+            made.rename({"node": "collective"}), left_on="collective_id", right_on="ref", maintain_order="left"
+        )
+        parts.append(placed.select(pl.col(name).cast(dtype) for name, dtype in _PREPARATION.items()))
+    return pl.concat(parts)
+
+
+_PREPARATION = {
+    "node": pl.Int64, "collective": pl.Int64, "overlapped_ns": pl.Int64, "alone_ns": pl.Int64,
+    "message_bytes": pl.Int64,
+}  # fmt: skip
+
+
+# A device ------------------------------------------------------------------------------------------------------------
+
+
+def _on_device(trace: Trace) -> Built:
+    calls = host_time.calls(trace)
+    items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.reached_ns(trace)))
+    first_item = len(calls.id)
+    launch_of = calls.row_of_launch()
+    launch = np.array([launch_of.get(each, -1) for each in items["launch_id"].fill_null(-1).to_list()], np.int64)
+    asked = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
+    launch = np.where(items["is_wait"].to_numpy(), asked, launch)
+    chain = items["previous"].to_numpy().astype(np.int64)
+    gap = np.where(items["is_wait"].to_numpy() | (chain < 0), 0, KERNEL_GAP_NS)
+    gap = np.where(_after_wait(items), 0, gap)
+    waits = _host_waits(trace, calls, items, first_item)
+    own = _own(calls, waits, items, first_item)
+    host = pl.DataFrame(
+        {
+            "what": pl.Series(np.full(first_item, HOST), dtype=pl.Int8),
+            "ref": calls.id,
+            "step": calls.step,
+            "phase": calls.phase,
+            "start_ns": calls.start_ns,
+            "end_ns": calls.end_ns,
+            "chain": np.arange(first_item, dtype=np.int64) - 1,
+            "chain_ns": calls.think_ns.sum(axis=1),
+            "launch": np.full(first_item, -1, np.int64),
+            "launch_ns": np.zeros(first_item, np.int64),
+            "own_ns": own,
+            "doing": pl.Series(calls.doing, dtype=pl.Int8),
+            "think_ns": pl.Series(calls.think_ns, dtype=pl.Array(pl.Int64, host_time.TYPES)),
+        }
+    )
+    work = items.select(
+        pl.when("is_wait").then(WAIT).otherwise(WORK).cast(pl.Int8).alias("what"),
+        "ref", "device", "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns", "end_ns",
+        pl.Series("chain", np.where(chain >= 0, chain + first_item, -1)),
+        pl.Series("chain_ns", gap),
+        pl.Series("launch", launch),
+        pl.lit(0, pl.Int64).alias("launch_ns"),
+        pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
+        pl.lit(-1, pl.Int8).alias("doing"),
+    )  # fmt: skip
+    every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, items, first_item))
+    told = numbered(_with_kernels(trace, every))
+    lane_waits = dependencies.item_waits(trace).select(
+        pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "how", "inferred"
+    )
+    return Built(told, conformed(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)])))
+
+
+def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
+    """Return which nodes are work that recomputes activations."""
+    again = recomputation.again(trace)
+    found = np.zeros(first_item + len(items), bool)
+    if again.height:
+        mine = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
+        found[first_item:] = items.select(mine).to_series().to_numpy()
+    return pl.Series("recomputed", found)
+
+
+def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
+    """Return nodes with what is equal where their work is the same kernel: see `overlap.Residents`."""
+    known = [
+        pl.DataFrame({"ref": here.work["id"], "kernel": here.kernel}, schema_overrides={"kernel": pl.UInt64})
+        for here in concurrency.residents(trace)
+    ]
+    if not known:
+        return every
+    of_work = pl.concat(known).with_columns(pl.lit(WORK, pl.Int8).alias("what"))
+    return every.join(of_work, on=["ref", "what"], how="left", maintain_order="left")
+
+
+def _after_wait(items: pl.DataFrame) -> Flags:
+    previous = items["previous"].to_numpy()
+    return np.asarray((previous >= 0) & items["is_wait"].to_numpy()[np.maximum(previous, 0)])
+
+
+_NEAR_NS = 20_000
+_LONG = 10
+_LONG_NS = 100_000
+
+
+def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
+    """Return what the host's blocking calls waited for, as CUDA tells or as their ends show."""
+    told = dependencies.host_waits(trace, items)
+    rows = calls.row_of_wait()
+    known = {call: found for call, found in told.items() if call in rows}
+    waiting: list[int] = []
+    awaited: list[int] = []
+    for call, found in known.items():
+        waiting += [rows[call]] * len(found)
+        awaited += found
+    parts = [edge_table(np.array(waiting, np.int64), np.array(awaited, np.int64) + first_item, "sync", inferred=False)]
+    unknown = np.array([each not in known for each in calls.id.tolist()], bool)
+    parts.append(_own_work(calls, items, first_item))
+    parts.append(_drained(calls, items, unknown, first_item))
+    parts.append(_ended_with(calls, items, unknown, first_item))
+    return pl.concat(parts)
+
+
+def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
+    """Return the work that calls launched and waited for themselves, as a copy from pageable memory does."""
+    rows = pl.DataFrame({"launch_id": calls.id[calls.waits_itself], "row": np.flatnonzero(calls.waits_itself)})
+    found = rows.join(items.filter(~pl.col("is_wait")), on="launch_id")
+    return edge_table(found["row"].to_numpy(), found["item"].to_numpy() + first_item, "sync", inferred=False)
+
+
+def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
+    """Return the last item of every lane for each call that waits for the whole device, if it ended by then."""
+    drains = np.flatnonzero(calls.drains & unknown)
+    waiting, awaited = [], []
+    for (_,), mine in items.group_by("lane", maintain_order=True):
+        at = mine["item"].to_numpy()
+        last = np.searchsorted(mine["launched_reach_ns"].to_numpy(), calls.start_ns[drains], side="left") - 1
+        has = last >= 0
+        ended = mine["end_ns"].to_numpy()[np.maximum(last, 0)] <= calls.end_ns[drains] + _NEAR_NS
+        waiting.append(drains[has & ended])
+        awaited.append(at[np.maximum(last, 0)][has & ended])
+    if not waiting:
+        return pl.DataFrame(schema=EDGE_COLUMNS)
+    return edge_table(np.concatenate(waiting), np.concatenate(awaited) + first_item, "sync", inferred=True)
+
+
+def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
+    """Return the work whose end ended a blocking call, or a launch that took as long as only a full queue makes it."""
+    usual = int(np.median(calls.end_ns[calls.launches] - calls.start_ns[calls.launches])) if calls.launches.any() else 0
+    took = calls.end_ns - calls.start_ns
+    held = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
+    which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | held)
+    work = items.filter(~pl.col("is_wait")).sort("end_ns")
+    if work.is_empty() or not len(which):
+        return pl.DataFrame(schema=EDGE_COLUMNS)
+    ends = work["end_ns"].to_numpy()
+    at = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
+    near = np.where(held[which], took[which] // 4, _NEAR_NS)
+    row = np.maximum(at, 0)
+    launched = work["launched_ns"].to_numpy()[row] <= calls.start_ns[which]
+    good = (at >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
+    how = np.where(held[which][good], "queue", "sync")
+    found = edge_table(which[good], work["item"].to_numpy()[row[good]] + first_item, "sync", inferred=True)
+    return found.with_columns(pl.Series("how", how, pl.String))
+
+
+def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int) -> Ints:
+    """Return the calls' own time: what remains once what they waited for had ended."""
+    own = calls.own_ns.copy()
+    if waits.height:
+        ends = items["end_ns"].to_numpy()
+        last = np.full(len(own), np.iinfo(np.int64).min, np.int64)
+        np.maximum.at(last, waits["waiting"].to_numpy(), ends[waits["awaited"].to_numpy() - first_item])
+        begun = calls.end_ns - own
+        own = np.where(last > begun, np.maximum(calls.end_ns - last, 0), own)
+    return own
+
+
+def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> pl.DataFrame:
+    """Return the waits of launches for room in the queue: for what was launched QUEUE_DEPTH before; none if broken."""
+    parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
+    work = items.with_columns(pl.Series("call", launch)).filter(~pl.col("is_wait") & (pl.col("call") >= 0))
+    for (_,), mine in work.group_by("device", maintain_order=True):
+        ordered = mine.sort("call", "item")
+        item, call = ordered["item"].to_numpy(), ordered["call"].to_numpy()
+        if len(item) <= QUEUE_DEPTH:
+            continue
+        awaited, waiting = item[:-QUEUE_DEPTH], call[QUEUE_DEPTH:]
+        ends = ordered["end_ns"].to_numpy()[:-QUEUE_DEPTH]
+        if (ends > calls.end_ns[waiting] + _NEAR_NS).any():
+            continue
+        parts.append(edge_table(waiting, awaited + first_item, "queue", inferred=True))
+    return pl.concat(parts)

@@ -1,0 +1,196 @@
+"""Graphs with one cause of lost time taken away. Each change takes a graph and returns another."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.time import host_activity
+from tracekit.model.sweep_line import Flags, Ints
+from tracekit.replay.graph import contention_free, earlier_collectives, redundant_work, slow_ranks, slow_transfers
+from tracekit.replay.graph.dependency_graph import START_ORDER, Graph
+from tracekit.replay.graph.nodes import HOST, WORK
+from tracekit.replay.graph.unpredictable import CannotTellError
+
+_PAUSE_NS = 2_000_000
+"""On a CPU run, whose host computes itself, shorter pauses between ops are the ops' own."""
+_LATE = [
+    host_activity.DOINGS.index(each)
+    for each in (host_activity.PYTHON, host_activity.OP, host_activity.LAUNCH, host_activity.LOCK)
+]
+_PYTHON = host_activity.DOINGS.index(host_activity.PYTHON)
+
+
+def late_launch(graph: Graph) -> Graph:
+    """Let the host lose no time between its calls and in launches."""
+    think = thinking(graph)
+    late = think[:, _LATE].sum(axis=1)
+    if is_on_host(graph):
+        return _sooner(graph, _recurring(graph, think[:, _PYTHON]))
+    return _instant(_sooner(graph, late), _doing(graph, host_activity.LAUNCH))
+
+
+def blocking_sync(graph: Graph) -> Graph:
+    """Let the host wait for the device nowhere, saves, the allocator and rate limiters apart."""
+    if is_on_host(graph):
+        raise CannotTellError("the run was on the CPU, where the host waits for no device")
+    return _unblocked(graph, _doing(graph, host_activity.SYNCHRONIZE))
+
+
+def rate_limiter(graph: Graph) -> Graph:
+    """Let FSDP1 hold nothing back."""
+    return _unblocked(graph, _doing(graph, host_activity.RATE_LIMITER))
+
+
+def data_loading(graph: Graph) -> Graph:
+    """Let every batch be there at once."""
+    index = host_activity.DOINGS.index(host_activity.DATA)
+    ready = _sooner(graph, thinking(graph)[:, index])
+    return _instant(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & is_compute(graph))
+
+
+def allocator(graph: Graph) -> Graph:
+    """Let the allocator make no calls."""
+    found = _doing(graph, host_activity.ALLOCATOR)
+    return _unblocked(_sooner(graph, thinking(graph)[:, host_activity.DOINGS.index(host_activity.ALLOCATOR)]), found)
+
+
+def checkpoint(graph: Graph) -> Graph:
+    """Let no save stop training."""
+    index = host_activity.DOINGS.index(host_activity.CHECKPOINT)
+    going = _unblocked(_sooner(graph, thinking(graph)[:, index]), _doing(graph, host_activity.CHECKPOINT))
+    return _instant(going, _of_phase(graph, "checkpoint"))
+
+
+def shared_queue(graph: Graph) -> Graph:
+    """Let work start though earlier launches on other streams have not."""
+    return replace(graph, edges=graph.edges.kept(graph.edges.how != START_ORDER))
+
+
+def communication(graph: Graph) -> Graph:
+    """Let transfers take no time."""
+    own = graph.own_ns.copy()
+    own[graph.count :] = 0
+    own[np.flatnonzero(is_communication(graph))] = 0
+    return replace(graph, own_ns=own)
+
+
+def recomputation(graph: Graph) -> Graph:
+    """Let nothing be computed twice."""
+    return _instant(graph, redundant_work.recomputed(graph))
+
+
+CHANGES: Mapping[str, Callable[[Graph], Graph]] = {
+    "late-launch": late_launch,
+    "blocking-sync": blocking_sync,
+    "rate-limiter": rate_limiter,
+    "data-loading": data_loading,
+    "allocator": allocator,
+    "checkpoint": checkpoint,
+    "preparation": contention_free.without_preparation,
+    "give-way": contention_free.without_give_way,
+    "slowed-compute": contention_free.compute_alone,
+    "slowed-collectives": contention_free.collectives_alone,
+    "shared-queue": shared_queue,
+    "shared-communicator": earlier_collectives.apart,
+    "straggler": slow_ranks.even,
+    "slow-link": slow_transfers.even,
+    "communication": communication,
+    "late-gathers": earlier_collectives.sooner,
+    "small-collectives": slow_transfers.bucketed,
+    "micro-batch-reductions": redundant_work.once,
+    "recomputation": recomputation,
+}
+
+
+AS_MEASURED = frozenset({"preparation", "give-way", "slowed-compute"})
+"""Changes that are about contention: after them nothing is slowed again."""
+_FIRST = ("slowed-compute", "give-way", "slowed-collectives", "slow-link", "small-collectives", "straggler")
+"""Changes that compare how long work took: they go before those that let work take no time, or move it."""
+_LAST = ("shared-queue", "shared-communicator", "late-gathers")
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Return changes in the order in which they are made where there are several; each once."""
+    rest = [name for name in CHANGES if name not in (*_FIRST, *_LAST)]
+    wanted = frozenset(names)
+    return tuple(name for name in (*_FIRST, *rest, *_LAST) if name in wanted)
+
+
+def _recurring(graph: Graph, python_ns: Ints) -> Ints:
+    """Return the long pauses of Python that every step has at the same place, each as long as the shortest.
+
+    On a CPU run the host shares its cores with whatever else runs: what happens once is not the training's.
+    """
+    place = ["rank", "phase", "kind", "name", "nth"]
+    steps = graph.frame.drop_nulls("step").group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
+    nth = pl.int_range(pl.len()).over("rank", "step", "phase", "kind", "name").alias("nth")
+    rows = graph.frame.select("rank", "step", "phase", "kind", "name", "what").with_columns(
+        pl.Series("pause_ns", python_ns), nth, pl.int_range(pl.len()).cast(pl.Int64).alias("at")
+    )
+    long = rows.filter(pl.col("step").is_not_null(), pl.col("pause_ns") >= _PAUSE_NS).join(steps, on="rank")
+    each = long.with_columns(pl.col("step").n_unique().over(place).alias("seen"), pl.col("pause_ns").min().over(place))
+    found = each.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
+    late = np.zeros(graph.count, np.int64)
+    late[found["at"].to_numpy()] = found["pause_ns"].to_numpy()
+    return late
+
+
+def where_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
+    """Return the graph changed, or as it is where it cannot be told what the change would be."""
+    try:
+        return change(graph)
+    except CannotTellError:
+        return graph
+
+
+def thinking(graph: Graph) -> Ints:
+    """Return the host's time before each node by what it did, shape (nodes of ranks, hosts.DOINGS)."""
+    return np.asarray(graph.column("think_ns"), np.int64).reshape(graph.count, len(host_activity.DOINGS))
+
+
+def is_on_host(graph: Graph) -> bool:
+    """Return whether the run was on the CPU."""
+    return not graph.frame["device"].is_not_null().any()
+
+
+def is_communication(graph: Graph) -> Flags:
+    """Return which of the ranks' nodes are collectives."""
+    return np.asarray((graph.frame["kind"] == "communication").fill_null(value=False).to_numpy())
+
+
+def is_compute(graph: Graph) -> Flags:
+    """Return which of the ranks' nodes compute."""
+    return np.asarray((graph.frame["kind"] == "compute").fill_null(value=False).to_numpy())
+
+
+def _doing(graph: Graph, what: str) -> Flags:
+    return np.asarray(graph.column("doing") == host_activity.DOINGS.index(what))
+
+
+def _of_phase(graph: Graph, phase: str) -> Flags:
+    return np.asarray((graph.frame["phase"] == phase).fill_null(value=False).to_numpy())
+
+
+def _sooner(graph: Graph, by_ns: Ints) -> Graph:
+    """Return the graph with so much less time before its nodes."""
+    chain_ns = graph.chain_ns.copy()
+    chain_ns[: graph.count] -= by_ns
+    return replace(graph, chain_ns=np.maximum(chain_ns, 0))
+
+
+def _instant(graph: Graph, which: Flags) -> Graph:
+    """Return the graph with some of the ranks' nodes taking no time; of collectives, on all ranks."""
+    own = graph.own_ns.copy()
+    at = np.flatnonzero(which)
+    own[graph.done[at]] = 0
+    own[at] = 0
+    return replace(graph, own_ns=own)
+
+
+def _unblocked(graph: Graph, which: Flags) -> Graph:
+    """Return the graph with some calls of the host taking no time and waiting for nothing."""
+    blocked = np.concatenate((which, np.zeros(len(graph.own_ns) - graph.count, bool)))
+    kept = ~blocked[graph.edges.waiting] | (graph.edges.awaited < 0)
+    return _instant(replace(graph, edges=graph.edges.kept(kept)), which & (graph.column("what") != WORK))

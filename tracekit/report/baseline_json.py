@@ -1,0 +1,246 @@
+"""Baseline -> JSON (schema ``tracekit.baseline/1``, in baseline.schema.json), and back, trusting nothing in the file.
+
+Kilobytes: five digits of each sample, of a unit's those of a thousandth of its largest; steps told once.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import polars as pl
+from msgspec import Meta, Struct
+
+from tracekit.analysis.compute import unit_work
+from tracekit.errors import InputError
+from tracekit.regression.baseline import (
+    MAX_RECORDINGS,
+    SAMPLE_COLUMNS,
+    SCHEMA,
+    UNIT_COLUMNS,
+    Baseline,
+    Known,
+    Plain,
+    Recording,
+)
+from tracekit.rules.rule import Severity
+
+MAX_BASELINE_BYTES = 64 << 20
+_START_BYTES = 4096
+_TRACE_MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"ph"')
+_DIGITS, _UNIT_DIGITS = 5, 3
+_SEVERITIES = {severity.label: severity for severity in Severity}
+
+_Text = Annotated[str, Meta(max_length=10_000)]
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Amount = Annotated[float, Meta(ge=0)]
+
+
+class _Finding(Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=200)]
+    code: Annotated[str, Meta(pattern="^[A-Z]+[0-9]+$", max_length=20)]
+    severity: Annotated[str, Meta(pattern="^(info|warning|error)$")]
+    impact: Annotated[float, Meta(ge=0, le=1)]
+    cost_ns: _Count
+    cost_bytes: _Count
+    subject: _Text
+
+
+class _Series(Struct, omit_defaults=True):
+    metric: Annotated[str, Meta(min_length=1, max_length=100)]
+    ranks: list[_Count]
+    steps: _Count
+    values: list[list[float]]
+    unit: _Text | None = None
+    scale: Annotated[float, Meta(gt=0)] = 1
+
+
+class _Work(Struct):
+    kind: _Text
+    phase: _Text | None
+    name: _Text
+    amount: _Amount
+
+
+class _Recording(Struct):
+    name: _Text
+    created_ns: int | None
+    steps: list[list[int | None]]
+    findings: list[_Finding]
+    work: list[_Work]
+    series: list[_Series]
+    units: list[_Series]
+
+
+class _Document(Struct):
+    schema: str
+    tool_version: _Text
+    name: _Text
+    fingerprint: dict[str, bool | int | float | str | list[bool | int | float | str | None]]
+    recordings: Annotated[list[_Recording], Meta(min_length=1, max_length=MAX_RECORDINGS)]
+
+
+def render(baseline: Baseline) -> str:
+    """Return a baseline as strict JSON, a line for each series."""
+    head = {
+        "schema": SCHEMA,
+        "tool_version": baseline.tool_version,
+        "name": baseline.name,
+        "fingerprint": baseline.fingerprint,
+    }
+    lines = [f"{_json(key)}:{_json(value)}" for key, value in head.items()]
+    recordings = ",\n".join(_recording(each) for each in baseline.recordings)
+    return "{\n" + ",\n".join([*lines, f'"recordings":[\n{recordings}\n]']) + "\n}\n"
+
+
+def schema() -> str:
+    """Return the JSON Schema that baselines obey."""
+    return resources.files("tracekit.report").joinpath("baseline.schema.json").read_text(encoding="utf-8")
+
+
+def is_baseline(path: Path) -> bool:
+    """Return whether a file says that it is a baseline, whole or not, or at least says to be no trace."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(_START_BYTES)
+    if b'"tracekit.baseline/' in start:
+        return True
+    return path.suffix == ".json" and not any(mark in start for mark in _TRACE_MARKS)
+
+
+def read(path: Path) -> Baseline:
+    """Return the baseline in a file. Raises InputError, in one line, where there is none that is whole and sound."""
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_BASELINE_BYTES:
+            raise InputError(f"{path}: is too large for a baseline ({size_bytes:,} bytes); save it again")
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    _check_schema(path, text)
+    try:
+        document = msgspec.json.decode(text, type=_Document)
+        recordings = tuple(_read_recording(each, f"recordings[{n}]") for n, each in enumerate(document.recordings))
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is no whole baseline: {error}; save it again with tracekit baseline save") from None
+    return Baseline(document.name, _plain(document.fingerprint), recordings, document.tool_version)
+
+
+def _check_schema(path: Path, text: bytes) -> None:
+    class Named(Struct):
+        schema: str | None = None
+
+    try:
+        named = msgspec.json.decode(text, type=Named).schema
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InputError(f"{path}: is no whole baseline: {error}; save it again with tracekit baseline save") from None
+    if named != SCHEMA:
+        told = f"of schema {named[:_START_BYTES]!r}" if named else "of no schema"
+        raise InputError(f"{path}: is {told}, not {SCHEMA}; save one with tracekit baseline save RUN --output {path}")
+
+
+# To JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _recording(recording: Recording) -> str:
+    steps: dict[tuple[int | None, ...], int] = {}
+    series = [_json(each) for each in _series(recording.samples, ["metric"], steps)]
+    units = [_json(each) for each in _series(recording.units, ["metric", "unit"], steps)]
+    work = [
+        _json(_Work(kind, phase, name, _rounded(amount, _DIGITS)))
+        for kind, phase, name, amount in recording.work.select(*unit_work.WORK_COLUMNS).iter_rows()
+    ]
+    findings = [
+        _json(_Finding(f.id, f.code, f.severity.label, f.impact, f.cost_ns, f.cost_bytes, f.subject))
+        for f in recording.findings
+    ]
+    lists = {"findings": findings, "work": work, "series": series, "units": units}
+    told = [f'"name":{_json(recording.name)}', f'"created_ns":{_json(recording.created_ns)}']
+    told.append(f'"steps":{_json([list(each) for each in steps])}')
+    told += [f'"{key}":[' + ",\n".join(each) + "]" for key, each in lists.items()]
+    return "{" + ",\n".join(told) + "}"
+
+
+def _series(table: pl.DataFrame, by: Sequence[str], steps: dict[tuple[int | None, ...], int]) -> Iterator[_Series]:
+    """Yield a table's series; lists of steps are numbered in `steps`, which grows."""
+    finite = table.filter(pl.col("value").is_finite()).sort(*by, "rank", "step", nulls_last=False)
+    by_rank = finite.group_by(*by, "rank", maintain_order=True).agg("step", "value")
+    for row in by_rank.group_by(*by, "step", maintain_order=True).agg("rank", "value").iter_rows(named=True):
+        number = steps.setdefault(tuple(row["step"]), len(steps))
+        unit = row.get("unit")
+        scale = 1 if unit is None else _scale([value for values in row["value"] for value in values])
+        told = [
+            [_rounded(value, _DIGITS) if unit is None else round(value / scale) for value in values]
+            for values in row["value"]
+        ]
+        yield _Series(row["metric"], row["rank"], number, told, unit, scale)
+
+
+def _scale(values: Sequence[float]) -> int:
+    """Return the power of ten that leaves the largest of a unit's samples so many digits."""
+    largest = max(map(abs, values), default=0.0)
+    return 10 ** max(0, math.floor(math.log10(largest)) - _UNIT_DIGITS + 1) if largest > 0 else 1
+
+
+def _rounded(value: float, digits: int) -> float:
+    if value == 0:
+        return 0
+    places_kept = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places_kept)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+# From JSON -----------------------------------------------------------------------------------------------------------
+
+
+def _read_recording(saved: _Recording, where: str) -> Recording:
+    work = [(each.kind, each.phase, each.name, each.amount) for each in saved.work]
+    return Recording(
+        saved.name,
+        saved.created_ns,
+        _read_series(saved.series, saved.steps, f"{where}.series", is_unit=False),
+        _read_series(saved.units, saved.steps, f"{where}.units", is_unit=True),
+        pl.DataFrame(work, schema=unit_work.WORK_COLUMNS, orient="row"),
+        tuple(
+            Known(f.id, f.code, _SEVERITIES[f.severity], f.impact, f.cost_ns, f.cost_bytes, f.subject)
+            for f in saved.findings
+        ),
+    )
+
+
+def _read_series(
+    series: Sequence[_Series], steps: Sequence[list[int | None]], where: str, *, is_unit: bool
+) -> pl.DataFrame:
+    columns = UNIT_COLUMNS if is_unit else SAMPLE_COLUMNS
+    rows: dict[str, list[object]] = {name: [] for name in columns}
+    for number, each in enumerate(series):
+        if each.steps >= len(steps):
+            raise ValueError(f"{where}[{number}] names steps that there are none of")
+        if len(each.ranks) != len(each.values):
+            raise ValueError(f"{where}[{number}] has {len(each.values)} lists of values of {len(each.ranks)} ranks")
+        if (each.unit is not None) is not is_unit:
+            raise ValueError(f"{where}[{number}] has {'no' if is_unit else 'a'} unit")
+        own = steps[each.steps]
+        for rank, values in zip(each.ranks, each.values, strict=True):
+            if len(own) != len(values):
+                raise ValueError(f"{where}[{number}] has {len(values)} values of {len(own)} steps")
+            told = [value * each.scale for value in values]
+            if not all(map(math.isfinite, told)):
+                raise ValueError(f"{where}[{number}] has a value that is no number")
+            rows["step"] += own
+            rows["value"] += told
+            for name, one in (("rank", rank), ("metric", each.metric), ("unit", each.unit)):
+                if name in rows:
+                    rows[name] += [one] * len(own)
+    return pl.DataFrame([pl.Series(name, rows[name], dtype) for name, dtype in columns.items()])
+
+
+def _plain(fields: "dict[str, bool | int | float | str | list[bool | int | float | str | None]]") -> dict[str, Plain]:
+    return {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}

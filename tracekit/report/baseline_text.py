@@ -1,0 +1,52 @@
+"""Baseline -> text: what ran, what was found, and what its recordings measured."""
+
+import numpy as np
+from rich.console import RenderableType
+
+from tracekit.model import escaping, units
+from tracekit.regression.baseline import Baseline
+from tracekit.regression.comparison import job_samples
+from tracekit.regression.samples import LOWER_IS_BETTER
+from tracekit.report import comparison, phrases, text_layout
+
+
+def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
+    """Return a baseline as text at most `width` columns wide."""
+    count = len(baseline.recordings)
+    parts: list[RenderableType] = [
+        text_layout.line((baseline.name, text_layout.BOLD), f"  {count} recording{'s' * (count > 1)}"),
+        "",
+        text_layout.line(("What ran", text_layout.BOLD)),
+        text_layout.indented(
+            text_layout.table(["", ""], [[name, str(value)] for name, value in baseline.fingerprint.items()])
+        ),
+        "",
+        text_layout.line(("Findings", text_layout.BOLD)),
+        text_layout.indented(text_layout.table(["", "", "", "of step"], _findings(baseline))),
+        "",
+        text_layout.line(("Metrics", text_layout.BOLD), ("  the median of each recording", text_layout.DIM)),
+        text_layout.indented(
+            text_layout.table(["", "mean", "least", "most"], _metrics(baseline), right=[False, True, True, True])
+        ),
+    ]
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def _findings(baseline: Baseline) -> list[list[str]]:
+    rows = []
+    for name, each in baseline.known.items():
+        worst = max(each, key=lambda one: (one.severity, one.impact))
+        cost = units.share(worst.impact) if worst.impact or not worst.cost_bytes else units.size(worst.cost_bytes)
+        rows.append([worst.severity.label, phrases.rule_name(worst.code), name, cost])
+    return rows or [["none", "", "", ""]]
+
+
+def _metrics(baseline: Baseline) -> list[list[str]]:
+    found = [job_samples(recording.samples) for recording in baseline.recordings]
+    rows = []
+    for metric in LOWER_IS_BETTER:
+        medians = [float(np.median(each[metric])) for each in found if metric in each]
+        if medians:
+            told = [float(np.mean(medians)), min(medians), max(medians)]
+            rows.append([comparison.label(metric), *(escaping.cell(metric, value) for value in told)])
+    return rows

@@ -1,0 +1,93 @@
+"""Bars of what the time goes into, and step times as lines."""
+
+from collections.abc import Mapping, Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+from plotly.colors import sample_colorscale
+
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import COLOURS, PARTS, dressed, listed
+
+
+def breakdown(summary: pl.DataFrame) -> go.Figure:
+    """Return stacked bars of what the time goes into, one bar per row of a breakdown (per rank, or per step).
+
+    `summary` has the columns of `analysis.breakdown` and rank; window, step and device label the bars where they
+    differ.
+    """
+    return _stacked(summary, _row_labels(summary))
+
+
+def comparison(summaries: Mapping[str, pl.DataFrame]) -> go.Figure:
+    """Return one stacked bar per run: the mean step, its parts averaged over all ranks and steps.
+
+    `summaries` maps the name of a run to its breakdown by step.
+    """
+    means = [table.select(pl.col("duration_ns", *PARTS).mean().round().cast(pl.Int64)) for table in summaries.values()]
+    return _stacked(pl.concat(means), list(summaries))
+
+
+def step_times(summary: pl.DataFrame) -> go.Figure:
+    """Return step time over steps, one line per rank, from a breakdown by step."""
+    figure = go.Figure()
+    known = summary.filter(pl.col("step").is_not_null()).sort("rank", "step")
+    colours = _shades(known["rank"].n_unique())
+    for colour, ((rank,), rows) in zip(colours, known.group_by("rank", maintain_order=True), strict=True):
+        figure.add_scatter(
+            line={"color": colour},
+            x=rows["step"].to_list(),
+            y=(rows["duration_ns"] / 1e6).to_list(),
+            name=f"rank {rank}",
+            mode="lines+markers",
+            customdata=[[units.duration(ns)] for ns in rows["duration_ns"]],
+            hovertemplate=f"rank {rank}, step %{{x}}<br>%{{customdata[0]}}<extra></extra>",
+        )
+    figure.update_xaxes(title="step", dtick=1 if known["step"].n_unique() < 20 else None)
+    figure.update_yaxes(title="step time", ticksuffix=" ms", rangemode="tozero")
+    return dressed(figure, height_px=320)
+
+
+def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
+    figure = go.Figure()
+    places = list(range(len(labels)))
+    for column, (label, kind) in PARTS.items():
+        figure.add_bar(
+            orientation="h",
+            y=places,
+            x=(parts[column] / 1e6).to_list(),
+            name=label,
+            marker={"color": COLOURS[kind], "line": {"width": 0}},
+            customdata=[
+                [escaping.escape(text), units.duration(ns), units.share(ns / whole if whole else 0.0)]
+                for text, ns, whole in zip(labels, parts[column], parts["duration_ns"], strict=True)
+            ],
+            hovertemplate="<b>%{customdata[0]}</b><br>" + label + " %{customdata[1]} (%{customdata[2]})<extra></extra>",
+        )
+    figure.update_layout(barmode="stack", bargap=0.28)
+    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    listed(figure, labels)
+    return dressed(figure, height_px=min(136 + 30 * len(labels), 1400))
+
+
+def _row_labels(summary: pl.DataFrame) -> list[str]:
+    names = ["rank"]
+    names += ["window"] if "window" in summary.columns and summary["window"].n_unique() > 1 else []
+    names += ["device"] if _drives_several_devices(summary) else []
+    names += ["step"] if summary["step"].is_not_null().any() else []
+    if len(names) > 1 and summary["rank"].n_unique() == 1:
+        names.remove("rank")
+    return [
+        " · ".join(f"{n} {value}" for n, value in zip(names, row, strict=True)) for row in summary.select(names).rows()
+    ]
+
+
+def _drives_several_devices(summary: pl.DataFrame) -> bool:
+    return "device" in summary.columns and bool(
+        (summary.group_by("rank").agg(pl.col("device").n_unique())["device"] > 1).any()
+    )
+
+
+def _shades(count: int) -> list[str]:
+    # Not the colours of the kinds: a rank is no kind of work.
+    return list(sample_colorscale("Viridis", [0.9 * i / max(count - 1, 1) for i in range(count)]))

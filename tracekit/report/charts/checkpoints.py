@@ -1,0 +1,126 @@
+"""Saves: their stages on each rank, blocked against written, and what storage gave to each rank."""
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit import conventions
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import COLOURS, dressed, listed
+
+# Okabe and Ito's again; waiting as everywhere.
+_STAGES = {
+    conventions.PLAN: "#CC79A7",
+    conventions.STAGE: "#009E73",
+    conventions.SERIALIZE: "#0072B2",
+    conventions.WRITE: "#D55E00",
+    conventions.FSYNC: "#B9AFD4",
+    conventions.FINISH: "#56B4E9",
+    conventions.LAUNCH: "#7D8796",
+    conventions.WAIT: COLOURS["waiting"],
+}
+_MOST_ROWS = 64
+_MOST_SAVES = 200
+
+
+def save_stages(lines: pl.DataFrame) -> go.Figure:
+    """Return the stages of one save, a bar for each rank and worker, in the order in which they were first entered.
+
+    `lines` are those of one save of `analysis.saves.stages`. Stages take turns, tensor by tensor; a bar puts the time
+    of each together, so that its length is the worker's whole time.
+    """
+    figure = go.Figure()
+    spent = (
+        lines.filter(pl.col("stage").is_in(list(_STAGES)))
+        .group_by("rank", "blocking", "stage", maintain_order=True)
+        .agg(pl.col("start_ns").min(), pl.col("dur_ns").sum(), pl.col("bytes").sum())
+        .sort("rank", "blocking", "start_ns", descending=[False, True, False])
+    )
+    if spent.is_empty():
+        return dressed(figure, height_px=160)
+    rows = spent.select("rank", "blocking").unique(maintain_order=True).head(_MOST_ROWS)
+    both = rows["blocking"].n_unique() > 1
+    began = lines.group_by("rank", "blocking").agg(began_ns=pl.col("start_ns").min())
+    first_ns = int(str(lines["start_ns"].min()))
+    placed = (
+        spent.join(rows.with_row_index("place"), on=["rank", "blocking"])
+        .join(began, on=["rank", "blocking"])
+        .with_columns(
+            base_ns=pl.col("began_ns") - first_ns + pl.col("dur_ns").cum_sum().over("place") - pl.col("dur_ns")
+        )
+    )
+    for stage, colour in _STAGES.items():
+        own = placed.filter(pl.col("stage") == stage)
+        if own.height:
+            _bars(figure, own, stage, colour)
+    labels = [f"rank {rank}" + (" · training" if blocking else " · beside") * both for rank, blocking in rows.rows()]
+    figure.update_layout(barmode="overlay", bargap=0.28)
+    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    listed(figure, labels)
+    return dressed(figure, height_px=min(136 + 30 * rows.height, 1400))
+
+
+def _bars(figure: go.Figure, own: pl.DataFrame, stage: str, colour: str) -> None:
+    told = [
+        [units.duration(took), units.size(moved) if moved else ""]
+        for took, moved in own.select("dur_ns", "bytes").rows()
+    ]
+    figure.add_bar(
+        orientation="h",
+        y=own["place"].to_list(),
+        base=(own["base_ns"] / 1e6).to_list(),
+        x=(own["dur_ns"] / 1e6).to_list(),
+        name=stage,
+        marker={"color": colour, "line": {"width": 0}},
+        customdata=told,
+        hovertemplate=f"<b>{stage}</b> %{{customdata[0]}} %{{customdata[1]}}<extra></extra>",
+    )
+
+
+def save_clocks(each: pl.DataFrame) -> go.Figure:
+    """Return for each save the time that training was blocked beside the time until all was written.
+
+    `each` is `analysis.saves.each`; of many saves the last are shown.
+    """
+    shown = each.tail(_MOST_SAVES)
+    figure = go.Figure()
+    for column, label, colour in (
+        ("blocked_ns", "training blocked", COLOURS["waiting"]),
+        ("written_ns", "until all was written", COLOURS["compute"]),
+    ):
+        figure.add_bar(
+            x=list(range(shown.height)),
+            y=(shown[column] / 1e9).to_list(),
+            name=label,
+            marker={"color": colour, "line": {"width": 0}},
+            customdata=[
+                [escaping.escape(name, 80), units.duration(ns)] for name, ns in shown.select("save", column).rows()
+            ],
+            hovertemplate=f"<b>%{{customdata[0]}}</b><br>{label} %{{customdata[1]}}<extra></extra>",
+        )
+    names = [escaping.escape(name, 30) for name in shown["save"]]
+    figure.update_layout(barmode="group", bargap=0.3)
+    figure.update_xaxes(tickvals=list(range(shown.height)) if shown.height <= 30 else None, ticktext=names)
+    figure.update_yaxes(ticksuffix=" s", rangemode="tozero")
+    return dressed(figure, height_px=320)
+
+
+def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
+    """Return what storage gave to each rank, bytes by the time in writing and syncing them, as points for each save.
+
+    `clocks` is `analysis.saves.clocks`; saves that synced nothing have no point.
+    """
+    known = clocks.drop_nulls("storage_bytes_per_s")
+    figure = go.Figure()
+    rows = known.select("rank", "storage_bytes_per_s", "save").rows()
+    figure.add_scatter(
+        x=known["rank"].to_list(),
+        y=(known["storage_bytes_per_s"] / 1e9).to_list(),
+        mode="markers",
+        marker={"color": COLOURS["compute"], "size": 9, "line": {"width": 1, "color": "rgba(255, 255, 255, 0.6)"}},
+        customdata=[[escaping.escape(save, 80), units.rate(rate)] for _, rate, save in rows],
+        hovertemplate="rank %{x}, %{customdata[0]}<br>%{customdata[1]}<extra></extra>",
+        showlegend=False,
+    )
+    figure.update_xaxes(title="rank", dtick=1 if known["rank"].n_unique() < 20 else None)
+    figure.update_yaxes(title="durable write rate", ticksuffix=" GB/s", rangemode="tozero")
+    return dressed(figure, height_px=320)

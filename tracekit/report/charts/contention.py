@@ -1,0 +1,160 @@
+"""Work that shares a device: what runs beside what, how much slower for it, and preparation that gives way."""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit.analysis.compute import concurrency
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import COLOURS, dressed, listed, powers
+
+KIND_COLOURS = {
+    concurrency.COMPUTE: COLOURS["compute"],
+    concurrency.COMMUNICATION: COLOURS["communication"],
+    concurrency.PREPARATION: "#F0E442",
+    concurrency.COPY: COLOURS["memcpy"],
+}
+MAX_POINTS = 3000
+_NO_PHASE = "no phase"
+_APART = 0.6
+
+
+def slowdowns(pairs: pl.DataFrame) -> go.Figure:
+    """Return how many times as long each kind of work takes beside another as alone, a mark per rank, with intervals.
+
+    `pairs` is `analysis.collective_contention.all_pairs`; pairs that were never seen alone have no mark.
+    """
+    known = pairs.drop_nulls("slowdown")
+    names = known.select("of", "beside").unique(maintain_order=True).sort("of", "beside").rows()
+    ranks = known.select("rank", "device").unique().sort("rank", "device").rows()
+    figure = go.Figure()
+    for of in KIND_COLOURS:
+        rows = [row for row in known.iter_rows(named=True) if row["of"] == of]
+        if not rows:
+            continue
+        figure.add_scatter(
+            x=[row["slowdown"] for row in rows],
+            y=[
+                names.index((of, row["beside"])) + _beside(ranks.index((row["rank"], row["device"])), len(ranks))
+                for row in rows
+            ],
+            mode="markers",
+            name=of,
+            marker={"color": KIND_COLOURS[of], "size": 9, "line": {"width": 1, "color": "rgba(128, 138, 150, 0.9)"}},
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [(row["high"] or row["slowdown"]) - row["slowdown"] for row in rows],
+                "arrayminus": [row["slowdown"] - (row["low"] or row["slowdown"]) for row in rows],
+                "thickness": 1.4,
+                "width": 3,
+            },
+            customdata=[[_told(row)] for row in rows],
+            hovertemplate="%{customdata[0]}<extra></extra>",
+        )
+    figure.add_vline(x=1, line={"color": COLOURS["phase"], "dash": "dot"})
+    figure.update_xaxes(title="times as long as alone", ticksuffix="×", rangemode="tozero")
+    figure.update_yaxes(
+        tickvals=list(range(len(names))),
+        ticktext=[f"{of} beside {beside}" for of, beside in names],
+        range=[len(names) - 0.4, -0.6],
+        showgrid=False,
+        fixedrange=True,
+    )
+    return dressed(figure, height_px=150 + 46 * len(names))
+
+
+def shared(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
+    """Return how long one kind of work ran beside each other one, in bars by phase: summed over ranks.
+
+    `by_phase` is `analysis.contended.by_phase`.
+    """
+    mine = by_phase.filter(pl.col("of") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
+    phases = mine.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
+    order = phases["phase"].to_list()
+    figure = go.Figure()
+    for beside, colour in KIND_COLOURS.items():
+        rows = mine.filter(pl.col("beside") == beside)
+        sums = rows.group_by("phase").agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
+        if sums.is_empty():
+            continue
+        figure.add_bar(
+            orientation="h",
+            y=[order.index(phase) for phase in sums["phase"]],
+            x=(sums["overlapped_ns"] / 1e6).to_list(),
+            name=f"beside {beside}",
+            marker={"color": colour, "line": {"width": 0}},
+            customdata=[[_of_phase(row)] for row in sums.iter_rows(named=True)],
+            hovertemplate=f"<b>{of} beside {beside}</b>, %{{customdata[0]}}<extra></extra>",
+        )
+    figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
+    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    listed(figure, order)
+    return dressed(figure, height_px=150 + 44 * len(order))
+
+
+def give_way(preparation: pl.DataFrame) -> go.Figure:
+    """Return how long each preparation of a collective took against what it takes alone, both on axes of powers.
+
+    `preparation` is `analysis.contention.preparation` of a run. On the line it took as long as alone; far above it, it
+    crawled. Of more than MAX_POINTS the costliest are drawn.
+    """
+    known = preparation.drop_nulls("alone_ns").filter(pl.col("alone_ns") > 0, pl.col("dur_ns") > 0)
+    most = known.sort(pl.col("dur_ns") - pl.col("alone_ns"), descending=True).head(MAX_POINTS)
+    figure = go.Figure()
+    beside = pl.col("overlapped_ns") * 2 > pl.col("dur_ns")
+    groups = {
+        "beside compute": (most.filter(beside), KIND_COLOURS[concurrency.COMPUTE]),
+        "alone": (most.filter(~beside), COLOURS["idle"]),
+    }
+    for label, (rows, colour) in groups.items():
+        if rows.is_empty():
+            continue
+        figure.add_scatter(
+            x=rows["alone_ns"].to_list(),
+            y=rows["dur_ns"].to_list(),
+            mode="markers",
+            name=label,
+            marker={"color": colour, "size": 7, "opacity": 0.65},
+            customdata=[[_of_preparation(row)] for row in rows.iter_rows(named=True)],
+            hovertemplate="%{customdata[0]}<extra></extra>",
+        )
+    _diagonal(figure, [*most["alone_ns"], *most["dur_ns"]])
+    figure.update_xaxes(title="takes alone", **powers(most["alone_ns"], units.duration))
+    figure.update_yaxes(title="took", **powers(most["dur_ns"], units.duration))
+    return dressed(figure, height_px=380)
+
+
+def _diagonal(figure: go.Figure, values: Sequence[float]) -> None:
+    if values:
+        ends = [min(values), max(values)]
+        line = {"color": COLOURS["phase"], "width": 1.2, "dash": "dot"}
+        figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="as long as alone", hoverinfo="skip")
+
+
+def _beside(number: int, count: int) -> float:
+    return 0.0 if count < 2 else _APART * (number / (count - 1) - 0.5)
+
+
+def _told(row: dict[str, object]) -> str:
+    interval = "" if row["low"] is None else f", 95% between {row['low']:.2f} and {row['high']:.2f}"
+    return (
+        f"<b>rank {row['rank']}: {row['of']} beside {row['beside']}</b><br>{row['slowdown']:.2f} times as long as alone"
+        f"{interval}<br>together for {units.duration(int(str(row['overlapped_ns'])))}, "
+        f"{units.duration(int(str(row['lost_ns'])))} longer for it"
+    )
+
+
+def _of_phase(row: dict[str, int]) -> str:
+    lost = f"{units.duration(row['lost_ns'])} longer for it" if row["judged_ns"] else "never seen alone"
+    return f"{units.duration(row['overlapped_ns'])} of {row['calls']:,} calls<br>{lost}"
+
+
+def _of_preparation(row: dict[str, object]) -> str:
+    took, alone = int(str(row["dur_ns"])), int(str(row["alone_ns"]))
+    unit = f" · unit {escaping.escape(str(row['unit'] or 'root'), 80)}" if row["unit"] is not None else ""
+    return (
+        f"<b>{escaping.escape(str(row['name']), 120)}</b><br>{units.duration(took)}, alone {units.duration(alone)}<br>"
+        f"rank {row['rank']} · step {row['step']}{unit}"
+    )

@@ -1,0 +1,286 @@
+"""Memory: what is held over time and by whom, how long blocks live, how the device's memory is cut up."""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+from plotly.colors import sample_colorscale
+
+from tracekit.analysis.memory import usage as holding
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import COLOURS, dressed
+
+_OWNERS = {
+    "forward": "#0072B2",
+    "backward": "#D55E00",
+    "optimizer": "#009E73",
+    "clip": "#CC79A7",
+    "data": "#F0E442",
+    "checkpoint": "#56B4E9",
+    holding.EARLIER: "#8C95A1",
+    holding.OTHERS: "#C4C9D1",
+}
+_FURTHER = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B9AFD4", "#DDB765", "#4FC3A1", "#7D8796",
+)  # fmt: skip
+_STATES = {
+    "held": ("#0072B2", ("active_allocated",)),
+    "waits for another stream": ("#E69F00", ("active_pending_free", "active_awaiting_free")),
+    "free": ("#C4C9D1", ("inactive",)),
+}
+_MIB = 1 << 20
+_ROW_UNIT = 20 * _MIB
+_MOST_ROWS, _CELLS, _MOST_EDGES = 40, 220, 1500
+_WHITE_TO_BLUE = "Blues"
+
+
+def held(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
+    """Return what is held over time, stacked by owner, the peak marked, and what is reserved as a line above.
+
+    `table` is one device's and one kind of owner's part of `analysis.held.over_time`. 0 ms is `origin_ns`, or the first
+    moment.
+    """
+    figure = go.Figure()
+    if table.is_empty():
+        return dressed(figure, height_px=160)
+    begin_ns = int(str(table["at_ns"].min())) if origin_ns is None else origin_ns
+    moments = table.unique("at_ns", keep="first", maintain_order=True).sort("at_ns", maintain_order=True)
+    divisor, unit = scaled(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
+    owners = table["owner"].unique(maintain_order=True).to_list()
+    for owner, colour in zip(owners, _colours(owners), strict=True):
+        rows = table.filter(pl.col("owner") == owner)
+        figure.add_scatter(
+            x=((rows["at_ns"] - begin_ns) / 1e6).round(6).to_list(),
+            y=(rows["bytes"] / divisor).round(4).to_list(),
+            name=escaping.escape(owner, 60),
+            stackgroup="held",
+            mode="lines",
+            line={"width": 0, "shape": "hv"},
+            fillcolor=colour,
+            customdata=[[units.size(size)] for size in rows["bytes"]],
+            hovertemplate=f"<b>{escaping.escape(owner, 120)}</b> %{{customdata[0]}} at %{{x:,.3f}} ms<extra></extra>",
+        )
+    if moments["reserved_bytes"].is_not_null().any():
+        _line(figure, moments, begin_ns, divisor)
+    _mark_peak(figure, moments, begin_ns, divisor)
+    figure.update_xaxes(ticksuffix=" ms")
+    figure.update_yaxes(title="held", ticksuffix=f" {unit}", rangemode="tozero")
+    return dressed(figure, height_px=420)
+
+
+def lifetimes(table: pl.DataFrame) -> go.Figure:
+    """Return a map of sizes and lifetimes: the darker a cell, the more bytes were taken in blocks of that kind.
+
+    `table` is one device's part of `analysis.held.lifetimes`.
+    """
+    figure = go.Figure()
+    if table.is_empty():
+        return dressed(figure, height_px=160)
+    outlives = table["high_ns"].max()
+    lived = table.with_columns(pl.col("low_ns").fill_null(outlives))
+    columns, rows = lived["low_ns"].unique().sort().to_list(), lived["low_bytes"].unique().sort().to_list()
+    cells = {(low_bytes, low_ns): row for low_bytes, low_ns, *row in lived.select(
+        "low_bytes", "low_ns", "bytes", "count", "op", "high_bytes", "high_ns"
+    ).iter_rows()}  # fmt: skip
+    grid = [[cells.get((size, time)) for time in columns] for size in rows]
+    figure.add_heatmap(
+        x=list(range(len(columns))),
+        y=list(range(len(rows))),
+        z=[[None if cell is None else _log(cell[0]) for cell in line] for line in grid],
+        customdata=[
+            [None if cell is None else _told(size, time, cell) for time, cell in zip(columns, line, strict=True)]
+            for size, line in zip(rows, grid, strict=True)
+        ],
+        hovertemplate="%{customdata}<extra></extra>",
+        hoverongaps=False,
+        colorscale=_WHITE_TO_BLUE,
+        zmin=10,
+        xgap=2,
+        ygap=2,
+        colorbar=_colourbar(lived["bytes"]),
+    )
+    past = [None if time == outlives and table["low_ns"].null_count() else time for time in columns]
+    figure.update_xaxes(
+        title="lives for at least",
+        tickvals=list(range(len(columns))),
+        ticktext=["longer" if time is None else units.duration(time) for time in past],
+        showgrid=False,
+    )
+    figure.update_yaxes(
+        title="size from",
+        tickvals=list(range(len(rows))),
+        ticktext=[units.size(size) for size in rows],
+        showgrid=False,
+    )
+    return dressed(figure, height_px=min(160 + 24 * len(rows), 760))
+
+
+def segment_map(table: pl.DataFrame) -> go.Figure:
+    """Return the memory that the allocator holds of a device, end to end like lines of text: area is bytes.
+
+    `table` is what `analysis.snapshot_history.segment_map` returns. Each pool begins on a line of its own; a tick is
+    the end of a segment. Blocks too narrow to see are drawn together, those of one state beside each other.
+    """
+    figure = go.Figure()
+    if table.is_empty():
+        return dressed(figure, height_px=160)
+    row_bytes = _row_bytes(table)
+    placed = _in_rows(table, row_bytes)
+    drawn = _joined(placed, row_bytes / _CELLS)
+    divisor, unit = scaled(row_bytes)
+    for label, (colour, states) in _STATES.items():
+        rows = drawn.filter(pl.col("state").is_in(states))
+        figure.add_bar(
+            orientation="h",
+            base=(rows["at_bytes"] / divisor).round(4).to_list(),
+            x=(rows["bytes"] / divisor).round(4).to_list(),
+            y=rows["row"].to_list(),
+            width=0.86,
+            name=f"{label}: {units.size(int(table.filter(pl.col('state').is_in(states))['bytes'].sum()))}",
+            marker={"color": colour, "line": {"width": 0}},
+            customdata=[_about(row, label) for row in rows.iter_rows(named=True)],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    _edges(figure, placed, divisor)
+    names = placed.unique("pool_name", keep="first", maintain_order=True)
+    last = int(str(placed["row"].max()))
+    figure.update_layout(barmode="overlay")
+    figure.update_xaxes(range=[0, row_bytes / divisor], ticksuffix=f" {unit}", showgrid=False)
+    figure.update_yaxes(
+        tickvals=names["row"].to_list(),
+        ticktext=[escaping.escape(name, 60) for name in names["pool_name"]],
+        range=[last + 0.6, -0.6],
+        fixedrange=True,
+        showgrid=False,
+    )
+    return dressed(figure, height_px=120 + 15 * (last + 1) + 30)
+
+
+def _colours(owners: Sequence[str]) -> list[str]:
+    further = iter([colour for colour in _FURTHER if colour not in {_OWNERS.get(owner) for owner in owners}])
+    spare = iter(sample_colorscale("Viridis", [i / max(len(owners) - 1, 1) for i in range(len(owners))]))
+    return [_OWNERS.get(owner) or next(further, None) or str(next(spare)) for owner in owners]
+
+
+def _line(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor: int) -> None:
+    figure.add_scatter(
+        x=((moments["at_ns"] - begin_ns) / 1e6).round(6).to_list(),
+        y=(moments["reserved_bytes"] / divisor).round(4).to_list(),
+        name="reserved",
+        mode="lines",
+        line={"width": 2, "dash": "dash", "shape": "hv", "color": COLOURS["phase"]},
+        customdata=[["" if size is None else units.size(size)] for size in moments["reserved_bytes"]],
+        hovertemplate="<b>reserved</b> %{customdata[0]} at %{x:,.3f} ms<extra></extra>",
+    )
+
+
+def _mark_peak(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor: int) -> None:
+    peak = moments.sort("live_bytes", descending=True, maintain_order=True).row(0, named=True)
+    figure.add_annotation(
+        x=(peak["at_ns"] - begin_ns) / 1e6,
+        y=peak["live_bytes"] / divisor,
+        text=f"peak {units.size(peak['live_bytes'])}",
+        showarrow=True,
+        arrowhead=2,
+        arrowcolor="rgba(128, 138, 150, 0.9)",
+        ax=0,
+        ay=-26,
+        yanchor="bottom",
+    )
+
+
+def _told(low_bytes: int, low_ns: int, cell: Sequence[object]) -> str:
+    size, count, op, high_bytes, high_ns = cell
+    lives = f"live {units.duration(low_ns)} to {units.duration(int(str(high_ns)))}" if high_ns else "outlive the window"
+    return (
+        f"<b>{int(str(count)):,} blocks</b> of {units.size(low_bytes)} to {units.size(int(str(high_bytes)))} that "
+        f"{lives}<br>{units.size(int(str(size)))} in all, most of it {escaping.escape(str(op or 'outside ops'), 120)}"
+    )
+
+
+def _colourbar(sizes: pl.Series) -> dict[str, object]:
+    powers = [power for power in range(10, 63, 5) if power <= _log(int(str(sizes.max()))) + 1]
+    return {"title": "taken", "tickvals": powers, "ticktext": [units.size(1 << power) for power in powers]}
+
+
+def _log(size_bytes: int) -> int:
+    return max(size_bytes, 1).bit_length() - 1
+
+
+def scaled(largest_bytes: int) -> tuple[int, str]:
+    """Return the unit in which bytes up to so many are drawn: its bytes and its name."""
+    power = min(max((largest_bytes.bit_length() - 1) // 10, 0), 4)
+    return 1 << (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]
+
+
+def _row_bytes(table: pl.DataFrame) -> int:
+    """Return how much memory a line shows, so that all pools together have not too many lines."""
+    pools = table.group_by("pool", "kind", "stream").agg(pl.col("bytes").sum())["bytes"]
+    size = _ROW_UNIT
+    while int((-(-pools // size)).sum()) > max(_MOST_ROWS, 2 * len(pools)):
+        size *= 2
+    return size
+
+
+def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
+    """Return the blocks, cut at the ends of lines, with row and at_bytes (from the line's start) and pool_name."""
+    key = ["pool", "kind", "stream"]
+    private = pl.when(pl.col("pool") == "0:0").then(pl.lit("")).otherwise(pl.format(", pool {}", "pool"))
+    stream = pl.when(pl.col("stream") == 0).then(pl.lit("")).otherwise(pl.format(", stream {}", "stream"))
+    named = table.with_columns(pool_name=pl.format("{}{}{}", "kind", stream, private))
+    rows = pl.col("bytes").sum().floordiv(row_bytes) + 1
+    lines = named.group_by(key, maintain_order=True).agg(lines=rows)
+    lines = lines.with_columns(first_row=pl.col("lines").cum_sum() - pl.col("lines"))
+    at = pl.col("bytes").cum_sum().over(key) - pl.col("bytes")
+    told = named.join(lines, on=key, how="left", maintain_order="left").with_columns(start=at)
+    last = (pl.col("start") + pl.col("bytes") - 1).clip(lower_bound=pl.col("start")) // row_bytes
+    cut = told.with_columns(line=pl.int_ranges(pl.col("start") // row_bytes, last + 1)).explode("line")
+    begin = pl.max_horizontal("start", pl.col("line") * row_bytes)
+    end = pl.min_horizontal(pl.col("start") + pl.col("bytes"), (pl.col("line") + 1) * row_bytes)
+    return cut.with_columns(
+        row=pl.col("first_row") + pl.col("line"), at_bytes=begin - pl.col("line") * row_bytes, part_bytes=end - begin
+    )
+
+
+def _joined(placed: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
+    """Return the blocks, those narrower than `least_bytes` and near each other as one for each state."""
+    wide = pl.col("part_bytes") >= least_bytes
+    cell = (pl.col("at_bytes") / least_bytes).floor().cast(pl.Int64)
+    told = placed.with_columns(wide=wide, cell=cell, run=wide.cum_sum())
+    alone = told.filter("wide").select(
+        "row", "at_bytes", "state", "op", "segment_address", bytes="part_bytes", blocks=pl.lit(1, pl.Int64),
+        whole_bytes="bytes",
+    )  # fmt: skip
+    key = ["row", "cell", "run"]
+    small = told.filter(~pl.col("wide")).with_columns(begin=pl.col("at_bytes").min().over(key))
+    both = small.group_by(*key, "begin", "state", maintain_order=True).agg(
+        pl.col("op", "segment_address").first(),
+        bytes=pl.col("part_bytes").sum(),
+        blocks=pl.len().cast(pl.Int64),
+        whole_bytes=pl.col("part_bytes").sum(),
+    )
+    before = pl.col("bytes").cum_sum().over(key) - pl.col("bytes")
+    together = both.with_columns(at_bytes=pl.col("begin") + before).select(alone.columns)
+    return pl.concat([alone, together])
+
+
+def _about(row: dict[str, object], label: str) -> str:
+    count, size = int(str(row["blocks"])), units.size(int(str(row["whole_bytes"])))
+    many = f"{count:,} blocks, {size} in all" if count > 1 else size
+    owner = f"<br>{escaping.escape(str(row['op']), 120)}" if row["op"] and label != "free" else ""
+    return f"<b>{label}</b> {many}{owner}<br>segment {int(str(row['segment_address'])):#x}"
+
+
+def _edges(figure: go.Figure, placed: pl.DataFrame, divisor: int) -> None:
+    """Draw the end of each segment as a tick, unless there are too many to see."""
+    lasts = placed.group_by("segment_address", maintain_order=True).last()
+    if lasts.height > _MOST_EDGES:
+        return
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    for row, at, part in lasts.select("row", "at_bytes", "part_bytes").iter_rows():
+        xs += [(at + part) / divisor, (at + part) / divisor, None]
+        ys += [row - 0.5, row + 0.5, None]
+    figure.add_scatter(
+        x=xs, y=ys, mode="lines", line={"width": 1, "color": COLOURS["phase"]}, hoverinfo="skip", showlegend=False
+    )

@@ -1,0 +1,94 @@
+"""Ranks beside each other: one row per rank, so that who waits for whom can be seen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit.analysis.parallelism import rank_timelines
+from tracekit.model import escaping, units
+from tracekit.model.intervals import Window
+from tracekit.report.charts.style import COLOURS, dressed
+
+LABELS = {
+    rank_timelines.COMPUTE: ("compute", "compute"),
+    rank_timelines.TRANSFER: ("exposed transfer", "communication"),
+    rank_timelines.WAITING: ("waiting for a rank", "waiting"),
+    rank_timelines.COPY: ("exposed copy", "memcpy"),
+}
+"""What a rank does, as the legend says it, and the kind whose colour it has."""
+MAX_SPANS = 6000
+_ROW_PX = 30
+
+
+def ranks(doings: pl.DataFrame, window: Window, *, origin_ns: int | None = None) -> go.Figure:
+    """Return what each rank does in a stretch of the run's clock (ns), one row per rank and device.
+
+    `doings` has the columns of `analysis.lockstep`. 0 ms on the axis is `origin_ns`, or the window's start. Where there
+    are more than `MAX_SPANS`, neighbours too short to see are drawn as one.
+    """
+    origin_ns = window[0] if origin_ns is None else origin_ns
+    rows = doings.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
+    shown = _thin(rank_timelines.within(doings, window), window)
+    figure = go.Figure()
+    for doing, (label, kind) in LABELS.items():
+        drawn = shown.filter(pl.col("doing") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
+        figure.add_bar(
+            orientation="h",
+            base=((drawn["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
+            x=(drawn["dur_ns"] / 1e6).round(6).to_list(),
+            y=drawn["y"].to_list(),
+            width=0.8,
+            name=label,
+            marker={"color": COLOURS[kind], "line": {"width": 0}},
+            customdata=[[_detail(row, label)] for row in drawn.iter_rows(named=True)],
+            hovertemplate="%{customdata[0]}<extra></extra>",
+        )
+    several = rows["rank"].is_duplicated().any()
+    names = [f"rank {row['rank']}" + (f" gpu {row['device']}" if several else "") for row in rows.iter_rows(named=True)]
+    figure.update_layout(barmode="overlay", dragmode="zoom")
+    figure.update_xaxes(range=[(edge - origin_ns) / 1e6 for edge in window], ticksuffix=" ms")
+    figure.update_yaxes(
+        tickvals=list(range(rows.height)),
+        ticktext=names,
+        range=[rows.height - 0.4, -0.6],
+        fixedrange=True,
+        showgrid=False,
+    )
+    return dressed(figure, height_px=130 + _ROW_PX * rows.height)
+
+
+def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
+    """Return the spans with neighbours that do the same joined, if there are too many, over ever longer breaks."""
+    of = ["window", "rank", "device"]
+    ordered = shown.sort(*of, "start_ns")
+    quantum_ns = max((window[1] - window[0]) // 4000, 1)
+    while ordered.height > MAX_SPANS and quantum_ns < window[1] - window[0]:
+        past_ns = (pl.col("start_ns") + pl.col("dur_ns")).shift().over(of)
+        far = (pl.col("start_ns") - past_ns > quantum_ns).fill_null(value=True)
+        short = pl.max_horizontal("dur_ns", pl.col("dur_ns").shift().over(of)) <= quantum_ns
+        other = (pl.col("doing") != pl.col("doing").shift().over(of)).fill_null(value=True) & ~short
+        run = (far | other).cum_sum()
+        most = pl.col("dur_ns").arg_max()
+        ordered = (
+            ordered.group_by(run.alias("_run"), maintain_order=True)
+            .agg(
+                pl.col(*of).first(),
+                pl.col("doing", "op", "unit", "peer_rank").get(most),
+                pl.col("start_ns").first(),
+                (pl.col("start_ns") + pl.col("dur_ns")).last().alias("_end_ns"),
+            )
+            .with_columns(dur_ns=pl.col("_end_ns") - pl.col("start_ns"))
+            .drop("_run", "_end_ns")
+        )
+        quantum_ns *= 2
+    return ordered
+
+
+def _detail(row: Mapping[str, Any], label: str) -> str:
+    lines = [f"<b>{label}</b> {units.duration(row['dur_ns'])}"]
+    what = [escaping.escape(row["op"].replace("_", "-"))] if row["op"] else []
+    what += [f"unit {escaping.escape(row['unit'] or 'root', 80)}"] if row["unit"] is not None else []
+    what += [f"rank {row['peer_rank']} comes last"] if row["peer_rank"] is not None else []
+    return "<br>".join([*lines, " · ".join(what)] if what else lines)

@@ -1,0 +1,118 @@
+"""Why collectives pause and compute stands still, what of communication is hidden, and who waits for whom."""
+
+from collections.abc import Mapping, Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import CAUSES, COLOURS, dressed, listed
+
+COMMUNICATION_PARTS = {
+    "hidden_ns": ("hidden by compute", "rgba(213, 94, 0, 0.32)"),
+    "exposed_ns": ("moving, nothing computes", COLOURS["communication"]),
+    "waited_ns": ("waiting for a rank, nothing computes", COLOURS["waiting"]),
+}
+"""The parts of a rank's communication, each with its label and colour."""
+_MOST_NUMBERED = 16
+_MOST_BARS_PX = 1400
+_UNKNOWN = "one not known"
+
+
+def standing(by_rank: pl.DataFrame) -> go.Figure:
+    """Return stacked bars of why something stands still, one per rank: its gaps by cause, which sum to them.
+
+    `by_rank` is the part of one `of` (communication or compute) of `analysis.standing.by_rank`.
+    """
+    ranks = by_rank["rank"].unique().sort().to_list()
+    whole = dict(by_rank.group_by("rank").agg(pl.col("dur_ns").sum()).iter_rows())
+    figure = go.Figure()
+    for cause, (label, colour) in CAUSES.items():
+        found = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
+        if any(found.values()):
+            _stack(figure, ranks, [found.get(rank, 0) for rank in ranks], whole, label=label, colour=colour)
+    return _of_ranks(figure, ranks)
+
+
+def communication(by_rank: pl.DataFrame) -> go.Figure:
+    """Return stacked bars of each rank's communication: hidden, moving unhidden, waiting for a rank.
+
+    `by_rank` is `analysis.communication.by_rank`.
+    """
+    ranks = by_rank["rank"].to_list()
+    whole = dict(by_rank.select("rank", "communication_ns").iter_rows())
+    figure = go.Figure()
+    for column, (label, colour) in COMMUNICATION_PARTS.items():
+        _stack(figure, ranks, by_rank[column].to_list(), whole, label=label, colour=colour)
+    return _of_ranks(figure, ranks)
+
+
+def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
+    """Return who waits for whom: a row for each rank that waits, a column for each that comes last.
+
+    `waited` is `analysis.lockstep.waited`; the last column is there where it is not known who came last.
+    """
+    known = {(rank, peer): ns for rank, peer, ns in waited.select("rank", "peer_rank", "waited_ns").iter_rows()}
+    columns: list[int | None] = [*ranks, *([None] if any(peer is None for _, peer in known) else [])]
+    grid = [[known.get((rank, peer), 0) for peer in columns] for rank in ranks]
+    names = [_UNKNOWN if peer is None else f"rank {peer}" for peer in columns]
+    figure = go.Figure()
+    figure.add_heatmap(
+        x=list(range(len(columns))),
+        y=list(range(len(ranks))),
+        z=[[ns / 1e6 if ns else None for ns in line] for line in grid],
+        customdata=[
+            [f"rank {rank} waits {units.duration(ns)} for {name}" for name, ns in zip(names, line, strict=True)]
+            for rank, line in zip(ranks, grid, strict=True)
+        ],
+        text=[[units.duration(ns) if ns else "" for ns in line] for line in grid],
+        texttemplate="%{text}" if len(ranks) <= _MOST_NUMBERED else None,
+        hovertemplate="%{customdata}<extra></extra>",
+        hoverongaps=False,
+        colorscale=[[0, COLOURS["idle"]], [1, COLOURS["waiting"]]],
+        textfont={"color": "#10151c"},
+        zmin=0,
+        zmax=max(known.values(), default=1) / 1e6,
+        xgap=2,
+        ygap=2,
+        colorbar={"ticksuffix": " ms", "thickness": 14, "nticks": 4, "outlinewidth": 0},
+    )
+    few = len(ranks) <= 2 * _MOST_NUMBERED
+    places = [list(range(len(each))) if few else None for each in (columns, ranks)]
+    figure.update_xaxes(tickvals=places[0], ticktext=[f"for {name}" for name in names], showgrid=False, fixedrange=True)
+    figure.update_yaxes(
+        tickvals=places[1],
+        ticktext=[f"rank {rank} waits" for rank in ranks],
+        range=[len(ranks) - 0.5, -0.5],
+        ticks="",
+        showgrid=False,
+        fixedrange=True,
+    )
+    if not few:
+        figure.update_xaxes(title="for the rank that comes last").update_yaxes(title="rank that waits")
+    return dressed(figure, height_px=min(130 + 40 * len(ranks), 760))
+
+
+def _stack(
+    figure: go.Figure, ranks: Sequence[int], ns: Sequence[int], whole: Mapping[int, int], *, label: str, colour: str
+) -> None:
+    figure.add_bar(
+        orientation="h",
+        y=list(range(len(ranks))),
+        x=[each / 1e6 for each in ns],
+        name=label,
+        marker={"color": colour, "line": {"width": 0}},
+        customdata=[
+            [f"rank {rank}", units.duration(each), units.share(each / whole[rank] if whole.get(rank) else 0.0)]
+            for rank, each in zip(ranks, ns, strict=True)
+        ],
+        hovertemplate=f"<b>%{{customdata[0]}}</b><br>{escaping.escape(label)} %{{customdata[1]}} (%{{customdata[2]}})"
+        "<extra></extra>",
+    )
+
+
+def _of_ranks(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
+    figure.update_layout(barmode="stack", bargap=0.28, showlegend=True)
+    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    listed(figure, [f"rank {rank}" for rank in ranks])
+    return dressed(figure, height_px=min(136 + 30 * len(ranks), _MOST_BARS_PX))

@@ -1,0 +1,126 @@
+"""What all figures share: colours, Plotly's configuration, backgrounds."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from tracekit.model import escaping
+
+# Okabe and Ito's palette, told apart with any colour vision; one kind of work has one colour everywhere.
+COLOURS = {
+    "compute": "#0072B2",
+    "communication": "#D55E00",
+    "waiting": "#E69F00",
+    "memcpy": "#009E73",
+    "memset": "#4FC3A1",
+    "idle": "#C4C9D1",
+    "phase": "#7D8796",
+    "cpu_op": "#8FB4CE",
+    "annotation": "#B9AFD4",
+    "runtime": "#A9B0BA",
+    "overhead": "#DDB765",
+    "evidence": "#CC79A7",
+}
+KIND_LABELS = {
+    "phase": "phase of the step",
+    "memcpy": "copy",
+    "memset": "memory set",
+    "cpu_op": "host op",
+    "annotation": "host annotation",
+    "runtime": "runtime call",
+    "overhead": "profiler overhead",
+    "evidence": "finding",
+}
+PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
+"""The kinds whose colour takes dark text."""
+PARTS = {
+    "compute_ns": ("compute", "compute"),
+    "exposed_communication_ns": ("exposed communication", "communication"),
+    "exposed_copy_ns": ("exposed copy", "memcpy"),
+    "idle_ns": ("idle", "idle"),
+}
+"""The columns that sum to a step's duration, each with its label and the kind whose colour it has."""
+
+CAUSES = {
+    "host": ("host late", "#56B4E9"),
+    "preparation": ("preparation", "#F0E442"),
+    "contention": ("preparation held up", "#8E7CC3"),
+    "compute": ("waits for compute", COLOURS["compute"]),
+    "copy": ("copy", COLOURS["memcpy"]),
+    "collective": ("collective moves data", COLOURS["communication"]),
+    "peer": ("waits for a rank", COLOURS["waiting"]),
+    "unknown": ("not known", COLOURS["idle"]),
+}
+"""The causes of `analysis.causes`, each with its label and colour."""
+
+# The buttons are listed because one of Plotly's own sends the figure to its cloud.
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "plotlyServerURL": "",
+    "modeBarButtons": [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
+}
+"""Plotly's own configuration, the same wherever a figure is shown."""
+
+_LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
+_GRID = "rgba(128, 138, 150, 0.22)"
+
+
+def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
+    """Return a figure that fits any page: no background, no colour of text, the legend, if it has one, on top."""
+    named = [trace for trace in figure.data if trace.showlegend or (trace.showlegend is None and trace.name)]
+    figure.update_layout(
+        height=height_px,
+        margin={"l": 8, "r": 16, "t": _LEGEND_PX if named else _BUTTONS_PX, "b": 44},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal", "itemwidth": 30},
+        hovermode="closest",
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "rgba(128, 138, 150, 0.7)", "activecolor": "#0072B2"},
+        hoverlabel={"align": "left", "namelength": -1},
+        font={"size": 13},
+    )
+    figure.update_xaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=4)
+    figure.update_yaxes(gridcolor=_GRID, zeroline=False, automargin=True, ticklabelstandoff=8, title_standoff=20)
+    return figure
+
+
+def listed(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:
+    """Write `names` beside the bars at 0, 1, 2 … of a figure, the first on top; of very many each few-th.
+
+    >>> figure = go.Figure()
+    >>> listed(figure, [f"rank {number}" for number in range(512)])
+    >>> figure.layout.yaxis.ticktext[:3]
+    ('rank 0', 'rank 8', 'rank 16')
+    """
+    every = max(1, -(-len(names) // _MOST_NAMES))
+    figure.update_yaxes(
+        autorange="reversed",
+        tickvals=list(range(0, len(names), every)),
+        ticktext=[escaping.escape(name, max_characters) for name in names[::every]],
+        showgrid=False,
+        fixedrange=True,
+    )
+
+
+def powers(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:
+    """Return an axis of powers around `values`: its range, and ticks at powers of `base`, written in units.
+
+    >>> powers([30, 4000], str)["ticktext"]
+    ['10', '20', '50', '100', '200', '500', '1000', '2000', '5000', '10000']
+    """
+    known = [value for value in values if value is not None and value > 0] or [1]
+    first, last = (round_to(math.log(edge(known), base) + 1e-9 * sign) for edge, round_to, sign in _EDGES)
+    last = max(last, first + 1)
+    steps = (1, 2, 5) if base == 10 and last - first <= _FEW_POWERS else (1,)
+    every = max(1, -(-(last - first + 1) // _MOST_TICKS))
+    ticks = [step * base**power for power in range(first, last, every) for step in steps] + [base**last]
+    # Plotly tells the range of such an axis by powers of ten.
+    ends = [math.log10(base) * first - 0.03, math.log10(base) * last + 0.03]
+    return {"type": "log", "range": ends, "tickvals": ticks, "ticktext": [write(tick) for tick in ticks]}
+
+
+_EDGES = ((min, math.floor, 1), (max, math.ceil, -1))
+_FEW_POWERS, _MOST_TICKS, _MOST_NAMES = 3, 12, 64

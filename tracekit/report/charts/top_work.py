@@ -1,0 +1,52 @@
+"""What takes most: the first rows of a table of kernels or ops as bars."""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import COLOURS, KIND_LABELS, dressed
+
+MOST = 15
+_OTHER = COLOURS["phase"]
+
+
+def tops(table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", most: int = MOST) -> go.Figure:
+    """Return the `most` rows of a table of `analysis.kernels` or `analysis.ops` with most of `measure`, as bars.
+
+    A row is named by its columns `by` and has the colour of its kind. Names that the picture cannot show whole have
+    their middle cut out; the hover tells more of them.
+    """
+    most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(most)
+    shown = most_of.with_columns(_label=pl.Series([_spoken(row) for row in most_of.select(by).rows()], dtype=pl.String))
+    shown = shown.with_row_index("y")
+    figure = go.Figure()
+    for (kind,), rows in shown.group_by("kind", maintain_order=True):
+        figure.add_bar(
+            orientation="h",
+            y=rows["y"].to_list(),
+            x=(rows[measure] / 1e6).to_list(),
+            name=KIND_LABELS.get(str(kind), str(kind)),
+            width=0.75,  # else Plotly takes the distance to the next of the same kind
+            marker={"color": COLOURS.get(str(kind), _OTHER), "line": {"width": 0}},
+            customdata=[
+                [escaping.escape(name, 160), units.duration(ns), f"{count:,}"]
+                for name, ns, count in rows.select("_label", measure, "count").iter_rows()
+            ],
+            hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]} in %{customdata[2]} calls<extra></extra>",
+        )
+    figure.update_layout(barmode="overlay", showlegend=True)
+    figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
+    figure.update_yaxes(
+        range=[shown.height - 0.4, -0.6],
+        tickvals=list(range(shown.height)),
+        ticktext=[escaping.escape(name, 56) for name in shown["_label"]],
+        showgrid=False,
+        fixedrange=True,
+    )
+    return dressed(figure, height_px=130 + 24 * shown.height)
+
+
+def _spoken(values: Sequence[object]) -> str:
+    return " · ".join("not known" if value is None else str(value) or "root" for value in values)

@@ -1,0 +1,75 @@
+"""Messages: how fast each moved against its size."""
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import dressed, powers
+
+ALGORITHM, BUS = "algorithm", "bus"
+MAX_POINTS = 3000
+# All of it is communication, so colours tell the kinds of collectives apart, and symbols the groups.
+_OPS = {
+    "all_reduce": "#D55E00",
+    "all_gather": "#56B4E9",
+    "reduce_scatter": "#E69F00",
+    "all_to_all": "#CC79A7",
+    "broadcast": "#009E73",
+    "send_recv": "#F0E442",
+}
+_OTHER = "#7D8796"
+_SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "star", "hexagon")
+
+
+def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
+    """Return the bandwidth of each message against its size, both on axes of powers, a colour for each collective.
+
+    `speeds` is `analysis.traffic.speeds`; `kind` is ALGORITHM (size over time) or BUS (as nccl-tests counts it, which
+    for all collectives compares with the link). Open marks moved at least so fast: ranks of their group have no trace.
+    Of more than MAX_POINTS messages evenly chosen ones are drawn, of each collective and group alike.
+    """
+    column = f"{kind}_bytes_per_s"
+    figure = go.Figure()
+    share = min(1.0, MAX_POINTS / max(speeds.height, 1))
+    groups = speeds["group"].unique().sort(nulls_last=True).to_list()
+    key = ["op", "group", "is_whole"]
+    for (op, group, is_whole), rows in speeds.sort(*key, "bytes").group_by(key, maintain_order=True):
+        drawn = rows.gather_every(max(round(1 / share), 1))
+        colour, symbol = _OPS.get(str(op), _OTHER), _SYMBOLS[groups.index(group) % len(_SYMBOLS)]
+        figure.add_scatter(
+            x=drawn["bytes"].to_list(),
+            y=drawn[column].to_list(),
+            mode="markers",
+            name=_named(str(op), group, rows["axis"][0], rows["group_size"][0]),
+            marker={
+                "color": colour,
+                "symbol": symbol + ("" if is_whole else "-open"),
+                "size": 8,
+                "opacity": 0.65 if is_whole else 0.9,
+            },
+            customdata=[
+                [units.size(size), units.rate(algorithm), units.rate(bus), units.duration(ns)]
+                for size, algorithm, bus, ns in drawn.select(
+                    "bytes", "algorithm_bytes_per_s", "bus_bytes_per_s", "transfer_ns"
+                ).iter_rows()
+            ],
+            hovertemplate=f"<b>{escaping.escape(_spoken(str(op)))}</b> of %{{customdata[0]}} in %{{customdata[3]}}<br>"
+            f"{'' if is_whole else 'at least '}%{{customdata[1]}} algorithm, %{{customdata[2]}} bus<extra></extra>",
+        )
+    figure.update_xaxes(title="size of the message", **powers(speeds["bytes"], units.size, base=2))
+    figure.update_yaxes(title=f"{kind} bandwidth", **powers(speeds[column], units.rate))
+    return dressed(figure, height_px=420)
+
+
+def _named(op: str, group: str | None, axis: str | None, size: int | None) -> str:
+    where = axis or group
+    told = [
+        escaping.escape(_spoken(op)),
+        *([escaping.escape(where, 40)] if where else []),
+        *([f"{size} ranks"] if size else []),
+    ]
+    return " · ".join(told)
+
+
+def _spoken(op: str) -> str:
+    return op.replace("_", "-")

@@ -1,0 +1,109 @@
+"""What a replay saves: bars by cause, and by rank."""
+
+import plotly.graph_objects as go
+import polars as pl
+
+from tracekit.model import escaping, units
+from tracekit.report.charts.style import CAUSES, COLOURS, dressed, listed
+
+_KINDS = {
+    "COMM": ("communication", COLOURS["communication"]),
+    "RANK": ("ranks that differ", COLOURS["waiting"]),
+    "STREAM": ("contention", CAUSES["contention"][1]),
+    "HOST": ("the host", CAUSES["host"][1]),
+    "CKPT": ("the host", CAUSES["host"][1]),
+    "MEM001": ("the host", CAUSES["host"][1]),
+    "MEM": ("compute", COLOURS["compute"]),
+}
+"""What a cause is about and its colour, by how the code of the rule that speaks of it begins."""
+_WIDTH = 0.7
+"""Of a bar: Plotly would take the distance to the next of the same colour."""
+_SEVERAL = ("several causes", COLOURS["evidence"])
+
+
+def savings(ranked: pl.DataFrame) -> go.Figure:
+    """Return what a step would save without each cause by itself, in bars in the order of the table.
+
+    `ranked` is `reports.whatif.as_table`. The colour says what a cause is about, a paler bar is less sure.
+    """
+    rows = list(ranked.iter_rows(named=True))
+    figure = go.Figure()
+    for label, colour in dict.fromkeys(map(_kind, ranked["code"])):
+        mine = [(at, row) for at, row in enumerate(rows) if _kind(row["code"])[0] == label]
+        figure.add_bar(
+            orientation="h",
+            y=[at for at, _ in mine],
+            x=[row["saved_ns"] / 1e6 for _, row in mine],
+            name=label,
+            width=_WIDTH,
+            marker={
+                "color": colour,
+                "line": {"width": 0},
+                "opacity": [0.3 + 0.7 * row["confidence"] for _, row in mine],
+            },
+            text=[f"{units.duration(row['saved_ns'])} · {units.share(row['saved_ratio'])}" for _, row in mine],
+            textposition="outside",
+            cliponaxis=False,
+            customdata=[[_told(row)] for _, row in mine],
+            hovertemplate="%{customdata[0]}<extra></extra>",
+        )
+    most_ms = max((row["saved_ns"] for row in rows), default=0) / 1e6
+    figure.update_layout(barmode="overlay", showlegend=True)
+    figure.update_xaxes(title="saved of a step", ticksuffix=" ms", range=[0, 1.18 * most_ms or 1])
+    figure.update_yaxes(
+        range=[len(rows) - 0.4, -0.6],
+        tickvals=list(range(len(rows))),
+        ticktext=[escaping.escape(row["cause"], 40) for row in rows],
+        showgrid=False,
+        fixedrange=True,
+    )
+    return dressed(figure, height_px=140 + 28 * len(rows))
+
+
+def saved_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
+    """Return what a replayed step takes on each rank: what is left without a cause, and what it saves, stacked.
+
+    `by_rank` is that of one saving in `whatif.saving.by_rank`, `code` that of the rule that speaks of its cause; ''
+    for several causes.
+    """
+    ranks, places = by_rank["rank"].to_list(), list(range(by_rank.height))
+    left_ns = by_rank.select(pl.min_horizontal("without_ns", "replayed_ns"))["without_ns"]
+    parts = {
+        "left without it": (left_ns, COLOURS["idle"]),
+        "saved": (by_rank["saved_ns"].clip(0), _kind(code)[1]),
+    }
+    figure = go.Figure()
+    for label, (times_ns, colour) in parts.items():
+        figure.add_bar(
+            orientation="h",
+            y=places,
+            x=(times_ns / 1e6).to_list(),
+            name=label,
+            marker={"color": colour, "line": {"width": 0}},
+            customdata=[[_of_rank(row)] for row in by_rank.iter_rows(named=True)],
+            hovertemplate="%{customdata[0]}<extra></extra>",
+        )
+    figure.update_layout(barmode="stack", bargap=0.28)
+    figure.update_xaxes(title="a step, replayed", ticksuffix=" ms", rangemode="tozero")
+    listed(figure, [f"rank {rank}" for rank in ranks])
+    return dressed(figure, height_px=min(150 + 30 * len(ranks), 1400))
+
+
+def _kind(code: str) -> tuple[str, str]:
+    return next((kind for start, kind in _KINDS.items() if code.startswith(start)), _SEVERAL)
+
+
+def _told(row: dict[str, object]) -> str:
+    doubt = f"<br>less sure: {escaping.escape(str(row['doubt']), 160)}" if row["doubt"] else ""
+    return (
+        f"<b>without {escaping.escape(str(row['cause']))}</b>: a step takes {units.duration(int(str(row['without_ns'])))}"
+        f"<br>saves {units.duration(int(str(row['saved_ns'])))} ({units.share(float(str(row['saved_ratio'])))}), "
+        f"confidence {float(str(row['confidence'])):.0%}{doubt}"
+    )
+
+
+def _of_rank(row: dict[str, int]) -> str:
+    return (
+        f"<b>rank {row['rank']}</b>: {units.duration(row['replayed_ns'])}, without it "
+        f"{units.duration(row['without_ns'])}<br>saves {units.duration(row['saved_ns'])}"
+    )

@@ -1,0 +1,140 @@
+"""What formats for CI say alike: what fails a check, what a check found worth showing, and how grave each is there."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tracekit.model import escaping
+from tracekit.regression.gate import Gate, Judged, Outcome, Standing
+from tracekit.report import comparison, phrases
+from tracekit.rules.rule import Finding, Severity
+
+
+class Level(StrEnum):
+    """How grave CI shows something. What fails the build is an error; what is known is a notice."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTICE = "notice"
+
+
+class Kind(StrEnum):
+    """What an item of a verdict speaks of."""
+
+    FINDING = "finding"
+    METRIC = "metric"
+    BUDGET = "budget"
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One thing that a check has to show: a finding, a metric that got worse, or a budget that is not kept."""
+
+    kind: Kind
+    id: str
+    """As `Gate.failures` names it."""
+    title: str
+    message: str
+    """Sentences with the numbers, and what to change."""
+    level: Level
+    fails: bool
+    standing: Standing | None = None
+    finding: Finding | None = None
+    """What it is, or, of a metric or a budget, what new finding tells most of it: where a person looks first."""
+
+
+def items(gate: Gate) -> tuple[Item, ...]:
+    """Return all that a check has to show, what fails first."""
+    found = [*map(_finding, gate.findings), *_metrics(gate), *_budgets(gate)]
+    order = list(Level)
+    return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
+
+
+def failed(gates: Sequence[Gate]) -> str:
+    """Return how much of what fails: "2 findings, 1 metric, 1 budget"."""
+    counts = {
+        "finding": sum(each.fails for gate in gates for each in gate.findings),
+        "metric": sum(len(gate.regressions) for gate in gates),
+        "budget": sum(gate.is_over(each) for gate in gates for each in gate.budgets),
+    }
+    return ", ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number)
+
+
+def names(gates: Iterable[Gate]) -> list[str]:
+    """Return the names of the gates' runs, those of one name told apart by their place."""
+    plain = [gate.report.run.name for gate in gates]
+    return [f"{name} ({number})" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
+
+
+def level(judged: Judged) -> Level:
+    """Return how grave CI shows a finding."""
+    if judged.fails:
+        return Level.ERROR
+    if judged.standing is Standing.KNOWN or judged.finding.severity is Severity.INFO:
+        return Level.NOTICE
+    return Level.WARNING
+
+
+def rule_title(code: str) -> str:
+    """Return a rule's name and code: "exposed-communication (COMM001)"."""
+    name = phrases.rule_name(code)
+    return f"{name} ({code})" if name != code else code
+
+
+def _finding(judged: Judged) -> Item:
+    found = judged.finding
+    worse = judged.standing is Standing.WORSE and judged.impact_before is not None
+    before = f" It took {100 * (judged.impact_before or 0):.1f}% of the step before." if worse else ""
+    fix = f" Fix: {found.fix}" if found.fix else ""
+    return Item(
+        Kind.FINDING,
+        found.id,
+        rule_title(found.code),
+        f"{found.message}{before}{fix}",
+        level(judged),
+        judged.fails,
+        judged.standing,
+        found,
+    )
+
+
+def _metrics(gate: Gate) -> list[Item]:
+    against = f" than in {gate.baseline}" if gate.baseline else " than before"
+    made = []
+    for change in gate.regressions:
+        before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
+        name = comparison.label(change.metric)
+        causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
+        told = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_in_words(change)}."
+        message = " ".join([told, *causes])
+        made.append(
+            Item(
+                Kind.METRIC,
+                change.metric,
+                f"{name} regressed",
+                message,
+                Level.ERROR,
+                fails=True,
+                finding=_telling(gate, change.metric),
+            )
+        )
+    return made
+
+
+def _telling(gate: Gate, metric: str) -> Finding | None:
+    """Return the new or worse finding that costs most of what a metric measures."""
+    found = [each.finding for each in gate.findings if each.standing is not Standing.KNOWN]
+    costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in found]
+    return found[costs.index(max(costs))] if any(costs) else None
+
+
+def _budgets(gate: Gate) -> list[Item]:
+    made = []
+    for each in gate.budgets:
+        if each.outcome is Outcome.KEPT:
+            continue
+        fails = gate.is_over(each)
+        grave = Level.ERROR if fails else Level.NOTICE
+        at = _telling(gate, each.metric) if fails else None
+        made.append(Item(Kind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails, finding=at))
+    return made

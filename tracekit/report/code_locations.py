@@ -1,0 +1,235 @@
+"""Where in a repository a finding points: what a person opens first.
+
+Of a trace with stacks, the innermost function of the repository in which most of the evidence's time was spent. Without
+stacks, the training script that run.json names. Where that is not in the repository, the trace itself.
+"""
+
+import ast
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import polars as pl
+
+from tracekit.analysis.host import stacks
+from tracekit.model.trace import Run
+from tracekit.rules.rule import Finding
+
+MOST = 0.5
+"""A function is where something happens if it holds more than this share of the evidence's time in the repository."""
+_MODULE = "<module>"
+_UNNAMED: Mapping[type[ast.expr], str] = {
+    ast.Lambda: "<lambda>",
+    ast.GeneratorExp: "<genexpr>",
+    ast.ListComp: "<listcomp>",
+    ast.DictComp: "<dictcomp>",
+    ast.SetComp: "<setcomp>",
+}
+_MAX_FILES = _MAX_FOLDERS = 20_000  # where somebody stands is no repository, perhaps the root of all files
+_MAX_SOURCE_BYTES = 4 << 20
+_MAX_EVIDENCE_ROWS = 1000
+
+
+class Kind(StrEnum):
+    """What a place is."""
+
+    FUNCTION = "function"
+    SCRIPT = "script"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file. `path` is relative to the repository's root, with slashes; columns count from 1."""
+
+    kind: Kind
+    path: str
+    line: int = 1
+    start_column: int = 1
+    end_column: int = 1
+    """The column after the last."""
+    function: str = ""
+
+
+def root_of(folder: Path) -> Path:
+    """Return the repository that a folder lies in; the folder itself where it lies in none."""
+    return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
+
+
+class Checkout:
+    """The Python files of a repository, found by the names that traces and command lines call them."""
+
+    def __init__(self, root: Path) -> None:
+        """Take the repository at `root`; files are looked for when they are asked for."""
+        self._root = root.resolve()
+        self._placed: dict[tuple[Run, Finding | None], Place] = {}
+
+    def place(self, run: Run, finding: Finding | None = None) -> Place:
+        """Return where a finding points; without one, where the run as a whole does. Found once, then kept."""
+        key = run, finding
+        if key not in self._placed:
+            function = self._function(run, finding) if finding is not None else None
+            place = function or self._script(run.manifest) or self._trace(run, finding)
+            # A file's name may be bytes that are no text, which no format for CI can hold.
+            self._placed[key] = replace(place, path=place.path.encode("utf-8", "replace").decode())
+        return self._placed[key]
+
+    def _function(self, run: Run, finding: Finding) -> Place | None:
+        evidence = _most_of(finding.evidence)
+        if evidence is None:
+            return None
+        rank, window, rows = evidence
+        try:
+            ran = stacks.functions(run.trace(rank, window), rows)
+        except KeyError:  # evidence of a rank that has no trace, such as of its checkpoints
+            return None
+        own = [
+            (each["inside_ns"], place)
+            for each in ran.iter_rows(named=True)
+            if (place := self._line(each["file"], each["line"], each["function"])) is not None
+        ]
+        # What calls another holds its time too and comes before it: the last that holds most of it is innermost.
+        most = max((inside_ns for inside_ns, _ in own), default=0)
+        held = [place for inside_ns, place in own if inside_ns > MOST * most]
+        return held[-1] if held else None
+
+    def _script(self, manifest: Mapping[str, object]) -> Place | None:
+        for name in _scripts(manifest.get("command")):
+            path = self._file(name)
+            if path is not None:
+                return self._source(Kind.SCRIPT, path, 1)
+        return None
+
+    def _trace(self, run: Run, finding: Finding | None) -> Place:
+        ranks = finding.ranks if finding is not None else ()
+        source = next((each for each in run.sources if each.rank in ranks), None) or next(iter(run.sources), None)
+        name = source.path if source else run.path
+        path = Path(name)
+        if "://" not in name and path.resolve().is_relative_to(self._root):
+            return Place(Kind.TRACE, path.resolve().relative_to(self._root).as_posix())
+        return Place(Kind.TRACE, f"{run.name}/{path.name}")
+
+    def _line(self, name: str, line: int, function: str) -> Place | None:
+        """Return a function's place; None if no file of the repository has it there: then it is someone else's."""
+        path = self._file(name)
+        # A call that began before the trace is known by the line that it was at, others by their first.
+        first = path and _first_line(path, line, function)
+        return self._source(Kind.FUNCTION, path, first, function) if path and first else None
+
+    def _source(self, kind: Kind, path: Path, line: int, function: str = "") -> Place:
+        text = (_lines(path)[line - 1 : line] or [""])[0]
+        start = len(text) - len(text.lstrip()) + 1
+        name = path.relative_to(self._root).as_posix()
+        return Place(kind, name, line, start, max(start, len(text.rstrip()) + 1), function)
+
+    def _file(self, name: str) -> Path | None:
+        """Return the one file of the repository that a name can mean: a whole path, or the end of one."""
+        whole = self._root / name  # the name itself where that is absolute
+        if whole in self._files:
+            return whole
+        parts = PurePosixPath(name).parts
+        # A whole path may be of another machine: then its end counts, with a folder at least.
+        ends = [parts[first:] for first in range(1, len(parts) - 1)] if Path(name).is_absolute() else [parts]
+        return next(filter(None, map(self._ending, ends)), None)
+
+    def _ending(self, parts: Sequence[str]) -> Path | None:
+        """Return the one file whose path ends so; None where there are none or several."""
+        fitting = [path for path in self._by_name.get(parts[-1], ()) if path.parts[-len(parts) :] == tuple(parts)]
+        return fitting[0] if len(fitting) == 1 else None
+
+    @functools.cached_property
+    def _files(self) -> frozenset[Path]:
+        return frozenset(path for _, path in zip(range(_MAX_FILES), _python_files(self._root), strict=False))
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[Path]]:
+        named: dict[str, list[Path]] = {}
+        for path in sorted(self._files):
+            named.setdefault(path.name, []).append(path)
+        return named
+
+
+def _most_of(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFrame] | None:
+    """Return the rank and window in which most of the evidence's time lies, and its rows there."""
+    if not {"rank", "start_ns", "dur_ns"} <= set(evidence.columns):
+        return None
+    rows = evidence.head(_MAX_EVIDENCE_ROWS).drop_nulls(["rank", "start_ns", "dur_ns"])
+    if rows.is_empty():
+        return None
+    keys = [name for name in ("window", "rank") if name in rows.columns]
+    total = (
+        rows.group_by(keys).agg(pl.col("dur_ns").sum()).sort("dur_ns", *keys, descending=[True] + [False] * len(keys))
+    )
+    first = total.row(0, named=True)
+    chosen = rows.join(total.head(1).select(keys), on=keys, how="semi", nulls_equal=True)
+    return int(first["rank"]), first.get("window"), chosen
+
+
+def _scripts(command: object) -> Iterator[str]:
+    """Yield the files that a command line may mean by what it starts, the likeliest first."""
+    words = [str(word) for word in command] if isinstance(command, (list, tuple)) else []
+    if "-m" in words[:-1]:
+        module = words[words.index("-m") + 1].replace(".", "/")
+        yield from (f"{module}/__main__.py", f"{module}.py")
+    yield from (word for word in words[:2] if word.endswith(".py"))
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in itertools.islice(os.walk(root), _MAX_FOLDERS):
+        if "pyvenv.cfg" in files and folder != str(root):  # an environment inside the checkout is nobody's source
+            folders.clear()
+            continue
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and name not in ("site-packages", "node_modules", "__pycache__")
+        )
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
+
+
+@functools.lru_cache(maxsize=256)
+def _lines(path: Path) -> tuple[str, ...]:
+    try:
+        if path.stat().st_size > _MAX_SOURCE_BYTES:
+            return ()
+        return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines())
+    except OSError:
+        return ()
+
+
+class _Function(NamedTuple):
+    """A function of a file: its lines, the first being that of its decorator, and the line of its def."""
+
+    name: str
+    first: int
+    last: int
+    begins: int
+
+
+@functools.lru_cache(maxsize=256)
+def _functions(path: Path) -> tuple[_Function, ...]:
+    try:
+        tree = ast.parse("\n".join(_lines(path)))
+    except (SyntaxError, ValueError):
+        return ()
+    found = [_Function(_MODULE, 1, len(_lines(path)), 1)]
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            found.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
+        elif isinstance(node, ast.expr) and type(node) in _UNNAMED:
+            found.append(_Function(_UNNAMED[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno))
+    return tuple(found)
+
+
+def _first_line(path: Path, line: int, function: str) -> int | None:
+    """Return where the innermost function of a name that holds a line begins; a module has no such place of its own."""
+    around = [each for each in _functions(path) if each.name == function and each.first <= line <= each.last]
+    if not around:
+        return None
+    return line if function == _MODULE else max(each.begins for each in around)

@@ -1,0 +1,45 @@
+"""Gates -> GitLab's Code Quality report, which a merge request shows beside its lines.
+
+GitLab documents the form in "Code Quality report format": description, check_name, fingerprint, severity (info, minor,
+major, critical or blocker), and a path relative to the repository with the line where it begins.
+"""
+
+import json
+from collections.abc import Sequence
+
+from tracekit.model import escaping
+from tracekit.regression.gate import Gate, Standing
+from tracekit.report import ci_results, sarif
+from tracekit.report.ci_results import Item, Kind
+from tracekit.report.code_locations import Checkout
+from tracekit.rules.rule import Severity
+
+_SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
+_MAX_TEXT = 1000
+
+
+def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+    """Return the JSON array: one entry per finding, metric that regressed and budget that is not kept."""
+    entries = []
+    for name, gate in zip(ci_results.names(gates), gates, strict=True):
+        run = name if len(gates) > 1 else ""
+        for item in ci_results.items(gate):
+            place = checkout.place(gate.report.run, item.finding)
+            told = f"{run}: {item.message}" if run else item.message
+            entry = {
+                "description": escaping.inert(told, _MAX_TEXT),
+                "check_name": item.finding.code if item.finding and item.kind is Kind.FINDING else item.kind.value,
+                "fingerprint": sarif.fingerprint(item, run),
+                "severity": _severity(item),
+                "location": {"path": place.path, "lines": {"begin": place.line}},
+            }
+            entries.append(entry)
+    return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
+
+
+def _severity(item: Item) -> str:
+    if item.fails:
+        return "blocker"
+    if item.finding is None or item.kind is not Kind.FINDING or item.standing is Standing.KNOWN:
+        return "info"
+    return _SEVERITIES[item.finding.severity]

@@ -1,0 +1,163 @@
+"""Comparison -> text, JSON or Markdown."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+
+from tracekit.model import escaping
+from tracekit.regression.change import MAX_MORE_SAMPLES, Change, Verdict
+from tracekit.regression.comparison import Comparison
+from tracekit.regression.limits import Bar
+from tracekit.regression.quantities import is_share
+from tracekit.report import markdown_escaping, text_layout
+from tracekit.report.json import plain
+
+SCHEMA = "tracekit.comparison/1"
+STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
+_MAX_NAME = 14
+_NARROW = 100
+
+
+def as_json(found: Comparison) -> str:
+    """Return the comparison as strict JSON, its numbers in the metrics' own units."""
+    changes = [dataclasses.asdict(change) | {"verdict": change.verdict.value} for change in found.changes]
+    document = {
+        "schema": SCHEMA,
+        "reference": found.reference,
+        "candidate": found.candidate,
+        "changes": [plain(change) for change in changes],
+        "notes": list(found.notes),
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
+    """Return the comparison as a table, one row per metric, and what to know when reading it."""
+    gap = 1 if width < _NARROW else 2
+    styles = [STYLES[change.verdict] for change in found.changes]
+    made = text_layout.table(*cells(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
+    made.columns[0].no_wrap = True
+    parts: list[RenderableType] = [
+        text_layout.line(
+            (found.candidate, text_layout.BOLD),
+            " compared with ",
+            (found.reference, text_layout.BOLD),
+            ": medians over steps",
+        ),
+        "",
+        made,
+    ]
+    remarks = remarks_on(found)
+    parts += ["", *(text_layout.hanging("·", text_layout.line(remark)) for remark in remarks)] if remarks else []
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def as_markdown(found: Comparison) -> str:
+    """Return the comparison as a Markdown table, as pull requests show it."""
+    header, rows = cells(found)
+    told = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
+    lines = [markdown_escaping.table(told[0], told[1:], right=(1, 2, 3, 4)), ""]
+    return (
+        "\n".join([*lines, *(f"- {markdown_escaping.escaped(remark)}" for remark in remarks_on(found))]).rstrip() + "\n"
+    )
+
+
+def outcome(bar: Bar, change: Change) -> str:
+    """Return in words what a change is to a bar."""
+    told = f"{bar.text}: {change_in_words(change)}"
+    if bar.is_crossed(change):
+        return f"{told}: past the bar"
+    if bar.is_beyond(change):
+        counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"
+        more = f"; about {_more(change)} more a side would" if change.more_samples else ""
+        return f"{told}: past the bar, but it may be noise: {counts}{more}"
+    return f"{told}: within the bar"
+
+
+def change_in_words(change: Change) -> str:
+    """Return a change with its interval: "+8.1% (+4.0 to +11.9%)"."""
+    return f"{_change(change)} ({_interval(change)})" if change.low is not None else _change(change)
+
+
+def label(metric: str) -> str:
+    """Return what people call a metric: "overlap_ratio" is "hidden communication"."""
+    return _LABELS.get(metric, escaping.heading(metric))
+
+
+def cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a comparison's table, one row per metric."""
+    names = [escaping.inert(name, _MAX_NAME) for name in (found.reference, found.candidate)]
+    rows = [
+        [
+            label(change.metric),
+            escaping.cell(change.metric, change.reference),
+            escaping.cell(change.metric, change.candidate),
+            _change(change),
+            _interval(change),
+            change.verdict.value,
+        ]
+        for change in found.changes
+    ]
+    return ["", *names, "change", f"{found.confidence:.0%} interval", "verdict"], rows
+
+
+_LABELS = {
+    "exposed_communication_ratio": "exposed share of step",
+    "overlap_ratio": "hidden communication",
+    "cpu_time_ns": "processor time",
+    "flops": "operations a step",
+    "exposed_transfer_ns": "exposed transfer",
+    "transfer_ns": "transfer",
+    "sent_bytes": "sent a step",
+    "data_wait_ns": "waiting for data",
+    "peak_allocated_bytes": "peak allocated",
+    "peak_reserved_bytes": "peak reserved",
+    "checkpoint_cpu_ns": "checkpoint processor",
+    "checkpoint_written_bytes": "checkpoint written",
+    "checkpoint_calls": "checkpoint calls",
+    "checkpoint_blocked_ns": "checkpoint blocked",
+    "allocations": "allocations a step",
+    "allocated_bytes": "allocated a step",
+    "tokens_per_second": "tokens a second",
+}
+
+
+def _change(change: Change) -> str:
+    if change.change is None:
+        return "from 0" if change.difference else "none"
+    return f"{_percent(change.change)}{_unit(change)}"
+
+
+def _interval(change: Change) -> str:
+    if change.low is None or change.high is None:
+        return "—"
+    return f"{_percent(change.low)} to {_percent(change.high)}{_unit(change)}"
+
+
+def _percent(ratio: float) -> str:
+    # Adding 0 makes a change that rounds to nothing "+0.0", from whichever side it comes.
+    return f"{round(100 * ratio, 1) + 0.0:+.1f}" if abs(ratio) < 0.1 else f"{100 * ratio:+.0f}"
+
+
+def _unit(change: Change) -> str:
+    return " pt" if is_share(change.metric) else "%"
+
+
+def remarks_on(found: Comparison) -> Sequence[str]:
+    """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
+    unsure = [change for change in found.changes if change.verdict is Verdict.CANNOT_TELL]
+    samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in unsure if change.more_samples)
+    recordings = ", ".join(
+        f"{label(change.metric)} {change.more_recordings}" for change in unsure if change.more_recordings
+    )
+    return [
+        *([f"about how many more samples a side would tell: {samples}"] if samples else []),
+        *([f"about how many more recordings a side would tell: {recordings}"] if recordings else []),
+        *found.notes,
+    ]
+
+
+def _more(change: Change) -> str:
+    return f"{change.more_samples:,}" + ("+" if change.more_samples >= MAX_MORE_SAMPLES else "")

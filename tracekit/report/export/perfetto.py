@@ -1,0 +1,114 @@
+"""A run as one file for Perfetto: a process per rank, a track per lane, all of them on one clock."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import polars as pl
+
+from tracekit.errors import InputError
+from tracekit.model.trace import Run, Source, Trace
+from tracekit.report.export import perfetto_encoder
+from tracekit.report.export.perfetto_encoder import Exported
+from tracekit.report.export.protobuf_wire import Ints
+from tracekit.report.export.trace_tracks import timeline
+from tracekit.rules.rule import Finding
+
+Place: TypeAlias = tuple[int, int]
+"""Window and rank of a trace."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What takes the times of a trace to the clock of the run: an offset, and a drift from the time `at_ns` on."""
+
+    offset_ns: int = 0
+    drift: float = 0.0
+    at_ns: int = 0
+
+    def moved(self, times_ns: Ints) -> Ints:
+        """Return times of the trace on the clock of the run; none overtakes another."""
+        drifted_ns = np.rint(self.drift * (times_ns - self.at_ns)).astype(np.int64) if self.drift else 0
+        return times_ns + self.offset_ns + drifted_ns
+
+    def later(self, by_ns: int) -> "Clock":
+        """Return the clock that shows `by_ns` more."""
+        return replace(self, offset_ns=self.offset_ns + by_ns)
+
+
+def write(
+    run: Run,
+    file: BinaryIO,
+    *,
+    moving: Mapping[Place, Clock] | None = None,
+    findings: Sequence[Finding] = (),
+    step: int | None = None,
+    ranks: Iterable[int] | None = None,
+    on_progress: Callable[[Source], None] | None = None,
+) -> Exported:
+    """Write a run to `file`, one trace after the other, each moved to the clock of the run (by `clocks` unless told).
+
+    Only one step and some ranks, where told. The same run gives the same bytes. Raises InputError if a rank has no
+    trace, or no trace has the step.
+    """
+    run.measure((extent,))
+    chosen = _chosen(run, ranks, step)
+    moving = clocks(run) if moving is None else moving
+    # Perfetto knows no time before zero; traces of relative clocks may have one.
+    zero_ns = min(0, _earliest(run, moving))
+    several = len({source.window for source in run.sources}) > 1
+    done = Exported()
+    for number, source in enumerate(chosen, 1):
+        trace = run.trace(source.rank, source.window)
+        clock = moving.get((source.window, source.rank), Clock()).later(-zero_ns)
+        name = f"rank {source.rank}" + (f" · window {source.window}" if several else "")
+        shown = timeline(trace, findings, step=step)
+        done += perfetto_encoder.trace(file, shown, number=number, name=name, moved=clock.moved)
+        if on_progress:
+            on_progress(source)
+    return done
+
+
+def extent(trace: Trace) -> pl.DataFrame:
+    """Return where a trace begins and which steps it has. Columns first_ns, steps; one row."""
+    starts = [trace.ops["start_ns"].min(), trace.activities["start_ns"].min(), trace.allocations["at_ns"].min()]
+    starts += [trace.steps["start_ns"].min(), trace.checkpoints["start_ns"].min()]
+    known = [start for start in starts if isinstance(start, int)]
+    return pl.DataFrame(
+        {"first_ns": [min(known, default=0)], "steps": [trace.steps["step"].drop_nulls().unique().sort().to_list()]},
+        schema={"first_ns": pl.Int64, "steps": pl.List(pl.Int64)},
+    )
+
+
+def clocks(run: Run) -> dict[Place, Clock]:
+    """Return what takes each trace to the clock of the run, as far as the run could be aligned."""
+    offsets = getattr(run, "offsets", None)
+    if offsets is None:
+        return {}
+    return {
+        (row["window"], row["rank"]): Clock(row["offset_ns"], row.get("drift") or 0.0, row.get("at_ns") or 0)
+        for row in offsets.iter_rows(named=True)
+    }
+
+
+def _chosen(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Source]:
+    wanted = set(run.ranks if ranks is None else ranks)
+    missing = sorted(wanted - set(run.ranks))
+    if missing:
+        raise InputError(
+            f"--ranks {missing[0]}: no trace of that rank; there are {len(run.ranks)}, from {run.ranks[0]}"
+        )
+    if step is None:
+        return [source for source in run.sources if source.rank in wanted]
+    steps = {(row["window"], row["rank"]): row["steps"] for row in run.table(extent).iter_rows(named=True)}
+    chosen = [s for s in run.sources if s.rank in wanted and step in steps.get((s.window, s.rank), [])]
+    if not chosen:
+        known = ", ".join(map(str, sorted({number for found in steps.values() for number in found}))) or "none"
+        raise InputError(f"--step {step}: no such step; the traces have {known}")
+    return chosen
+
+
+def _earliest(run: Run, moving: Mapping[Place, Clock]) -> int:
+    rows = run.table(extent).select("window", "rank", "first_ns").iter_rows()
+    return min((int(moving.get((w, r), Clock()).moved(np.array([first]))[0]) for w, r, first in rows), default=0)

@@ -1,0 +1,148 @@
+"""Slices of one track must lie beside or inside each other: those that overlap otherwise go to tracks of their own."""
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.model import nesting
+from tracekit.model.nesting import Flags, Ints
+
+BEGIN, END = 1, 2
+_MAX_NESTING = 64
+
+
+def order(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
+    """Return the rows by track and start, of slices with one start the longest first."""
+    return nesting.order(track, start_ns, start_ns + dur_ns)
+
+
+def layers(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
+    """Return, for each slice, the number of the layer of its track it goes to, from 0, so that each layer nests.
+
+    Each slice goes to the first layer where it crosses no slice that began before it; beyond the 64th to one where it
+    overlaps none.
+    """
+    found = np.zeros(len(track), np.int64)
+    sequence = order(track, start_ns, dur_ns)
+    found[sequence] = _layers(track[sequence], start_ns[sequence], (start_ns + dur_ns)[sequence])
+    return found
+
+
+def rows(track: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
+    """Return, for each slice, the row of its track it is drawn in, from 0: those of one row follow each other.
+
+    A slice lies one row below that which encloses it; the layers of a track lie below each other.
+
+    >>> rows(np.zeros(4, np.int64), np.array([0, 1, 5, 6]), np.array([9, 2, 2, 8])).tolist()
+    [0, 1, 1, 2]
+    """
+    found = np.zeros(len(track), np.int64)
+    sequence = order(track, start_ns, dur_ns)
+    start, end = start_ns[sequence], (start_ns + dur_ns)[sequence]
+    _, dense = np.unique(track[sequence], return_inverse=True)
+    layer = _layers(dense, start, end)
+    if layer.any():
+        key, of_layer = np.unique(dense * (layer.max() + 1) + layer, return_inverse=True)
+        first = np.searchsorted(key, key // (layer.max() + 1) * (layer.max() + 1))
+        regrouped = order(of_layer, start, end - start)
+        sequence, start, end, of_layer = (each[regrouped] for each in (sequence, start, end, of_layer))
+    else:
+        of_layer = dense
+        first = np.arange(int(dense.max(initial=-1)) + 1)
+    depth = _depths(nesting.parents(of_layer, start, end))
+    height = np.zeros(len(first), np.int64)
+    np.maximum.at(height, of_layer, depth + 1)
+    above = np.cumsum(height) - height
+    found[sequence] = depth + (above - above[first])[of_layer]
+    return found
+
+
+def events(track: Ints, start_ns: Ints, dur_ns: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the begins and ends of nested slices in the order in which a reader's stack wants them.
+
+    Each of shape (2n,): the row, BEGIN or END, the time. By track, then by time; at one time first the ends, the inner
+    before the outer, then the begins, the outer before the inner. A slice of no length ends right after its begin.
+    """
+    rows = order(track, start_ns, dur_ns)
+    place = np.arange(len(rows))
+    empty = dur_ns[rows] == 0
+    row = np.concatenate((rows, rows))
+    kind = np.repeat(np.array([BEGIN, END], np.int64), len(rows))
+    at_ns = np.concatenate((start_ns[rows], (start_ns + dur_ns)[rows]))
+    after_ends = np.concatenate((np.ones(len(rows), bool), empty))
+    turn = np.concatenate((place, np.where(empty, place, -place)))
+    sequence = np.lexsort((kind, turn, after_ends, at_ns, track[row]))
+    return row[sequence], kind[sequence], at_ns[sequence]
+
+
+def _layers(track: Ints, start: Ints, end: Ints) -> Ints:
+    """Return the layer of each slice, of slices in order."""
+    found = np.zeros(len(track), np.int64)
+    for number in np.unique(track[_crosses(track, start, end)]):
+        mine = np.flatnonzero(track == number)
+        found[mine] = _first_fit(start[mine], end[mine])
+    return found
+
+
+def _depths(parent: Ints) -> Ints:
+    depth, jump = (parent >= 0).astype(np.int64), parent.copy()
+    left = np.flatnonzero(jump >= 0)
+    while len(left):  # twice as far each time
+        above = jump[left]
+        depth[left] += depth[above]
+        jump[left] = jump[above]
+        left = left[jump[left] >= 0]
+    return depth
+
+
+def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
+    """Flag slices that begin in an earlier one of their track and outlast it; of slices in order.
+
+    Not every such slice is flagged where there are several, but some of the track always is.
+    """
+    found = np.zeros(len(track), bool)
+    above = np.arange(len(track), dtype=np.int64) - 1
+    left = np.arange(len(track), dtype=np.int64)
+    while len(left):
+        other = above[left]
+        same = (other >= 0) & (track[other] == track[left])
+        crossing = same & (start[left] < end[other]) & (end[other] < end[left])
+        found[left[crossing]] = True
+        enclosed = same & (end[other] >= end[left]) & (start[left] < np.maximum(end[other], start[other] + 1))
+        above[left[~same]] = -1
+        left = left[same & ~crossing & ~enclosed]
+        above[left] = above[above[left]]
+    return found
+
+
+def _first_fit(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
+    # One by one: which layer has room depends on all slices before. Few tracks have a crossing at all.
+    stacks: list[list[int]] = []
+    rest: list[tuple[int, int]] = []  # when each layer beyond is free again
+    found = []
+    for begins, ends in zip(start.tolist(), end.tolist(), strict=True):
+        number = next((i for i, open_ends in enumerate(stacks) if _has_room(open_ends, begins, ends)), len(stacks))
+        if number == _MAX_NESTING:
+            number = _alone(rest, begins, ends)
+        elif number == len(stacks):
+            stacks.append([])
+        if number < _MAX_NESTING:
+            stacks[number].append(ends)
+        found.append(number)
+    return found
+
+
+def _alone(rest: list[tuple[int, int]], begins: int, ends: int) -> int:
+    """Return a layer in which nothing overlaps the slice: to try all for a nest would take time without bound."""
+    number = _MAX_NESTING + len(rest)
+    if rest and rest[0][0] <= begins:
+        number = heapq.heappop(rest)[1]
+    heapq.heappush(rest, (max(ends, begins + 1), number))
+    return number
+
+
+def _has_room(open_ends: list[int], begins: int, ends: int) -> bool:
+    while open_ends and open_ends[-1] <= begins:
+        open_ends.pop()
+    return not open_ends or open_ends[-1] >= ends

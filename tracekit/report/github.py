@@ -1,0 +1,65 @@
+"""Gates -> workflow commands, which GitHub Actions shows as annotations beside the lines of a pull request.
+
+The syntax and its escaping are those of "Workflow commands for GitHub Actions" (docs.github.com) and of GitHub's own
+toolkit, packages/core/src/command.ts: %, CR and LF are percent-encoded in messages, ':' and ',' in properties too.
+The runner obeys the older form ##[command] too, anywhere in a line. GitHub shows at most ten errors, ten warnings and
+ten notices of a step.
+"""
+
+from collections.abc import Sequence
+
+from tracekit.model import escaping
+from tracekit.regression.gate import Gate
+from tracekit.report import ci_results
+from tracekit.report.ci_results import Item, Level
+from tracekit.report.code_locations import Checkout, Kind
+from tracekit.report.gate_text import headline
+
+MAX_OF_LEVEL = 10
+_MAX_TITLE = 200
+_MAX_MESSAGE = 3000
+
+
+def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+    """Return a line of plain words on each run, and the annotations: what fails as errors, what is known as notices."""
+    named = list(zip(ci_results.names(gates), gates, strict=True))
+    lines = [
+        escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in named
+    ]
+    several = len(gates) > 1
+    found = [(f"{name}: " if several else "", gate, item) for name, gate in named for item in ci_results.items(gate)]
+    for level in Level:
+        lines += _of_level(level, [each for each in found if each[2].level is level], checkout)
+    return "\n".join(lines) + "\n"
+
+
+def _of_level(level: Level, found: Sequence[tuple[str, Gate, Item]], checkout: Checkout) -> list[str]:
+    shown = found if len(found) <= MAX_OF_LEVEL else found[: MAX_OF_LEVEL - 1]
+    lines = [_annotation(run, gate, item, checkout) for run, gate, item in shown]
+    rest = found[len(shown) :]
+    if rest:
+        names = ", ".join(f"{run}{item.title}" for run, _, item in rest)
+        lines.append(_command(level, {"title": f"tracekit: {len(rest)} more"}, names))
+    return lines
+
+
+def _annotation(run: str, gate: Gate, item: Item, checkout: Checkout) -> str:
+    properties: dict[str, str] = {}
+    place = checkout.place(gate.report.run, item.finding)
+    if place.kind is not Kind.TRACE:  # GitHub has no line of a trace to show
+        properties |= {"file": place.path, "line": str(place.line)}
+    properties["title"] = f"tracekit: {run}{item.title}"
+    return _command(item.level, properties, item.message)
+
+
+def _command(level: Level, properties: dict[str, str], message: str) -> str:
+    told = ",".join(f"{name}={_property(escaping.inert(value, _MAX_TITLE))}" for name, value in properties.items())
+    return f"::{level} {told}::{_data(escaping.inert(message, _MAX_MESSAGE))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,305 @@
+"""History -> text or JSON: each metric as a line of bars, its changes with the commits they lie between."""
+
+import datetime
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+from rich.console import RenderableType
+
+from tracekit.model import escaping
+from tracekit.regression.history.change_points import LEAST_RUNS, Drift
+from tracekit.regression.history.trends import Group, Series, Shift, worst_first
+from tracekit.regression.quantities import is_share
+from tracekit.report import phrases, text_layout
+from tracekit.report.comparison import label
+from tracekit.report.json import plain
+
+SCHEMA = "tracekit.history/1"
+MAX_MOMENTS = 12
+_SPREAD_RUNS = 2
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MOST_BARS, _LEAST_BARS = 40, 10
+_WIDE, _BESIDE_BARS_WIDE, _BESIDE_BARS = 110, 90, 66  # columns, and those that all but the bars take
+_SHORT_SHA = 10
+_MAX_SUBJECT = 60
+_WORSE, _BETTER, _DRIFTS = "bold red", "bold green", "yellow"
+
+
+def as_text(groups: Sequence[Group], *, width: int, color: bool = False) -> str:
+    """Return each group of runs: who they are, each metric as bars, then what changed, the latest change first."""
+    parts: list[RenderableType] = []
+    for group in groups:
+        parts += [*_group(group, width), ""]
+    return text_layout.print_to_string(parts[:-1], width=width, color=color)
+
+
+def as_json(groups: Sequence[Group]) -> str:
+    """Return the groups as strict JSON: runs, and of each metric its values, changes and drifts in its own unit."""
+    document = {"schema": SCHEMA, "groups": [_document(group) for group in groups]}
+    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def identity_in_words(group: Group) -> str:
+    """Return who the runs of a group are: "fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
+    told = group.identity
+    count = int(told["world_size"]) if told.get("world_size", "").isdigit() else None
+    ranks = "" if count is None else f"{count} rank" + "s" * (count != 1)
+    model = told.get("model.name") or told.get("model", "")
+    simulated = "simulated" if told.get("simulated") else ""
+    parts = (told.get("strategy", ""), model and f"model {model}", ranks, told.get("device_name", ""), simulated)
+    return " · ".join(part for part in parts if part) or "runs that say nothing of themselves"
+
+
+def bars(values: Sequence[float]) -> str:
+    """Return numbers as a line of bars from the smallest to the largest; a space where there is none.
+
+    >>> bars([1.0, 2.0, float("nan"), 8.0])
+    '▁▂ █'
+    """
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return " " * len(values)
+    low, high = min(known), max(known)
+    # What differs by less than a percent is drawn flat: bars would show noise as mountains.
+    span = max(high - low, abs(high) * 0.01) or 1.0
+    places = [None if not math.isfinite(value) else round((value - low) / span * (len(_BARS) - 1)) for value in values]
+    return "".join(" " if place is None else _BARS[place] for place in places)
+
+
+def changes(group: Group) -> list[list[Shift]]:
+    """Return the changes of all metrics by the moment that they share, the latest first, what is worse first.
+
+    The place of a change is known to a run or so: those next to each other are one moment, at the place that most of
+    them have, and its own changes come first.
+    """
+    near: list[list[Shift]] = []
+    for shift in worst_first(group):
+        if near and near[-1][-1].first - shift.first <= 1 and near[-1][0].first - shift.first <= _SPREAD_RUNS:
+            near[-1].append(shift)
+        else:
+            near.append([shift])
+    return [_at_most_common_first(shifts) for shifts in near]
+
+
+def _at_most_common_first(shifts: list[Shift]) -> list[Shift]:
+    firsts = Counter(shift.first for shift in shifts)
+    return sorted(shifts, key=lambda shift: (-firsts[shift.first], shift.first))
+
+
+def before_and_after(shift: Shift) -> str:
+    """Return a change in words: "10.1 ms → 12.2 ms, +21%"."""
+    before, after = (escaping.cell(shift.metric, value) for value in (shift.before, shift.after))
+    return f"{before} → {after}, {change_in_words(shift.metric, shift.before, shift.after)}"
+
+
+def context(group: Group, shift: Shift) -> list[tuple[str, str]]:
+    """Return what to know of a change, each with a word for it: the commits, the runs, findings, versions."""
+    told = [("between", range_in_words(group, shift))]
+    for word, index in (("last before", shift.last), ("first after", shift.first)):
+        when = day(int(group.runs["at_ns"][index]))
+        told.append((word, f"run {index + 1}, {when}, {run_in_words(group.runs, index)}"))
+    for word, ids in (("came with it", shift.appeared), ("gone with it", shift.gone)):
+        told += [(word, ", ".join(map(finding_in_words, ids)))] if ids else []
+    differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.differs)
+    return [*told, *([("differs too", differing)] if differing else [])]
+
+
+def verdict(series: Series) -> str:
+    """Return what became of a metric in a few words: "worse +23% at run 7", "drifts +9%" or "steady"."""
+    if series.shifts:
+        shift = series.shifts[-1]
+        more = f", {len(series.shifts) - 1} before" if len(series.shifts) > 1 else ""
+        return (
+            f"{_way(shift)} {change_in_words(shift.metric, shift.before, shift.after)} at run {shift.first + 1}{more}"
+        )
+    if series.drifts:
+        drift = series.drifts[-1]
+        return f"drifts {change_in_words(series.metric, drift.before, drift.after)} since run {drift.first + 1}"
+    known = sum(math.isfinite(value) for value in series.values.tolist())
+    return "steady" if known >= LEAST_RUNS else "too few runs to tell"
+
+
+def change_in_words(metric: str, before: float, after: float) -> str:
+    """Return a change: "+23%", or of a share "+4.0 pt"."""
+    if is_share(metric):
+        return f"{100 * (after - before):+.1f} pt"
+    if not before:
+        return "from 0"
+    percent = 100 * (after - before) / before
+    return f"{percent:+.1f}%" if abs(percent) < 10 else f"{percent:+.0f}%"
+
+
+def run_in_words(runs: pl.DataFrame, index: int) -> str:
+    """Return a run by its commit and what that says first; by its name where no commit is known."""
+    row = runs.row(index, named=True)
+    if row["commit"] is None:
+        return escaping.inert(str(row["name"]))
+    subject = (row["commit_text"] or "").strip().partition("\n")[0]
+    return escaping.inert(str(row["commit"])[:_SHORT_SHA]) + (
+        f" {escaping.inert(subject, _MAX_SUBJECT)}" if subject else ""
+    )
+
+
+def range_in_words(group: Group, shift: Shift) -> str:
+    """Return the commits that a change lies between, as git understands it; the runs' names where none are known."""
+    last, first = (group.runs["commit"][index] for index in (shift.last, shift.first))
+    if last and first and last != first:
+        return escaping.inert(f"{last[:_SHORT_SHA]}..{first[:_SHORT_SHA]}")
+    if last and last == first:
+        return f"two runs of {escaping.inert(last[:_SHORT_SHA])}: it is not the commit"
+    return f"{escaping.inert(str(group.runs['name'][shift.last]))} .. {escaping.inert(str(group.runs['name'][shift.first]))}"
+
+
+def day(at_ns: int) -> str:
+    """Return a Unix time as people write it, UTC."""
+    return datetime.datetime.fromtimestamp(at_ns / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def finding_in_words(finding: str) -> str:
+    """Return a finding by its id and its rule's name."""
+    return f"{finding} {phrases.rule_name(finding.partition('-')[0])}"
+
+
+def _group(group: Group, width: int) -> list[RenderableType]:
+    count = group.runs.height
+    parts: list[RenderableType] = [
+        text_layout.line((identity_in_words(group), text_layout.BOLD), (f"  {group.fingerprint}", text_layout.DIM)),
+        text_layout.line((f"{count} run{'s' * (count != 1)}, the latest ", text_layout.DIM), *_latest(group)),
+        "",
+    ]
+    parts += [_table(group, width)] if group.series else []
+    moments = changes(group)
+    for shifts in moments[:MAX_MOMENTS]:
+        parts += ["", *_moment(group, shifts)]
+    if len(moments) > MAX_MOMENTS:
+        parts += [
+            "",
+            text_layout.line((f"and {len(moments) - MAX_MOMENTS} earlier changes: --format json", text_layout.DIM)),
+        ]
+    for series in group.series:
+        for drift in series.drifts:
+            parts += ["", _drift(series, drift)]
+    return parts
+
+
+def _table(group: Group, width: int) -> RenderableType:
+    wide = width >= _WIDE
+    most = max(_LEAST_BARS, min(_MOST_BARS, width - (_BESIDE_BARS_WIDE if wide else _BESIDE_BARS)))
+    rows = [_row(group, series, most, wide) for series in group.series]
+    header = ["", "first", "latest", *(["95% interval"] if wide else []), "runs", ""]
+    right = [False, True, True, *([True] if wide else []), False, False]
+    made = text_layout.table(header, rows, right=right, last_styles=[_style(series) for series in group.series])
+    made.columns[0].no_wrap = made.columns[-2].no_wrap = True
+    made.columns[0].min_width = max(len(row[0]) for row in rows)
+    made.columns[-2].min_width = max(len(row[-2]) for row in rows)
+    return made
+
+
+def _latest(group: Group) -> list[tuple[str, str] | str]:
+    row = group.runs.row(-1, named=True)
+    told: list[tuple[str, str] | str] = [(f"{day(row['at_ns'])}  ", text_layout.DIM), run_in_words(group.runs, -1)]
+    told += [(f" on {row['branch']}", text_layout.DIM)] if row["branch"] else []
+    if row["passed"] is not None:
+        failed = ", ".join(row["failures"] or ())
+        told.append(("  passed", text_layout.GOOD) if row["passed"] else (f"  failed: {failed}", "bold red"))
+    return told
+
+
+def _row(group: Group, series: Series, most: int, wide: bool) -> list[str]:
+    known = [value for value in series.values.tolist() if math.isfinite(value)]
+    return [
+        label(series.metric),
+        escaping.cell(series.metric, known[0] if known else None),
+        escaping.cell(series.metric, known[-1] if known else None),
+        *([_interval(group, series)] if wide else []),
+        bars(series.values.tolist()[-most:]),
+        verdict(series),
+    ]
+
+
+def _interval(group: Group, series: Series) -> str:
+    rows = group.metrics.filter((pl.col("metric") == series.metric) & (pl.col("run") == group.runs["run"][-1]))
+    if rows.is_empty() or rows["low"][0] is None:
+        return "—"
+    return " to ".join(escaping.cell(series.metric, rows[end][0]) for end in ("low", "high"))
+
+
+def _style(series: Series) -> str:
+    if series.shifts:
+        return _WORSE if series.shifts[-1].is_worse else _BETTER
+    return _DRIFTS if series.drifts else text_layout.DIM
+
+
+def _way(shift: Shift) -> str:
+    return "worse" if shift.is_worse else "better"
+
+
+def _moment(group: Group, shifts: Sequence[Shift]) -> list[RenderableType]:
+    """Return what changed between two runs: each metric, the commits, and what came with it."""
+    parts: list[RenderableType] = [
+        text_layout.line(
+            (_way(shift).upper(), _WORSE if shift.is_worse else _BETTER),
+            "  ",
+            (label(shift.metric), text_layout.BOLD),
+            f"  {before_and_after(shift)}",
+            (f"  from run {shift.first + 1} on" if shift.first != shifts[0].first else "", text_layout.DIM),
+        )
+        for shift in shifts
+    ]
+    parts += [
+        text_layout.indented(text_layout.line((f"{word} ", text_layout.DIM), text))
+        for word, text in context(group, shifts[0])
+    ]
+    return parts
+
+
+def _drift(series: Series, drift: Drift) -> RenderableType:
+    before, after = (escaping.cell(series.metric, value) for value in (drift.before, drift.after))
+    return text_layout.line(
+        ("DRIFT", _DRIFTS),
+        "  ",
+        (label(series.metric), text_layout.BOLD),
+        f"  {before} → {after}, {change_in_words(series.metric, drift.before, drift.after)}",
+        (f"  steadily over runs {drift.first + 1} to {drift.past}: no one commit", text_layout.DIM),
+    )
+
+
+def _document(group: Group) -> dict[str, Any]:
+    columns = ("run", "name", "at_ns", "commit", "branch", "passed", "failures")
+    names = group.runs["run"].to_list()
+    return {
+        "fingerprint": group.fingerprint,
+        "identity": dict(group.identity),
+        "runs": plain(group.runs.select(columns).to_dicts()),
+        "metrics": [
+            {
+                "metric": series.metric,
+                "medians": plain(series.values.tolist()),
+                "verdict": verdict(series),
+                "changes": [_shift_document(shift, names) for shift in series.shifts],
+                "drifts": [
+                    {"first_run": names[d.first], "last_run": names[d.past - 1], "before": d.before, "after": d.after}
+                    for d in series.drifts
+                ],
+            }
+            for series in group.series
+        ],
+    }
+
+
+def _shift_document(shift: Shift, names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "last_run_before": names[shift.last],
+        "first_run_after": names[shift.first],
+        "before": shift.before,
+        "after": shift.after,
+        "is_worse": shift.is_worse,
+        "findings_appeared": list(shift.appeared),
+        "findings_gone": list(shift.gone),
+        "differs": [{"field": field, "before": before, "after": after} for field, before, after in shift.differs],
+    }

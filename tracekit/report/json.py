@@ -1,0 +1,234 @@
+"""Report -> JSON (schema ``tracekit.report/1``, in report.schema.json), and back for a comparison.
+
+/1 only grows: what a later version adds, a reader of this one may pass over.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.time import summary
+from tracekit.errors import InputError
+from tracekit.model.trace import Run, created_ns
+from tracekit.regression.comparison import Side
+from tracekit.regression.gate import Gate
+from tracekit.regression.samples import COLUMNS as SAMPLE_COLUMNS
+from tracekit.regression.samples import samples
+from tracekit.report import phrases
+from tracekit.rules.rule import Finding, Report
+
+MAX_EVIDENCE_ROWS = 100
+MAX_REPORT_BYTES = 256 << 20
+SEVERAL_SCHEMA = "tracekit.reports/1"
+
+# Of the manifest, what says what ran. Host and command stay out: reports are attached to builds and mailed around.
+_TOLD = ("strategy", "world_size", "mesh", "model", "arguments", "versions", "device", "device_name", "created_ns")
+
+
+def render(report: Report, run: Run, gate: Gate | None = None) -> str:
+    """Return the report, and the verdict on it, as strict JSON."""
+    return _dumps(document(report, run, gate))
+
+
+def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] = ()) -> str:
+    """Return several reports, and the verdict on each, in one JSON object."""
+    beside: Sequence[Gate | None] = gates or [None] * len(reports)
+    told = [document(report, run, gate) for (report, run), gate in zip(reports, beside, strict=True)]
+    return _dumps({"schema": SEVERAL_SCHEMA, "reports": told})
+
+
+def document(report: Report, run: Run, gate: Gate | None = None) -> dict[str, Any]:
+    """Return the report, and the verdict on it, as what JSON can hold."""
+    verdict = {} if gate is None else {"gate": gated(gate)}
+    return {
+        "schema": conventions.REPORT_SCHEMA,
+        "tool_version": report.tool_version,
+        "run": _run(run),
+        "summary": summary_rows(run),
+        "findings": [_finding(found) for found in report.findings],
+        "ignored": [
+            {"reason": aside.reason, "until": aside.until and str(aside.until), "finding": _finding(aside.finding)}
+            for aside in report.ignored
+        ],
+        "notes": list(report.notes),
+        "samples": _samples(run.table(samples)),
+        "inputs": [{"path": each.path, "size_bytes": each.size_bytes, "sha256": each.sha256} for each in report.inputs],
+        **verdict,
+    }
+
+
+def gated(gate: Gate) -> dict[str, Any]:
+    """Return the verdict on a report as what JSON can hold; findings by id, metrics in their own units."""
+    changes = gate.comparison.changes if gate.comparison else ()
+    failing = {change.metric for change in gate.regressions}
+    return {
+        "passed": not gate.failures,
+        "failures": list(gate.failures),
+        "bar": gate.bar.label if gate.bar is not None else None,
+        "baseline": gate.baseline or None,
+        "findings": [
+            {
+                "id": each.finding.id,
+                "standing": each.standing.value,
+                "fails": each.fails,
+                "impact_before": plain(each.impact_before),
+            }
+            for each in gate.findings
+        ],
+        "fixed": [
+            {"id": gone.id, "code": gone.code, "severity": gone.severity.label, "impact": plain(gone.impact),
+             "subject": gone.subject}
+            for gone in gate.fixed
+        ],
+        "metrics": [
+            plain(dataclasses.asdict(change)) | {"verdict": change.verdict.value, "fails": change.metric in failing}
+            for change in changes
+        ],
+        "confidence": gate.comparison.confidence if gate.comparison else None,
+        "causes": [
+            {"name": cause.name, "message": cause.message, "metrics": list(cause.metrics)} for cause in gate.causes
+        ],
+        "budgets": [
+            {
+                "budget": each.budget,
+                "metric": each.metric,
+                "limit": plain(each.limit),
+                "measured": plain(each.measured),
+                "outcome": each.outcome.value,
+                "fails": gate.is_over(each),
+                "message": each.message,
+            }
+            for each in gate.budgets
+        ],
+        "notes": list(gate.comparison.notes) if gate.comparison else [],
+    }  # fmt: skip
+
+
+def summary_rows(run: Run) -> list[dict[str, Any]]:
+    """Return the breakdown's rows: one per rank and step, then one per rank with step null."""
+    by_step = summary.by_step(run).drop_nulls("step")
+    return [*by_step.to_dicts(), *summary.by_rank(run).to_dicts()]
+
+
+def schema() -> str:
+    """Return the JSON Schema that reports obey."""
+    return resources.files("tracekit.report").joinpath("report.schema.json").read_text(encoding="utf-8")
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a file is a saved report, or several of them in one."""
+    if not path.is_file() or path.stat().st_size > MAX_REPORT_BYTES:
+        return False
+    with path.open("rb") as file:
+        start = file.read(1 << 16)
+        # Some tools sort keys, and then the schema stands near the end.
+        return b'"traceEvents"' not in start and (b'"tracekit.report' in start or b'"tracekit.report' in file.read())
+
+
+def read(path: Path) -> Side:
+    """Return a saved report as a side of a comparison. Raises InputError where it is none, or holds several."""
+    reports = saved(path)
+    if len(reports) != 1:
+        raise InputError(f"{path}: holds several reports; save each run's by itself")
+    with whole(path):
+        return side(reports[0])
+
+
+def saved(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return the reports that a file holds, one or several. Raises InputError where it holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is not valid JSON: {error}") from None
+    several = isinstance(found, dict) and found.get("schema") == SEVERAL_SCHEMA
+    reports = found.get("reports") if several else [found]
+    if not isinstance(reports, list):
+        raise InputError(f"{path}: is not a whole report; save it again")
+    for each in reports:
+        if not isinstance(each, dict) or each.get("schema") != conventions.REPORT_SCHEMA:
+            raise InputError(f"{path}: is no report of schema {conventions.REPORT_SCHEMA}")
+    return tuple(reports)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Raise InputError where what is done with a saved report shows that it lacks something."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, pl.exceptions.PolarsError) as error:
+        raise InputError(f"{path}: is not a whole report ({type(error).__name__}: {error}); save it again") from None
+
+
+def side(saved: Mapping[str, Any]) -> Side:
+    """Return a report, as JSON has it, as a side of a comparison."""
+    run = saved["run"]
+    rows = [
+        (series["rank"], step, series["metric"], value)
+        for series in saved["samples"]
+        for step, value in zip(series["steps"], series["values"], strict=True)
+    ]
+    table = pl.DataFrame(rows, schema={"rank": pl.Int64, **SAMPLE_COLUMNS}, orient="row", strict=True)
+    told = {key: run.get(key) for key in _TOLD} | ({"simulated": True} if run.get("simulated") else {})
+    return Side(str(run["name"]), told, table.drop_nulls("value"))
+
+
+def _run(run: Run) -> dict[str, Any]:
+    told = {key: plain(run.manifest.get(key)) for key in _TOLD} | {"created_ns": created_ns(run.manifest)}
+    simulated = bool(run.manifest.get("simulated", False))
+    return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **told, "simulated": simulated}
+
+
+def _finding(found: Finding) -> dict[str, Any]:
+    rows = found.evidence.head(MAX_EVIDENCE_ROWS)
+    return {
+        "id": found.id,
+        "code": found.code,
+        "name": phrases.rule_name(found.code),
+        "severity": found.severity.label,
+        "impact": plain(found.impact),
+        "cost_ns": found.cost_ns,
+        "cost_bytes": found.cost_bytes,
+        "confidence": plain(found.confidence),
+        "message": found.message,
+        "fix": found.fix,
+        "subject": found.subject,
+        "ranks": list(found.ranks),
+        "steps": list(found.steps),
+        "evidence": [{key: plain(value) for key, value in row.items()} for row in rows.iter_rows(named=True)],
+        "evidence_rows_left_out": found.evidence.height - rows.height,
+    }
+
+
+def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
+    """Return one series per metric and rank: far shorter than a row per sample."""
+    series = table.group_by("metric", "rank", maintain_order=True).agg("step", "value")
+    return [
+        {"metric": metric, "rank": rank, "steps": steps, "values": plain(values)}
+        for metric, rank, steps, values in series.iter_rows()
+    ]
+
+
+def plain(value: object) -> Any:
+    """Return a value as strict JSON can hold it: null for what is no number, text for what JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _dumps(value: object) -> str:
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", "replace").decode()  # names of files may be bytes that are no text

@@ -1,0 +1,135 @@
+"""Gates -> JUnit XML, which Jenkins, GitLab, Azure and others show as tests: one suite per run.
+
+The form is that of Jenkins' own schema, junit-10.xsd of its xunit plugin, which Surefire's reports obey as well. Test
+cases keep their names from run to run, so that CI can tell new failures from old ones: rules go by code and name,
+metrics and budgets by theirs.
+"""
+
+import datetime
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+
+from tracekit.model import escaping
+from tracekit.model.trace import created_ns
+from tracekit.regression.change import Change, Verdict
+from tracekit.regression.gate import Gate, Judged, Outcome
+from tracekit.report import ci_results, comparison, phrases
+from tracekit.report.code_locations import Checkout
+
+_MAX_TEXT = 4000
+_MAX_NAME = 200
+
+
+def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+    """Return the XML: a case per rule (skipped where it is blind or all it found is ignored), metric and budget."""
+    root = ET.Element("testsuites", name="tracekit")
+    for name, gate in zip(ci_results.names(gates), gates, strict=True):
+        root.append(_suite(escaping.inert(name, _MAX_NAME), gate, checkout))
+    for count in ("tests", "failures", "errors"):
+        root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(name: str, gate: Gate, checkout: Checkout) -> ET.Element:
+    suite = ET.Element("testsuite", name=name)
+    properties = ET.SubElement(suite, "properties")
+    told = {"tracekit": gate.report.tool_version, "run": phrases.subtitle(gate.report.run), "baseline": gate.baseline}
+    for key, value in told.items():
+        if value:
+            ET.SubElement(properties, "property", name=key, value=escaping.inert(value, _MAX_NAME))
+    cases = [_rule(name, code, gate, checkout) for code in _codes(gate)]
+    cases += [_metric(name, change, gate) for change in (gate.comparison.changes if gate.comparison else ())]
+    cases += _budgets(name, gate)
+    suite.extend(cases)
+    suite.set("tests", str(len(cases)))
+    suite.set("failures", str(sum(case.find("failure") is not None for case in cases)))
+    suite.set("errors", "0")
+    suite.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
+    began_ns = created_ns(gate.report.run.manifest)
+    if began_ns is not None:
+        when = datetime.datetime.fromtimestamp(began_ns / 1e9, datetime.UTC)
+        suite.set("timestamp", when.isoformat(timespec="seconds").removesuffix("+00:00"))
+    return suite
+
+
+def _codes(gate: Gate) -> list[str]:
+    return list(dict.fromkeys([*gate.report.rules, *(each.finding.code for each in gate.findings)]))
+
+
+def _rule(run: str, code: str, gate: Gate, checkout: Checkout) -> ET.Element:
+    case = ET.Element(
+        "testcase", classname=f"{run}.rules", name=escaping.inert(f"{code} {phrases.rule_name(code)}", _MAX_NAME)
+    )
+    found = [each for each in gate.findings if each.finding.code == code]
+    failing = [each for each in found if each.fails]
+    aside = [each for each in gate.report.ignored if each.finding.code == code]
+    blind = gate.report.blind_spots.get(code)
+    if failing:
+        _add(case, "failure", failing[0].finding.message, [_told(each, gate, checkout) for each in failing], "finding")
+    elif not found and aside:
+        _add(case, "skipped", f"ignored: {aside[0].reason}", [])
+    elif not found and blind:
+        _add(case, "skipped", blind, [])
+    rest = [each for each in found if not each.fails]
+    if rest:
+        _out(case, [_told(each, gate, checkout) for each in rest])
+    return case
+
+
+def _metric(run: str, change: Change, gate: Gate) -> ET.Element:
+    case = ET.Element("testcase", classname=f"{run}.metrics", name=change.metric)
+    before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
+    told = f"{before} before, {now} now, {comparison.change_in_words(change)}: {change.verdict}"
+    causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
+    if any(change.metric == worse.metric for worse in gate.regressions):
+        _add(case, "failure", told, [told, *causes], "regression")
+    elif change.verdict is Verdict.CANNOT_TELL:
+        more = f"; about {change.more_samples:,} more samples a side would tell" if change.more_samples else ""
+        _add(case, "skipped", f"{told}{more}", [])
+    else:
+        _out(case, [told])
+    return case
+
+
+def _budgets(run: str, gate: Gate) -> list[ET.Element]:
+    cases = []
+    for each in gate.budgets:
+        case = ET.Element("testcase", classname=f"{run}.budgets", name=escaping.inert(each.budget, _MAX_NAME))
+        if gate.is_over(each):
+            _add(case, "failure", each.message, [each.message], "budget")
+        elif each.outcome is Outcome.CANNOT_TELL:
+            _add(case, "skipped", each.message, [])
+        else:
+            _out(case, [each.message])
+        cases.append(case)
+    return cases
+
+
+def _told(judged: Judged, gate: Gate, checkout: Checkout) -> str:
+    found = judged.finding
+    place = checkout.place(gate.report.run, found)
+    costs = phrases.cost(found)
+    lines = [
+        f"{found.severity.label} {found.id}" + (f", {costs}" if costs else ""),
+        found.message,
+        f"Fix: {found.fix}" if found.fix else "",
+        phrases.place(found),
+        f"{place.path}:{place.line}",
+    ]
+    return "\n".join(escaping.inert(line, _MAX_TEXT) for line in lines if line)
+
+
+def _add(case: ET.Element, tag: str, message: str, texts: Sequence[str], kind: str = "") -> None:
+    made = ET.SubElement(case, tag, message=escaping.inert(message, _MAX_TEXT))
+    if kind:
+        made.set("type", kind)
+    made.text = _block(texts)
+
+
+def _out(case: ET.Element, texts: Sequence[str]) -> None:
+    ET.SubElement(case, "system-out").text = _block(texts)
+
+
+def _block(texts: Sequence[str]) -> str:
+    return "\n\n".join("\n".join(escaping.inert(line, _MAX_TEXT) for line in text.splitlines()) for text in texts)

@@ -1,0 +1,196 @@
+"""Gates -> one comment in Markdown, for GitHub, GitLab and job summaries: the verdict, small tables, a picture.
+
+It begins with a hidden line, ``<!-- tracekit:KEY -->``, by which whoever posts it finds the comment of the last time
+and updates that one. It never exceeds what GitHub takes, 65,536 characters, counted here in bytes: then details go,
+then runs that pass. Names from traces are text: nothing in them is markup, a mention, a reference or a link.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from tracekit.errors import ConfigError
+from tracekit.model import escaping
+from tracekit.regression.change import Change, Verdict
+from tracekit.regression.comparison import Comparison
+from tracekit.regression.gate import Gate, Judged, Outcome, Standing
+from tracekit.report import ci_results, comparison, phrases, text_charts
+from tracekit.report.code_locations import Checkout, Kind
+from tracekit.report.gate_text import headline
+from tracekit.report.markdown_escaping import code, escaped, table
+from tracekit.rules.rule import Finding
+
+MAX_BYTES = 65_536
+DEFAULT_KEY = "check"
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MAX_ROWS = 10
+_RESERVE_BYTES = 1000
+_LEAST_BYTES = 200  # with less room than that there is nothing to look for
+_PICKED = (Verdict.WORSE, Verdict.BETTER)
+
+
+def render(gates: Sequence[Gate], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
+    """Return the comment on all runs, those that fail first. Raises ConfigError where `key` cannot name a comment."""
+    text = f"{marker(key)}\n### {_title(gates)}\n"
+    named = sorted(zip(ci_results.names(gates), gates, strict=True), key=lambda each: not each[1].failures)
+    footer = _footer(gates)
+    room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
+    # All heads come before any details, but runs that pass leave room for why others fail.
+    heads: list[str] = []
+    least = room // 3
+    for name, gate in named:
+        head = _head(name, gate, several=len(gates) > 1)
+        if room - _size(head) < least:
+            break
+        room -= _size(head)
+        heads.append(head)
+    for head, (_, gate) in zip(heads, named, strict=False):
+        folded, room = _folded(_details(gate, checkout), room)
+        text += head + folded
+    left = named[len(heads) :]
+    if left:
+        failing = sum(bool(gate.failures) for _, gate in left)
+        text += f"\nand {len(left):,} more runs, {failing:,} of which fail: see the job's log\n"
+    return text + footer
+
+
+def marker(key: str) -> str:
+    """Return the hidden line by which the comment is found again. Raises ConfigError where `key` is no name."""
+    if not _KEY.fullmatch(key) or "--" in key:
+        raise ConfigError(f"{key!r} cannot name a comment: letters, digits, '.', '_' and single '-', 100 at most")
+    return f"<!-- tracekit:{key} -->"
+
+
+def _title(gates: Sequence[Gate]) -> str:
+    failing = [gate for gate in gates if gate.failures]
+    mark = "❌" if failing else "✅"
+    if len(gates) == 1:
+        return f"{mark} {escaped(headline(gates[0]))}"
+    told = f"{ci_results.failed(gates)} in {len(failing)} of {len(gates)} runs" if failing else f"{len(gates)} runs"
+    return f"{mark} {'Failed' if failing else 'Passed'}: {told}"
+
+
+def _head(name: str, gate: Gate, *, several: bool) -> str:
+    """Return what is seen at once of a run: what it is, the picture, metrics and findings."""
+    mark = ("❌ " if gate.failures else "✅ ") if several else ""
+    against = f" · against {code(gate.baseline)}" if gate.baseline else ""
+    parts = [f"{mark}**{code(name) or 'run'}** · {escaped(phrases.subtitle(gate.report.run), 200)}{against}"]
+    parts += [f"**{escaped(cause.name)}** {escaped(cause.message)}" for cause in gate.causes[:_MAX_ROWS]]
+    parts += [_metrics(gate), _budgets(gate), _findings(gate), _picture(gate)]
+    return "\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metrics(gate: Gate) -> str:
+    if gate.comparison is None:
+        return ""
+    failing = {change.metric for change in gate.regressions}
+    told = [each for each in gate.comparison.changes if each.metric in failing or each.verdict in _PICKED]
+    rest = len(gate.comparison.changes) - len(told)
+    if not told:
+        return "No metric changed that the samples can tell." if rest else ""
+    rows = [_metric(change, fails=change.metric in failing) for change in told]
+    return _changes(gate.comparison, rows)
+
+
+def _changes(found: Comparison, rows: Sequence[Sequence[str]]) -> str:
+    header = ("metric", "before", "now", f"change ({found.confidence:.0%} interval)", "verdict")
+    return table(header, rows, right=(1, 2, 3))
+
+
+def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
+    before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
+    verdict = f"❌ {change.verdict}" if fails else change.verdict.value
+    return comparison.label(change.metric), before, now, comparison.change_in_words(change), verdict
+
+
+def _budgets(gate: Gate) -> str:
+    marks = {Outcome.KEPT: "kept", Outcome.BROKEN: "broken", Outcome.CANNOT_TELL: "cannot tell"}
+    rows = [
+        (
+            code(each.budget),
+            escaping.cell(each.metric, each.limit),
+            escaping.cell(each.metric, each.measured),
+            f"❌ {marks[each.outcome]}" if gate.is_over(each) else marks[each.outcome],
+        )
+        for each in gate.budgets[:_MAX_ROWS]
+    ]
+    return table(("budget", "limit", "measured", "verdict"), rows, right=(1, 2)) if rows else ""
+
+
+def _findings(gate: Gate) -> str:
+    if not gate.findings and not gate.fixed:
+        return "No rule fired."
+    held = bool(gate.baseline) or gate.comparison is not None
+    # What fails is worth a row before what doesn't; among equals the report's own order stays.
+    ordered = sorted(gate.findings, key=lambda each: not each.fails)
+    rows = [_row(each, held=held) for each in ordered[:_MAX_ROWS]]
+    rows += [
+        (code(gone.id), escaped(phrases.rule_name(gone.code)), "", "fixed ✔")
+        for gone in gate.fixed[: _MAX_ROWS - len(rows)]
+    ]
+    more = len(gate.findings) + len(gate.fixed) - len(rows)
+    return table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
+
+
+def _row(judged: Judged, *, held: bool) -> tuple[str, ...]:
+    found = judged.finding
+    cost = phrases.cost(found)
+    if judged.standing is Standing.WORSE and judged.impact_before is not None:
+        cost += f", {100 * judged.impact_before:.1f}% before"
+    told = f"{found.severity.label}, {judged.standing}" if held else found.severity.label
+    return code(found.id), escaped(phrases.rule_name(found.code)), cost, f"❌ {told}" if judged.fails else told
+
+
+def _picture(gate: Gate) -> str:
+    drawn = text_charts.before_and_now(gate.comparison) if gate.comparison else ""
+    drawn = drawn or text_charts.by_rank(gate.report.run)
+    return f"```text\n{drawn}\n```" if drawn else ""
+
+
+def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
+    """Yield what is folded away, the most important part first."""
+    for each in sorted(gate.findings, key=lambda each: not each.fails):
+        yield _finding(each.finding, gate, checkout)
+    yield from (f"**budget {code(each.budget)}** {escaped(each.message)}" for each in gate.budgets)
+    notes = list(gate.report.notes)
+    if gate.comparison is not None:
+        rows = [_metric(change, fails=False) for change in gate.comparison.changes]
+        yield _changes(gate.comparison, rows)
+        notes = [*comparison.remarks_on(gate.comparison), *notes]
+    if notes:
+        yield "\n".join(f"- {escaped(note)}" for note in notes)
+
+
+def _finding(found: Finding, gate: Gate, checkout: Checkout) -> str:
+    place = checkout.place(gate.report.run, found)
+    where = f"{code(f'{place.path}:{place.line}')} · " if place.kind is not Kind.TRACE else ""
+    fix = f"<br>**Fix** {escaped(found.fix)}" if found.fix else ""
+    return (
+        f"**{escaped(phrases.rule_name(found.code))}** {code(found.id)} {escaped(found.message)}{fix}"
+        f"<br>{where}{escaped(phrases.place(found), 300)}"
+    )
+
+
+def _folded(parts: Iterable[str], room: int) -> tuple[str, int]:
+    """Return as many parts as there is room for, folded, and the room that is left."""
+    before, after, more = "\n<details><summary>Details</summary>\n\n", "\n</details>\n", "and more: see the job's log"
+    left = room - _size(before) - _size(after) - _size(more) - 2
+    kept: list[str] = []
+    for part in parts if left > _LEAST_BYTES else ():
+        if _size(part) + 2 > left:
+            kept += [more] if kept else []
+            break
+        left -= _size(part) + 2
+        kept.append(part)
+    if not kept:
+        return "", room
+    folded = before + "\n\n".join(kept) + "\n" + after
+    return folded, room - _size(folded)
+
+
+def _footer(gates: Sequence[Gate]) -> str:
+    version = escaped(gates[0].report.tool_version) if gates else ""
+    return f"\n<sub>tracekit {version} · `tracekit explain CODE` tells what a finding means and how to fix it</sub>\n"
+
+
+def _size(text: str) -> int:
+    return len(text.encode())

@@ -1,0 +1,273 @@
+"""What is known of a run's or a snapshot's memory -> text or JSON."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypedDict
+
+import polars as pl
+
+from tracekit.analysis.memory import allocations, growth, steady_state
+from tracekit.errors import InputError
+from tracekit.model import units
+from tracekit.model.memory_snapshot import MemorySnapshot
+from tracekit.model.trace import Fact, Run
+from tracekit.replay.allocator import SegmentEvent, Settings, playback
+from tracekit.replay.allocator.facts import double_buffering, snapshot_summary
+from tracekit.replay.allocator.playback import History, Outcome
+
+FACTS: tuple[Fact, ...] = (
+    allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating, growth.growth, steady_state.stalls,
+)  # fmt: skip
+AS_RECORDED = "default"
+UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"
+_MOST_ROWS = 15
+_EARLIER = "(from before, or without a stack)"
+
+
+class Replayed(TypedDict):
+    """What a history, recorded or played, took of the device."""
+
+    segment_allocs: list[int]
+    segment_frees: list[int]
+    peak_reserved_bytes: int
+    device_allocations: int
+    retries: int
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What is told of memory: peaks, who holds it, what comes and goes; further tables by title; and a replay."""
+
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    live_at_peak: pl.DataFrame
+    churn: pl.DataFrame
+    more: Mapping[str, pl.DataFrame] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    recorded: Replayed | None = None
+    replayed: Replayed | None = None
+    settings: str = AS_RECORDED
+
+
+def of_run(run: Run) -> Memory:
+    """Return what a run's traces tell of the devices' memory; on a CPU run, of the host's."""
+    tables = {fact: run.table(fact) for fact in FACTS}
+    peaks = tables[allocations.peaks]
+    on_device = bool(peaks["device"].is_not_null().any())
+    mine = pl.col("device").is_not_null() if on_device else pl.col("device").is_null()
+    peaks, held, churn = (
+        tables[fact].filter(mine) for fact in (allocations.peaks, allocations.at_peak, allocations.churn)
+    )
+    notes = [] if on_device else ["This is host memory: the traces have no memory events of a device."]
+    if peaks.is_empty():
+        notes = ["The traces have no memory events: record with profile_memory=True."]
+    more = {
+        "Held and reserved at most": peaks,
+        "Unit buffers that two of each kind could serve": _last_step(tables[double_buffering.alternating].filter(mine)),
+        "Growth per step": tables[growth.growth],
+        "Device allocations after the first step": _calls(tables[steady_state.stalls]),
+    }
+    return Memory(
+        _most(peaks["peak_allocated_bytes"]), _most(peaks["peak_reserved_bytes"]), held, churn, more, tuple(notes)
+    )
+
+
+def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
+    """Return what a memory snapshot tells of one device."""
+    history = playback.of(snapshot, device)
+    history, outcome = played(history)
+    notes = []
+    if history.unplayable:
+        notes.append(f"What is held at the snapshot is told, not the peak: {history.unplayable}.")
+    elif history.start:
+        notes.append("The history begins when memory was already held; what was, was found by running it backwards.")
+    if outcome.address_mismatches:
+        notes.append(
+            f"The model of the allocator differs from the record at {outcome.address_mismatches:,} of "
+            f"{int((history.action == 0).sum()):,} requests."
+        )
+    return Memory(
+        snapshot_summary.peak_allocated_bytes(history, outcome),
+        history.peak_reserved_bytes,
+        snapshot_summary.at_peak(snapshot, history, outcome),
+        snapshot_summary.churn(snapshot, history, outcome),
+        {"Free memory at the snapshot": snapshot_summary.fragmentation(snapshot).filter(pl.col("device") == device)},
+        tuple(notes),
+    )
+
+
+def played(history: History) -> tuple[History, Outcome]:
+    """Return a history with what its play comes to; if it cannot be played, what is there at its end."""
+    if history.unplayable is None:
+        try:
+            return history, playback.play(history)
+        except InputError as error:
+            history = replace(history, unplayable=str(error))
+    history = history.without_events()
+    return history, playback.play(history)
+
+
+def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: int | None = None) -> Memory:
+    """Return `told` with the history as recorded and as played under the settings that `text` writes.
+
+    "default" plays it under the settings of the record; of "unit_buffers:2", which `history` takes account of, nothing
+    is left to do. Raises InputError where it cannot be played, or the settings
+    are none.
+    """
+    if history.unplayable:
+        raise InputError(f"nothing to replay: {history.unplayable}")
+    as_recorded = text.strip() == AS_RECORDED
+    settings = history.settings if as_recorded else Settings.parse(_without_buffers(text))
+    played = (
+        playback.play(history) if as_recorded else playback.predict(history, settings, capacity_bytes=capacity_bytes)
+    )
+    return replace(
+        told,
+        recorded=_replayed(history.taken, history.given, history),
+        replayed=_replayed(played.taken, played.given, played),
+        notes=(
+            *told.notes,
+            *_replay_notes(history, played, as_recorded=as_recorded),
+            *_limit_notes(settings, capacity_bytes),
+        ),
+        settings=text.strip(),
+    )
+
+
+def wants_buffers(text: str) -> bool:
+    """Return whether a replay's settings ask for unit buffers that are allocated once."""
+    return UNIT_BUFFERS in _pairs(text)
+
+
+def _without_buffers(text: str) -> str:
+    return ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if wants_buffers(text) else text
+
+
+def _pairs(text: str) -> list[str]:
+    return re.sub(r"\s", "", text).split(",")
+
+
+def as_json(told: Memory) -> str:
+    """Return peaks, what is live at the peak, churn, and the replay if there is one, as a JSON object."""
+    document: dict[str, object] = {
+        "peak_allocated_bytes": told.peak_allocated_bytes,
+        "peak_reserved_bytes": told.peak_reserved_bytes,
+        "live_at_peak": told.live_at_peak.to_dicts(),
+        "churn": told.churn.to_dicts(),
+    }
+    if told.recorded is not None:
+        document |= {"recorded": told.recorded, "replayed": told.replayed}
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def as_text(told: Memory, *, width: int, color: bool = False) -> str:
+    """Return the same in readable units, with what else is known, and what to mind."""
+    from tracekit.report import (
+        text_layout,  # brings rich, which takes a tenth of a second, and which programs do without
+    )
+
+    parts: list[object] = [text_layout.line(_headline(told))]
+    if told.recorded is not None and told.replayed is not None:
+        parts.append(text_layout.line(replay_line(told.settings, told.recorded, told.replayed)))
+    parts += [text_layout.line(note) for note in told.notes]
+    tables = {"Held at the peak": told.live_at_peak, "Taken": told.churn, **told.more}
+    for title, rows in tables.items():
+        shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+        if shown.is_empty():
+            continue
+        parts += [
+            text_layout.line(""),
+            text_layout.line((title, text_layout.BOLD)),
+            text_layout.frame(_for_people(shown).head(_MOST_ROWS)),
+        ]
+        if shown.height > _MOST_ROWS:
+            parts.append(text_layout.line(f"and {shown.height - _MOST_ROWS:,} more: --format json has them all"))
+    return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
+
+
+def replay_line(settings: str, recorded: Replayed, replayed: Replayed) -> str:
+    """Return a replay in one line."""
+    return (
+        f"{settings}: reserved {units.size(recorded['peak_reserved_bytes'])} → "
+        f"{units.size(replayed['peak_reserved_bytes'])}, "
+        f"{recorded['device_allocations']:,} → {replayed['device_allocations']:,} device allocations, "
+        f"{recorded['retries']:,} → {replayed['retries']:,} retries"
+    )
+
+
+def _replay_notes(history: History, played: Outcome, *, as_recorded: bool) -> list[str]:
+    notes = []
+    if as_recorded and not history.inferred:
+        equal = _sizes(played.taken) == _sizes(history.taken) and _sizes(played.given) == _sizes(history.given)
+        notes.append(
+            "The replay takes and gives back the recorded segments"
+            + (", all of them in order." if equal else " only in part: the model doesn't hold here.")
+        )
+    elif not as_recorded:
+        notes.append("This is a prediction of a model: run with these settings to confirm it.")
+    if history.inferred:
+        notes.append(
+            "What was cached at the start is inferred from the addresses in the trace, and all is taken to be on one "
+            "stream: a memory snapshot tells more."
+        )
+    if played.out_of_memory:
+        notes.append(f"{played.out_of_memory:,} requests find no memory: the run would have ended there.")
+    return notes
+
+
+def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
+    if settings.memory_fraction is not None and capacity_bytes is None:
+        return ["per_process_memory_fraction is of what --device-memory-gib says the device has: without it, no limit."]
+    if settings.gc_threshold and settings.memory_fraction is None:
+        return ["garbage_collection_threshold does nothing without per_process_memory_fraction, in torch too."]
+    return []
+
+
+def _replayed(taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | Outcome) -> Replayed:
+    return {
+        "segment_allocs": _sizes(taken),
+        "segment_frees": _sizes(given),
+        "peak_reserved_bytes": of.peak_reserved_bytes,
+        "device_allocations": len(taken),
+        "retries": of.retries,
+    }
+
+
+def _sizes(events: Sequence[SegmentEvent]) -> list[int]:
+    return [event.bytes for event in events]
+
+
+def _headline(told: Memory) -> str:
+    if told.peak_allocated_bytes is None:
+        return "Nothing is known of the memory."
+    reserved = f", {units.size(told.peak_reserved_bytes)} reserved" if told.peak_reserved_bytes else ""
+    return f"{units.size(told.peak_allocated_bytes)} held at the peak{reserved}"
+
+
+def _for_people(rows: pl.DataFrame) -> pl.DataFrame:
+    if "peak_ratio" not in rows.columns:
+        return rows
+    owners = pl.col("op").fill_null(_EARLIER) if "op" in rows.columns else pl.lit(_EARLIER).alias("op")
+    return rows.drop("at_ns", "peak_bytes", strict=False).with_columns(owners)
+
+
+def _last_step(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of each trace's last step: they are all alike."""
+    return rows.filter(pl.col("step") == pl.col("step").max().over("window", "rank"))
+
+
+def _calls(stalls: pl.DataFrame) -> pl.DataFrame:
+    """Return, by trace and device, the calls that took or returned device memory after the first step."""
+    key = ["window", "rank", "device"]
+    later = stalls.filter((pl.col("step") > pl.col("step").min().over(key)) | pl.col("step").is_null())
+    sums = later.group_by(key, maintain_order=True).agg(
+        pl.len().alias("steps"), pl.col("calls", "host_ns", "stalled_ns").sum()
+    )
+    return sums.filter(pl.col("calls") > 0)
+
+
+def _most(values: pl.Series) -> int | None:
+    found = values.max()
+    return None if found is None else int(str(found))

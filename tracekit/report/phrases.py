@@ -1,0 +1,97 @@
+"""What reports say in words, whatever their format: the verdict, what a finding costs, where it applies."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+
+from tracekit.analysis.time import breakdown
+from tracekit.model import escaping, units
+from tracekit.model.trace import Run
+from tracekit.rules import all_rules
+from tracekit.rules.rule import Finding, Severity
+
+_MAX_WORD = 60
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    """Return the sentence to read first: the message of the costliest finding."""
+    if not findings:
+        return "Nothing to fix was found"
+    return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message
+
+
+def counted(findings: Sequence[Finding]) -> str:
+    """Return how many findings there are of each severity: "1 error, 2 warnings, 3 info"."""
+    counts = [(severity, sum(found.severity is severity for found in findings)) for severity in sorted(Severity)[::-1]]
+    return ", ".join(_plural(number, severity.label) for severity, number in counts if number) or "No rule fired"
+
+
+def subtitle(run: Run) -> str:
+    """Return what a run is in a few words, from its manifest: strategy, ranks, model, size of its traces."""
+    model = run.manifest.get("model")
+    parts = [escaping.inert(str(run.manifest.get("strategy") or ""), _MAX_WORD), _plural(len(run.ranks), "rank")]
+    parts += (
+        [f"model {escaping.inert(str(model['name']), _MAX_WORD)}"]
+        if isinstance(model, Mapping) and "name" in model
+        else []
+    )
+    size_bytes = sum(source.size_bytes for source in run.sources)
+    parts += [units.size(size_bytes) if size_bytes else "", "simulated" if run.manifest.get("simulated") else ""]
+    return " · ".join(part for part in parts if part)
+
+
+def rule_name(code: str) -> str:
+    """Return the name of a rule by its code: "exposed-communication"; the code where no rule has it."""
+    return _rule_names().get(code, code)
+
+
+def cost(found: Finding) -> str:
+    """Return what a finding costs in a few words: "38.9% of step time · 16.1 ms a step"; '' where it costs none."""
+    parts = [f"{units.share(found.impact)} of step time"] if found.impact else []
+    parts += [f"{units.duration(found.cost_ns)} a step"] if found.cost_ns else []
+    parts += [units.size(found.cost_bytes)] if found.cost_bytes else []
+    return " · ".join(parts)
+
+
+def place(found: Finding) -> str:
+    """Return where a finding applies and how sure it is: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
+    parts = [_listed("rank", found.ranks)] if found.ranks else []
+    parts += [_listed("step", found.steps)] if found.steps else []
+    return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
+
+
+def origins(run: Run) -> dict[tuple[int, int], int]:
+    """Return the start of each trace's first activity, by (window, rank): where readable times count from."""
+    starts = run.table(breakdown.by_rank).group_by("window", "rank").agg(pl.col("start_ns").min())
+    return {(window, rank): start_ns for window, rank, start_ns in starts.iter_rows()}
+
+
+def readable(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], int]) -> pl.DataFrame:
+    """Return evidence with `start_ns` counted from its trace's origin, where window and rank are known."""
+    if not {"start_ns", "rank"} <= set(table.columns):
+        return table
+    window = pl.col("window") if "window" in table.columns else pl.lit(0, pl.Int64)
+    origins = pl.DataFrame(
+        [(w, r, ns) for (w, r), ns in origins_ns.items()],
+        schema={"_window": pl.Int64, "_rank": pl.Int64, "_origin_ns": pl.Int64},
+        orient="row",
+    )
+    placed = table.with_columns(window.alias("_window"), pl.col("rank").alias("_rank")).join(
+        origins, on=["_window", "_rank"], how="left", maintain_order="left"
+    )
+    return placed.with_columns(pl.col("start_ns") - pl.col("_origin_ns")).select(table.columns)
+
+
+@functools.cache
+def _rule_names() -> Mapping[str, str]:
+    # To ask for the rules is to look through all installed distributions.
+    return {rule.code: rule.name() for rule in reversed(all_rules())}
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 or noun == "info" else f"{number} {noun}s"
+
+
+def _listed(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun if len(numbers) == 1 else noun + 's'} {units.ranges(numbers)}"

@@ -1,0 +1,93 @@
+"""The rows of a query -> text, CSV or JSON. Values as they are: who asks in SQL computes with what comes back."""
+
+import json
+import math
+from collections.abc import Mapping
+
+import polars as pl
+from rich.console import RenderableType
+
+from tracekit.model import escaping
+from tracekit.report import text_layout
+
+_NARROW = 100
+_MIN_TEXT = 24
+_EXACT = 1e6  # from here on, six digits are fewer than a whole number has
+
+
+def as_text(rows: pl.DataFrame, *, width: int, color: bool = False, more: bool = False) -> str:
+    """Return the rows as a table at most `width` wide; the columns without room are named below it.
+
+    `more` says that there are rows beyond these.
+    """
+    right = [dtype.is_numeric() for dtype in rows.dtypes]
+    cells = [[_cell(value) for value in row] for row in rows.iter_rows()]
+    gap = 1 if width < _NARROW else 2
+    fitting = _fitting(rows.columns, cells, right, width, gap)
+    shown = text_layout.table(
+        rows.columns[:fitting],
+        [row[:fitting] for row in cells],
+        right=right[:fitting],
+        gap=gap,
+        longest=escaping.MAX_TEXT,
+    )
+    parts: list[RenderableType] = [shown, text_layout.line((_size(rows, more), text_layout.DIM))]
+    left = rows.columns[fitting:]
+    if left:
+        parts.append(
+            text_layout.line((f"no room for {', '.join(left)}: select fewer, or --format csv", text_layout.DIM))
+        )
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def as_csv(rows: pl.DataFrame) -> str:
+    """Return the rows as CSV with a header; lists and structs as JSON, a missing value as nothing."""
+    nested = [name for name, dtype in rows.schema.items() if dtype.is_nested()]
+    flat = rows.with_columns(
+        pl.Series(name, [None if value is None else json.dumps(_plain(value)) for value in rows[name].to_list()])
+        for name in nested
+    )
+    binary = [name for name, dtype in flat.schema.items() if dtype == pl.Binary]
+    return flat.with_columns(pl.col(name).bin.encode("hex") for name in binary).write_csv()
+
+
+def as_json(rows: pl.DataFrame) -> str:
+    """Return the rows as a JSON array of objects; what JSON cannot say (NaN, infinity) as null."""
+    return json.dumps([_plain(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
+
+
+def _size(rows: pl.DataFrame, more: bool) -> str:
+    counted = f"{rows.height:,} row{'s' * (rows.height != 1)}"
+    return f"the first {counted}: allow more with --max-rows, or write them with --format csv" if more else counted
+
+
+def _fitting(header: list[str], cells: list[list[str]], right: list[bool], width: int, gap: int) -> int:
+    """Return how many columns fit: numbers whole, text cut, and never less than the first column."""
+    room = max(width, text_layout.MIN_WIDTH) + gap
+    for count in range(1, len(header) + 1):
+        widest = max(map(len, [header[count - 1], *(row[count - 1] for row in cells)]))
+        room -= (widest if right[count - 1] else min(widest, _MIN_TEXT)) + gap
+        if room < 0:
+            return max(count - 1, 1)
+    return len(header)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "—"
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < _EXACT else f"{value:.0f}"
+    return json.dumps(_plain(value)) if isinstance(value, list | dict) else str(value)
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON can say it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

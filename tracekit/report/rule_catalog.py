@@ -1,0 +1,96 @@
+"""The rules themselves -> text or JSON."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+
+from tracekit.report import text_layout
+from tracekit.rules.rule import Rule
+
+SECTIONS = ("What it does", "Why it costs", "How it is measured", "How to fix", "Blind spots")
+
+
+def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> str:
+    """Return one line per rule, its thresholds below."""
+    rows: list[list[RenderableType]] = []
+    for rule in rules:
+        rows.append(
+            [
+                text_layout.line((rule.code, text_layout.DIM)),
+                text_layout.line((rule.name(), text_layout.BOLD)),
+                text_layout.line(_first_line(rule)),
+            ]
+        )
+        values = "  ".join(f"{name} = {_written(value)}" for name, value in thresholds(rule).items())
+        rows += [["", "", text_layout.line((values, text_layout.DIM))]] if values else []
+    parts: list[RenderableType] = [text_layout.grid(rows)]
+    parts += ["", text_layout.line(("tracekit explain CODE tells more about one.", text_layout.DIM))]
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def as_json(rules: Sequence[type[Rule]]) -> str:
+    """Return the rules as a JSON array: code, name, summary, documentation, thresholds with their defaults."""
+    rows = [
+        {
+            "code": rule.code,
+            "name": rule.name(),
+            "summary": _first_line(rule),
+            "documentation": inspect.cleandoc(rule.__doc__ or ""),
+            "thresholds": thresholds(rule),
+        }
+        for rule in rules
+    ]
+    return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def explanation(rule: type[Rule], *, width: int, color: bool = False) -> str:
+    """Return a rule's documentation, and its thresholds with how to set them."""
+    parts: list[RenderableType] = [
+        text_layout.line((rule.code, text_layout.DIM), "  ", (rule.name(), text_layout.BOLD)),
+        "",
+    ]
+    for paragraph in inspect.cleandoc(rule.__doc__ or "").split("\n\n"):
+        parts += [*_paragraph(paragraph), ""]
+    values = thresholds(rule)
+    if values:
+        parts += [text_layout.line(("Thresholds", text_layout.BOLD))]
+        parts += [
+            text_layout.indented(text_layout.line(f"{name} = {_written(value)}")) for name, value in values.items()
+        ]
+        name, value = next(iter(values.items()))
+        settings = f"tracekit check RUN --set {rule.code}.{name}={_written(value)}"
+        parts += [
+            text_layout.indented(
+                text_layout.line(
+                    (f"{settings}, or [tool.tracekit.rules.{rule.code}] in pyproject.toml", text_layout.DIM)
+                )
+            )
+        ]
+    return text_layout.print_to_string(parts, width=width, color=color).rstrip() + "\n"
+
+
+def thresholds(rule: type[Rule]) -> dict[str, Any]:
+    """Return the defaults of a rule's thresholds, by field."""
+    return {field.name: field.default for field in dataclasses.fields(rule)}
+
+
+def _first_line(rule: type[Rule]) -> str:
+    return inspect.cleandoc(rule.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _paragraph(text: str) -> list[RenderableType]:
+    """Return a paragraph of a docstring: prose reflowed, the section it opens in bold, indented lines as they are."""
+    lines = text.splitlines()
+    if any(each.startswith((" ", "-", "*")) for each in lines):
+        return [text_layout.indented(text_layout.line(each)) for each in lines]
+    prose = " ".join(lines)
+    section = next((each for each in SECTIONS if prose.startswith(each)), "")
+    return [text_layout.indented(text_layout.line((section, text_layout.BOLD), prose.removeprefix(section)))]
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)

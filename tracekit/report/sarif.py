@@ -1,0 +1,198 @@
+"""Gates -> SARIF 2.1.0 (OASIS standard of 27 March 2020), as far as GitHub's code scanning takes it.
+
+What GitHub requires is in its "SARIF support for code scanning": of a rule id, shortDescription, fullDescription and
+help; of a result a message, a location with a relative URI and a whole region, and the fingerprint
+`primaryLocationLineHash`, by which alerts are matched. Ours is made from what a finding is about, not from its line, so
+that an alert survives edits. GitHub opens an alert for every result whatever its kind, its suppressions or its
+baselineState: what is ignored, and what of the baseline is gone, is therefore no result but a notification of the
+invocation. One run of the tool is one SARIF run, however many trainings it judged; GitHub shows 5,000 results of a run.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from tracekit.model import escaping
+from tracekit.regression.gate import Gate, Standing
+from tracekit.report import ci_results, phrases
+from tracekit.report.ci_results import Item, Level
+from tracekit.report.ci_results import Kind as ItemKind
+from tracekit.report.code_locations import Checkout, Place
+from tracekit.report.rule_catalog import SECTIONS
+from tracekit.rules import all_rules
+from tracekit.rules.rule import Rule, Severity
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+MAX_RESULTS = 5000
+_MAX_TEXT = 4000
+_MAX_NAME = 200
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+_STATES = {Standing.NEW: "new", Standing.WORSE: "updated", Standing.KNOWN: "unchanged"}
+# What is no rule of ours but can fail a check: code, name, what it is, help.
+_OTHERS = {
+    ItemKind.METRIC: (
+        "REGRESSION",
+        "regression",
+        "A metric that got worse than in the baseline.",
+        "The samples of each step are compared with those of the baseline; `tracekit compare` shows all metrics.",
+    ),
+    ItemKind.BUDGET: (
+        "BUDGET",
+        "budget",
+        "A budget of the settings that is not kept.",
+        "Budgets stand in [tool.tracekit.budget] of pyproject.toml, or in tracekit.toml.",
+    ),
+}
+
+
+def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+    """Return the SARIF log. Results have a baselineState where a baseline was given."""
+    named = list(zip(ci_results.names(gates), gates, strict=True))
+    found = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
+    found.sort(key=lambda each: list(Level).index(each[2].level))
+    rules = _rules(gates)
+    indices = {rule["id"]: number for number, rule in enumerate(rules)}
+    several = len(gates) > 1
+    results = [
+        _result(item, gate, checkout.place(gate.report.run, item.finding), name if several else "", indices)
+        for name, gate, item in found[:MAX_RESULTS]
+    ]
+    driver = {"name": "tracekit", "rules": rules}
+    driver |= {"version": gates[0].report.tool_version} if gates else {}
+    notes = [note for name, gate in named for note in _notifications(gate, name)]
+    run = {
+        "tool": {"driver": driver},
+        "automationDetails": {"id": "tracekit/"},
+        "columnKind": "unicodeCodePoints",
+        "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
+        "results": results,
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def fingerprint(item: Item, run: str = "") -> str:
+    """Return what stays the same from check to check of what an item is about; `run` tells several runs apart."""
+    return hashlib.sha256(f"{item.kind}:{item.id}:{run}".encode()).hexdigest()[:16]
+
+
+def _result(item: Item, gate: Gate, place: Place, run: str, indices: Mapping[str, int]) -> dict[str, Any]:
+    rule = _rule_id(item)
+    told = f"{run}: {item.message}" if run else item.message
+    result: dict[str, Any] = {
+        "ruleId": rule,
+        "ruleIndex": indices[rule],
+        "level": _level(item),
+        "message": {"text": escaping.inert(told, _MAX_TEXT)},
+        "locations": [_location(item, gate, place)],
+        "partialFingerprints": {
+            # GitHub's own are a hash of the line and the number of its occurrence.
+            "primaryLocationLineHash": f"{fingerprint(item, run)}:1",
+            "tracekitFinding/v1": escaping.inert(item.id, _MAX_NAME),
+        },
+        "properties": {"fails": item.fails, "placedBy": place.kind.value, "run": escaping.inert(gate.report.run.name)},
+    }
+    if item.kind is ItemKind.FINDING and item.finding is not None:
+        result["rank"] = round(100 * min(max(item.finding.impact, 0.0), 1.0), 3)
+    if gate.baseline or gate.comparison is not None:
+        result["baselineState"] = _STATES[item.standing] if item.standing else "new"
+    return result
+
+
+def _location(item: Item, gate: Gate, place: Place) -> dict[str, Any]:
+    region = {
+        "startLine": place.line,
+        "startColumn": place.start_column,
+        "endLine": place.line,
+        "endColumn": place.end_column,
+    }
+    artifact = {"uri": quote(place.path)}
+    return {
+        "physicalLocation": {"artifactLocation": artifact, "region": region},
+        "logicalLocations": list(_logical(item, gate, place)),
+    }
+
+
+def _logical(item: Item, gate: Gate, place: Place) -> Sequence[dict[str, str]]:
+    run = escaping.inert(gate.report.run.name)
+    found = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
+    if place.function:
+        found.append({"name": place.function, "kind": "function"})
+    if item.kind is ItemKind.FINDING and item.finding is not None:
+        named = [("unit", item.finding.subject)] if item.finding.subject else []
+        named += [("rank", str(rank)) for rank in item.finding.ranks[:8]]
+        named += [("step", str(step)) for step in item.finding.steps[:8]]
+        for kind, name in named:
+            told = escaping.inert(name)
+            found.append({"name": told, "kind": kind, "fullyQualifiedName": f"{run}/{kind}/{told}"})
+    return found
+
+
+def _level(item: Item) -> str:
+    if item.kind is ItemKind.FINDING and item.finding is not None:
+        return _LEVELS[item.finding.severity]
+    return {"notice": "note"}.get(item.level, item.level)
+
+
+def _rule_id(item: Item) -> str:
+    return item.finding.code if item.kind is ItemKind.FINDING and item.finding else _OTHERS[item.kind][0]
+
+
+def _rules(gates: Sequence[Gate]) -> list[dict[str, Any]]:
+    """Return descriptors of the rules that were asked, of those that fired, and of what else can fail."""
+    asked = [code for gate in gates for code in gate.report.rules]
+    fired = [each.finding.code for gate in gates for each in gate.findings]
+    known = {rule.code: rule for rule in all_rules()}
+    told = [_descriptor(code, known.get(code)) for code in dict.fromkeys([*asked, *fired])]
+    used = {item.kind for gate in gates for item in ci_results.items(gate)}
+    return told + [_other(*_OTHERS[kind]) for kind in _OTHERS if kind in used]
+
+
+def _descriptor(code: str, rule: type[Rule] | None) -> dict[str, Any]:
+    if rule is None:
+        return _other(code, code, f"Rule {code}.", "A rule of another distribution.")
+    documentation = inspect.cleandoc(rule.__doc__ or rule.name())
+    first = " ".join(documentation.partition("\n\n")[0].split())
+    does = next((part for part in documentation.split("\n\n") if part.startswith(SECTIONS[0])), first)
+    return {
+        "id": code,
+        "name": rule.__name__,
+        "shortDescription": {"text": first},
+        "fullDescription": {"text": " ".join(does.removeprefix(f"{SECTIONS[0]}: ").split())[:1000]},
+        "help": {"text": documentation, "markdown": _help(documentation, code)},
+        "defaultConfiguration": {"level": "warning"},
+        "properties": {"tags": ["performance", phrases.rule_name(code)], "precision": "high"},
+    }
+
+
+def _other(code: str, name: str, what: str, more: str) -> dict[str, Any]:
+    return {
+        "id": code,
+        "name": name,
+        "shortDescription": {"text": what},
+        "fullDescription": {"text": what},
+        "help": {"text": more, "markdown": more},
+        "defaultConfiguration": {"level": "error"},
+        "properties": {"tags": ["performance"], "precision": "high"},
+    }
+
+
+def _help(documentation: str, code: str) -> str:
+    paragraphs = []
+    for part in documentation.split("\n\n"):
+        section = next((each for each in SECTIONS if part.startswith(f"{each}:")), None)
+        paragraphs.append(part.replace(f"{section}:", f"**{section}**", 1) if section else part)
+    return "\n\n".join([*paragraphs, f"`tracekit explain {code}` tells this, and the thresholds that can be set."])
+
+
+def _notifications(gate: Gate, run: str) -> list[dict[str, Any]]:
+    ignored = [f"{each.finding.id} is ignored: {each.reason}" for each in gate.report.ignored]
+    fixed = [f"{each.id} is in {gate.baseline or 'the baseline'} and not in this run any more" for each in gate.fixed]
+    blind = [f"{code} could not judge: {why}" for code, why in gate.report.blind_spots.items()]
+    return [
+        {"level": "note", "message": {"text": escaping.inert(f"{run}: {text}", _MAX_TEXT)}}
+        for text in (*ignored, *fixed, *blind)
+    ]

@@ -1,0 +1,45 @@
+"""The summary's rows -> text or JSON."""
+
+import json
+
+import polars as pl
+
+from tracekit.model import escaping
+
+_HEADINGS = {
+    "communication_ns": "comm",
+    "overlapped_ns": "overlap",
+    "exposed_communication_ns": "exposed\ncomm",
+    "exposed_copy_ns": "exposed\ncopy",
+    "came_last": "came\nlast",
+    "bus_bytes_per_s": "bus\nbandwidth",
+    "pairs": "shared\ncollectives",
+    "how": "matched by",
+}
+_NARROW = 100
+
+
+def as_json(rows: pl.DataFrame) -> str:
+    """Return the rows as a JSON array of objects, their columns as they are."""
+    return json.dumps(rows.to_dicts(), indent=2, allow_nan=False) + "\n"
+
+
+def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
+    """Return the rows as a table in readable units; a column without any value is left out."""
+    from tracekit.report import (
+        text_layout,  # brings rich, which takes a tenth of a second, and which programs do without
+    )
+
+    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    if shown.is_empty():
+        about = {"came_last": "collectives that ranks share", "beside": "work of one kind beside another on a device"}
+        what = next((told for name, told in about.items() if name in rows.columns), "work to break down")
+        return f"The traces hold no {what}.\n"
+    cells = [
+        [escaping.cell(name, value) for name, value in zip(shown.columns, row, strict=True)] for row in shown.rows()
+    ]
+    headings = [_HEADINGS.get(name, escaping.heading(name)) for name in shown.columns]
+    made = text_layout.table(
+        headings, cells, right=[dtype.is_numeric() for dtype in shown.dtypes], gap=1 if width < _NARROW else 2
+    )
+    return text_layout.print_to_string([made], width=width, color=color)

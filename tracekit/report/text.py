@@ -1,0 +1,204 @@
+"""Report -> text for a terminal or a log: the verdict first, then where the time goes, then what to change."""
+
+from collections.abc import Mapping, Sequence
+
+import polars as pl
+from rich.console import RenderableType
+from rich.table import Table
+
+from tracekit.analysis.time import summary
+from tracekit.model import escaping, units
+from tracekit.model.trace import Run
+from tracekit.report import phrases, text_layout
+from tracekit.rules.rule import Finding, Report
+
+WIDTH = 100
+MAX_RANKS = 16
+MAX_EVIDENCE_ROWS = 3
+_MIN_SIDE_WIDTH = 76
+MAX_WIDTH = 120  # longer lines are hard to read
+_GAP = 4
+_EVIDENCE_INDENT = 4
+# What evidence can spare where there is no room for all of it, the first to go first.
+_SPARED = ("lane", "device", "blocking", "name", "phase")
+
+
+def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False) -> str:
+    """Return the report as text at most `width` columns wide."""
+    width = min(width, MAX_WIDTH)
+    return text_layout.print_to_string(_report(report, run, width), width=width, color=color)
+
+
+def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list[RenderableType]:
+    """Return a report without its verdict: where the time goes, the findings that are to be `shown`, the notes."""
+    parts: list[RenderableType] = ["", *_breakdown(run)]
+    origins_ns = phrases.origins(run)
+    for found in shown:
+        parts += ["", *_finding(found, origins_ns, width)]
+    if report.notes:
+        parts += ["", text_layout.line(("Notes", text_layout.BOLD))]
+        parts += [text_layout.hanging("·", text_layout.line(note)) for note in report.notes]
+    return parts
+
+
+def render_several(reports: Sequence[tuple[Report, Run]], *, width: int = WIDTH, color: bool = False) -> str:
+    """Return several reports: their findings side by side, then each, beside the others where it is wide enough."""
+    parts: list[RenderableType] = [_side_by_side(reports), ""]
+    side = (width - _GAP * (len(reports) - 1)) // len(reports)
+    if side >= _MIN_SIDE_WIDTH:
+        grid = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
+        for _ in reports:
+            grid.add_column(width=side)
+        grid.add_row(*(_stacked(_report(report, run, side)) for report, run in reports))
+        parts.append(grid)
+    else:
+        for report, run in reports:
+            parts += [
+                text_layout.line((f"── {run.name} ".ljust(min(width, WIDTH), "─"), text_layout.DIM)),
+                *_report(report, run, width),
+                "",
+            ]
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def _report(report: Report, run: Run, width: int) -> list[RenderableType]:
+    return [
+        *_verdict(report.findings),
+        text_layout.line((f"{run.name}  {phrases.subtitle(run)}", text_layout.DIM)),
+        *body(report, run, report.findings, width),
+    ]
+
+
+def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
+    if not findings:
+        return [text_layout.line((phrases.headline(findings), f"{text_layout.BOLD} {text_layout.GOOD}"))]
+    worst = max(found.severity for found in findings).label
+    return [
+        text_layout.line(
+            (phrases.counted(findings), text_layout.SEVERITY_STYLES[worst]),
+            ("  " + _costliest(findings), text_layout.BOLD),
+        )
+    ]
+
+
+def _costliest(findings: Sequence[Finding]) -> str:
+    found = max(findings, key=lambda found: found.impact)
+    return (
+        f"costliest: {phrases.rule_name(found.code)}, {units.share(found.impact)} of step time" if found.impact else ""
+    )
+
+
+def _breakdown(run: Run) -> list[RenderableType]:
+    ranks = summary.by_rank(run)
+    if ranks.is_empty():
+        return [text_layout.line(("The traces hold no work to break down.", text_layout.DIM))]
+    shares = ranks.head(MAX_RANKS)
+    duration_ns, communication_ns = pl.col("duration_ns"), pl.col("communication_ns")
+    shares = shares.select(
+        "rank",
+        pl.col("duration_ns").alias("traced_ns"),
+        (pl.col("compute_ns") / duration_ns).alias("compute_ratio"),
+        (pl.col("exposed_communication_ns") / duration_ns).alias("exposed comm_ratio"),
+        (pl.col("exposed_copy_ns") / duration_ns).alias("exposed copy_ratio"),
+        (pl.col("idle_ns") / duration_ns).alias("idle_ratio"),
+        pl.when(communication_ns > 0).then(pl.col("overlapped_ns") / communication_ns).alias("comm hidden_ratio"),
+    )
+    columns = [name.removesuffix("_ns").removesuffix("_ratio") for name in shares.columns]
+    rows = [
+        [escaping.cell(name, value) for name, value in zip(shares.columns, row, strict=True)]
+        for row in shares.iter_rows()
+    ]
+    parts: list[RenderableType] = [
+        text_layout.line(("Where the time goes", text_layout.BOLD), (_steps(run), text_layout.DIM)),
+        text_layout.indented(text_layout.table(columns, rows, right=[True] * len(columns))),
+    ]
+    if ranks.height > MAX_RANKS:
+        parts.append(
+            text_layout.line(
+                (f"  and {ranks.height - MAX_RANKS:,} more ranks: tracekit summary {run.path}", text_layout.DIM)
+            )
+        )
+    return parts
+
+
+def _steps(run: Run) -> str:
+    step_ns = summary.step_time_ns(run)
+    if step_ns is None:
+        return "  the traces mark no steps"
+    steps = summary.by_step(run)["step"].drop_nulls()
+    return f"  median step {units.duration(step_ns)}, steps {units.ranges(steps.to_list())}"
+
+
+def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:
+    label = found.severity.label
+    heading = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+    heading.add_column()
+    heading.add_column(justify="right", no_wrap=True)
+    name = text_layout.line(
+        (label.upper(), text_layout.SEVERITY_STYLES[label]),
+        "  ",
+        (phrases.rule_name(found.code), text_layout.BOLD),
+        ("  " + found.id, text_layout.DIM),
+    )
+    heading.add_row(name, text_layout.line((phrases.cost(found), text_layout.BOLD)))
+    parts: list[RenderableType] = [heading, text_layout.indented(text_layout.line(found.message))]
+    if found.fix:
+        parts.append(text_layout.hanging("Fix", text_layout.line(found.fix)))
+    parts.append(text_layout.indented(text_layout.line((phrases.place(found), text_layout.DIM))))
+    return parts + _evidence(found, origins_ns, width - _EVIDENCE_INDENT)
+
+
+def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: int) -> list[RenderableType]:
+    rows = found.evidence
+    if rows.is_empty():
+        return []
+    shown = _fitted(phrases.readable(rows.head(MAX_EVIDENCE_ROWS), origins_ns), width)
+    parts: list[RenderableType] = [text_layout.frame(shown)]
+    more = rows.height - shown.height
+    parts += [text_layout.line((f"and {more:,} more rows", text_layout.DIM))] if more else []
+    return [text_layout.indented(part, _EVIDENCE_INDENT) for part in parts]
+
+
+def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
+    """Return rows without columns that say nothing in them, and as few of the others as the width demands."""
+    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    if "window" in shown.columns and shown["window"].n_unique() == 1:
+        shown = shown.drop("window")
+    for name in _SPARED:
+        if text_layout.natural_width(text_layout.frame(shown)) <= width:
+            break
+        if name in shown.columns and (name != "name" or "op" in shown.columns):
+            shown = shown.drop(name)
+    return shown
+
+
+def _side_by_side(reports: Sequence[tuple[Report, Run]]) -> Table:
+    """Return one row per kind of finding and one column per run, the costliest first."""
+    worst: dict[str, tuple[float, int, int]] = {}
+    for report, _ in reports:
+        for found in report.findings:
+            weight = (found.impact, int(found.severity), found.cost_bytes)
+            worst[found.code] = max(weight, worst.get(found.code, weight))
+    codes = sorted(worst, key=lambda code: worst[code], reverse=True)
+    rows = [[phrases.rule_name(code), code, *(_cell(report.findings, code) for report, _ in reports)] for code in codes]
+    rows = rows or [["no rule fired", "", *("" for _ in reports)]]
+    return text_layout.table(["finding", "", *(run.name for _, run in reports)], rows)
+
+
+def _cell(findings: Sequence[Finding], code: str) -> str:
+    found = [each for each in findings if each.code == code]
+    if not found:
+        return "–"
+    worst = max(found, key=lambda each: (each.severity, each.impact))
+    number = f" ×{len(found)}" if len(found) > 1 else ""
+    costs = [units.share(worst.impact)] if worst.impact else []
+    costs += [units.duration(worst.cost_ns)] if worst.cost_ns else []
+    costs += [units.size(worst.cost_bytes)] if worst.cost_bytes else []
+    return f"{worst.severity.label}{number}  {' · '.join(costs)}"
+
+
+def _stacked(parts: Sequence[RenderableType]) -> Table:
+    grid = Table.grid()
+    for part in parts:
+        grid.add_row(part)
+    return grid

@@ -1,0 +1,81 @@
+"""Pictures made of letters, for where no image can be: in a comment on a pull request, in a log, in a mail.
+
+GitHub and GitLab show images only by their address, and neither takes one that holds its own data; a comment has
+nowhere to put a file. Mermaid is drawn by both, but its `xychart-beta` lays the bars of two series over each other, and
+a mail of the same comment shows its source. Blocks of letters are the same everywhere.
+"""
+
+from collections.abc import Sequence
+
+from tracekit.analysis.time import summary
+from tracekit.model import escaping, units
+from tracekit.model.trace import Run
+from tracekit.regression.change import Change
+from tracekit.regression.comparison import Comparison
+from tracekit.report import comparison as compared
+
+WIDTH = 36
+MAX_RANKS = 8
+TIMES = ("step_time_ns", "compute_ns", "exposed_communication_ns", "idle_ns", "checkpoint_blocked_ns")
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_PARTS = {"compute_ns": "█", "exposed_communication_ns": "▓", "exposed_copy_ns": "▒", "idle_ns": "░"}
+_LABELS = {"compute_ns": "compute", "exposed_communication_ns": "exposed communication", "exposed_copy_ns": "copy"}
+_LABELS |= {"idle_ns": "idle"}
+
+
+def before_and_now(found: Comparison) -> str:
+    """Return two bars per time, before and now, on one scale; '' where no time is compared."""
+    changes = [change for change in found.changes if change.metric in TIMES]
+    longest_ns = max((max(change.reference, change.candidate) for change in changes), default=0.0)
+    if longest_ns <= 0:
+        return ""
+    width = max(len(compared.label(change.metric)) for change in changes)
+    return "\n".join(line for change in changes for line in _pair(change, longest_ns, width))
+
+
+def by_rank(run: Run) -> str:
+    """Return a bar per rank, parted into compute, exposed communication, copy and idle; '' where there is no work."""
+    ranks = summary.by_rank(run)
+    ranks = ranks.filter(ranks["duration_ns"] > 0)
+    if ranks.is_empty():
+        return ""
+    rows = ranks.head(MAX_RANKS).to_dicts()
+    names = [f"rank {row['rank']}" for row in rows]
+    width = max(map(len, names))
+    lines = [
+        f"{name:<{width}} {_parted([row[part] / row['duration_ns'] for part in _PARTS])}"
+        for name, row in zip(names, rows, strict=True)
+    ]
+    used = [part for part in _PARTS if any(row[part] for row in rows)]
+    shares = {part: sum(row[part] for row in rows) / sum(row["duration_ns"] for row in rows) for part in used}
+    legend = "  ".join(f"{_PARTS[part]} {_LABELS[part]} {units.share(shares[part])}" for part in used)
+    more = [f"and {ranks.height - MAX_RANKS:,} more ranks"] if ranks.height > MAX_RANKS else []
+    return "\n".join([*lines, *more, legend])
+
+
+def _pair(change: Change, longest_ns: float, width: int) -> Sequence[str]:
+    name = compared.label(change.metric)
+    before, now = change.reference, change.candidate
+    told = [escaping.cell(change.metric, value) for value in (before, now)]
+    return (
+        f"{name:<{width}}  before {_bar(before / longest_ns)} {told[0]}",
+        f"{'':<{width}}  now    {_bar(now / longest_ns)} {told[1]}",
+    )
+
+
+def _bar(ratio: float) -> str:
+    """Return a bar, an eighth of a letter exact.
+
+    >>> _bar(0.5)
+    '██████████████████'
+    """
+    whole, eighths = divmod(round(8 * WIDTH * ratio), 8)
+    return "█" * whole + _EIGHTHS[eighths].strip() or "▏"
+
+
+def _parted(ratios: Sequence[float]) -> str:
+    """Return a bar in parts whose ends are each rounded by themselves, so that errors don't add up."""
+    ends = [round(WIDTH * sum(ratios[: number + 1])) for number in range(len(ratios))]
+    starts = [0, *ends[:-1]]
+    letters = zip(_PARTS.values(), starts, ends, strict=True)
+    return "".join(letter * max(end - start, 0) for letter, start, end in letters).ljust(WIDTH)

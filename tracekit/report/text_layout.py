@@ -1,0 +1,156 @@
+"""Plain text and terminal colours: tables and paragraphs laid out for a width."""
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import polars as pl
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from tracekit.model import escaping
+
+DIM, BOLD, GOOD = "dim", "bold", "green"
+SEVERITY_STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
+MIN_WIDTH = 60
+_MAX_CELL = 60
+
+
+def print_to_string(parts: Sequence[RenderableType], *, width: int, color: bool) -> str:
+    """Return the parts one below the other as text at most `width` wide, lines without trailing spaces."""
+    console = Console(
+        file=io.StringIO(),
+        width=max(width, MIN_WIDTH),
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    for part in parts:
+        console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+
+
+def line(*parts: tuple[str, str] | str) -> Text:
+    """Return a line of (text, style) parts, made inert; it wraps where it must."""
+    return Text.assemble(
+        *((escaping.inert(p, 2000), "") if isinstance(p, str) else (escaping.inert(p[0], 2000), p[1]) for p in parts)
+    )
+
+
+def indented(part: RenderableType, by: int = 2) -> Padding:
+    """Return a part moved to the right."""
+    return Padding(part, (0, 0, 0, by))
+
+
+def hanging(mark: str, part: RenderableType) -> Padding:
+    """Return a part with a mark before it, its further lines aligned with its first."""
+    grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_row(line((mark, BOLD)), part)
+    return indented(grid)
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[bool] = (),
+    gap: int = 2,
+    longest: int = _MAX_CELL,
+    last_styles: Sequence[str] = (),
+) -> Table:
+    """Return a table without lines, of plain strings that are made inert; `right` says which columns are numbers.
+
+    Where it is too wide, and beyond `longest`, text is cut; numbers never are. `last_styles` are those of each row's
+    last cell.
+    """
+    sides = right or [False] * len(header)
+    columns = [
+        Column(
+            "\n".join(map(escaping.inert, name.split("\n"))),
+            header_style=DIM,
+            justify="right" if side else "left",
+            no_wrap=side,
+        )
+        for name, side in zip(header, sides, strict=True)
+    ]
+    made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    texts = [[escaping.inert(cell, longest) for cell in row] for row in rows]
+    of_column = [_Texts(column) for column in zip(*texts, strict=True)]
+    for row, last_style in zip(texts, last_styles or [""] * len(texts), strict=True):
+        styles = [*[""] * (len(row) - 1), last_style]
+        made.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
+    return made
+
+
+class _Cell:
+    """A text on one line, cut where its column is narrow."""
+
+    def __init__(self, text: str, column: "_Texts", style: str) -> None:
+        self._text, self._column, self._style = text, column, style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._text), 1), cell_len(self._text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = self._column.cut(options.max_width).get(self._text, self._text)
+        yield Text(text, self._style, no_wrap=True, overflow="ellipsis")
+
+
+class _Texts:
+    """The texts of a column, cut so that those that differ still do: names of one family often differ at their end."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = set(texts)
+        self._cut: dict[int, dict[str, str]] = {}
+
+    def cut(self, width: int) -> dict[str, str]:
+        """Return what each text becomes that is too long for `width`."""
+        if width not in self._cut:
+            long = [text for text in self._texts if cell_len(text) > width]
+            ways = [{text: way(text, width) for text in self._texts} for way in (_beginning, escaping.inert)]
+            counts = [Counter(way.values()) for way in ways]
+            self._cut[width] = {
+                text: next((way[text] for way, n in zip(ways, counts, strict=True) if n[way[text]] == 1), ways[0][text])
+                for text in long
+            }
+        return self._cut[width]
+
+
+def _beginning(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def grid(rows: Sequence[Sequence[RenderableType]]) -> Table:
+    """Return rows whose last cell wraps within its own column, and whose others never do."""
+    made = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for number in range(len(rows[0]) if rows else 0):
+        made.add_column(no_wrap=number < len(rows[0]) - 1)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def natural_width(part: RenderableType) -> int:
+    """Return how many columns a part takes where it has all the room it wants."""
+    return Console(file=io.StringIO(), width=10_000, markup=False, emoji=False).measure(part).maximum
+
+
+def frame(rows: pl.DataFrame) -> Table:
+    """Return a frame as a table, its numbers in readable units by the endings of the column names."""
+    return table(
+        [escaping.heading(name) for name in rows.columns],
+        [
+            [escaping.cell(name, value) for name, value in zip(rows.columns, row, strict=True)]
+            for row in rows.iter_rows()
+        ],
+        right=[dtype.is_numeric() for dtype in rows.dtypes],
+    )

@@ -1,0 +1,126 @@
+"""Arrows from a slice to what it caused, and from what caused it: on its rank and on others."""
+
+from collections.abc import Iterable
+
+import polars as pl
+
+from tracekit.analysis.time import dependencies
+from tracekit.model.memoize import once
+from tracekit.model.trace import Run, Trace
+from tracekit.report.timeline import lookup
+from tracekit.report.timeline.collective_peers import peers
+from tracekit.report.timeline.scene import Scene
+
+ARROWS = {
+    "from_track": pl.Int64, "from_row": pl.Int64, "from_id": pl.Int64, "from_ns": pl.Int64,
+    "to_track": pl.Int64, "to_row": pl.Int64, "to_id": pl.Int64, "to_ns": pl.Int64, "how": pl.String,
+}  # fmt: skip
+LAUNCH, FORWARD, EVENT, SYNC, COLLECTIVE = HOWS = ("launch", "forward", "event", "sync", "collective")
+"""A host slice launched work; a forward op has its gradient computed; a stream waits for an event of another; the host
+waits for work; the last rank in a collective lets go of the others, or a sender of the receiver."""
+MAX_ARROWS = 100
+
+_Pair = tuple[str, int, str, int, str]
+"""Source and id that the arrow leaves, source and id that it goes to, how."""
+
+
+def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa: A002  # what it is called everywhere
+    """Return the arrows that leave a slice or end at it, at most MAX_ARROWS on its rank and one for each peer.
+
+    Columns ARROWS: track, row and id of both slices, the times at which the arrow leaves and ends, on the run's clock,
+    and how, one of HOWS; one row per arrow. Raises KeyError if the scene has no such slice, BadTraceError where its
+    trace cannot be read.
+    """
+    lookup.slice_at(scene, track, id)
+    of = scene.tracks.row(track, named=True)
+    trace = run.trace(of["rank"], scene.window)
+    pairs: list[_Pair] = []
+    if of["source"] == "activities":
+        pairs = [*_launch_of(trace, id), *_waits(trace, id, "activities")]
+    elif of["source"] == "ops":
+        pairs = [*_launched_by(trace, id), *_gradients(trace, id), *_waits(trace, id, "ops")]
+    rows = [_own(scene, of["rank"], pairs[:MAX_ARROWS])]
+    if of["source"] == "activities":
+        rows.append(_across(run, scene, of["rank"], id))
+    return pl.concat(rows)
+
+
+def _launch_of(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
+    row = trace.activities.filter(pl.col("id") == id).join(_threads(trace), on="launch_id")
+    return [("ops", launch, "activities", id, LAUNCH) for launch in _on_other_lane(row)["launch_id"]]
+
+
+def _launched_by(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
+    """Return the launches of all work that a slice launched, or slices inside it."""
+    own = trace.ops.filter(pl.col("id") == id).row(0, named=True)
+    start_ns, end_ns = pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")
+    inside = trace.ops.filter(
+        pl.col("lane") == own["lane"], start_ns >= own["start_ns"], end_ns <= own["start_ns"] + own["dur_ns"]
+    )
+    work = trace.activities.join(inside.select(pl.col("id").alias("launch_id")), on="launch_id", how="semi")
+    found = _on_other_lane(work.join(_threads(trace), on="launch_id")).sort("start_ns", "id").head(MAX_ARROWS)
+    return [("ops", launch, "activities", each, LAUNCH) for launch, each in found.select("launch_id", "id").iter_rows()]
+
+
+def _threads(trace: Trace) -> pl.DataFrame:
+    return trace.ops.select(pl.col("id").alias("launch_id"), pl.col("lane").alias("launch_lane"))
+
+
+def _on_other_lane(work: pl.DataFrame) -> pl.DataFrame:
+    return work.filter(pl.col("lane") != pl.col("launch_lane"))  # on a CPU run most work is the op itself
+
+
+def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
+    links = trace.ops.select("id", "forward_id").drop_nulls()
+    found = links.filter((pl.col("id") == id) | (pl.col("forward_id") == id)).head(MAX_ARROWS)
+    return [("ops", forward, "ops", backward, FORWARD) for backward, forward in found.iter_rows()]
+
+
+def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
+    found = _dependencies(trace)
+    if source == "activities":
+        own = (pl.col("how") == EVENT) & ((pl.col("waiting_id") == id) | (pl.col("awaited_id") == id))
+        synced = (pl.col("how") == SYNC) & (pl.col("awaited_id") == id)
+        found = found.filter(own | synced)
+    else:
+        found = found.filter((pl.col("how") == SYNC) & (pl.col("waiting_id") == id))
+    rows = found.head(MAX_ARROWS).select("awaited_id", "waiting_id", "how").iter_rows()
+    return [
+        ("activities", awaited, "activities" if how == EVENT else "ops", waits, how) for awaited, waits, how in rows
+    ]
+
+
+_dependencies = once(dependencies.dependencies)
+
+
+def _own(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:
+    """Return the arrows between slices of one rank: a launch leaves as it begins, all else as it ends."""
+    places: dict[tuple[str, int], dict[str, int]] = {}
+    for source in ("ops", "activities"):
+        wanted = {each for pair in pairs for of, each in (pair[:2], pair[2:4]) if of == source}
+        found = lookup.slices_of(scene, rank, source, sorted(wanted))
+        places |= {(source, row["id"]): row for row in found.iter_rows(named=True)}
+    rows = []
+    for source, each, to_source, other, how in pairs:
+        begin, end = places.get((source, each)), places.get((to_source, other))
+        if begin is not None and end is not None:
+            past_ns = begin["start_ns"] + begin["dur_ns"]
+            to_ns = end["start_ns"] + end["dur_ns"] if how == SYNC else end["start_ns"]
+            rows.append(_arrow(begin, begin["start_ns"] if how == LAUNCH else past_ns, end, to_ns, how))
+    return pl.DataFrame(rows, schema=ARROWS, orient="row")
+
+
+def _across(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFrame:  # noqa: A002
+    """Return an arrow from the rank that came last to each other, at that time: then they could begin."""
+    there = peers(run, scene, rank, id)
+    if there.is_empty():
+        return pl.DataFrame(schema=ARROWS)
+    last, *others = there.sort("start_ns", "rank", descending=[True, False]).iter_rows(named=True)
+    at_ns = last["start_ns"]
+    rows = [_arrow(last, at_ns, each, min(at_ns, each["start_ns"] + each["dur_ns"]), COLLECTIVE) for each in others]
+    return pl.DataFrame(rows, schema=ARROWS, orient="row")
+
+
+def _arrow(begin: dict[str, int], from_ns: int, end: dict[str, int], to_ns: int, how: str) -> tuple[int | str, ...]:
+    place = ("track", "row", "id")
+    return (*(begin[name] for name in place), from_ns, *(end[name] for name in place), to_ns, how)

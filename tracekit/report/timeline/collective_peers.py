@@ -1,0 +1,36 @@
+"""The same collective on the other ranks, as it stands in a scene."""
+
+import polars as pl
+
+from tracekit.model.trace import Run
+from tracekit.report.timeline import lookup
+from tracekit.report.timeline.scene import Scene
+from tracekit.sync import alignment, collective_matching
+
+PEERS = {
+    "rank": pl.Int64, "track": pl.Int64, "row": pl.Int64, "id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64,
+    "wait_ns": pl.Int64,
+}  # fmt: skip
+MAX_PEERS = 64
+
+
+def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
+    """Return each rank's part in the collective that an activity of a rank is a part of, its own among them.
+
+    Columns PEERS, times on the run's clock, by rank; no rows where no other rank is known to have it. wait_ns is from a
+    rank's start to the last rank's. Of a large group the MAX_PEERS that came last are told.
+    """
+    calls = run.across(collective_matching.matched).filter(pl.col("window") == scene.window)
+    own = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")
+    there = calls.join(own.select("instance"), on="instance", how="semi")
+    if there.height < 2:
+        return pl.DataFrame(schema=PEERS)
+    placed = alignment.shifted(there, run.offsets, ("start_ns", "end_ns"))
+    last_ns = pl.col("start_ns").max()
+    timed = placed.with_columns(pl.min_horizontal(last_ns, "end_ns").alias("until_ns"))
+    rows = []
+    for call in timed.sort("start_ns", descending=True).head(MAX_PEERS).iter_rows(named=True):
+        found = lookup.slice_near(scene, call["rank"], "activities", call["activity_id"], call["start_ns"])
+        if found is not None:
+            rows.append({**found, "rank": call["rank"], "wait_ns": max(0, call["until_ns"] - found["start_ns"])})
+    return pl.DataFrame(rows, schema=PEERS).sort("rank")

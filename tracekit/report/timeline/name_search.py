@@ -1,0 +1,82 @@
+"""Slices by their name, over all ranks: how many there are, how long they take, and the first of them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from tracekit.model.nesting import Ints
+from tracekit.report.timeline import ranges
+from tracekit.report.timeline.mapped_file import Array
+from tracekit.report.timeline.scene import Scene
+from tracekit.report.timeline.trace_part import Part
+
+MATCHES = {
+    "track": pl.Int32, "row": pl.Int32, "id": pl.Int32, "start_ns": pl.Int64, "dur_ns": pl.Int64, "name": pl.String,
+}  # fmt: skip
+_FEW = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """What was found: `total` slices that together take `total_ns`, and the first of them in `table`.
+
+    Columns of the table: MATCHES; one row per slice, by time; times are on the run's clock.
+    """
+
+    total: int
+    total_ns: int
+    table: pl.DataFrame
+
+
+def find(scene: Scene, text: str, *, ranks: Collection[int] | None = None, limit: int = 1000) -> Matches:
+    """Return the slices whose name holds `text`, whatever the case of letters; none for ''.
+
+    Only those of some ranks, where told; the table has the first `limit` of them.
+    """
+    wanted = _wanted(scene, text)
+    total, total_ns, parts = 0, 0, [pl.DataFrame(schema=MATCHES)]
+    for part in scene.parts:
+        if ranks is None or part.rank in ranks:
+            index = part.by_name_index[wanted[part.by_name_index["name"]]]
+            total += int(index["count"].sum())
+            total_ns += int(index["busy_ns"].sum())
+            parts.append(_table(scene, part, _earliest(part, index, limit)))
+    found = pl.concat(parts).sort("start_ns", "track", "row", "id")
+    return Matches(total, total_ns, found.head(limit))
+
+
+def _wanted(scene: Scene, text: str) -> Array:
+    folded = text.casefold()
+    return np.array([bool(folded) and folded in name for name in scene.folded], bool)
+
+
+def _earliest(part: Part, index: Array, limit: int) -> Ints:
+    """Return the places of the first `limit` slices of these names, and maybe of some more."""
+    first, count = index["first"], index["count"]
+    if not len(index) or limit < 1:
+        return np.empty(0, np.int64)
+    start_ns, share = part.slices["start_ns"], max(_FEW, 4 * limit // len(index))
+    while True:
+        taken = np.minimum(count, share)
+        found = part.by_name[ranges.places(first, taken)]
+        if taken.sum() == count.sum():
+            return found.astype(np.int64)
+        if taken.sum() >= limit:
+            break
+        share *= 4
+    # So many begin by then: those that count do, too.
+    until_ns = np.partition(start_ns[found], limit - 1)[limit - 1]
+    past = ranges.first(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
+    return part.by_name[ranges.places(first, past - first)].astype(np.int64)
+
+
+def _table(scene: Scene, part: Part, places: Ints) -> pl.DataFrame:
+    slices, segments = part.slices[places], part.segments_of(places)
+    columns = {name: segments[name] for name in ("track", "row")}
+    columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")}
+    named = scene.named["name"].gather(slices["name"].astype(np.int64))
+    return pl.DataFrame(columns).with_columns(named.alias("name")).select(
+        pl.col(name).cast(dtype) for name, dtype in MATCHES.items()
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""A run's timeline as it is kept: made once, one trace after the other, then mapped from a file of the user's cache."""
+
+import functools
+import hashlib
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest import disk_cache as shelves
+from tracekit.ingest import trace_cache
+from tracekit.ingest.disk_cache import Shelf
+from tracekit.model.intervals import Window
+from tracekit.model.trace import Run, Source
+from tracekit.report.export import perfetto
+from tracekit.report.export.perfetto import Clock
+from tracekit.report.timeline import layout
+from tracekit.report.timeline.layout import BANDS, Laid
+from tracekit.report.timeline.mapped_file import Stored, Writer
+from tracekit.report.timeline.trace_part import Part, part
+
+SUFFIX = ".tiles"
+TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
+_CODE = (
+    "report/timeline/*.py",
+    "report/export/track_nesting.py",
+    "report/export/trace_tracks.py",
+    "report/export/perfetto.py",
+    "sync/*.py",
+)
+
+KINDS = (
+    "?", "compute", "communication", "memcpy", "memset", "cpu_op", "annotation", "runtime", "python", "overhead",
+    "checkpoint",
+)  # fmt: skip
+"""What the numbers in the column kind of a view stand for."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """All slices of one `window` of a run on the run's clock, ready to be looked at.
+
+    `key` changes when the run's files or the code that draws them do. `span` is the time that it shows, in ns.
+    `tracks` has columns TRACKS, one row per track, from the top: track (its number), rank, window, group (such as
+    GPU 0), label, role (compute, communication, copy, checkpoint, host), source (the table that its slices are rows of:
+    activities, checkpoints, ops), lane (of its trace; null for checkpoints) and rows (how deep its slices nest).
+    `bands` has columns rank, kind (step, unit), name, start_ns, end_ns. `offsets` are the rows of `Run.offsets` of the
+    window: `align.shifted` takes other times of a trace, such as a finding's, to the clock of the scene with them.
+    """
+
+    key: str
+    window: int
+    span: Window
+    tracks: pl.DataFrame = field(repr=False)
+    bands: pl.DataFrame = field(repr=False)
+    parts: tuple[Part, ...] = field(repr=False)
+    named: pl.DataFrame = field(repr=False)
+    """What slices are called and their kind, by name_id: columns name, kind."""
+    offsets: pl.DataFrame = field(repr=False)
+
+    @functools.cached_property
+    def kinds(self) -> npt.NDArray[np.uint8]:
+        """Return the kind of each name_id, as a number of KINDS."""
+        codes = {kind: code for code, kind in enumerate(KINDS)}
+        found: npt.NDArray[np.uint8] = (
+            self.named["kind"].replace_strict(codes, default=0, return_dtype=pl.UInt8).to_numpy()
+        )
+        return found
+
+    @functools.cached_property
+    def folded(self) -> list[str]:
+        """Return all names in the form in which case makes no difference, by name_id."""
+        return [name.casefold() for name in self.named["name"].to_list()]
+
+    @functools.cached_property
+    def part_of_track(self) -> dict[int, int]:
+        """Return by track the place of the part that holds it."""
+        return {track: number for number, each in enumerate(self.parts) for track in each.tracks}
+
+
+def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_progress: Progress | None = None) -> Scene:
+    """Return the scene of one window of a run: from its file in the cache where it is there, else made and put there.
+
+    Making it reads the traces one at a time; `on_progress(done, total)` is called after each. `folder` names another
+    cache than the user's. Runs whose files are not on this machine are laid out anew each time, in a temporary file.
+    Raises InputError where the run has no such window, BadTraceError if no trace of it can be read.
+    """
+    sources = [source for source in run.sources if source.window == window]
+    if not sources:
+        known = sorted({source.window for source in run.sources})
+        raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, known))}")
+    kept = shelf(folder)
+    key = _key(sources)
+    if kept is None or key is None:
+        return _temporary(run, window, on_progress)
+    found = kept.get(key, lambda file: _scene(Stored(file), key, window))
+    if found is not None:
+        return found
+    try:
+        return _kept(run, window, kept, key, on_progress)
+    except OSError as error:
+        kept.complain(error)
+        return _temporary(run, window, on_progress)
+
+
+def shelf(folder: Path | None = None) -> Shelf | None:
+    """Return where scenes are kept: in `folder`, or beside the user's parsed traces; None for a user without a home."""
+    place = folder or shelves.folder("tiles", os.environ)
+    return None if place is None else Shelf(place, SUFFIX, trace_cache.bound())
+
+
+def _key(sources: Sequence[Source]) -> str | None:
+    """Return what the scene of these traces is found by; None where one of them is no local file."""
+    keys = [trace_cache.key_of(source) for source in sources]
+    if None in keys:
+        return None
+    return hashlib.sha256(json.dumps([_code(), keys]).encode()).hexdigest()
+
+
+@functools.cache
+def _code() -> str:
+    return shelves.hash_of_code(Path(__file__).parents[2], _CODE)
+
+
+def _kept(run: Run, window: int, kept: Shelf, key: str, on_progress: Progress | None) -> Scene:
+    named = [source for source in run.sources if source.window == window]
+    with kept.writing(key) as file:
+        found = _made(run, window, file, key, on_progress)
+        if _key(named) != key:
+            raise OSError("files of the run changed while they were read")
+        return found
+
+
+def _temporary(run: Run, window: int, on_progress: Progress | None) -> Scene:
+    with tempfile.TemporaryFile() as file:
+        return _made(run, window, file, secrets.token_hex(16), on_progress)
+
+
+def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress | None) -> Scene:
+    clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
+    sources = [source for source in run.sources if source.window == window]
+    writer, making = Writer(file), _Making()
+    for done, source in enumerate(sources, 1):
+        moved = clocks.get((source.window, source.rank), Clock()).moved
+        laid = _laid(run, source, moved, is_only=len(sources) == 1)
+        if laid is not None:
+            making.add(writer, laid, source)
+        if on_progress:
+            on_progress(done, len(sources))
+    writer.table("offsets", run.offsets.filter(pl.col("window") == window))
+    making.finish(writer)
+    return _scene(Stored(file), key, window)
+
+
+def _laid(run: Run, source: Source, moved: layout.Moved, *, is_only: bool) -> Laid | None:
+    try:
+        return layout.laid(run.once(source), moved)
+    except BadTraceError:
+        if is_only:
+            raise
+        return None
+
+
+class _Making:
+    """What is known of the traces laid out so far: tracks, bands, names, the time they take."""
+
+    def __init__(self) -> None:
+        self.tracks: list[pl.DataFrame] = []
+        self.bands: list[pl.DataFrame] = []
+        self.names: dict[tuple[str, str], int] = {}
+        self.edges_ns: list[tuple[int, int]] = []
+        self.first_track = 0
+        self.ranks: list[int] = []
+
+    def add(self, writer: Writer, laid: Laid, source: Source) -> None:
+        """Write the part of one trace."""
+        names = np.array([self.names.setdefault(each, len(self.names)) for each in laid.named.iter_rows()], np.int64)
+        part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
+        number = pl.int_range(self.first_track, self.first_track + laid.tracks.height, eager=True).alias("track")
+        place = (pl.lit(source.rank, pl.Int64).alias("rank"), pl.lit(source.window, pl.Int64).alias("window"))
+        self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *layout.TRACKS))
+        self.bands.append(laid.bands)
+        self.ranks.append(source.rank)
+        self.first_track += laid.tracks.height
+        for start, end in (
+            (laid.start_ns, laid.start_ns + laid.dur_ns),
+            (laid.bands["start_ns"].to_numpy(), laid.bands["end_ns"].to_numpy()),
+        ):
+            if len(start):
+                self.edges_ns.append((int(start.min()), int(end.max())))
+
+    def finish(self, writer: Writer) -> None:
+        """Write the tables and the contents."""
+        writer.table("tracks", pl.concat([pl.DataFrame(schema=TRACKS), *self.tracks]))
+        writer.table("bands", pl.concat([pl.DataFrame(schema=BANDS), *self.bands]))
+        named = pl.DataFrame(list(self.names), schema={"name": pl.String, "kind": pl.String}, orient="row")
+        writer.table("named", named)
+        starts, ends = zip(*self.edges_ns, strict=True) if self.edges_ns else ((0,), (1,))
+        writer.finish({"ranks": self.ranks, "span": (min(starts), max(max(ends), min(starts) + 1))})
+
+
+def _scene(stored: Stored, key: str, window: int) -> Scene:
+    parts = tuple(Part.of(stored, number) for number in range(len(stored.told["ranks"])))
+    start_ns, end_ns = stored.told["span"]
+    tracks, bands, named, offsets = (stored.table(name) for name in ("tracks", "bands", "named", "offsets"))
+    return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, named, offsets)

@@ -1,0 +1,183 @@
+"""What is known of one slice: where it comes from in the program, and what it does."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+from tracekit.model import escaping, units
+from tracekit.model.trace import Run, Trace
+from tracekit.report.timeline import lookup
+from tracekit.report.timeline.collective_peers import PEERS, peers
+from tracekit.report.timeline.scene import Scene
+
+_PYTHON, _CPU_OP, _MODULE = "python", "cpu_op", "nn.Module: "
+_WHERE = ("step", "phase", "unit", "span")
+_OF_COLLECTIVE = ("op", "group", "seq", "dtype", "sent_bytes", "received_bytes", "group_size", "peer")
+_OF_CHECKPOINT = ("checkpoint", "step", "call", "worker", "blocking", "bytes", "files", "path", "durable")
+_LABELS = {
+    "span": "FSDP span",
+    "op": "collective",
+    "group_size": "ranks in group",
+    "grid": "blocks",
+    "block": "threads",
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """One thing that is known, as text; where it is another slice of the scene, its track, id and times are there."""
+
+    label: str
+    value: str
+    track: int | None = None
+    id: int | None = None
+    start_ns: int | None = None
+    dur_ns: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Details:
+    """What is known of one slice; times are on the run's clock.
+
+    `stack` holds the Python functions around it or its launch, the outermost first. `peers` tells of a collective when
+    each rank was in it: columns PEERS (rank, track, row, id, start_ns, dur_ns, wait_ns).
+    """
+
+    track: int
+    row: int
+    id: int
+    name: str
+    kind: str
+    start_ns: int
+    dur_ns: int
+    facts: tuple[Told, ...]
+    stack: tuple[str, ...] = ()
+    peers: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=PEERS))
+
+
+def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A002  # what it is called everywhere
+    """Return what is known of a slice; reads its trace, and of other ranks what the run has measured.
+
+    Raises KeyError if the scene has no such slice, BadTraceError where its trace cannot be read.
+    """
+    place = lookup.slice_at(scene, track, id)
+    of = scene.tracks.row(track, named=True)
+    name, kind = scene.named.row(place["name_id"])
+    trace = run.trace(of["rank"], scene.window)
+    own = _Own(scene, trace, of["rank"])
+    facts = [
+        Told("rank", str(of["rank"])),
+        Told("on", f"{of['group']} · {of['label']}"),
+        Told("start", units.duration(place["start_ns"] - scene.span[0])),
+        Told("duration", units.duration(place["dur_ns"])),
+    ]
+    shown = (track, place["row"], id, name, kind, place["start_ns"], place["dur_ns"])
+    if of["source"] == "checkpoints":
+        facts += _named(trace.checkpoints.row(id, named=True), _OF_CHECKPOINT)
+        return Details(*shown, tuple(facts))
+    if of["source"] == "activities":
+        activity = trace.activities.filter(pl.col("id") == id).row(0, named=True)
+        around = own.around(activity["launch_id"])
+        facts += own.of_activity(activity, around)
+        return Details(*shown, tuple(facts), _stack(around), peers(run, scene, of["rank"], id))
+    around = own.around(id)
+    facts += own.of_op(around)
+    for activity_id in own.collectives_of(around[0]):
+        facts += own.of_collective(activity_id)
+        return Details(*shown, tuple(facts), _stack(around[1:]), peers(run, scene, of["rank"], activity_id))
+    return Details(*shown, tuple(facts), _stack(around[1:]))
+
+
+class _Own:
+    """What one trace knows of its slices."""
+
+    def __init__(self, scene: Scene, trace: Trace, rank: int) -> None:
+        self._scene, self._trace, self._rank = scene, trace, rank
+
+    def around(self, op_id: int | None) -> list[dict[str, Any]]:
+        """Return a host slice and those that enclose it, the innermost first; nothing for None."""
+        found: list[dict[str, Any]] = []
+        op = _row(self._trace.ops, op_id)
+        while op is not None:
+            found.append(op)
+            op = _row(self._trace.ops, op["parent_id"])
+        return found
+
+    def collectives_of(self, op: Mapping[str, Any]) -> list[int]:
+        """Return the collective that a host slice launched or, on a CPU run, is, by the id of its activity."""
+        is_same = (pl.col("lane") == op["lane"]) & (pl.col("start_ns") == op["start_ns"])
+        work = self._trace.activities.filter(
+            pl.col("kind") == "communication",
+            (pl.col("launch_id") == op["id"]) | (is_same & (pl.col("dur_ns") == op["dur_ns"])),
+        )
+        return sorted(work["id"].to_list())[:1]
+
+    def of_activity(self, activity: Mapping[str, Any], around: list[dict[str, Any]]) -> Iterator[Told]:
+        yield from _named(activity, (*_WHERE, "bytes", "grid", "block"))
+        if around:
+            launch = around[0]
+            if launch["lane"] != activity["lane"]:
+                before_ns = activity["start_ns"] - launch["start_ns"]
+                yield self._op("launched by", launch, f", {units.duration(before_ns)} before it began")
+            yield from self._of_program(around)
+        yield from self.of_collective(activity["id"])
+
+    def of_collective(self, activity_id: int) -> Iterator[Told]:
+        known = self._trace.collectives.filter(pl.col("activity_id") == activity_id)
+        for row in known.head(1).iter_rows(named=True):
+            yield from _named(row, _OF_COLLECTIVE)
+
+    def of_op(self, around: list[dict[str, Any]]) -> Iterator[Told]:
+        own = around[0]
+        yield from _named(own, (*_WHERE, "shapes"))
+        yield from self._of_program(around[1:])
+        forward = _row(self._trace.ops, own["forward_id"])
+        if forward is not None:
+            yield self._op("gradient of", forward)
+        work = self._trace.activities.filter(pl.col("launch_id") == own["id"])
+        elsewhere = work.filter(pl.col("lane") != own["lane"])
+        if elsewhere.height:
+            told = f"{elsewhere['name'][0]}, {units.duration(elsewhere['dur_ns'][0])}"
+            more = f" and {elsewhere.height - 1} more" if elsewhere.height > 1 else ""
+            yield self._linked("launched", told + more, "activities", elsewhere["id"][0])
+
+    def _of_program(self, around: list[dict[str, Any]]) -> Iterator[Told]:
+        op = next((each for each in around if each["kind"] == _CPU_OP), None)
+        if op is not None:
+            yield self._op("op", op)
+            yield from _named(op, ("shapes",))
+        module = next((each for each in around if (each["name"] or "").startswith(_MODULE)), None)
+        if module is not None:
+            yield self._op("module", module, cut=len(_MODULE))
+
+    def _op(self, label: str, op: Mapping[str, Any], more: str = "", cut: int = 0) -> Told:
+        return self._linked(label, (op["name"] or "?")[cut:] + more, "ops", op["id"])
+
+    def _linked(self, label: str, value: str, source: str, id: int) -> Told:  # noqa: A002
+        for found in lookup.slices_of(self._scene, self._rank, source, [id]).iter_rows(named=True):
+            return Told(label, value, *(found[name] for name in ("track", "id", "start_ns", "dur_ns")))
+        return Told(label, value)
+
+
+def _row(table: pl.DataFrame, id: int | None) -> dict[str, Any] | None:  # noqa: A002
+    if id is None:
+        return None
+    # Readers number rows from 0, other tables may not.
+    if 0 <= id < table.height and table["id"][id] == id:
+        return table.row(id, named=True)
+    found = table.filter(pl.col("id") == id)
+    return None if found.is_empty() else found.row(0, named=True)
+
+
+def _stack(around: list[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(each["name"] for each in reversed(around) if each["kind"] == _PYTHON)
+
+
+def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Told]:
+    for name in names:
+        value = row[name]
+        if value is not None:
+            told = "root" if name == "unit" and value == "" else escaping.cell(name, value)
+            yield Told(_LABELS.get(name, escaping.heading(name)), told)

@@ -1,0 +1,131 @@
+"""One trace's slices and merged runs as they lie in a file, each segment of them sorted by time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tracekit.model.nesting import Ints
+from tracekit.report.timeline.layout import Laid
+from tracekit.report.timeline.level_of_detail import NEVER, pyramid
+from tracekit.report.timeline.mapped_file import Array, Stored, Writer
+
+SLICE = np.dtype([("start_ns", "<i8"), ("dur_ns", "<i8"), ("name", "<u4"), ("id", "<i4")])
+RUN = np.dtype(
+    [
+        ("start_ns", "<i8"),
+        ("dur_ns", "<i8"),
+        ("busy_ns", "<i8"),
+        ("name", "<u4"),
+        ("count", "<u4"),
+        ("made", "<u4"),
+        ("spare", "<u4"),
+    ]
+)
+SEGMENT = np.dtype(
+    [("first", "<i8"), ("count", "<i8"), ("track", "<i4"), ("row", "<i4"), ("ends", "<i4"), ("s", "<i4")]
+)
+"""Slices or runs of one row that end at one level: they follow each other in time, one after the other."""
+NAME = np.dtype([("first", "<i8"), ("count", "<i8"), ("busy_ns", "<i8"), ("name", "<u4"), ("spare", "<u4")])
+"""Where the slices of one name stand in `by_name`, and how much time they have together."""
+
+_ARRAYS = {
+    "slices": SLICE,
+    "slice_segments": SEGMENT,
+    "runs": RUN,
+    "run_segments": SEGMENT,
+    "by_name": np.dtype("<u4"),
+    "by_name_index": NAME,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One trace. Tracks are numbered as in the scene; `by_name` holds places of slices by name and start."""
+
+    rank: int
+    slices: Array
+    slice_segments: Array
+    runs: Array
+    run_segments: Array
+    by_name: npt.NDArray[np.uint32]
+    by_name_index: Array
+
+    @classmethod
+    def of(cls, stored: Stored, number: int) -> "Part":
+        """Return the part that was written under this number."""
+        rank = stored.told["ranks"][number]
+        return cls(rank, *(stored.array(f"{name}{number}", dtype) for name, dtype in _ARRAYS.items()))
+
+    def write(self, writer: Writer, number: int) -> None:
+        """Write the part under a number of its own."""
+        for name in _ARRAYS:
+            writer.array(f"{name}{number}", getattr(self, name))
+
+    def segments_of(self, places: Ints) -> Array:
+        """Return the segment that each of these slices stands in, by its place."""
+        return self.slice_segments[np.searchsorted(self.slice_segments["first"], places, side="right") - 1]
+
+    @property
+    def tracks(self) -> set[int]:
+        """Return the tracks that it has slices on."""
+        return set(self.slice_segments["track"].tolist())
+
+
+def part(laid: Laid, rank: int, *, first_track: int, names: Ints) -> Part:
+    """Make the part of a rank's trace: its tracks get numbers from `first_track`, what `laid.named` lists `names`."""
+    rows = _rows(laid)
+    start_ns, name = laid.start_ns, names[laid.name] if len(names) else laid.name
+    origin_ns = int(start_ns.min()) if len(start_ns) else 0
+    ends, runs = pyramid(rows, start_ns - origin_ns, laid.dur_ns, name)
+    slices = np.zeros(len(rows), SLICE)
+    for field, values in (("start_ns", start_ns), ("dur_ns", laid.dur_ns), ("name", name), ("id", laid.id)):
+        slices[field] = values
+    merged = np.zeros(len(runs.first), RUN)
+    merged["start_ns"] = start_ns[runs.first]
+    merged["dur_ns"] = (start_ns + laid.dur_ns)[runs.last] - start_ns[runs.first]
+    for field in ("busy_ns", "name", "count", "made"):
+        merged[field] = getattr(runs, field)
+    place = (laid.track + first_track, laid.row)
+    sequence, segments = _segments(rows, ends, place)
+    run_sequence, run_segments = _segments(rows[runs.first], runs.ends, _at(place, runs.first))
+    slices = slices[sequence]
+    return Part(rank, slices, segments, merged[run_sequence], run_segments, *_by_name(slices))
+
+
+def _rows(laid: Laid) -> Ints:
+    """Return the number of each slice's row among all rows; they are sorted by it."""
+    changes = (laid.track[1:] != laid.track[:-1]) | (laid.row[1:] != laid.row[:-1])
+    return np.concatenate((np.zeros(min(1, len(laid.track)), np.int64), np.cumsum(changes)))
+
+
+def _at(place: tuple[Ints, Ints], rows: Ints) -> tuple[Ints, Ints]:
+    return place[0][rows], place[1][rows]
+
+
+def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Array]:
+    """Return the order by row, end and start, and the segments of one row and end in that order."""
+    # Those of one row and end come in the order of their starts already.
+    sequence = np.argsort(row * (NEVER + 1) + ends, kind="stable")
+    row, ends = row[sequence], ends[sequence]
+    changes = (row[1:] != row[:-1]) | (ends[1:] != ends[:-1])
+    first = np.flatnonzero(np.concatenate((np.ones(min(1, len(row)), bool), changes)))
+    found = np.zeros(len(first), SEGMENT)
+    found["first"] = first
+    found["count"] = np.diff(np.append(first, len(row)))
+    found["track"], found["row"] = (each[sequence[first]] for each in place)
+    found["ends"] = ends[first]
+    return sequence, found
+
+
+def _by_name(slices: Array) -> tuple[npt.NDArray[np.uint32], Array]:
+    sequence = np.lexsort((slices["start_ns"], slices["name"]))
+    name = slices["name"][sequence]
+    first = np.flatnonzero(np.concatenate((np.ones(min(1, len(name)), bool), name[1:] != name[:-1])))
+    index = np.zeros(len(first), NAME)
+    index["first"] = first
+    index["count"] = np.diff(np.append(first, len(name)))
+    index["name"] = name[first]
+    if len(first):
+        index["busy_ns"] = np.add.reduceat(slices["dur_ns"][sequence], first)
+    return sequence.astype(np.uint32), index

@@ -1,0 +1,65 @@
+"""Tables of kernels or ops -> text for a terminal: as many columns as fit, and never a number cut."""
+
+import polars as pl
+from rich.console import RenderableType
+
+from tracekit.model import escaping, units
+from tracekit.report import text_layout
+
+_NARROW = 100
+_MIN_TEXT = 22
+_HEADINGS = {
+    "time_ratio": "share",
+    "self_ratio": "share",
+    "spread_ratio": "rank\nspread",
+    "most_rank": "most\non",
+    "self_ns": "by\nitself",
+    "device_ns": "on\ndevice",
+}
+# What a narrow terminal goes without, the first to go first.
+_SPARED = ("most_rank", "spread_ratio", "p50_ns", "kind", "mean_ns", "p95_ns", "max_ns", "total_ns")
+
+
+def as_text(rows: pl.DataFrame, *, top: int, width: int, color: bool = False) -> str:
+    """Return the first `top` rows as a table, and below it what the others add up to."""
+    share = next(name for name in ("time_ratio", "self_ratio") if name in rows.columns)
+    if rows.is_empty():
+        return f"The traces hold no {'kernels' if share == 'time_ratio' else 'ops of these kinds'}.\n"
+    head = _fitted(rows.head(top), width)
+    cells = [[escaping.cell(name, value) for name, value in zip(head.columns, row, strict=True)] for row in head.rows()]
+    headings = [_HEADINGS.get(name, escaping.heading(name)) for name in head.columns]
+    right = [dtype.is_numeric() for dtype in head.dtypes]
+    parts: list[RenderableType] = [
+        text_layout.table(headings, cells, right=right, gap=_gap(width), longest=escaping.MAX_TEXT)
+    ]
+    rest = rows.slice(top)
+    if rest.height:
+        part = units.share(float(rest[share].sum() or 0))
+        parts.append(
+            text_layout.line((f"and {rest.height:,} more, {part} together: --top {rows.height}", text_layout.DIM))
+        )
+    return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def _fitted(rows: pl.DataFrame, width: int) -> pl.DataFrame:
+    shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
+    for name in _SPARED:
+        if _least_width(shown, _gap(width)) <= max(width, text_layout.MIN_WIDTH):
+            break
+        if name in shown.columns:
+            shown = shown.drop(name)
+    return shown
+
+
+def _least_width(rows: pl.DataFrame, gap: int) -> int:
+    """Return how wide the table is at least: numbers whole, text cut to what still says something."""
+    widths = []
+    for name, dtype in rows.schema.items():
+        longest = max((len(escaping.cell(name, value)) for value in rows[name]), default=0)
+        heading = max(map(len, _HEADINGS.get(name, escaping.heading(name)).split("\n")))
+        widths.append(max(heading, longest if dtype.is_numeric() else min(longest, _MIN_TEXT)))
+    return sum(widths) + gap * (len(widths) - 1)
+
+
+def _gap(width: int) -> int:
+    return 1 if width < _NARROW else 2

@@ -1,0 +1,161 @@
+"""What if, told: what each cause costs a step, for people and for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+import polars as pl
+
+from tracekit.model import units
+from tracekit.replay.graph import savings, what_if
+from tracekit.replay.graph.strategies import Prediction
+from tracekit.replay.graph.what_if import Answer, Answers
+
+COLUMNS = {
+    "cause": pl.String, "code": pl.String, "saved_ns": pl.Int64, "saved_ratio": pl.Float64, "without_ns": pl.Int64,
+    "gpu_hours_per_day": pl.Float64, "money_per_day": pl.Float64, "confidence": pl.Float64, "summary": pl.String,
+    "basis": pl.String, "doubt": pl.String,
+}  # fmt: skip
+
+
+def as_text(
+    found: Answers,
+    predictions: Sequence[Prediction],
+    together: Answer | None = None,
+    *,
+    run: str,
+    price: float | None = None,
+) -> str:
+    """Return the answers as lines: the run and its replay, a line for each cause, and what cannot be told.
+
+    `together` is the answer to several causes at once.
+    """
+    return "\n".join(_lines(found, predictions, together, run, price)) + "\n"
+
+
+def as_json(
+    found: Answers,
+    predictions: Sequence[Prediction],
+    together: Answer | None = None,
+    *,
+    run: str,
+    price: float | None = None,
+) -> str:
+    """Return the answers as one JSON object."""
+    told = {
+        "run": run,
+        "step_ns": found.step_ns,
+        "replayed_ns": found.replayed_ns,
+        "replay_error_ratio": found.replay_error_ratio,
+        "gpus": found.gpus,
+        "without": [_as_object(each) for each in found.answers],
+        "unknown": [{"cause": each.cause.name, "why": each.why_not} for each in found.unknown],
+        "together": None if together is None else _of_several(together),
+        "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
+    }
+    return json.dumps(told, indent=2) + "\n"
+
+
+def as_table(found: Answers) -> pl.DataFrame:
+    """Return the answers as a table with the columns COLUMNS; one row per cause, what saves most first."""
+    return pl.DataFrame([_as_object(each) for each in found.answers], schema=COLUMNS)
+
+
+def doubt(found: Answers) -> str:
+    """Return what to say of a replay that does not reproduce the run; '' of one that does."""
+    if found.is_reproduced:
+        return ""
+    return (
+        f"The replay does not reproduce this run: with nothing changed it is {abs(found.replay_error_ratio):.1%} off, "
+        f"more than {savings.MAX_ERROR_RATIO:.0%}. Take the answers as hints; findings do not take their cost from them."
+    )
+
+
+def _lines(
+    found: Answers, predictions: Sequence[Prediction], together: Answer | None, run: str, price: float | None
+) -> Iterator[str]:
+    yield (
+        f"{run}: a step takes {units.duration(found.step_ns)}; replayed with nothing changed "
+        f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
+    )
+    if doubts := doubt(found):
+        yield doubts
+    if not found.answers and not predictions:
+        yield "no cause that can be taken away would make it shorter"
+    for each in found.answers:
+        yield from _of_answer(each, price)
+    if len(found.answers) > 1:
+        yield "These overlap: what causes save together is not their sum."
+    if together is not None:
+        yield from _of_answer(together, price)
+    yield from (f"cannot tell {each.cause.name}: {each.why_not}" for each in found.unknown)
+    for prediction in predictions:
+        hours = what_if.hours_per_day(prediction.saved_ratio, found.gpus)
+        yield (
+            f"prediction, {prediction.name}: the step takes {units.duration(prediction.predicted_ns)} "
+            f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
+        )
+        yield from (f"  rests on: {each}" for each in prediction.assumed)
+    if price is not None:
+        yield (
+            f"Less per day of training on {found.gpus} GPUs, at {price:g} an hour each."
+            if found.gpus
+            else "The run was on CPUs, so no GPU-hours and no money are told."
+        )
+
+
+def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
+    if each.why_not:
+        yield f"cannot tell {each.cause.name}: {each.why_not}"
+        return
+    yield (
+        f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
+        f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
+    )
+    if each.doubt:
+        yield f"  less sure: {each.doubt}"
+
+
+def _less(saved_ratio: float) -> str:
+    return f"−{max(0.0, saved_ratio):.1%}"
+
+
+def _per_day(hours: float | None, price: float | None) -> str:
+    if hours is None:
+        return ""
+    return f", {hours:,.1f} GPU-hours a day" + ("" if price is None else f", {hours * price:,.2f} a day")
+
+
+def _as_prediction(each: Prediction, gpus: int, price: float | None) -> dict[str, object]:
+    hours = what_if.hours_per_day(each.saved_ratio, gpus)
+    return {
+        "name": each.name,
+        "predicted_ns": each.predicted_ns,
+        "saved_ratio": each.saved_ratio,
+        "gpu_hours_per_day": hours,
+        "money_per_day": None if hours is None or price is None else hours * price,
+        "rests_on": list(each.assumed),
+    }
+
+
+def _as_object(each: Answer) -> dict[str, object]:
+    return {
+        "cause": each.cause.name,
+        "code": each.cause.code,
+        "saved_ns": each.saved_ns,
+        "saved_ratio": each.saved_ratio,
+        "without_ns": each.without_ns,
+        "gpu_hours_per_day": each.gpu_hours_per_day,
+        "money_per_day": each.per_day,
+        "confidence": each.confidence,
+        "summary": each.cause.summary,
+        "basis": each.basis,
+        "doubt": each.doubt,
+    }
+
+
+def _of_several(each: Answer) -> dict[str, object]:
+    names = each.cause.name.split(savings.AND)
+    if each.why_not:
+        return {"causes": names, "why": each.why_not}
+    told = _as_object(each)
+    return {"causes": names} | {key: value for key, value in told.items() if key not in ("cause", "code")}

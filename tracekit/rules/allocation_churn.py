@@ -1,0 +1,139 @@
+"""Judgements of what comes and goes: sizes that change from step to step, and buffers that could alternate."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit.analysis.memory import allocations, steady_state
+from tracekit.analysis.time import breakdown
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.replay.allocator.facts import double_buffering
+from tracekit.rules import representative_step
+from tracekit.rules.rule import Finding, Rule, Severity
+
+_PLACE = ["window", "rank", "device"]
+
+
+@dataclass(frozen=True)
+class ChangingSizes(Rule):
+    """Churn: memory taken in sizes that no step before took.
+
+    What it does: reports ranks whose steps take blocks of 1 MiB and more of ever new sizes.
+
+    Why it costs: a cached block serves a request of its own size; a new size splits a larger one, or asks the device
+    anew. The cache fills with pieces that fit nothing: device mallocs in steady state (MEM001), fragmentation (MEM008),
+    retries (MEM007).
+
+    How it is measured: blocks of sizes that no earlier step of the window took (on a device: within 1 MiB, by which a
+    block may be larger than its request), as a share of the most that the step
+    holds; from `min_fresh_ratio` on, in the typical step of the worst rank. The first `warmup_steps` profiled steps are
+    left out. How much comes and goes in all is told beside it: eager training takes a multiple of its peak every step,
+    and as long as sizes come again, the cache serves it.
+
+    How to fix: pad or bucket inputs to few lengths; PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes
+    one, expandable_segments:True joins what is free; allocate a buffer of the largest size once.
+
+    Blind spots: a window of two or three steps takes the second and third of a few lengths for new ones. Without
+    profile_memory nothing is seen. On a CPU run the host's memory is judged, which has no cache to disturb.
+    """
+
+    code: ClassVar[str] = "MEM010"
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.fresh)
+    min_fresh_ratio: float = 0.1
+    warmup_steps: int = 1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the rank whose typical step takes most in new sizes."""
+        fresh = run.table(allocations.fresh)
+        key = [*_PLACE, "step"]
+        sums = fresh.group_by(key).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
+        steps = run.table(allocations.churn).filter(pl.col("peak_bytes") > 0)
+        number = pl.col("step").rank("dense").over(_PLACE)
+        steps = steps.filter(number > self.warmup_steps).join(sums, on=key, how="left", nulls_equal=True)
+        steps = steps.with_columns(pl.col("fresh_count", "fresh_bytes").fill_null(0)).with_columns(
+            fresh_ratio=pl.col("fresh_bytes") / pl.col("peak_bytes")
+        )
+        worst = representative_step.of_worst(steps, "fresh_ratio")
+        if worst is None or worst["fresh_ratio"] < self.min_fresh_ratio or not worst["fresh_count"]:
+            return
+        mine = representative_step.here(fresh, worst).sort("bytes", "start_ns", descending=[True, False])
+        kind = "" if worst["device"] is not None else " of the host's memory"
+        yield Finding(
+            self.code,
+            Severity.INFO if worst["device"] is None else Severity.WARNING,
+            f"{worst['fresh_count']:,} blocks{kind}, {units.size(worst['fresh_bytes'])} in all, have sizes that no "
+            f"step before took, in {representative_step.in_words(worst)}, which holds {units.size(worst['peak_bytes'])} at most "
+            f"and takes {units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes.",
+            "Pad or bucket inputs to few lengths, or keep a buffer of the largest size; "
+            "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes one.",
+            cost_bytes=worst["fresh_bytes"],
+            confidence=0.8,
+            ranks=tuple(fresh["rank"].unique().sort().to_list()),
+            steps=tuple(fresh["step"].unique().sort().to_list()),
+            evidence=mine,
+        )
+
+
+@dataclass(frozen=True)
+class AlternatingBuffers(Rule):
+    """Unit buffers that come and go, which two of each kind, allocated once, would serve.
+
+    What it does: tells of the buffers of at least 1 MiB that FSDP's gather and reduce spans allocate every step, and
+    how large two buffers of each kind would have to be.
+
+    Why it costs: dynamic buffers make what is held wander from step to step and cut up the cache; a job needs more than
+    its layers do.
+
+    How it is measured: allocations inside gather and reduce spans, without what a backend takes inside its own
+    collective; the typical step of the rank that takes most, of at least `min_steps` that take any. Two buffers as
+    large as the largest unit's, one pair for weights and one for gradients, are what would serve, where units are told
+    by name.
+
+    How to fix: an engine with pre-allocated buffers that alternate between layers (YaFSDP). tracekit memory RUN
+    --replay unit_buffers:2 predicts what the device would then have to give.
+
+    Blind spots: FSDP1's spans name no units, so for it only the buffers are told. Blocks that outlive their step are
+    not counted as served.
+    """
+
+    code: ClassVar[str] = "MEM011"
+    facts: ClassVar[tuple[Fact, ...]] = (steady_state.unit_buffers, double_buffering.alternating, breakdown.by_step)
+    min_steps: int = 2
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the rank that takes most."""
+        buffers = run.table(steady_state.unit_buffers)
+        keys = ["window", "rank", "step"]
+        taken = buffers.group_by(keys).agg(pl.len().alias("count"), pl.col("bytes").sum())
+        steps = run.table(breakdown.by_step).select(*keys, "device").drop_nulls("step").unique(keys)
+        steps = steps.join(taken, on=keys, how="left").with_columns(pl.col("count", "bytes").fill_null(0))
+        worst = representative_step.of_worst(steps, "bytes")
+        if worst is None or not worst["count"] or buffers["step"].n_unique() < self.min_steps:
+            return
+        own = representative_step.here(buffers, worst).sort("bytes", "start_ns", descending=[True, False])
+        served = representative_step.here(run.table(double_buffering.alternating).drop("device"), worst)
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"FSDP's gathers and reductions allocate {worst['count']} buffers of 1 MiB or more, "
+            f"{units.size(worst['bytes'])} in all, in {representative_step.in_words(worst)}{_served(served)}.",
+            "Buffers allocated once serve all units: YaFSDP keeps two for weights and two for gradients.",
+            cost_bytes=worst["bytes"],
+            confidence=0.8,
+            ranks=tuple(buffers["rank"].unique().sort().to_list()),
+            steps=tuple(buffers["step"].unique().sort().to_list()),
+            evidence=own,
+        )
+
+
+def _served(served: pl.DataFrame) -> str:
+    if served.is_empty():
+        return ""
+    taken, needed, count = (int(served[name].sum()) for name in ("bytes", "buffers_bytes", "count"))
+    return (
+        f"; two buffers of each kind, {units.size(needed)} in all, would serve {count} blocks of units, "
+        f"{units.size(taken)} a step"
+    )

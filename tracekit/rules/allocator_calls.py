@@ -1,0 +1,208 @@
+"""Judgements of what the allocator asks of the device: mallocs and frees in steady state, and retries."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.memory import steady_state
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.rules import representative_step
+from tracekit.rules.rule import Finding, Rule, Severity, Without
+
+_EVIDENCE_ROWS = 40
+_NO_RETRY = (
+    "Lower the peak (smaller batch, activation checkpointing); where much is reserved and idle, "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes room."
+)
+_LESS_CHURN = (
+    "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak (smaller batch, activation checkpointing), "
+    "keep torch.cuda.empty_cache() out of the loop and PYTORCH_NO_CUDA_MEMORY_CACHING unset."
+)
+
+
+@dataclass(frozen=True)
+class SteadyDeviceAllocation(Rule):
+    """Device memory that is taken and returned in steady state.
+
+    What it does: reports cudaMalloc, cudaFree, hipMalloc and the like after warm-up with the time they stall the
+    device.
+
+    Why it costs: a device malloc or free blocks the host and often all streams; once the device has done what was
+    queued, it stands idle.
+
+    How it is measured: lost is the time in which no device works during such a call, and after it up to the next work
+    as far as the call went on while the device was busy; host time in calls is told apart. The first `warmup_steps`
+    profiled steps fill the cache and are left out where there are more; without marked steps the second half of the
+    trace is judged. The typical step of the worst rank is quoted: from `min_stall_ratio` of it as a warning, or, where
+    the device hardly waits, from `min_host_ratio` of it on the host as information.
+
+    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop.
+
+    Blind spots: a call that is hidden under queued work and makes the host late for good is not counted. Why the
+    allocator asked the device is judged by others: MEM007 (retries), MEM008 (fragmentation), MEM010 (changing sizes).
+    """
+
+    code: ClassVar[str] = "MEM001"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        steady_state.device_calls,
+        steady_state.stalls,
+        *steps_without_saves.FACTS,
+    )
+    min_stall_ratio: float = 0.01
+    min_host_ratio: float = 0.05
+    warmup_steps: int = 1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the typical step of the rank that stalls most."""
+        yield from self._device_calls(run)
+
+    def _device_calls(self, run: Run) -> Iterator[Finding]:
+        steps = self._steady(
+            steps_without_saves.without_saves(run, run.table(steady_state.stalls).filter(pl.col("duration_ns") > 0))
+        )
+        stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
+        steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
+        worst = representative_step.of_worst(steps, "stall_ratio")
+        if worst is None or (worst["stall_ratio"] < self.min_stall_ratio and worst["host_ratio"] < self.min_host_ratio):
+            return
+        judged = steps.filter(pl.col("calls") > 0)
+        yield Finding(
+            self.code,
+            Severity.WARNING if worst["stall_ratio"] >= self.min_stall_ratio else Severity.INFO,
+            f"{worst['calls']:,} device malloc and free calls in {_where(worst)} leave the device idle for "
+            f"{units.duration(worst['stalled_ns'])} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(worst['stall_ratio'])}); on the host they take {units.duration(worst['host_ns'])}.",
+            _LESS_CHURN,
+            impact=worst["stall_ratio"],
+            cost_ns=worst["stalled_ns"] if worst["step"] is not None else 0,
+            # A trace of one step, or without steps, cannot tell what only the first of them does.
+            confidence=0.8 if steps["step"].n_unique() > 1 else 0.5,
+            ranks=tuple(judged["rank"].unique().sort().to_list()),
+            steps=tuple(judged["step"].drop_nulls().unique().sort().to_list()),
+            evidence=_calls_of(run, worst),
+            without=Without("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
+            subject="device calls",
+        )
+
+    def _steady(self, steps: pl.DataFrame) -> pl.DataFrame:
+        """Return the steps without the first ones of each window, where there are more than those."""
+        place = ["window", "rank", "device"]
+        number = pl.col("step").rank("dense").over(place)
+        enough = pl.col("step").n_unique().over(place) > self.warmup_steps
+        return steps.filter(pl.col("step").is_null() | ~enough | (number > self.warmup_steps))
+
+
+@dataclass(frozen=True)
+class AllocatorRetry(Rule):
+    """The allocator ran out of memory, gave its cache back and tried again.
+
+    What it does: reports how often, in which steps, and how much longer those took.
+
+    Why it costs: a retry waits for all streams, frees every cached block by cudaFree and fills the cache anew: the
+    whole device stands still. The next one may end the run.
+
+    How it is measured: steps in which the counter num_alloc_retries of the metrics log grew, after `warmup_steps`
+    logged ones; their cost is how much longer those steps took than the others, at the median. Without a log, by the
+    memory snapshots beside the traces: what was given back inside a request counts, from `min_retries` on; its time is
+    not known.
+
+    How to fix: a lower peak (smaller batch, activation checkpointing), PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    where much is reserved and idle, garbage_collection_threshold with a memory fraction so that it is given back
+    earlier and bit by bit.
+
+    Blind spots: without the metrics log of tracekit.capture and without a snapshot nothing is seen; then MEM001 still
+    tells of the device calls that a retry makes. Of snapshots the first 128 MiB are read.
+    """
+
+    code: ClassVar[str] = "MEM007"
+    facts: ClassVar[tuple[Fact, ...]] = (steady_state.retries,)
+    warmup_steps: int = 1
+    min_retries: int = 1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the rank with most retries."""
+        table = run.table(steady_state.retries)
+        yield from self._retries(run) if table.height else self._in_snapshots(run)
+
+    def _retries(self, run: Run) -> Iterator[Finding]:
+        table = run.table(steady_state.retries).filter(pl.col("window") == pl.col("window").min().over("rank"))
+        rows = table.filter(pl.col("step").rank("ordinal").over("rank") > self.warmup_steps)
+        retried = rows.filter(pl.col("retries") > 0)
+        if retried.is_empty():
+            return
+        counts = retried.group_by("rank").agg(pl.col("retries").sum(), pl.len().alias("steps"))
+        worst = counts.sort("retries", "rank", descending=[True, False]).row(0, named=True)
+        own = rows.filter(pl.col("rank") == worst["rank"])
+        late_ns = _later(own)
+        share = worst["steps"] / own.height
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"The allocator ran out of memory, freed its cache and tried again {worst['retries']} times in "
+            f"{worst['steps']} of {own.height} steps on rank {worst['rank']}"
+            + (f"; those steps take {units.duration(late_ns)} longer than the others." if late_ns > 0 else "."),
+            _NO_RETRY,
+            impact=min(1.0, late_ns * worst["steps"] / own["step_time_ns"].sum()) if late_ns > 0 else 0.0,
+            cost_ns=int(late_ns * share) if late_ns > 0 else 0,
+            confidence=0.9,
+            ranks=tuple(counts["rank"].sort().to_list()),
+            steps=tuple(retried["step"].unique().sort().to_list()),
+            evidence=pl.concat([own.filter(pl.col("retries") > 0), own.filter(pl.col("retries") == 0)]).select(
+                "window", "rank", "step", "retries", "step_time_ns"
+            ),
+        )
+
+    def _in_snapshots(self, run: Run) -> Iterator[Finding]:
+        retried = run.across(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
+        if retried.is_empty():
+            return
+        worst = retried.sort("retries", "rank", descending=[True, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"By its memory snapshot, the allocator of rank {worst['rank']} ran out of memory, freed its cache and "
+            f"tried again {worst['retries']} times in {worst['events']:,} events.",
+            _NO_RETRY,
+            confidence=0.8,
+            ranks=tuple(retried["rank"].unique().sort().to_list()),
+            evidence=retried,
+        )
+
+
+def _where(worst: dict[str, Any]) -> str:
+    return (
+        representative_step.in_words(worst)
+        if worst["step"] is not None
+        else f"the second half of {representative_step.in_words(worst)}"
+    )
+
+
+def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
+    """Return the calls of the window judged, the costliest first, then all of them in one row."""
+    calls = run.table(steady_state.device_calls)
+    end_ns = worst["start_ns"] + worst["duration_ns"]
+    own = representative_step.here(calls, worst).filter(
+        pl.lit(worst["step"] is not None) | pl.col("start_ns").is_between(worst["start_ns"], end_ns)
+    )
+    whole = pl.DataFrame(
+        [
+            {name: worst[name] for name in ("window", "rank", "step", "host_ns", "stalled_ns")}
+            | {"name": f"all {worst['calls']} calls", "step_ns": worst["duration_ns"]}
+        ],
+        schema_overrides={"step": pl.Int64},
+    )
+    own = own.sort("stalled_ns", "start_ns", descending=[True, False]).head(_EVIDENCE_ROWS)
+    shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), whole], how="diagonal")
+    return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
+
+
+def _later(steps: pl.DataFrame) -> float:
+    """Return how much longer steps with retries took than those without, at the median, in ns; 0 if not known."""
+    with_retries = steps.filter(pl.col("retries") > 0)["step_time_ns"].median()
+    without = steps.filter(pl.col("retries") == 0)["step_time_ns"].median()
+    return float(str(with_retries)) - float(str(without)) if with_retries and without else 0.0

@@ -1,0 +1,119 @@
+"""Judgements of ranks that wait for each other in turn."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit.analysis.communication import communication_gap_causes
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.parallelism import stragglers
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.stragglers import Straggler
+
+_EVIDENCE_ROWS = 40
+_KEY = ("window", "step")
+
+
+@dataclass(frozen=True)
+class UnevenRanks(Rule):
+    """Ranks that wait for each other, and no one of them is to blame alone.
+
+    What it does: reports runs in which the ranks stand idle in collectives for others to come for more than
+    `min_wait_ratio` of the step on average, where it is not one rank for which they wait.
+
+    Why it costs: every rank goes at the pace of the one that is slowest at that moment, and the slowest changes.
+
+    How it is measured: as RANK001 does, all waiting taken together, averaged over the ranks; the typical step is
+    quoted. Silent where more than half of the waiting in most steps is for one and the same rank: that is RANK001's.
+    In a run of one step RANK001 says nothing, so this does. Steps that save are left out.
+
+    How to fix: give ranks the same work (pack sequences to one length, balance experts), and hosts the same pace: what
+    makes single ranks late at times is gc, a data loader, neighbours on the node. HOST001 and HOST003 name ranks whose
+    host is late. Fewer collectives per step meet fewer delays.
+
+    Blind spots: needs the traces of all ranks of a group and three collectives that they share. Waiting below the
+    residual of the clocks is not told. What would be saved by evening out is at most what is said.
+    """
+
+    code: ClassVar[str] = "RANK003"
+    facts: ClassVar[tuple[Fact, ...]] = Straggler.facts
+    min_wait_ratio: float = 0.1
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the typical step exceeds the threshold and no rank is to blame alone."""
+        pieces = run.across(compute_gap_causes.compute_gap_causes_across).filter(
+            pl.col("cause") == communication_gap_causes.PEER
+        )
+        steps = stragglers.steps(run)
+        means = _waits(steps, pieces)
+        worst = means.sort("wait_ratio", "order").row((means.height - 1) // 2, named=True) if means.height else None
+        if (
+            worst is None
+            or worst["wait_ratio"] <= self.min_wait_ratio
+            or _has_one_to_blame(run.across(stragglers.accounts))
+        ):
+            return
+        quoted = pieces.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
+        waited = _shares(quoted)
+        longest = quoted.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Ranks wait for each other: for {units.duration(worst['waited_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['wait_ratio'])}) in the typical step "
+            f"({worst['step']}) a rank stands idle on average until others come, {_in_words(waited)}.",
+            f"See what makes {_named(waited)} late: uneven work (sequence lengths, experts), or a host that falls "
+            "behind at times (HOST001, HOST003, gc, neighbours on its node).",
+            impact=min(1.0, worst["wait_ratio"]),
+            cost_ns=worst["waited_ns"],
+            confidence=0.7,
+            ranks=tuple(longest["rank"].sort().to_list()),
+            steps=tuple(means.filter(pl.col("wait_ratio") > self.min_wait_ratio)["step"].unique().sort().to_list()),
+            evidence=quoted.sort("dur_ns", "start_ns", descending=[True, False])
+            .head(_EVIDENCE_ROWS)
+            .select(*_EVIDENCE),
+        )
+
+
+_MOST = 0.5
+_NAMED = 3
+_EVIDENCE = ("window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns")
+
+
+def _has_one_to_blame(accounts: pl.DataFrame) -> bool:
+    """Whether most waiting is for one and the same rank in most steps, of which there are several."""
+    most = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
+    steps = accounts["order"].n_unique()
+    return steps > 1 and bool((most["len"] * 2 > steps).any())
+
+
+def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
+    """Return how long ranks wait in each step on average: columns of `stragglers.steps`, waited_ns, wait_ratio."""
+    total = pieces.group_by(_KEY).agg(pl.col("dur_ns").sum())
+    return (
+        steps.join(total, on=_KEY, how="left", maintain_order="left")
+        .with_columns((pl.col("dur_ns").fill_null(0) // pl.col("ranks")).cast(pl.Int64).alias("waited_ns"))
+        .with_columns((pl.col("waited_ns") / pl.col("duration_ns")).alias("wait_ratio"))
+    )
+
+
+def _shares(pieces: pl.DataFrame) -> list[tuple[int, float]]:
+    """Return for which ranks most of the waiting is, and its share, the most first."""
+    total = int(pieces["dur_ns"].sum())
+    by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
+    most = by_peer.sort("dur_ns", "peer_rank", descending=[True, False]).head(_NAMED)
+    return [(rank, waited_ns / total) for rank, waited_ns in most.select("peer_rank", "dur_ns").iter_rows()]
+
+
+def _in_words(shares: list[tuple[int, float]]) -> str:
+    if not shares:
+        return "for whom cannot be told within what the clocks allow"
+    return "most for " + ", ".join(f"rank {rank} ({units.share(share)})" for rank, share in shares)
+
+
+def _named(shares: list[tuple[int, float]]) -> str:
+    return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"

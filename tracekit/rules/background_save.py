@@ -1,0 +1,251 @@
+"""Judgements of saves in the background: what they take from the training that goes on beside them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules.rule import Finding, Rule, Severity
+
+_EVIDENCE_ROWS = 60
+# A processor's share of waiting below which the scheduler is no cause.
+_DELAYED_RATIO = 0.1
+
+
+def _slowed(run: Run) -> pl.DataFrame:
+    """Return `saves.slowed` with what is lost as shares: of the steps beside the save, and of the interval."""
+    often = run.across(saves.each).select("save", "interval_ns", "interval_steps")
+    lost, beside = pl.col("lost_ns"), pl.col("steps") * pl.col("plain_ns")
+    return (
+        run.across(saves.slowed)
+        .join(often, on="save", how="left", maintain_order="left")
+        .with_columns(
+            (lost / beside).alias("slowdown_ratio"),
+            (lost / (pl.col("interval_ns") + lost)).fill_null(0.0).clip(0, 1).alias("impact"),
+            ((pl.col("delayed_ratio") > pl.col("waited_ratio")) & (pl.col("delayed_ratio") > _DELAYED_RATIO))
+            .fill_null(value=False)
+            .alias("delayed"),
+        )
+    )
+
+
+def _finding(rule: Rule, found: pl.DataFrame, words: tuple[str, str], *, confidence: float) -> Finding:
+    """Return a finding on the rank that lost most; `words` are the end of the message, and the fix."""
+    row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
+    message = (
+        f"A save in the background slows the steps beside it by {units.share(row['slowdown_ratio'])} "
+        f"({row['save']}, {units.duration(row['lost_ns'])} in {row['steps']} steps of rank {row['rank']}): {words[0]}"
+    )
+    steps = row["interval_steps"]
+    return Finding(
+        rule.code,
+        Severity.WARNING,
+        message,
+        words[1],
+        impact=row["impact"],
+        cost_ns=round(row["lost_ns"] / steps) if steps else 0,
+        confidence=confidence,
+        ranks=tuple(found["rank"].unique().sort().to_list()),
+        steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+        evidence=found.sort("lost_ns", "rank", descending=[True, False]).head(_EVIDENCE_ROWS),
+    )
+
+
+@dataclass(frozen=True)
+class LockedOut(Rule):
+    """Background saves that hold Python's lock while training needs it.
+
+    What it does: reports saves by a thread of the training process that are mostly Python's work, and beside which
+    steps take longer by `max_slowdown_ratio`. Saves whose Python takes less than `min_python_ms` are left out.
+
+    Why it costs: a thread that plans, fetches and pickles holds the interpreter's lock (GIL), and the training thread,
+    which launches the kernels, waits for it.
+
+    How it is measured: steps that ran while the save did, against the median of the others; the save's stages plan,
+    stage and serialize against its length; and, where the log has the counters of the training thread, its time that
+    was neither running nor waiting for a processor. Where it lacked a processor for longer than that, this is said only
+    from `min_waited_ratio` of the save on, and with less confidence: CKPT010 speaks too.
+
+    How to fix: save by a process.
+
+    Blind spots: needs the checkpoint and the metrics log. Nothing counts waiting for the lock itself: a training thread
+    that waits for its device or for other ranks looks alike, so this is said only where steps slow down.
+    """
+
+    code: ClassVar[str] = "CKPT009"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    max_slowdown_ratio: float = 0.1
+    min_python_ms: int = 500
+    min_waited_ratio: float = 0.08
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all such saves."""
+        python = pl.col("python_ns")
+        in_process = pl.col("worker").fill_null(conventions.THREAD) != conventions.PROCESS
+        found = _slowed(run).filter(
+            in_process,
+            ~pl.col("delayed") | (pl.col("waited_ratio") >= self.min_waited_ratio),
+            pl.col("slowdown_ratio") > self.max_slowdown_ratio,
+            (python >= self.min_python_ms * 1_000_000) & (python > 0.5 * pl.col("dur_ns")),
+        )
+        if found.is_empty():
+            return
+        row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
+        waited = row["waited_ratio"]
+        share = "" if waited is None else f", and the training thread stands still for {units.share(waited)} of it"
+        because = (
+            f"{units.share(python_share(row))} of its {units.duration(row['dur_ns'])} is Python's work in the training "
+            f"process, which holds the interpreter's lock{share}."
+        )
+        fix = (
+            "Save by a process: dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS); fewer, "
+            "larger tensors hold the lock for less."
+        )
+        yield _finding(self, found, (because, fix), confidence=0.5 if waited is None or row["delayed"] else 0.8)
+
+
+def python_share(row: dict[str, Any]) -> float:
+    """Return what share of a save is Python's work."""
+    return float(row["python_ns"] / row["dur_ns"])
+
+
+@dataclass(frozen=True)
+class CrowdedOut(Rule):
+    """Background saves beside which training gets too little of the processors.
+
+    What it does: reports saves beside which steps take longer by `max_slowdown_ratio` while the training thread was
+    ready to run and did not for longer than it waited for anything else. Losses of less than `min_lost_ms` are left
+    out.
+
+    Why it costs: a thread that launches kernels and gets no processor leaves the device idle.
+
+    How it is measured: the run delay of the training thread, by the system's scheduler, over the time of the save; the
+    mean slowdown alone cannot tell it from waiting for Python's lock.
+
+    How to fix: leave processors free, or keep the save to its own.
+
+    Blind spots: needs the checkpoint and the metrics log, of dcp.async_save and Linux. Who else takes the processors is
+    not in the log.
+    """
+
+    code: ClassVar[str] = "CKPT010"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    max_slowdown_ratio: float = 0.1
+    min_lost_ms: int = 100
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all such saves."""
+        found = _slowed(run).filter(
+            pl.col("delayed"),
+            pl.col("slowdown_ratio") > self.max_slowdown_ratio,
+            pl.col("lost_ns") >= self.min_lost_ms * 1_000_000,
+        )
+        if found.is_empty():
+            return
+        row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
+        because = (
+            f"for {units.share(row['delayed_ratio'])} of the save the training thread was ready to run and got no "
+            "processor."
+        )
+        fix = (
+            "Give each rank more processors (--cpus-per-task), fewer DataLoader workers and OMP_NUM_THREADS; keep the "
+            "save to its own with os.sched_setaffinity."
+        )
+        yield _finding(self, found, (because, fix), confidence=0.8)
+
+
+@dataclass(frozen=True)
+class BlockingBackgroundSave(Rule):
+    """Saves in the background that stop training all the same.
+
+    What it does: reports asynchronous saves whose call blocks for `min_blocked_ms` or longer and more than
+    `max_overhead_ratio` of the time, and saves that begin within `max_slack_ratio` of an upload's length after the
+    previous one ended, which means that training waited for it.
+
+    Why it costs: what was meant to cost nothing stops every rank.
+
+    How it is measured: the stages of the training thread for the first; for the second the end of all work of a save
+    in the background against the start of the next such, after another step, and the time between their starts against
+    that of as many plain steps.
+
+    How to fix: stage into pinned memory that is kept, beside training; save less often than an upload takes.
+
+    Blind spots: needs the checkpoint log. That a loop waits for an upload before it saves again is taken from the times
+    alone.
+    """
+
+    code: ClassVar[str] = "CKPT011"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    max_overhead_ratio: float = 0.05
+    min_blocked_ms: int = 250
+    max_slack_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield a finding for calls that block, and one for uploads that are not finished in time."""
+        each = run.across(saves.each).filter("background")
+        long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
+        costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
+        blocking = each.filter(long, costly).sort("blocked_ns", "save")
+        if blocking.height:
+            yield self._call(run, blocking)
+        late = each.filter(
+            # What is saved at once does not come too often.
+            pl.col("step").diff().ne(0).fill_null(value=True),
+            pl.col("slack_ns") < self.max_slack_ratio * pl.col("before_ns"),
+            pl.col("before_ns") >= self.min_blocked_ms * 1_000_000,
+        )
+        if late.height:
+            yield self._upload(run, late.sort("before_ns", "save"))
+
+    def _call(self, run: Run, found: pl.DataFrame) -> Finding:
+        row = found.row((found.height - 1) // 2, named=True)
+        parts = run.across(stalls.parts).filter((pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED))
+        part = parts.row(0, named=True) if parts.height else None
+        what = f", most of it {part['kind']}, {units.duration(part['dur_ns'])} on rank {part['rank']}" if part else ""
+        return Finding(
+            self.code,
+            Severity.WARNING if row["overhead_ratio"] is not None else Severity.INFO,
+            f"A save in the background blocks training for {units.duration(row['blocked_ns'])} all the same "
+            f"({row['save']}, done after {units.duration(row['written_ns'])}){what}.",
+            "Stage beside training into pinned memory that is kept: one DefaultStager(StagingOptions("
+            "use_pinned_memory=True, use_async_staging=True)) for all saves, as async_stager of dcp.async_save.",
+            impact=row["overhead_ratio"] or 0.0,
+            cost_ns=round(row["blocked_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
+            confidence=0.9 if part else 0.6,
+            ranks=(part["rank"],) if part else (),
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=_lines(run, row["save"]),
+            subject="staging",
+        )
+
+    def _upload(self, run: Run, found: pl.DataFrame) -> Finding:
+        row = found.row((found.height - 1) // 2, named=True)
+        between, plain = row["between_ns"], row["interval_ns"]
+        lost_ns = max(0, between - plain) if row["interval_steps"] and plain else 0
+        took = units.duration(row["before_ns"])
+        return Finding(
+            self.code,
+            Severity.WARNING,
+            f"{found.height} {'saves begin' if found.height > 1 else 'save begins'} when the one before has just ended "
+            f"or still runs: it takes {took} in the background, and saves come every {units.duration(between)} "
+            f"({row['save']}).",
+            "Save less often than an upload takes, or make it faster (local disk first, more writers); do not wait for "
+            "the future of dcp.async_save before there is something to save.",
+            impact=min(1.0, lost_ns / between) if between > 0 else 0.0,
+            cost_ns=round(lost_ns / row["interval_steps"]) if row["interval_steps"] else 0,
+            confidence=0.7,
+            ranks=run.ranks,
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=_lines(run, row["save"]),
+            subject="upload",
+        )
+
+
+def _lines(run: Run, save: str) -> pl.DataFrame:
+    own = run.across(saves.stages).filter(pl.col("save") == save)
+    return own.sort(~pl.col("blocking"), "rank", "start_ns", "stage").drop("whole_bytes").head(_EVIDENCE_ROWS)

@@ -1,0 +1,244 @@
+"""Judgements of what checkpoints are for: how often, whether they last, whether they can be trusted and read back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import restores, save_stages, saves
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.plan import checkpoint as plan
+from tracekit.rules.rule import Finding, Rule, Severity
+
+_EVIDENCE_ROWS = 60
+
+
+@dataclass(frozen=True)
+class AmplifiedRestore(Rule):
+    """Loads in which ranks read the same bytes again.
+
+    What it does: reports loads in which all ranks together read more than `max_amplification` times the checkpoint. It
+    is a warning where training waited for `max_load_s` or longer.
+
+    Why it costs: after a failure every rank waits for the load, and storage serves the same bytes many times.
+
+    How it is measured: bytes read on all ranks by those of the checkpoint: for files the most that one rank reads of
+    it, for torch.distributed.checkpoint what its metadata says.
+
+    How to fix: read once and broadcast.
+
+    Blind spots: needs the checkpoint log of the load on all ranks. What a cache on the node serves counts as read.
+    """
+
+    code: ClassVar[str] = "CKPT012"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.loads,)
+    max_amplification: float = 1.5
+    max_load_s: float = 60.0
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all such loads."""
+        found = run.across(restores.restores).filter(pl.col("amplification") > self.max_amplification)
+        if found.is_empty():
+            return
+        row = found.sort("dur_ns", "checkpoint", descending=[True, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.WARNING if row["dur_ns"] >= self.max_load_s * 1e9 else Severity.INFO,
+            f"{row['ranks']} ranks read {units.size(row['read_bytes'])} to load {units.size(row['unique_bytes'])}, "
+            f"{row['amplification']:.3g} times the checkpoint, in {units.duration(row['dur_ns'])} "
+            f"({row['checkpoint']}).",
+            "Read once and send it on: load on one rank of each replica and broadcast, "
+            "set_model_state_dict(…, options=StateDictOptions(broadcast_from_rank0=True)); "
+            "torch.load(…, mmap=True) reads only what is used.",
+            confidence=0.9,
+            ranks=run.ranks,
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=found.sort("dur_ns", "checkpoint", descending=[True, False]).head(_EVIDENCE_ROWS),
+        )
+
+
+@dataclass(frozen=True)
+class UnwiseInterval(Rule):
+    """Checkpoints far more, or far less, often than failures make worth while.
+
+    What it does: compares the time between saves with the interval that loses least, where `mtbf_s`, the mean time
+    between failures of the whole job in seconds, is given (0: not known, and nothing is said); reports a factor of more
+    than `max_interval_ratio` either way.
+
+    Why it costs: saving too often costs the saves, too seldom the work that a failure takes with it.
+
+    How it is measured: Young's first-order optimum √(2 δ M) in Daly's higher-order form, with δ the time that
+    all that is saved after one step blocks training, at the median; the waste is δ/W + W/2M.
+
+    How to fix: save at the interval named.
+
+    Blind spots: failures are taken to come at random and at one rate; where saving takes no time at all there is no
+    optimum, and the upload's length is the limit.
+    """
+
+    code: ClassVar[str] = "CKPT013"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    mtbf_s: float = 0.0
+    max_interval_ratio: float = 2.0
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding where the typical interval is far from the best."""
+        blocking = run.across(saves.each).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
+        each = saves.together(blocking, run.across(saves.clocks)).sort("blocked_ns", "start_ns")
+        if self.mtbf_s <= 0 or each.is_empty():
+            return
+        row = each.row((each.height - 1) // 2, named=True)
+        blocked_s, interval_s = row["blocked_ns"] / 1e9, row["interval_ns"] / 1e9
+        best_s = plan.daly_s(blocked_s, self.mtbf_s)
+        if interval_s <= 0 or 1 / self.max_interval_ratio <= interval_s / best_s <= self.max_interval_ratio:
+            return
+        waste, least = (plan.waste_ratio(blocked_s, at_s, self.mtbf_s) for at_s in (interval_s, best_s))
+        often = "often" if interval_s < best_s else "seldom"
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Checkpoints come too {often}: every {units.duration(row['interval_ns'])}, where "
+            f"{units.duration(best_s * 1e9)} loses least, with {units.duration(row['blocked_ns'])} a save and a "
+            f"failure every {units.duration(self.mtbf_s * 1e9)}: {units.share(waste)} is lost, "
+            f"{units.share(least)} would be.",
+            f"Save every {units.duration(best_s * 1e9)}; a save that blocks for less moves the best interval down.",
+            impact=min(1.0, max(0.0, waste - least)),
+            cost_ns=round(max(0.0, waste - least) * row["interval_ns"] / (row["interval_steps"] or 1)),
+            confidence=0.7,
+            ranks=run.ranks,
+            steps=tuple(each["step"].drop_nulls().unique().sort().to_list()),
+            evidence=run.across(saves.clocks)
+            .filter(pl.col("save") == row["save"])
+            .with_columns(pl.col("blocked_ns").alias("dur_ns")),
+        )
+
+
+@dataclass(frozen=True)
+class LostOnPowerFailure(Rule):
+    """Checkpoints that the system need not have on disk when the save ends.
+
+    What it does: reports saves of which some file was not synced after its last byte.
+
+    Why it costs: a node that fails soon after takes the checkpoint with it, or leaves one that looks whole.
+
+    How it is measured: the recorder follows each file that a save writes to the last sync of it.
+
+    How to fix: sync files and their folder after the last byte; see docs/checkpoints.md for what torch leaves open.
+
+    Blind spots: needs a checkpoint log of this version. What storage promises after a sync is its own affair; syncing
+    of folders is not followed, and stores without descriptors are not known.
+    """
+
+    code: ClassVar[str] = "CKPT014"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all such saves."""
+        found = run.across(saves.clocks).filter(~pl.col("durable"))
+        if found.is_empty():
+            return
+        number = found["save"].n_unique()
+        first = found.row(0, named=True)
+        synced = first["storage_bytes_per_s"] is not None
+        what = "its metadata file is synced before it is flushed" if synced else "nothing syncs its files"
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"{number} of {run.across(saves.clocks)['save'].n_unique()} saves need not be on disk when they end: "
+            f"{what} ({first['save']}, rank {first['rank']}).",
+            "After the save, os.fsync the metadata file and the folder."
+            if synced
+            else "Write to an open file, flush and os.fsync it, then os.replace it into place and os.fsync the folder; "
+            "dcp.save syncs its shards.",
+            confidence=0.9,
+            ranks=tuple(found["rank"].unique().sort().to_list()),
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=found.with_columns(pl.col("written_ns").alias("dur_ns")).head(_EVIDENCE_ROWS),
+        )
+
+
+@dataclass(frozen=True)
+class UnverifiedShards(Rule):
+    """Shards that nothing checks when they are loaded.
+
+    What it does: points out saves by torch.distributed.checkpoint alone.
+
+    Why it costs: a bit that flips in a shard is loaded without a word: torch computes a checksum when it saves and does
+    not look at it when it loads.
+
+    How it is measured: by what was called; the trainers that come with tracekit seal each checkpoint with checksums,
+    and are known by the run's manifest.
+
+    How to fix: keep checksums beside the shards, and check them before loading.
+
+    Blind spots: whether somebody checks the files by other means is not in the log.
+    """
+
+    code: ClassVar[str] = "CKPT015"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all saves."""
+        by_dcp = pl.col("call").is_in((conventions.DCP_SAVE, conventions.DCP_ASYNC_SAVE))
+        lines = run.across(saves.stages).filter(by_dcp & (pl.col("stage") == conventions.TOTAL))
+        arguments = run.manifest.get("arguments")
+        sealed = isinstance(arguments, dict) and "checkpoint_every" in arguments
+        if sealed or lines.is_empty():
+            return
+        number = lines["save"].n_unique()
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"{number} {'checkpoints are' if number > 1 else 'checkpoint is'} saved by torch.distributed.checkpoint, "
+            "which loads shards with flipped bits without a word.",
+            "Write a checksum of each shard beside it when saving, and compare before dcp.load.",
+            confidence=0.6,
+            ranks=tuple(lines["rank"].unique().sort().to_list()),
+            steps=tuple(lines["step"].drop_nulls().unique().sort().to_list()),
+            evidence=lines.select("save", "window", "rank", "step", "start_ns", "dur_ns", "call", "bytes").head(
+                _EVIDENCE_ROWS
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class SeveralWriters(Rule):
+    """Files of a checkpoint that several ranks write.
+
+    What it does: reports saves by torch.save or safetensors in which more than one rank writes to the same path.
+
+    Why it costs: storage takes the same bytes several times, and on a shared file system the last writer wins, or the
+    file is a mixture of all.
+
+    How it is measured: the same path in the checkpoint logs of several ranks, in one save.
+
+    How to fix: let one rank write what is the same on all.
+
+    Blind spots: needs the checkpoint logs of all ranks. Ranks on different nodes may mean different files by one path;
+    ranks that write the same state to files of their own are not seen.
+    """
+
+    code: ClassVar[str] = "CKPT017"
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves,)
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all such files."""
+        found = run.across(saves.repeated)
+        if found.is_empty():
+            return
+        row = found.sort("repeated_bytes", "path", descending=[True, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"{row['ranks']} ranks write the same file ({row['save']}): {units.size(row['repeated_bytes'] or 0)} of "
+            f"{units.size(row['bytes'] or 0)} are written again.",
+            "Save on one rank, if dist.get_rank() == 0, then dist.barrier(); or dcp.save, which writes what is "
+            "replicated once.",
+            confidence=0.7,
+            ranks=run.ranks,
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=found.head(_EVIDENCE_ROWS),
+        )

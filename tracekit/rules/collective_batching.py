@@ -1,0 +1,248 @@
+"""Judgements of how often is communicated what could be communicated at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import steps_without_saves
+from tracekit.analysis.communication import collective_bursts, latency
+from tracekit.analysis.parallelism import strategy
+from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
+from tracekit.analysis.time import backward_passes
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules import representative_step
+from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.sync import collective_matching
+
+_EVIDENCE_ROWS = 40
+_BURST = ("window", "rank", "device", "burst")
+_POOL = ("window", "rank", "device", "pool")
+_SURE_LEVER = 4.0  # how far sizes must lie apart for what is not launched together to be called small
+_LARGE_ENOUGH = 4.0  # times what latency and transfer of are equal: there latency is a fifth of the time
+
+
+@dataclass(frozen=True)
+class SmallCollectives(Rule):
+    """Collectives so small that they take their time for starting, not for their data.
+
+    What it does: reports runs in which `min_lost_ratio` of the step and more is lost to the latency of collectives that
+    could have been fewer: at least `min_count` that are launched one after the other, and reductions of gradients that
+    take more time for latency than for data.
+
+    Why it costs: every collective of n ranks passes n-1 links one after the other before its data flows, and the host
+    issues each by itself.
+
+    How it is measured: a line through the run's own times by size gives each group latency and bandwidth; where sizes
+    lie too close together for that, `assumed_hop_ns` for each hop, which the message says. Gradients are joined up to
+    the size at which latency is a fifth of the time, so that they still overlap with compute. Lost is the latency of
+    those that joining saves, and the pauses between them, as far as nothing computes meanwhile. Steps that save are
+    left out; the typical step of the worst device is quoted.
+
+    How to fix: DistributedDataParallel(bucket_cap_mb=…) larger; under FSDP2 fully_shard on larger blocks (or several
+    modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; own collectives in one call:
+    torch.distributed._coalescing_manager, all_gather_into_tensor and reduce_scatter_tensor on flat buffers,
+    torch._foreach_ ops and one all_reduce instead of one per tensor.
+
+    Blind spots: collectives with compute between them are taken to need it, but for gradients. NCCL changes protocol
+    with size, so no line fits all sizes. Ranks without a trace that come late look like latency.
+    """
+
+    code: ClassVar[str] = "COMM002"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        *latency.FACTS, collective_matching.calls, *steps_without_saves.FACTS, strategy.marks,
+    )  # fmt: skip
+    min_lost_ratio: float = 0.02
+    min_count: int = 4
+    assumed_hop_ns: float = 5_000.0
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        small = self._lost(run)
+        steps = steps_without_saves.losses(run, small, "lost_ns")
+        worst = representative_step.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
+            return
+        own = representative_step.here(small, worst).filter(pl.col("lost_ns") > 0)
+        most = own.sort("lost_ns", "start_ns", descending=[True, False]).row(0, named=True)
+        assumed = "" if most["is_fitted"] else " (assumed: the sizes in this run lie too close together to tell)"
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"{int(own['count'].sum()):,} {most['op'].replace('_', '-')} and like collectives in "
+            f"{representative_step.in_words(worst)}, typically of {units.size(int(most['bytes']))}, take about "
+            f"{units.duration(int(most['latency_ns']))} each before data flows{assumed}: "
+            f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(worst['lost_ratio'])}) would be saved by joining them to {int(own['joined'].sum()):,}.",
+            _LARGER[strategy.of_run(run)] if strategy.of_run(run) in _LARGER else _LARGER[None],
+            impact=min(1.0, worst["lost_ratio"]),
+            cost_ns=worst["lost_ns"],
+            confidence=0.7 if most["is_fitted"] else 0.5,
+            without=Without("small-collectives"),
+            ranks=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["rank"].unique().sort().to_list()),
+            steps=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["step"].unique().sort().to_list()),
+            evidence=_first(own, small, "lost_ns").select(
+                *_SHOWN, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
+            ),
+        )
+
+    def _lost(self, run: Run) -> pl.DataFrame:
+        """Return what each burst, and each pool of gradients, loses to latency: joined, latency_ns, lost_ns."""
+        lines = run.across(latency.by_group).drop("sizes")
+        hop_ns = pl.coalesce("hop_ns", pl.lit(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
+        calls = (
+            run.table(collective_bursts.bursts)
+            .join(lines, on=["group", "group_size"], how="left", nulls_equal=True, maintain_order="left")
+            .with_columns(latency.hops().alias("hops"), latency.ring_bytes().alias("ring_bytes"))
+            .drop_nulls(["hops", "ring_bytes", "is_fitted"])
+            .with_columns(pl.min_horizontal(hop_ns * pl.col("hops"), "dur_ns").alias("latency_ns"))
+        )
+        together = calls.filter(pl.col("count") >= self.min_count)
+        alone = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
+        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & (pl.col("lever") >= _SURE_LEVER)
+        return pl.concat([
+            _joined(together, _BURST, gaps=True),
+            _joined(alone.filter(mostly), _POOL, gaps=False),
+        ]).sort("window", "rank", "start_ns")  # fmt: skip
+
+
+_LARGER = {
+    DDP: "Larger buckets: DistributedDataParallel(bucket_cap_mb=…), several times what it is now.",
+    FSDP1: "Wrap larger blocks: an auto_wrap_policy that makes whole layers, or several of them, one unit.",
+    FSDP2: (
+        "Shard larger units: fully_shard on whole layers or on several at once (fully_shard([a, b])), not on single "
+        "matrices; collectives of your own in one call, by torch.distributed._coalescing_manager or a flat buffer."
+    ),
+    YAFSDP: "Shard larger units: whole layers, not single matrices.",
+    None: (
+        "Send them as one: a flat buffer, torch.distributed._coalescing_manager, or larger buckets (bucket_cap_mb, "
+        "larger FSDP units)."
+    ),
+}
+_SHOWN = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
+
+
+def _joined(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
+    """Return each set of collectives as one row: how many it would take, and what joining them saves."""
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    sums = calls.sort("start_ns").group_by(by, maintain_order=True).agg(
+        pl.col("step", "phase", "unit", "op", "group", "group_size", "is_fitted").first(),
+        pl.col("bytes").median(),
+        pl.len().cast(pl.Int64).alias("count"),
+        pl.col("latency_ns").median(),
+        pl.col("ring_bytes").sum(),
+        pl.col("start_ns").first(),
+        (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
+        pl.col("dur_ns").sum().alias("busy_ns"),
+        (pl.col("dur_ns") - pl.col("latency_ns")).sum().alias("moving_ns"),
+        pl.col("uncovered_ns").sum(),
+        pl.col("burst_uncovered_ns").first(),
+    )  # fmt: skip
+    # What is launched together can go together; buckets of gradients only as far as they still overlap with compute.
+    large_enough = (pl.col("moving_ns") / (_LARGE_ENOUGH * pl.col("latency_ns"))).ceil().clip(1)
+    pieces = pl.lit(1.0) if gaps else large_enough
+    between_ns = (pl.col("dur_ns") - pl.col("busy_ns")).clip(0) / pl.col("count") if gaps else pl.lit(0.0)
+    bound_ns = pl.col("burst_uncovered_ns" if gaps else "uncovered_ns")
+    return (
+        sums.with_columns(pl.min_horizontal(pieces, "count").cast(pl.Int64).alias("joined"))
+        .with_columns(((pl.col("count") - pl.col("joined")) * (pl.col("latency_ns") + between_ns)).alias("saved_ns"))
+        .with_columns(pl.min_horizontal("saved_ns", bound_ns).cast(pl.Int64).alias("lost_ns"))
+        .select("window", "rank", "device", "step", "phase", "unit", "op", "group", "group_size", "is_fitted", "bytes",
+                "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns")
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReducedEveryMicroBatch(Rule):
+    """Gradients that are reduced at every micro-batch although they are accumulated.
+
+    What it does: reports steps of several backward passes in which earlier passes reduce the same gradients as the
+    last one, if what of that no compute hides is `min_lost_ratio` of the step or more.
+
+    Why it costs: gradients need to be reduced once a step; with k micro-batches all but one of k reductions only move
+    sums that the next one moves again.
+
+    How it is measured: all-reduces and reduce-scatters launched in backward by op, group, size and unit; those in
+    passes before the last that the last repeats. A pass ends where a forward pass begins. What is also launched in
+    forward is no gradient. Steps that save are left out; the typical step of the worst device is quoted.
+
+    How to fix: reduce in the last micro-batch only. DDP and FSDP1: with model.no_sync() around the others; FSDP2:
+    set_requires_gradient_sync(False), on a mesh of two axes set_requires_all_reduce(False) to keep the cheap
+    reduce-scatter, and set_is_last_backward(True) for the last. It takes memory: FSDP then keeps the gradients of all
+    units unsharded, as the message says; DDP holds them anyway. Or fewer and larger micro-batches.
+
+    Blind spots: without phases (spans of tracekit.capture, or autograd's own names) passes are not told. YaFSDP reduces
+    each micro-batch by design, since two buffers cannot hold the gradients of all units: it is not reported. Under
+    pipelines ZeRO-2 and -3 do the same; use ZeRO-1 there.
+    """
+
+    code: ClassVar[str] = "COMM003"
+    facts: ClassVar[tuple[Fact, ...]] = (backward_passes.reductions, *steps_without_saves.FACTS, strategy.marks)
+    min_lost_ratio: float = 0.01
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        if strategy.of_run(run) == YAFSDP:
+            return
+        again = _repeated(run.table(backward_passes.reductions))
+        steps = steps_without_saves.losses(run, again, "exposed_ns")
+        worst = representative_step.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
+            return
+        own = representative_step.here(again, worst)
+        passed = int(own["backwards"].max())  # type: ignore[arg-type]
+        lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Gradients are reduced in each of {passed} backward passes a step: {own.height} reductions before the "
+            f"last pass are done again by it, and {units.duration(worst['lost_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in {representative_step.in_words(worst)} "
+            "are theirs, hidden by no compute.",
+            _once(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
+            impact=min(1.0, worst["lost_ratio"]),
+            cost_ns=worst["lost_ns"],
+            confidence=0.8,
+            without=Without("micro-batch-reductions"),
+            ranks=tuple(lost["rank"].unique().sort().to_list()),
+            steps=tuple(lost["step"].unique().sort().to_list()),
+            evidence=_first(own, again, "exposed_ns").select(
+                *("window", "rank", "step", "device", "backward", "backwards", "unit", "op", "group", "bytes"),
+                *("start_ns", "dur_ns", "exposed_ns"),
+            ),
+        )
+
+
+_SAME = ("window", "rank", "device", "step", "op", "group", "unit", "bytes")
+
+
+def _repeated(reductions: pl.DataFrame) -> pl.DataFrame:
+    """Return the reductions before the last pass of a step that the last one does again."""
+    last = reductions.filter(pl.col("backward") == pl.col("backwards") - 1)
+    earlier = reductions.filter(pl.col("backward") < pl.col("backwards") - 1)
+    return earlier.join(last.select(_SAME).unique(), on=_SAME, how="semi", nulls_equal=True, maintain_order="left")
+
+
+def _once(run: Run, held_bytes: int) -> str:
+    used = strategy.of_run(run)
+    if used == DDP:
+        return "Reduce in the last micro-batch only: with model.no_sync() around the others; it takes no more memory."
+    keeps = f"; it keeps about {units.size(held_bytes)} of unsharded gradients on each rank until then"
+    if used == FSDP1:
+        return f"Reduce in the last micro-batch only: with model.no_sync() around the others{keeps}."
+    if used == FSDP2:
+        return (
+            "Reduce in the last micro-batch only: set_requires_gradient_sync(False) for the others and "
+            f"set_is_last_backward(True) for the last{keeps}; on a mesh of two axes set_requires_all_reduce(False) "
+            "spares the all-reduce alone, for no unsharded memory."
+        )
+    return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){keeps}."
+
+
+def _first(own: pl.DataFrame, table: pl.DataFrame, by: str) -> pl.DataFrame:
+    """Return the rows of the quoted step, the costliest first, then the costliest of others."""
+    order: dict[str, Any] = {"by": [by, "start_ns"], "descending": [True, False]}
+    others = table.join(own, on=["window", "rank", "device", "start_ns"], how="anti", nulls_equal=True)
+    return pl.concat([own.sort(**order).head(_EVIDENCE_ROWS), others.sort(**order).head(_EVIDENCE_ROWS)])

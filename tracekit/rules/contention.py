@@ -1,0 +1,235 @@
+"""Judgements of compute and collectives that slow each other down while both are on the device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.compute import collective_contention, concurrency, contention
+from tracekit.analysis.time import breakdown
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules import representative_step, step_losses
+from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.sync.collective_matching import calls
+
+_MUCH_TOGETHER = 0.2  # share of a step from which on it is worth saying that nothing can be told
+
+
+@dataclass(frozen=True)
+class ContendedCompute(Rule):
+    """Compute that takes longer while a collective is on the device.
+
+    What it does: reports runs in which kernels take more than `min_slowdown` times as long beside collectives as alone,
+    if that costs at least `min_cost_ratio` of the step.
+
+    Why it costs: a resident collective holds multiprocessors (NCCL's channels) and memory bandwidth. What it takes from
+    products that fill the device makes them wait for a second wave: up to twice the time.
+
+    How it is measured: each kernel is compared with itself (name, grid, block, bytes, input shapes of its op; where
+    shapes were not recorded, its neighbours on the stream) without a collective, within the same step where it ran so.
+    Work that runs beside anything else besides is compared with such only, or left out. The slowdown is the time spent
+    together over the time that the same work takes alone, its lower bound (95% interval, bootstrap over steps and
+    units) must exceed `min_slowdown`. Lost is what the judged kernels took longer, and as much of the time together of
+    those without a sample alone; no more than the step is longer than its collectives. The typical step of the worst
+    device is quoted. The cost is what replaying the run's steps without the slowdown saves (`tracekit whatif`); where
+    that saves less than `min_cost_ratio`, for the device waits for others anyway, it is information.
+
+    How to fix: give collectives fewer multiprocessors: NCCL_MAX_CTAS (or ncclConfig.maxCTAs by
+    ProcessGroupNCCL.Options), NCCL_CGA_CLUSTER_SIZE, SHARP or copy engines where there are any (symmetric memory,
+    NCCL 2.28 and later); let products leave them room (CUBLASLT_SM_COUNT_TARGET, Triton grids below the number of
+    multiprocessors); or send less (fully_shard on a mesh of two axes, larger batches).
+
+    Blind spots: needs device streams, and the same kernels without a collective beside them in the same trace; without
+    shapes or a grid, kernels of one name that differ in size are told apart by their neighbours only. Clocks that fall
+    under load look alike.
+    """
+
+    code: ClassVar[str] = "STREAM003"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        contention.by_step,
+        contention.by_kernel,
+        breakdown.by_step,
+    )
+    min_slowdown: float = 1.15
+    min_cost_ratio: float = 0.02
+
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why a run without a sample alone cannot be judged."""
+        return _blind(run, _compute(run), "compute ran beside collectives", least_ratio=_MUCH_TOGETHER)
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step loses enough."""
+        slow = _slow(_compute(run), self.min_slowdown)
+        judged = _compute(run).join(slow, on=["rank", "device"])
+        rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
+        lost = judged.select(
+            *representative_step.PLACE, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns"
+        )
+        steps = step_losses.by_step(run, lost, most=pl.col("duration_ns") - pl.col("communication_ns"))
+        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
+            return
+        pair = _pair(slow, worst)
+        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
+        kernels = run.table(contention.by_kernel).filter(
+            pl.col("of") == concurrency.COMPUTE,
+            pl.col("beside") == concurrency.COMMUNICATION,
+            pl.col("rank").is_in(ranks),
+        )
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_lost(worst)}.",
+            "Let collectives hold fewer multiprocessors (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or products leave them "
+            "room (CUBLASLT_SM_COUNT_TARGET); or send less (fully_shard on a mesh of two axes).",
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=_confidence(pair),
+            ranks=ranks,
+            steps=of_steps,
+            evidence=kernels.sort((pl.col("rank") == worst["rank"]), "lost_ns", descending=True).head(40),
+            without=Without("slowed-compute", self.min_cost_ratio),
+        )
+
+
+@dataclass(frozen=True)
+class StarvedCollectives(Rule):
+    """Collectives that take longer while compute runs beside them, and compute that then waits for them.
+
+    What it does: reports runs in which collectives move their data more than `min_slowdown` times as slowly beside
+    compute as alone, if compute waits for that at least `min_cost_ratio` of the step.
+
+    Why it costs: compute that fills the device takes memory bandwidth and multiprocessors from the collective, or
+    lowers the clocks. What that adds to a collective is lost where compute then waits for it.
+
+    How it is measured: by bus bandwidth at the same size: a transfer lasts from the arrival of the last known rank to
+    the end, and is compared with those of the same op, group, element type and size that compute left alone, in the
+    same step if there are any. Collectives beside which another one ran are compared with such only; where there is no
+    other sample, a collective by itself is compared with one alone but for another collective, which tells too little
+    rather than too much. The slowdown is the time together with compute over what the same transfers take alone; its
+    lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Those without a sample are
+    taken to be slowed like the rest of the rank. Of each chain of collectives without a gap no more is lost than
+    compute waited for it. The typical step of the worst device is quoted. The cost is what replaying the run's steps
+    without the slowdown saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
+
+    How to fix: give collectives more multiprocessors (NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS), or their streams a high
+    priority (ProcessGroupNCCL.Options.is_high_priority_stream); start them earlier, so that nobody waits
+    (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
+
+    Blind spots: needs device streams, and the same collectives without compute beside them in the same trace. Where
+    ranks of the group have no trace, waiting for them counts as transfer, and the finding is less sure. Copies between
+    devices of a node and collectives of other jobs on the same links are not seen.
+    """
+
+    code: ClassVar[str] = "STREAM004"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        collective_contention.calls,
+        calls,
+        breakdown.by_step,
+    )
+    min_slowdown: float = 1.2
+    min_cost_ratio: float = 0.02
+
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why a run without a sample alone cannot be judged."""
+        found = run.across(collective_contention.by_step)
+        return _blind(run, found, "collectives ran beside compute", least_ratio=_MUCH_TOGETHER)
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding if the worst device's typical step loses enough."""
+        found = run.across(collective_contention.by_step)
+        slow = _slow(found, self.min_slowdown)
+        lost = found.join(slow, on=["rank", "device"]).select(
+            *representative_step.PLACE, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
+        )
+        steps = step_losses.by_step(run, lost, most=pl.col("duration_ns") - pl.col("compute_ns"))
+        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
+            return
+        pair = _pair(slow, worst)
+        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
+        each = run.across(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
+        whole = bool(each.filter("judged")["whole"].all())
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: {_lost(worst)}.",
+            "Give collectives more of the device (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), or "
+            "start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=_confidence(pair) * (1.0 if whole else 0.8),
+            ranks=ranks,
+            steps=of_steps,
+            evidence=step_losses.evidence(worst, each.filter("judged").select(*_SHOWN)),
+            without=Without("slowed-collectives", self.min_cost_ratio),
+        )
+
+
+_SHOWN = (
+    *("window", "rank", "step", "device", "lane", "name", "op", "group", "unit", "bytes", "start_ns", "dur_ns"),
+    *("transfer_ns", "alone_ns", "compute_ns", "waited_ns", "lost_ns"),
+)
+
+
+def _compute(run: Run) -> pl.DataFrame:
+    return run.table(contention.by_step).filter(
+        pl.col("of") == concurrency.COMPUTE, pl.col("beside") == concurrency.COMMUNICATION
+    )
+
+
+def _slow(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
+    """Return the devices on which work is surely slower than `min_slowdown`, with slowdown, low and high."""
+    told = contention.pooled(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
+    return told.select("rank", "device", "slowdown", "low", "high")
+
+
+def _pair(slow: pl.DataFrame, worst: dict[str, Any]) -> dict[str, Any]:
+    return slow.filter(pl.col("rank") == worst["rank"], pl.col("device") == worst["device"]).row(0, named=True)
+
+
+def _interval(pair: dict[str, Any]) -> str:
+    low, high = pair["low"], pair["high"]
+    between = "" if low is None else f" (95% interval {low:.2f} to {high:.2f})"
+    return f"{pair['slowdown']:.2f} times{between}"
+
+
+def _confidence(pair: dict[str, Any]) -> float:
+    return 0.5 if pair["low"] is None else 0.8
+
+
+def _lost(worst: dict[str, Any]) -> str:
+    return (
+        f"of the {units.duration(worst['overlapped_ns'])} together in {representative_step.in_words(worst)} that costs "
+        f"{units.duration(worst['lost_ns'])}, {units.share(worst['lost_ratio'])} of its "
+        f"{units.duration(worst['duration_ns'])}"
+    )
+
+
+def _bandwidth(run: Run) -> str:
+    """Return the bus bandwidth of the collective with most time that is known alone and beside compute."""
+    speeds = ("alone_bus_bytes_per_s", "beside_bus_bytes_per_s")
+    found = run.across(collective_contention.bandwidths).drop_nulls(speeds)
+    if found.is_empty():
+        return ""
+    first = found.row(0, named=True)
+    alone, beside = (units.size(round(first[name])) for name in speeds)
+    return f" ({first['op']} of {units.size(first['bytes'])}: bus bandwidth {beside}/s, alone {alone}/s)"
+
+
+def _blind(run: Run, found: pl.DataFrame, what: str, *, least_ratio: float) -> str | None:
+    unknown = found.with_columns(
+        (pl.col("judged_ns").sum() == 0).over("rank", "device").alias("_unknown"),
+        pl.col("overlapped_ns").alias("lost_ns"),
+    ).filter("_unknown")
+    worst = representative_step.of_worst(
+        step_losses.by_step(run, unknown.select(*representative_step.PLACE, "lost_ns")), "lost_ratio"
+    )
+    if worst is None or worst["lost_ratio"] < least_ratio:
+        return None
+    return (
+        f"{what} for {units.duration(worst['lost_ns'])} of {representative_step.in_words(worst)}, and the same never alone, so "
+        f"whether that slows them cannot be told: {contention.RECORD}."
+    )

@@ -1,0 +1,51 @@
+"""Run the rules over a run and sort what they find."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from tracekit.conventions import VERSION
+from tracekit.errors import RuleError
+from tracekit.model.trace import Fact, Run, Source
+from tracekit.rules import all_rules, cost_attribution
+from tracekit.rules.rule import Finding, Input, Report, Rule, in_order
+
+
+def check(
+    run: Run,
+    rules: Iterable[Rule] | None = None,
+    *,
+    facts: Iterable[Fact] = (),
+    on_progress: Callable[[Source], None] | None = None,
+) -> Report:
+    """Judge a run by `rules`, all of them with their default thresholds unless told.
+
+    All rules, and further `facts` that are to be asked for later, share one pass over the traces; `on_progress` is
+    called after each trace of it. What findings cost comes from a replay of the steps without their cause, where it can
+    tell: a second pass, made only if there is such a finding. Raises RuleError, naming the rule, if a rule crashes.
+    """
+    chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
+    run.measure([*(fact for rule in chosen for fact in rule.facts), *facts], on_progress)
+    findings: list[Finding] = []
+    blind_spots: dict[str, str] = {}
+    for rule in chosen:
+        try:
+            blind = rule.blind_spot(run)
+            findings += rule.check(run)
+        except Exception as error:
+            raise RuleError(f"{rule.code} crashed on {run.path}: {type(error).__name__}: {error}") from error
+        blind_spots |= {rule.code: blind} if blind else {}
+    inputs = tuple(_input(source.path) for source in run.sources)
+    notes = tuple(f"{code}: {blind}" for code, blind in blind_spots.items())
+    report = Report(run, in_order(findings), notes, inputs, VERSION)
+    return cost_attribution.priced(replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots))
+
+
+def _input(path: str) -> Input:
+    file = Path(path)
+    if not file.is_file():
+        return Input(path, 0, "")
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return Input(path, file.stat().st_size, digest)

@@ -1,0 +1,231 @@
+"""Judgements of how much memory is held: growth, headroom, idle reserve, and who holds the peak."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import polars as pl
+
+from tracekit.analysis.memory import allocations, growth
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules.rule import Finding, Rule, Severity
+
+_WHERE = ("window", "rank")
+# Ops whose memory another op saves, and that one's name.
+_REMEDIES = (
+    (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or by a fused kernel"),
+    (("softmax", "bmm", "masked_fill"), "torch.nn.functional.scaled_dot_product_attention keeps no attention scores"),
+)
+
+
+@dataclass(frozen=True)
+class GrowingMemory(Rule):
+    """Memory that grows from step to step: a leak.
+
+    What it does: reports ranks on which more is held after each step than after the one before.
+
+    Why it costs: a run that grows ends out of memory, after hours.
+
+    How it is measured: what is held at the end of each step, by the profiler's memory events, or by the metrics log of
+    every step; the slope is the median over all pairs of steps, and its 99% confidence interval must begin at
+    `min_bytes` a step or more; and growth over the window must be `min_growth_ratio` times what the middle half of the
+    steps differs by without it, for what comes and stays a while looks like growth in a short window. What a backend of
+    the host takes inside its collectives is left out.
+
+    How to fix: keep no tensors over steps that hold a graph: losses and outputs in lists (use .item() or .detach()),
+    retain_graph, hooks and caches that grow. torch.cuda.memory._record_memory_history and tracekit memory SNAPSHOT say
+    which code allocated what stays.
+
+    Blind spots: fewer than 5 steps tell nothing. A leak slower than the window's noise is not seen: log every step
+    with tracekit.capture. A cache that fills up and then stops is taken for a leak while it fills.
+    """
+
+    code: ClassVar[str] = "MEM003"
+    facts: ClassVar[tuple[Fact, ...]] = (growth.growth,)
+    min_bytes: int = 1 << 16
+    min_growth_ratio: float = 5.0
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the fastest growth."""
+        in_all = pl.col("slope_bytes") * (pl.col("last_step") - pl.col("first_step"))
+        grown = run.table(growth.growth).filter(
+            pl.col("low_bytes") >= self.min_bytes, in_all >= self.min_growth_ratio * pl.col("spread_bytes")
+        )
+        if grown.is_empty():
+            return
+        worst = grown.sort("slope_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            f"Rank {worst['rank']} holds {units.size(worst['slope_bytes'])} more after each step "
+            f"({units.size(worst['low_bytes'])} to {units.size(worst['high_bytes'])}, 99% confidence), "
+            f"{units.size(worst['first_bytes'])} after step {worst['first_step']} and "
+            f"{units.size(worst['last_bytes'])} after step {worst['last_step']}.",
+            "Keep no tensors that hold a graph from step to step: .item() or .detach() what is collected; "
+            "tracekit memory on a snapshot says who allocated what stays.",
+            cost_bytes=int(worst["slope_bytes"]),
+            confidence=0.9 if worst["steps"] >= 2 * growth.LEAST_STEPS else 0.7,
+            ranks=tuple(grown["rank"].unique().sort().to_list()),
+            evidence=grown,
+        )
+
+
+@dataclass(frozen=True)
+class LittleHeadroom(Rule):
+    """A device whose memory is nearly all reserved.
+
+    What it does: says where less than `min_headroom_ratio` of a device's memory was never reserved.
+
+    Why it costs: the next longer batch, or another process's context, ends the run or makes the allocator give its
+    cache back and ask anew, which stops all streams.
+
+    How it is measured: the device's memory in the trace's header, less the most that the caching allocator reserved.
+
+    How to fix: lower the peak (tracekit memory RUN says who holds it), or, where much is reserved and idle, set
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+
+    Blind spots: without profile_memory nothing is seen. What other processes, NCCL and the CUDA context take is not
+    known and comes on top. A run that means to fill its device is reported too.
+    """
+
+    code: ClassVar[str] = "MEM004"
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
+    min_headroom_ratio: float = 0.05
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the device with least left."""
+        known = run.table(allocations.peaks).drop_nulls("headroom_bytes").filter(pl.col("memory_bytes") > 0)
+        ratio = pl.col("headroom_bytes") / pl.col("memory_bytes")
+        short = known.with_columns(headroom_ratio=ratio).filter(pl.col("headroom_ratio") < self.min_headroom_ratio)
+        if short.is_empty():
+            return
+        worst = short.sort("headroom_ratio", *_WHERE).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"Of the {units.size(worst['memory_bytes'])} of device {worst['device']}, "
+            f"{units.size(max(worst['headroom_bytes'], 0))} ({units.share(max(worst['headroom_ratio'], 0))}) "
+            f"were never reserved on rank {worst['rank']}.",
+            "Lower the peak (tracekit memory RUN says who holds it), or give the allocator room with "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+            confidence=0.9,
+            ranks=tuple(short["rank"].unique().sort().to_list()),
+            evidence=short,
+        )
+
+
+@dataclass(frozen=True)
+class IdleReserve(Rule):
+    """Memory that the allocator keeps and that is not used even when most is held.
+
+    What it does: reports devices on which at least `min_slack_ratio` of what is reserved, and `min_slack_bytes`, is
+    idle at the peak.
+
+    Why it costs: cached memory serves only requests that fit one of its pieces, on the stream that it belongs to: what
+    is cut up (fragmentation) or on another stream is lost to the program, and to all others on the device.
+
+    How it is measured: reserved less held at the moment at which most is held, by the profiler's memory events.
+
+    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay predicts what that
+    and other settings would reserve. Allocate what another stream uses on that stream, not by record_stream.
+
+    Blind spots: a peak before the window (a first step, an evaluation) may have needed what is idle since: then
+    torch.cuda.empty_cache once after it does. Which pool and stream it lies in only a snapshot tells.
+    """
+
+    code: ClassVar[str] = "MEM005"
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.peaks,)
+    min_slack_ratio: float = 0.25
+    min_slack_bytes: int = 1 << 30
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the device with most idle."""
+        known = run.table(allocations.peaks).drop_nulls("slack_bytes").filter(pl.col("peak_reserved_bytes") > 0)
+        idle = known.with_columns(slack_ratio=pl.col("slack_bytes") / pl.col("peak_reserved_bytes")).filter(
+            pl.col("slack_ratio") >= self.min_slack_ratio, pl.col("slack_bytes") >= self.min_slack_bytes
+        )
+        if idle.is_empty():
+            return
+        worst = idle.sort("slack_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"On rank {worst['rank']}, {units.size(worst['slack_bytes'])} of the "
+            f"{units.size(worst['peak_reserved_bytes'])} reserved ({units.share(worst['slack_ratio'])}) are idle even "
+            "when most is held.",
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay "
+            "'expandable_segments:True' predicts what it saves.",
+            cost_bytes=worst["slack_bytes"],
+            confidence=0.6,
+            ranks=tuple(idle["rank"].unique().sort().to_list()),
+            evidence=idle,
+        )
+
+
+@dataclass(frozen=True)
+class PeakOwner(Rule):
+    """One op that holds much of the peak.
+
+    What it does: says which op holds at least `min_owned_ratio` of a device's memory, and `min_owned_bytes`, when most
+    is held.
+
+    Why it costs: the peak decides batch size, recomputation and how many devices a model needs.
+
+    How it is measured: blocks alive at the peak by the op that allocated them, in each phase; what was there before the
+    window has no op and is not judged. Where Python's stacks were recorded (with_stack=True), the module and the place
+    in code that hold most of it are named.
+
+    How to fix: an op that does not materialise the tensor, activation checkpointing around it, or a smaller chunk.
+
+    Blind spots: one training step in which weights and optimizer state are seen allocated (the first) puts them first.
+    The host's memory is not judged.
+    """
+
+    code: ClassVar[str] = "MEM006"
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.at_peak,)
+    min_owned_ratio: float = 0.3
+    min_owned_bytes: int = 256 << 20
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield at most one finding: the largest owner."""
+        held = run.table(allocations.at_peak).drop_nulls(["device", "op"])
+        key = [*_WHERE, "device", "op", "phase", "peak_bytes"]
+        # Rows come largest first, so the first place known holds most.
+        first = pl.col("module", "stack").drop_nulls().first()
+        owned = held.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), first)
+        owned = owned.with_columns(owned_ratio=pl.col("bytes") / pl.col("peak_bytes")).filter(
+            pl.col("owned_ratio") >= self.min_owned_ratio, pl.col("bytes") >= self.min_owned_bytes
+        )
+        if owned.is_empty():
+            return
+        owned = owned.sort("bytes", *_WHERE, "op", "phase", descending=[True, *[False] * 4])
+        worst = owned.row(0, named=True)
+        phase = f" of {worst['phase']}" if worst["phase"] else ""
+        yield Finding(
+            self.code,
+            Severity.INFO,
+            f"{worst['op']}{phase} holds {units.size(worst['bytes'])} in {worst['count']:,} "
+            f"block{'' if worst['count'] == 1 else 's'}, "
+            f"{units.share(worst['owned_ratio'])} of the {units.size(worst['peak_bytes'])} held at most on rank "
+            f"{worst['rank']}{_place(worst['module'], worst['stack'])}.",
+            _remedy(worst["op"]),
+            cost_bytes=worst["bytes"],
+            confidence=0.8,
+            ranks=tuple(owned["rank"].unique().sort().to_list()),
+            evidence=owned,
+        )
+
+
+def _place(module: str | None, stack: str | None) -> str:
+    known = [f"module {module}"] * (module is not None) + [stack] * (stack is not None)
+    return f"; most of it for {', '.join(map(str, known))}" if known else ""
+
+
+def _remedy(op: str) -> str:
+    saved = next((remedy for names, remedy in _REMEDIES if any(name in op for name in names)), None)
+    return (
+        "Activation checkpointing around it frees this until backward; "
+        + (saved or "a smaller micro-batch shrinks it")
+        + "."
+    )

@@ -1,0 +1,67 @@
+"""Where kept reports lie: a shelf of their own beside the parsed traces, with a tenth of their bound."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import polars as pl
+
+from tracekit.errors import InputError
+from tracekit.ingest import disk_cache as shelves
+from tracekit.ingest import loader, trace_cache
+from tracekit.ingest.disk_cache import Shelf
+from tracekit.model.trace import Run, Trace
+from tracekit.rules.report_cache import entry, keys
+from tracekit.rules.rule import Report
+
+_SUFFIX = ".report"
+_SHARE_OF_CACHE = 10
+
+
+def shelf() -> Shelf:
+    """Return the user's shelf of kept reports; for a user without a home, one that holds nothing."""
+    folder = shelves.folder("reports", os.environ)
+    if folder is None:
+        return Shelf(Path(os.devnull), _SUFFIX, 0)
+    return Shelf(folder, _SUFFIX, trace_cache.bound() // _SHARE_OF_CACHE)
+
+
+def get(key: str, path: str) -> Report | None:
+    """Return the report kept under `key` of the run at `path`; None where there is none to trust."""
+    held, again = shelf(), _Again(path, key)
+
+    def recall(number: int) -> pl.DataFrame | None:
+        return held.get(key, partial(entry.read_fact, number))
+
+    return held.get(key, lambda file: entry.read(file, again.reader, recall))
+
+
+def put(key: str, report: Report) -> None:
+    """Keep a report; one that cannot be written is not kept."""
+    shelf().put(key, partial(entry.write, report), unless=entry.UNSAYABLE)
+
+
+class _Again:
+    """A run that is loaded when one of its traces is asked for."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self._path, self._key = path, key
+        self._run: Run | None = None
+        self._lock = Lock()
+
+    def reader(self, window: int, rank: int, path: str) -> Callable[[], Trace]:
+        return partial(self._read, window, rank, path)
+
+    def _read(self, window: int, rank: int, path: str) -> Trace:
+        with self._lock:
+            if self._run is None:
+                if keys.of_run(self._path) != self._key:
+                    # No BadTraceError: a run takes that for a rank that cannot be read, and goes on without it.
+                    raise InputError(f"{self._path}: changed since it was checked; open it again")
+                self._run = loader.load(self._path)
+        for source in self._run.sources:
+            if (source.window, source.rank, source.path) == (window, rank, path):
+                return source.read()
+        raise InputError(f"{path}: is no part of the run any more; open it again")

@@ -1,0 +1,48 @@
+"""What a list of runs shows of each: the verdict in numbers, and its step times."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tracekit.analysis.time import summary as facts
+from tracekit.rules.rule import Report, Severity
+
+MOST_STEPS = 60
+DATA_FAMILY = "DATA"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A report in short."""
+
+    findings: Mapping[str, int]
+    """How many there are of each severity, by label; without those of doubtful data."""
+    doubts: int
+    """How many findings of doubtful data there are that are more than information."""
+    ranks: int
+    step_time_ns: float | None
+    steps_ns: tuple[int, ...]
+    """The slowest rank's time of each step, in order; of many, the last."""
+    exposed_communication_ratio: float | None
+    impact: float
+    """The largest share of the step that one finding costs."""
+
+
+def of_report(report: Report) -> Summary:
+    """Return a report in short; its run's facts have been measured."""
+    judged = [found for found in report.findings if not is_of_data(found.code)]
+    doubts = [found for found in report.findings if is_of_data(found.code) and found.severity > Severity.INFO]
+    steps = facts.step_times(report.run)
+    return Summary(
+        {severity.label: sum(found.severity is severity for found in judged) for severity in Severity},
+        len(doubts),
+        len(report.run.ranks),
+        facts.step_time_ns(report.run),
+        tuple(steps["duration_ns"].tail(MOST_STEPS).to_list()),
+        facts.exposed_communication_ratio(report.run),
+        max((found.impact for found in judged), default=0.0),
+    )
+
+
+def is_of_data(code: str) -> bool:
+    """Return whether a rule judges the recording rather than the training."""
+    return code.rstrip("0123456789") == DATA_FAMILY

@@ -1,0 +1,281 @@
+"""Judgements of what a save that blocks training is made of, one class of stall each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages, saves, stalls
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules.rule import Finding, Rule, Severity
+
+_EVIDENCE_ROWS = 60
+
+
+@dataclass(frozen=True)
+class StalledSave(Rule):
+    """A class of stall that is the largest part of saves that block training noticeably; subclasses name it."""
+
+    kind: ClassVar[str]
+    remedy: ClassVar[str]
+    facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
+    max_overhead_ratio: float = 0.05
+    min_blocked_ms: int = 250
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding for all saves of this class."""
+        mine = run.across(stalls.dominant).filter(
+            (pl.col("clock") == stalls.BLOCKED) & (pl.col("kind") == self.kind), pl.col("dur_ns") > 0
+        )
+        long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
+        costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
+        judged = run.across(saves.each).filter(~pl.col("background"), long, costly)
+        found = mine.join(judged.drop("bytes"), on="save").sort("blocked_ns", "save")
+        if found.is_empty():
+            return
+        row = found.row((found.height - 1) // 2, named=True)
+        overhead = row["overhead_ratio"]
+        yield Finding(
+            self.code,
+            Severity.INFO if overhead is None else Severity.WARNING,
+            f"{self._words(row)} {_place(row, found.height)}{self._because(row)}.",
+            self.remedy.replace("RANK", str(row["rank"])),
+            impact=(overhead or 0.0) * row["ratio"],
+            cost_ns=round(row["dur_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
+            confidence=(0.9 if overhead is not None else 0.6) * min(1.0, 0.5 + row["ratio"]),
+            ranks=(row["rank"],),
+            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            evidence=_evidence(run, row),
+        )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        """Return the beginning of the message, up to the save's name."""
+        raise NotImplementedError
+
+    def _because(self, row: dict[str, Any]) -> str:
+        """Return what else the numbers say, the end of the message."""
+        raise NotImplementedError
+
+
+def _place(row: dict[str, Any], count: int) -> str:
+    which = f"({row['save']}, typical of {count} saves)" if count > 1 else f"({row['save']})"
+    return f"of the {units.duration(row['blocked_ns'])} that a checkpoint blocks training {which}"
+
+
+def took(row: dict[str, Any]) -> str:
+    """Return how long the kind of a row of `stalls.parts` takes, and what share that is."""
+    return f"{units.duration(row['dur_ns'])}, {units.share(row['ratio'])},"
+
+
+def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
+    """Return the lines of that save, first those of the rank and stage that are blamed."""
+    own = run.across(saves.stages).filter(pl.col("save") == row["save"], "blocking")
+    blamed = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
+    shown = own.sort(~blamed, "rank", "start_ns", "stage")
+    return shown.select("save", *(name for name in own.columns if name not in ("save", "whole_bytes"))).head(
+        _EVIDENCE_ROWS
+    )
+
+
+@dataclass(frozen=True)
+class SerializedSave(StalledSave):
+    """Saves that are Python's work: making bytes of tensors, mostly of many small ones.
+
+    What it does: reports saves whose largest part is serializing. Silent where a save blocks for less than
+    `min_blocked_ms` or `max_overhead_ratio` of the time.
+
+    Why it costs: torch.save makes an archive of each tensor, which costs a fraction of a millisecond and over a
+    thousand bytes however small the tensor is; storage is idle meanwhile.
+
+    How it is measured: on the way that all ranks wait for (see docs/checkpoints.md). Where over a fifth of what is
+    written is no tensor, tensors are many and small, and planning counts to it: it grows with their number too.
+
+    How to fix: save fewer, larger tensors (fused or foreach optimizer states in one), in safetensors, or by more
+    threads.
+
+    Blind spots: needs the checkpoint log of tracekit.capture. What C++ writes in one go (safetensors, the old format of
+    torch.save) is not told apart from writing.
+    """
+
+    code: ClassVar[str] = "CKPT002"
+    kind: ClassVar[str] = stalls.SERIALIZE
+    remedy: ClassVar[str] = (
+        "Save fewer, larger tensors (flatten small states into one), FileSystemWriter(thread_count=…), or "
+        "HuggingFaceStorageWriter (safetensors); DefaultSavePlanner(enable_plan_caching=True) plans once."
+    )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        small = row["envelope_ratio"] > stalls.SMALL_TENSORS_RATIO
+        return f"{'Planning and serializing take' if small else 'Serializing takes'} {took(row)}"
+
+    def _because(self, row: dict[str, Any]) -> str:
+        if row["envelope_ratio"] <= stalls.SMALL_TENSORS_RATIO:
+            return f", on rank {row['rank']}"
+        return (
+            f": {units.share(row['envelope_ratio'])} of what rank {row['rank']} writes is no tensor, so it writes many "
+            "small ones"
+        )
+
+
+@dataclass(frozen=True)
+class StagedSave(StalledSave):
+    """Saves that are copying from the device to the host.
+
+    What it does: reports saves whose largest part is fetching tensors. Silent where a save blocks for less than
+    `min_blocked_ms` or `max_overhead_ratio` of the time.
+
+    Why it costs: a copy into pageable memory runs at a fraction of what the bus gives and stops the stream it is on.
+
+    How it is measured: stage `stage` on the way that all ranks wait for, with its bytes and their rate.
+
+    How to fix: stage into pinned memory that is kept from save to save.
+
+    Blind spots: needs the checkpoint log. On a host without a device the same stage is fetching and copying in memory.
+    """
+
+    code: ClassVar[str] = "CKPT003"
+    kind: ClassVar[str] = stalls.STAGING
+    remedy: ClassVar[str] = (
+        "Stage into memory that is kept: dcp.async_save(…, async_stager=DefaultStager(StagingOptions("
+        "use_pinned_memory=True, use_async_staging=True))), one stager for all saves."
+    )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        return f"Copying tensors to the host takes {took(row)}"
+
+    def _because(self, row: dict[str, Any]) -> str:
+        rate = f": {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
+        return f"{rate}, on rank {row['rank']}"
+
+
+@dataclass(frozen=True)
+class SlowStorage(StalledSave):
+    """Saves that wait for storage to take their bytes.
+
+    What it does: reports saves whose largest part is writing. Silent where a save blocks for less than `min_blocked_ms`
+    or `max_overhead_ratio` of the time.
+
+    Why it costs: nothing trains until the last byte is handed over.
+
+    How it is measured: stage `write` on the way that all ranks wait for; the rate is that of the rank that takes
+    longest, while it writes.
+
+    How to fix: faster or nearer storage, more ranks that write, or fewer bytes.
+
+    Blind spots: needs the checkpoint log. Without fsync the rate is that of the page cache, not of storage.
+    """
+
+    code: ClassVar[str] = "CKPT004"
+    kind: ClassVar[str] = stalls.WRITE
+    remedy: ClassVar[str] = (
+        "Write to local disk first and copy from there, or spread the shards over more writers and threads "
+        "(FileSystemWriter(thread_count=…)); dcp.async_save hides it. tracekit plan checkpoint says what is needed."
+    )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        return f"Writing takes {took(row)}"
+
+    def _because(self, row: dict[str, Any]) -> str:
+        rate = f" at {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
+        return f": rank {row['rank']} writes{rate} ({units.size(row['bytes'] or 0)})"
+
+
+@dataclass(frozen=True)
+class SlowSync(StalledSave):
+    """Saves that wait for fsync, or for opening and finishing files.
+
+    What it does: reports saves whose largest part is syncing and metadata. Silent where a save blocks for less than
+    `min_blocked_ms` or `max_overhead_ratio` of the time.
+
+    Why it costs: each file costs a round trip to storage that no bandwidth shortens.
+
+    How it is measured: stages `fsync` and `finish` on the way that all ranks wait for.
+
+    How to fix: fewer files; a save in the background.
+
+    Blind spots: needs the checkpoint log. A sync also waits for bytes that were written before it and lay in the page
+    cache: with few files and many bytes this is bandwidth.
+    """
+
+    code: ClassVar[str] = "CKPT005"
+    kind: ClassVar[str] = stalls.SYNC
+    remedy: ClassVar[str] = (
+        "Sync fewer files: FileSystemWriter(single_file_per_rank=True), fewer writers; dcp.async_save hides it. "
+        "FileSystemWriter(sync_files=False) gives up durability."
+    )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        return f"Syncing and metadata take {took(row)}"
+
+    def _because(self, row: dict[str, Any]) -> str:
+        return f", most of it the stage {row['stage']} on rank {row['rank']}"
+
+
+@dataclass(frozen=True)
+class StragglingWriter(StalledSave):
+    """One rank that writes slower than its share explains, and the others wait for it.
+
+    What it does: reports saves whose largest part is what the slowest rank's writing and syncing takes beyond what as
+    many bytes and files take on the other ranks. Silent where a save blocks for less than `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
+
+    Why it costs: every rank waits for the slowest.
+
+    How it is measured: against the median of the other ranks' time per byte (writing) and per file (syncing), so a rank
+    that has more to write, as under ZeRO-1, is none; it must take twice what it should, and another must wait for most
+    of that.
+
+    How to fix: look at that node's storage, network and neighbours.
+
+    Blind spots: needs the checkpoint log of two ranks or more; where half of the ranks are slow, nobody straggles.
+    """
+
+    code: ClassVar[str] = "CKPT006"
+    kind: ClassVar[str] = stalls.STRAGGLER
+    remedy: ClassVar[str] = (
+        "Look at the storage of rank RANK's node (disk health, mount, quota, neighbours), or let other "
+        "ranks write: DefaultSavePlanner(dedup_save_to_lowest_rank=False) spreads replicated tensors."
+    )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        return f"Waiting for rank {row['rank']} to write takes {took(row)}"
+
+    def _because(self, row: dict[str, Any]) -> str:
+        return (
+            ": that is what it takes beyond what its bytes and files take on the others, mostly in the stage "
+            f"{row['stage']}"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedSave(StalledSave):
+    """Saves that are planning, and ranks waiting for each other with nobody at work.
+
+    What it does: reports saves whose largest part is building the state dict, planning, and meetings that no rank's
+    work explains. Silent where a save blocks for less than `min_blocked_ms` or `max_overhead_ratio` of the time.
+
+    Why it costs: plans of all ranks are gathered on one, made there and scattered, anew for each save; it grows with
+    ranks times tensors.
+
+    How it is measured: stage `plan` of the slowest rank, and what of the save is left after the way that all ranks wait
+    for.
+
+    How to fix: keep plans.
+
+    Blind spots: needs the checkpoint log. Ranks that enter a save late look like waiting: so do stragglers of training.
+    """
+
+    code: ClassVar[str] = "CKPT007"
+    kind: ClassVar[str] = stalls.PLAN
+    remedy: ClassVar[str] = (
+        "Keep plans from save to save: DefaultSavePlanner(enable_plan_caching=True); keep the state dict sharded "
+        "(get_model_state_dict without full_state_dict); align ranks before saving."
+    )
+
+    def _words(self, row: dict[str, Any]) -> str:
+        return f"Planning and waiting without anybody at work take {took(row)}"
+
+    def _because(self, row: dict[str, Any]) -> str:
+        return f", most of it the stage {row['stage']} on rank {row['rank']}"

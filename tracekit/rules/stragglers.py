@@ -1,0 +1,120 @@
+"""Judgements of ranks against each other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.checkpoint import save_stages
+from tracekit.analysis.compute import compute_gap_causes
+from tracekit.analysis.parallelism import stragglers
+from tracekit.analysis.time import breakdown
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.sync import collective_matching
+
+_EVIDENCE_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Straggler(Rule):
+    """A rank that comes late to collectives again and again, while the others stand idle.
+
+    What it does: reports a rank for which the others lose more than `min_wait_ratio` of the step, in at least
+    `min_steps_ratio` of the steps from the first in which they do, and in more than one.
+
+    Why it costs: a collective begins to move data when the last rank has come, so one slow rank slows all.
+
+    How it is measured: collectives are found again on all ranks and clocks aligned by their ends. What a rank waits in
+    collectives for the last of those with a trace is put to that one's account, as far as it computes nothing
+    meanwhile, or stands idle in collectives for longer than the late one does: where compute hides the waiting, the
+    collectives behind it come late instead; what its own collectives keep it longer than others' do is a link's fault
+    (RANK002) and taken off. In each step the median over the other ranks counts. Of all waiting in
+    collectives more than half must be for it, and what is lost must not vary by more than `max_spread_ratio` (between
+    quartiles, over the median) from step to step: a slow rank is late by the same each time. Differences below the
+    residual of the clocks are not told. Steps that save are left out.
+
+    How to fix: look at what the late rank does before it comes: a slower or hotter device (clocks, nvidia-smi -q -d
+    PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), a neighbour on its node. Swap
+    the node to tell hardware from data.
+
+    Blind spots: needs the traces of several ranks of a group and three collectives that they share; a rank without a
+    trace may come later still. Delays that move from rank to rank, as of uneven data, are no one's. A rank that is late
+    because another collective held it up is blamed for the part that its peers' do not take as well.
+    """
+
+    code: ClassVar[str] = "RANK001"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        compute_gap_causes.compute_gap_causes,
+        collective_matching.calls,
+        breakdown.by_step,
+        save_stages.save_spans,
+    )
+    min_wait_ratio: float = 0.03
+    min_steps_ratio: float = 0.75
+    max_spread_ratio: float = 0.6
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding per straggling rank."""
+        for (rank,), mine in run.across(stragglers.accounts).group_by("late_rank", maintain_order=True):
+            worst = self._persists(mine.sort("order"))
+            if worst is not None:
+                yield self._finding(run, int(str(rank)), worst)
+
+    def _persists(self, mine: pl.DataFrame) -> dict[str, Any] | None:
+        """Return the typical step of a rank that is late in most steps since it first was; None for one that is not."""
+        late = mine.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
+        if late.height < 2:
+            return None
+        since = mine.filter(pl.col("order") >= late["order"][0])
+        if late.height < self.min_steps_ratio * since.height or since.height * 3 < mine.height:
+            return None
+        lost = since["lost_ratio"]
+        low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
+        if high - low > self.max_spread_ratio * middle:
+            return None
+        ordered = since.sort("lost_ratio", "order")
+        typical = ordered.row((ordered.height - 1) // 2, named=True)
+        return typical | {"late": late, "since": since.height, "first": since["step"][0]}
+
+    def _finding(self, run: Run, rank: int, worst: dict[str, Any]) -> Finding:
+        late: pl.DataFrame = worst["late"]
+        waits = run.across(stragglers.late_calls).filter(pl.col("late_rank") == rank)
+        quoted = waits.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
+        others = waits.filter((pl.col("window") != worst["window"]) | (pl.col("step") != worst["step"]))
+        shown = [each.sort("wait_ns", "start_ns", descending=[True, False]) for each in (quoted, others)]
+        return Finding(
+            self.code,
+            Severity.WARNING,
+            f"Rank {rank} comes late: the other ranks lose {units.duration(worst['lost_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) to waiting for it in the "
+            f"typical step ({worst['step']}), in {late.height} of {worst['since']} steps since step {worst['first']}; "
+            f"it comes last to {worst['late_calls']} of {worst['calls']} collectives, most at {_where(quoted)}.",
+            f"See what rank {rank} does before it comes: device clocks and temperature, uneven work, a busy host "
+            "(HOST001, HOST003), neighbours on its node; swap the node to tell hardware from data.",
+            impact=min(1.0, worst["lost_ratio"]),
+            cost_ns=worst["lost_ns"],
+            confidence=0.8 if worst["is_whole"] else 0.7,
+            ranks=(rank,),
+            steps=tuple(late["step"].unique().sort().to_list()),
+            without=Without("straggler"),
+            evidence=pl.concat([shown[0].head(_EVIDENCE_ROWS), shown[1].head(_EVIDENCE_ROWS)]).select(
+                "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
+            ),
+            subject=f"rank {rank}",
+        )
+
+
+_MOST = 0.5
+
+
+def _where(quoted: pl.DataFrame) -> str:
+    """Return at which collective most is waited: its op, and unit or phase."""
+    sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
+    most = sums.sort("wait_ns", "op", "unit", "phase", descending=[True, False, False, False]).row(0, named=True)
+    what = f"the {(most['op'] or 'collective').replace('_', '-')}"
+    if most["unit"]:
+        return f"{what} of {most['unit']}" + (f" in {most['phase']}" if most["phase"] else "")
+    return f"{what} in {most['phase']}" if most["phase"] else what

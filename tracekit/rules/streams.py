@@ -1,0 +1,235 @@
+"""Judgements of streams that get in each other's way: small kernels that give way, and an order that need not be."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polars as pl
+
+from tracekit.analysis.communication import queueing
+from tracekit.analysis.compute import contention
+from tracekit.analysis.time import breakdown
+from tracekit.model import units
+from tracekit.model.trace import Fact, Run
+from tracekit.rules import representative_step, step_losses
+from tracekit.rules.rule import Finding, Rule, Severity, Without
+
+_GAP = ("window", "rank", "communication_gap")
+
+
+@dataclass(frozen=True)
+class GiveWay(Rule):
+    """Preparatory kernels of collectives that crawl beside the main compute, and compute that then waits.
+
+    What it does: finds the whole chain of the give-way effect of FSDP: a kernel that prepares a collective takes more
+    than `min_inflation` times as long beside compute as alone; no collective runs meanwhile; and compute stands idle
+    for the collective that it delays, or for those behind that one without a further gap, such as the next all-gather
+    on its communicator. Less than `min_cost_ratio` of the step is not reported.
+
+    Why it costs: the preparation (copies, casts and divides before a reduce-scatter) yields the device to the main
+    compute, and then compute waits for the collectives as long as the preparation was held up.
+
+    How it is measured: preparation is what was launched under the same FSDP span before the collective, else what lies
+    directly before it on its communication stream. What a kernel takes alone is the median of the same kernel (name,
+    grid, block) that compute left alone, else of the same kernel on another grid, scaled by the number of blocks (the
+    column sample says which). Of each gap in communication the smallest counts of: what its preparation took longer
+    than alone; the part of the gap that this fills; and how long nothing computed for want of what the gap delayed.
+    The typical step of the worst device is quoted. The cost is what replaying the run's steps with every preparation as
+    fast as alone saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
+
+    How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP,
+    fully_shard), fewer casts and divides before the reduce-scatter, gradients kept in the reduce dtype
+    (MixedPrecisionPolicy.reduce_dtype).
+
+    Blind spots: needs device streams, and instances of the same kernel alone: without any, all of its time counts as
+    its own (COMM004). What crawls without making compute wait is not reported, nor is what the main compute loses to
+    the preparation beside it.
+    """
+
+    code: ClassVar[str] = "STREAM001"
+    facts: ClassVar[tuple[Fact, ...]] = (
+        contention.preparation,
+        contention.device_count,
+        breakdown.by_step,
+    )
+    min_inflation: float = 1.5
+    min_cost_ratio: float = 0.02
+
+    def blind_spot(self, run: Run) -> str | None:
+        """Return why a CPU run, or one without a sample alone, cannot be judged."""
+        if not run.table(contention.device_count)["devices"].sum():
+            return "contention needs device streams; this run was on the CPU, so it was not judged."
+        unknown = run.table(contention.preparation).filter(
+            pl.col("alone_ns").is_null(), pl.col("overlapped_ns") * 2 > pl.col("dur_ns"), pl.col("waited_ns") > 0
+        )
+        steps = step_losses.by_step(run, unknown.select(*representative_step.PLACE, pl.col("dur_ns").alias("lost_ns")))
+        worst = representative_step.of_worst(steps, "lost_ratio")
+        if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
+            return None
+        return (
+            f"{units.duration(worst['lost_ns'])} of preparation ran beside compute in {representative_step.in_words(worst)}, and "
+            f"never alone, so whether it crawls cannot be told: {contention.RECORD}."
+        )
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield one finding per run in which inflated preparation makes compute wait."""
+        chains = self._chains(run.table(contention.preparation).drop_nulls("step"))
+        steps = step_losses.by_step(run, chains.select(*representative_step.PLACE, "lost_ns", "held_up_ns"))
+        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        if worst is None:
+            return
+        own = representative_step.here(chains, worst)
+        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
+        yield Finding(
+            self.code,
+            Severity.WARNING,
+            _gives_way(worst, own),
+            "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or drop "
+            "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=0.8 if (own["sample"] == "alone").any() else 0.6,
+            ranks=ranks,
+            steps=of_steps,
+            evidence=step_losses.evidence(worst, chains),
+            without=Without("give-way", self.min_cost_ratio),
+        )
+
+    def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
+        """Return the held-up work of whole chains; `lost_ns`, what compute waited for it, stands at a gap's first."""
+        held_up = (
+            preparation.drop_nulls(["alone_ns", "communication_gap"])
+            .filter(
+                pl.col("dur_ns") > self.min_inflation * pl.col("alone_ns"),
+                pl.col("overlapped_ns") * 2 > pl.col("dur_ns"),
+            )
+            .with_columns((pl.col("dur_ns") - pl.col("alone_ns")).alias("held_up_ns"))
+            .sort("window", "rank", "start_ns")
+        )
+        lost_ns = pl.min_horizontal(pl.col("held_up_ns").sum().over(_GAP), "contention_ns", "waited_ns")
+        first = pl.int_range(pl.len()).over(_GAP) == 0
+        return held_up.filter(lost_ns > 0).with_columns(pl.when(first).then(lost_ns).otherwise(0).alias("lost_ns"))
+
+
+@dataclass(frozen=True)
+class NeedlessOrder(Rule):
+    """Streams that could run side by side and take turns, for they are fed through one queue or one communicator.
+
+    What it does: warns of devices on which no kernel ever begins before one that was launched earlier on another
+    stream, where many could: one queue feeds all streams (`CUDA_DEVICE_MAX_CONNECTIONS=1`). And tells, as information,
+    where collectives of one process group on different streams wait for each other although no work between them asks
+    for that: they share a communicator. Less than `min_cost_ratio` of the step is not reported.
+
+    Why it costs: what stands at the head of the queue and waits for an event holds up all that was launched after it:
+    the next all-gather waits for compute to be started, and compute for a collective to be.
+
+    How it is measured: a kernel could begin earlier where it had been launched, all that was launched before it on its
+    own stream had ended, and one launched earlier on another stream began more than 20 µs later. Of a queue is spoken
+    where no more than `max_overtaking_ratio` of those do begin before it, and at least `min_held` begin right with it.
+    What they were held up while nothing of their kind (compute, communication) ran is lost, but no more than the step
+    is longer than its compute or its communication alone. A collective waits for its communicator where it begins
+    within 20 µs of the end of another of its group on another stream; one that reduces could not begin before the
+    compute launched before it. The typical step of the worst device is quoted. The cost is what replaying the run's
+    steps without that order saves (`tracekit whatif`), where it can tell.
+
+    How to fix: unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 8 or more (tensor parallelism that relies on 1 to order
+    its kernels aside); for collectives, FSDPModule.set_separate_reduce_scatter_group, or a process group of its own.
+
+    Blind spots: needs device streams, and the times of launches. What is lost is an upper bound: event waits are not
+    in most traces, and collectives of two communicators share the links. Kernels of CUDA graphs are launched together
+    and not judged.
+    """
+
+    code: ClassVar[str] = "STREAM002"
+    facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step)
+    max_overtaking_ratio: float = 0.01
+    min_held: int = 8
+    min_cost_ratio: float = 0.02
+
+    def check(self, run: Run) -> Iterator[Finding]:
+        """Yield a finding for the queue and one for the communicators, where they cost enough."""
+        order = self._in_one_queue(run.table(queueing.order))
+        held = run.table(queueing.held).with_columns(pl.col("held_ns").alias("lost_ns"))
+        longer = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
+        steps = step_losses.by_step(run, order.rename({"held_ns": "lost_ns"}), most=longer)
+        queued = held.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
+        yield from self._found(steps, queued.filter(pl.col("by") == queueing.ORDER), order)
+        waits = held.filter(pl.col("by") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
+        shared = step_losses.by_step(
+            run, waits.select(*representative_step.PLACE, "lost_ns"), most=pl.col("exposed_communication_ns")
+        )
+        yield from self._found(shared, waits, None)
+
+    def _in_one_queue(self, order: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of the devices that start everything in the order of its launches."""
+        sums = order.group_by("rank", "device").agg(pl.col("chances", "overtaken", "held").sum())
+        queues = sums.filter(
+            pl.col("held") >= self.min_held,
+            pl.col("overtaken") <= self.max_overtaking_ratio * pl.col("chances"),
+        )
+        return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
+
+    def _found(self, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
+        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        # What is information at most is not worth a replay below the bar.
+        if worst is None or (order is None and worst["lost_ratio"] < self.min_cost_ratio):
+            return
+        own, queue = representative_step.here(held, worst), order is not None
+        ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
+        told = _queued(worst, representative_step.here(order, worst)) if order is not None else _takes_turns(worst, own)
+        yield Finding(
+            self.code,
+            Severity.WARNING if queue else Severity.INFO,
+            told,
+            _QUEUE_FIX if queue else _COMMUNICATOR_FIX,
+            impact=worst["lost_ratio"],
+            cost_ns=worst["lost_ns"],
+            confidence=0.8 if queue else 0.5,
+            ranks=ranks,
+            steps=of_steps,
+            evidence=step_losses.evidence(worst, held),
+            without=Without("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
+            subject="" if queue else queueing.COMMUNICATOR,
+        )
+
+
+_QUEUE_FIX = (
+    "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1 every stream waits for what was launched "
+    "earlier on any other."
+)
+_COMMUNICATOR_FIX = (
+    "Give all-gathers and reduce-scatters communicators of their own: FSDPModule.set_separate_reduce_scatter_group, or "
+    "another process group (dist.new_group); they share the links even so."
+)
+
+
+def _gives_way(worst: dict[str, Any], own: pl.DataFrame) -> str:
+    inflation = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
+    by_unit = (
+        own.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
+    )
+    most = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
+    return (
+        f"Preparatory kernels of collectives take {inflation:.1f} times as long beside compute as alone: they are held "
+        f"up {units.duration(worst['held_up_ns'])} in {representative_step.in_words(worst)}, and compute waits "
+        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}."
+    )
+
+
+def _queued(worst: dict[str, Any], order: pl.DataFrame) -> str:
+    chances, overtaken, held = (int(order[name].sum()) for name in ("chances", "overtaken", "held"))
+    return (
+        f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
+        f"earlier on another stream {overtaken} did in {representative_step.in_words(worst)}, and {held} began right with it; that "
+        f"holds up {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
+        f"({units.share(worst['lost_ratio'])}) at most."
+    )
+
+
+def _takes_turns(worst: dict[str, Any], own: pl.DataFrame) -> str:
+    return (
+        f"{own.height} collectives wait for another of the same process group on another stream in "
+        f"{representative_step.in_words(worst)}, {units.duration(int(own['held_ns'].sum()))} in all; up to "
+        f"{units.duration(worst['lost_ns'])} of that is exposed in {units.duration(worst['duration_ns'])} "
+        f"({units.share(worst['lost_ratio'])})."
+    )

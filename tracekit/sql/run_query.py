@@ -1,0 +1,353 @@
+"""SQL over the tables of a run: one SELECT, in a process that reaches no file, no network and no setting."""
+
+import contextlib
+import difflib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import polars as pl
+import pyarrow as pa
+
+from tracekit.analysis.communication import collective_instances
+from tracekit.analysis.quality import trace_quality
+from tracekit.analysis.time import breakdown
+from tracekit.errors import InputError
+from tracekit.model import schema
+from tracekit.model.schema import Column, Table
+from tracekit.model.trace import OFFSETS, RUN_DOUBTS, Run, Source, Survey
+from tracekit.replay.allocator.facts import run_snapshots
+from tracekit.sql import sandbox
+from tracekit.sync import alignment
+
+TIMEOUT_S = 60.0
+MEMORY_BYTES = 4 << 30
+_GRACE_S = 1.0
+_RESERVED = re.compile(r'(?i)(?<!")\b(window|group)\b(?!"|\s+by\b)')
+_PROGRAM = Path(__file__).with_name("sandbox.py")
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
+
+_PLACE = (
+    Column("window", pl.Int64(), "", "Profiled window of the run, from 0."),
+    Column("rank", pl.Int64(), "", "Global rank of the process."),
+)
+
+
+def _ns(name: str, meaning: str) -> Column:
+    return Column(name, pl.Int64(), "ns", meaning)
+
+
+BREAKDOWN = Table(
+    "breakdown",
+    "step, rank and device: where the time of the step's device window goes",
+    (
+        Column("step", pl.Int64(), "", "Training step; null where the trace marks none."),
+        Column("device", pl.Int64(), "", "Device index; null on a CPU run."),
+        _ns("start_ns", "Start of the device window."),
+        _ns("duration_ns", "Its length: compute + exposed communication + exposed copy + idle, exactly."),
+        _ns("compute_ns", "Time in which any lane computes."),
+        _ns("communication_ns", "Time in which any lane communicates."),
+        _ns("copy_ns", "Time in which any lane copies or sets memory."),
+        _ns("overlapped_ns", "Communication while another lane computes."),
+        _ns("exposed_communication_ns", "Communication that no compute hides."),
+        _ns("exposed_copy_ns", "Copies that neither compute nor communication hides."),
+        _ns("idle_ns", "The rest."),
+    ),
+)
+
+_OF_SNAPSHOTS = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
+TABLES: Mapping[str, Table] = {
+    **{t.name: replace(t, columns=(*_PLACE, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
+    **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DOUBTS)},
+    **{
+        name: replace(t, name=name, columns=(*_PLACE, *t.columns))
+        for name, t in zip(_OF_SNAPSHOTS.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
+    },
+}
+"""Every table that a query can name, with its columns as a query sees them."""
+
+_MEASURED: dict[str, Survey] = {
+    "doubts": lambda run: run.table(trace_quality.doubts),
+    BREAKDOWN.name: lambda run: run.table(breakdown.by_step),
+    OFFSETS.name: lambda run: run.offsets,
+    collective_instances.INSTANCES.name: lambda run: run.across(collective_instances.instances),
+    collective_instances.WAITS.name: lambda run: run.across(collective_instances.waits),
+    RUN_DOUBTS.name: lambda run: pl.concat([run.doubts, alignment.doubts(run)]),
+    **{told: run_snapshots.table(name) for name, told in _OF_SNAPSHOTS.items()},
+}
+"""Tables that are measured rather than read, and how."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table of another distribution, named by the entry point group ``tracekit.tables``: what it is, and of a run."""
+
+    table: Table
+    measure: Survey
+
+
+def tables() -> Mapping[str, Table]:
+    """Return TABLES and those that other distributions add by the entry point group ``tracekit.tables``.
+
+    Raises InputError where one of those has the name of another table.
+    """
+    return {**TABLES, **{name: told.table for name, told in _of_others().items()}}
+
+
+def _of_others() -> dict[str, Measured]:
+    found: dict[str, Measured] = {}
+    for point in entry_points(group="tracekit.tables"):
+        told: Measured = point.load()
+        name = told.table.name
+        if name in TABLES or name in found:
+            raise InputError(f"{point.value}: another table is called {name} already; remove one of the two packages")
+        found[name] = told
+    return found
+
+
+def query(
+    run: Run,
+    sql: str,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    memory_bytes: int = MEMORY_BYTES,
+    max_rows: int | None = None,
+) -> pl.DataFrame:
+    """Return what one SELECT finds in the tables of a run, at most `max_rows` rows of it.
+
+    The tables are TABLES: those of all ranks one below the other, with columns window and rank in front. Only the
+    tables that `sql` names are put together. Raises InputError if `sql` is not one SELECT, names what isn't there,
+    fails, or needs more time or memory than allowed; the result itself counts as memory.
+    """
+    with asked(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as question:
+        return question.of(run)
+
+
+def check(sql: str) -> None:
+    """Raise InputError if `sql` is not one SELECT over TABLES and their columns. Needs no run, so it costs no time."""
+    with asked(sql):
+        pass
+
+
+def find_table(name: str) -> Table:
+    """Return the table of a name. Raises InputError, with the names near it, if there is none."""
+    known = tables()
+    if name.lower() in known:
+        return known[name.lower()]
+    raise InputError(f"{name}: no such table{_near(name, list(known))}; the tables are {', '.join(known)}")
+
+
+@contextlib.contextmanager
+def asked(
+    sql: str, *, timeout_s: float = TIMEOUT_S, memory_bytes: int = MEMORY_BYTES, max_rows: int | None = None
+) -> Iterator["Question"]:
+    """Give a checked query, before any trace is read. Raises InputError as `query` does."""
+    question = Question(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows)
+    try:
+        question.check()
+        yield question
+    finally:
+        question.close()
+
+
+class Question:
+    """A query in its process: `tracekit.sql.sandbox` tells how the two talk."""
+
+    def __init__(self, sql: str, *, timeout_s: float, memory_bytes: int, max_rows: int | None) -> None:
+        """Start the process; nothing is asked yet."""
+        self._sql, self._timeout_s, self._memory_bytes, self._max_rows = sql, timeout_s, memory_bytes, max_rows
+        self._process = subprocess.Popen(  # noqa: S603 a file of ours, and the query goes by its stdin
+            [sys.executable, "-P", str(_PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=_environment(),
+        )
+        self._is_late = False
+        self._named: list[str] = []
+        self._tables = tables()
+
+    def check(self) -> None:
+        """Find out which tables the query names. Raises InputError where it cannot be asked."""
+        limits = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes, "max_rows": self._max_rows}
+        with self._in_time():
+            empty = [table.empty() for table in self._tables.values()]
+            self._send({"sql": self._sql, "tables": list(self._tables), **limits}, empty)
+            self._named = self._line()["named"]
+
+    def of(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
+        """Return what the query finds in a run."""
+        return self.answer(self.gather(run, on_progress))
+
+    def gather(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, pl.DataFrame]:
+        """Return the tables of a run that the query names: all that it needs of the run."""
+        return dict(_frames(run, self._named, on_progress))
+
+    def answer(self, tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+        """Return what the query finds in these tables."""
+        self._send({"tables": list(tables)}, tables.values())
+        with self._in_time():
+            self._line()
+            with self._told(), pa.ipc.open_stream(self._stdout) as stream:
+                found = stream.read_all()
+            self._line()
+        rows = _narrowed(_readable(found))
+        return rows if self._max_rows is None else rows.head(self._max_rows)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                cast("BinaryIO", pipe).close()
+        self._process.wait()
+
+    @property
+    def _stdout(self) -> BinaryIO:
+        return cast("BinaryIO", self._process.stdout)
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """End the process where it did not end the query in time itself."""
+
+        def stop() -> None:
+            self._is_late = True
+            self._process.kill()
+
+        timer = threading.Timer(self._timeout_s + _GRACE_S, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _send(self, line: dict[str, Any], tables: Iterable[pl.DataFrame]) -> None:
+        pipe = cast("BinaryIO", self._process.stdin)
+        with self._told():
+            pipe.write(json.dumps(line).encode() + b"\n")
+            for table in tables:
+                rows = table.to_arrow()
+                with pa.ipc.new_stream(pipe, rows.schema) as stream:
+                    stream.write_table(rows)
+            pipe.flush()
+
+    def _line(self) -> dict[str, Any]:
+        with self._told():
+            line = self._stdout.readline()
+            if not line:
+                raise EOFError
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            raise self._failure(**told["error"])
+        return told
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Say why the process no longer answers."""
+        try:
+            yield
+        except (EOFError, OSError, pa.ArrowException):
+            code = self._process.wait()
+            is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # how a process ends that gets no more memory
+            kind = sandbox.LATE if self._is_late else sandbox.MEMORY if is_killed else ""
+            raise self._failure(kind, str(code)) from None
+
+    def _failure(self, kind: str, message: str) -> InputError:
+        if kind == sandbox.LATE:
+            return InputError(f"query: stopped after {self._timeout_s:g} s; ask for less, or allow more with --timeout")
+        if kind == sandbox.MEMORY:
+            limit = f"{self._memory_bytes / 2**30:.3g} GiB"
+            return InputError(f"query: needs more than {limit}; ask for less, or allow more with --memory")
+        if kind == sandbox.REFUSED:
+            return InputError(f"query: {message}")
+        if not kind:
+            return InputError(
+                f"query: its process ended with exit code {message}, which is no answer; write the query another way"
+            )
+        return InputError(_explained(kind, message, self._sql, self._tables))
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables that the process gets: where its modules are, and nothing that a query could tell."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    places = [os.path.abspath(place) for place in sys.path]  # noqa: PTH100 '' is the current folder
+    return kept | {"PYTHONPATH": os.pathsep.join(places), "MALLOC_ARENA_MAX": "2"}
+
+
+def _frames(
+    run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None
+) -> Iterator[tuple[str, pl.DataFrame]]:
+    """Yield the tables named, put together in one pass over the traces."""
+    others = _of_others()
+    measured = _MEASURED | {name: told.measure for name, told in others.items()}
+    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in measured}
+    sources = {(source.window, source.rank): source for source in run.sources}
+    if parts:
+        for trace in run.traces():
+            place = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
+            for name, frames in parts.items():
+                frames.append(getattr(trace, name).select(*place, pl.all()))
+            if on_progress:
+                on_progress(sources[trace.window, trace.rank])
+    for name in named:
+        if name in parts:
+            yield name, pl.concat(parts.pop(name))
+        else:
+            found = measured[name](run)
+            yield name, others[name].table.conform(found) if name in others else found
+
+
+def _readable(found: pa.Table) -> pl.DataFrame:
+    """Return rows as a frame; of columns with one name the later are numbered."""
+    columns: dict[str, pl.Series] = {}
+    for name, values in zip(found.column_names, found.columns, strict=True):
+        told, number = name, 0
+        while told in columns:
+            number += 1
+            told = f"{name}_{number}"
+        columns[told] = pl.Series(told, pl.from_arrow(values))
+    return pl.DataFrame(list(columns.values()))
+
+
+def _narrowed(found: pl.DataFrame) -> pl.DataFrame:
+    """Return whole numbers as Int64 where they fit: DuckDB adds them up in 128 bits, which few programs read."""
+    whole = [name for name, dtype in found.schema.items() if isinstance(dtype, pl.Decimal) and not dtype.scale]
+    whole += [name for name, dtype in found.schema.items() if dtype == pl.Int128]
+    narrow = found.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in whole)
+    wide = [name for name in whole if narrow[name].null_count() != found[name].null_count()]
+    return narrow.with_columns(found[name] for name in wide)
+
+
+def _explained(kind: str, told: str, sql: str, known: Mapping[str, Table]) -> str:
+    """Return DuckDB's complaint on one line, with what to try next."""
+    first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", told)[0].split())
+    reason = re.sub(r"^\w+(?: \w+)* Error: ", "", first).rstrip("!")
+    table = re.search(r"Table with name (\S+) does not exist", told)
+    if table:
+        return f"query: no table {table[1]}{_near(table[1], list(known))}; the tables are {', '.join(known)}"
+    if kind == "ParserException" and _RESERVED.search(sql):
+        return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
+    near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", told)
+    if near:
+        return f"query: {reason}; did you mean {near[1]}? tracekit schema lists tables and columns"
+    column = re.search(r'column named "(\w+)"', told)
+    columns = sorted({column.name for table in known.values() for column in table.columns})
+    hint = _near(column[1], columns) if column else ""
+    return f"query: {reason}{hint}; tracekit schema lists tables and columns"
+
+
+def _near(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=2)
+    return f", did you mean {' or '.join(close)}?" if close else ""

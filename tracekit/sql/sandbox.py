@@ -1,0 +1,273 @@
+"""One SQL query in a process of its own, which reaches no file, no network and no setting, and can be ended.
+
+DuckDB's limits bind what DuckDB counts. A single call such as repeat('x', 4e9) or levenshtein of long texts runs past
+both its time and its memory, and only the system can stop that: so `tracekit.sql.run_query` starts this file as a program.
+It knows DuckDB and Arrow and nothing of tracekit, so it is up in a moment.
+
+By stdin come a line of JSON (sql, tables, timeout_s, memory_bytes, max_rows) and the tables without rows, each as an
+Arrow stream; by stdout goes a line with the tables that the query names. Then come a line with the tables that follow,
+and those; and back go the rows as an Arrow stream between two lines. A line with `error` (kind, message) ends it all.
+"""
+
+import contextlib
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import duckdb
+import pyarrow as pa
+
+REFUSED, LATE, MEMORY = "refused", "late", "memory"
+_BATCH_ROWS = 10_000
+_THREADS = 4
+_HEADROOM_BYTES = 768 << 20
+_MAX_FILES = 64
+# What else DuckDB offers in FROM reads files, addresses of memory or the settings of the process.
+_TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "repeat", "json_each", "json_tree"})
+_FORBIDDEN_FUNCTIONS = frozenset({"current_setting", "getenv", "getvariable", "write_log", "pg_sleep", "sleep_ms"})
+_EXOTIC = re.compile(r"INTERVAL|BIGNUM|UNION|VARIANT|GEOMETRY")
+_SEAL = (
+    "SET enable_progress_bar = false",
+    "SET python_enable_replacements = false",  # a name is a table, never a variable of ours
+    "SET autoinstall_known_extensions = false",
+    "SET autoload_known_extensions = false",
+    "SET allow_community_extensions = false",
+    "SET temp_directory = ''",  # what doesn't fit in memory fails; nothing is written
+    "SET enable_external_access = false",
+    "SET lock_configuration = true",
+)
+
+
+class RefusedError(Exception):
+    """A query that is not allowed. The message is for the user."""
+
+
+def main() -> None:
+    """Answer one query."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    asked = json.loads(source.readline())
+    memory_bytes: int = asked["memory_bytes"]
+    try:
+        with connect(memory_bytes) as connection:
+            known: list[str] = asked["tables"]
+            _register(connection, known, source)
+            _bound(memory_bytes)
+            with _in_time(connection, asked["timeout_s"]):
+                statement, named = checked(connection, asked["sql"], known)
+            _tell(sink, {"named": named})
+            line = source.readline()
+            if not line:
+                return
+            _register(connection, json.loads(line)["tables"], source)
+            _bound(memory_bytes)
+            with _in_time(connection, asked["timeout_s"]):
+                _answer(connection, statement, sink, memory_bytes=memory_bytes, max_rows=asked["max_rows"])
+    except (RefusedError, TimeoutError, MemoryError, duckdb.Error, pa.ArrowException, OSError) as error:
+        _tell(sink, {"error": {"kind": _kind(error), "message": str(error)}})
+
+
+@contextlib.contextmanager
+def connect(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Give a DuckDB that can reach nothing but what is registered with it."""
+    with duckdb.connect(":memory:", config={"threads": _THREADS}) as connection:
+        for setting in (f"SET memory_limit = '{max(memory_bytes >> 20, 1)}MiB'", *_SEAL):
+            connection.execute(setting)
+        yield connection
+
+
+def checked(connection: duckdb.DuckDBPyConnection, sql: str, known: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the one SELECT that `sql` is and which of the `known` tables it may read.
+
+    Raises RefusedError or duckdb.Error where it is anything else, or names what is not there.
+    """
+    statement = _only_statement(sql)
+    named = _named_tables(statement, known)
+    connection.execute("EXPLAIN " + statement)
+    return statement, named
+
+
+def _only_statement(sql: str) -> str:
+    statements = duckdb.extract_statements(sql)
+    if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+        kinds = ", ".join(str(each.type).rsplit(".", 1)[-1] for each in statements) or "nothing"
+        hint = ": list the values of a PIVOT, ON … IN (…)" if "MULTI" in kinds else ""
+        raise RefusedError(f"{kinds} given; a query is one SELECT, and changes nothing{hint}")
+    return statements[0].query.strip().rstrip(";")
+
+
+def _named_tables(statement: str, known: Sequence[str]) -> list[str]:
+    # A name that is only written as a text counts too: that costs time, never an answer.
+    nodes = list(_nodes(_parsed(statement)))
+    own = {entry["key"].lower() for node in nodes if isinstance(node, dict) for entry in _ctes(node)}
+    texts: set[str] = set()
+    for node in nodes:
+        if isinstance(node, str):
+            texts.add(node.lower())
+        else:
+            _check(node, {*known, *own}, known)
+    return [name for name in known if name in texts]
+
+
+def _check(node: dict[str, Any], readable: set[str], known: Sequence[str]) -> None:
+    kind = node.get("type")
+    if kind == "TABLE_FUNCTION":
+        function = node.get("function", {}).get("function_name", "?")
+        if function not in _TABLE_FUNCTIONS:
+            tables = ", ".join(known)
+            raise RefusedError(f"{function}() is not allowed: a query reads the run's tables only ({tables})")
+    elif kind == "FUNCTION" and str(node.get("function_name", "")).lower() in _FORBIDDEN_FUNCTIONS:
+        raise RefusedError(f"{node['function_name']}() is not allowed: a query reads the run's tables only")
+    elif kind == "BASE_TABLE" and (
+        str(node.get("table_name", "")).lower() not in readable
+        or node.get("schema_name", "").lower() not in ("", "main")
+    ):
+        raise duckdb.CatalogException(f"Table with name {node.get('table_name')} does not exist!")
+
+
+def _ctes(node: dict[str, Any]) -> list[dict[str, Any]]:
+    found = node.get("cte_map")
+    return found.get("map", []) if isinstance(found, dict) else []
+
+
+def _parsed(statement: str) -> dict[str, Any]:
+    try:
+        with duckdb.connect(":memory:") as connection:
+            row = connection.execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
+        tree: dict[str, Any] = json.loads(row[0]) if row else {}
+    except (duckdb.Error, RecursionError) as error:
+        raise RefusedError(f"too deep to be checked ({type(error).__name__}); write it shorter") from None
+    if tree.get("error", True):
+        raise RefusedError(f"not a SELECT that can be checked ({tree.get('error_message', 'no reason given')})")
+    return tree
+
+
+def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """Yield every object and text of a parsed statement. Not by recursion: expressions may nest deeper than Python."""
+    left: list[Any] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict | str):
+            yield node
+        if isinstance(node, dict | list):
+            left.extend(node.values() if isinstance(node, dict) else node)
+
+
+# Bounds --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _in_time(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterator[None]:
+    """Interrupt what runs too long. Raises TimeoutError then."""
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        connection.interrupt()
+
+    timer = threading.Timer(timeout_s, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException, OSError):
+        if late.is_set():
+            raise TimeoutError from None
+        raise
+    finally:
+        timer.cancel()
+
+
+def _bound(memory_bytes: int) -> None:
+    """Let this process grow by `memory_bytes` and some headroom, and write no file, whatever DuckDB may believe."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:  # noqa: PTH123 this starts in a moment without pathlib
+            held_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        return  # no Linux: DuckDB's own limits, and the clock of who asks, must do
+    bounds = {
+        resource.RLIMIT_AS: held_bytes + memory_bytes + _HEADROOM_BYTES,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: _MAX_FILES,  # those that are open stay so
+    }
+    for what, most in bounds.items():
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, RefusedError):
+        return REFUSED
+    if isinstance(error, TimeoutError):
+        return LATE
+    told = str(error).lower()
+    if isinstance(error, MemoryError) or "out of memory" in told or "bad_alloc" in told or "malloc of size" in told:
+        return MEMORY
+    return type(error).__name__
+
+
+# What comes and goes -------------------------------------------------------------------------------------------------
+
+
+def _register(connection: duckdb.DuckDBPyConnection, names: Sequence[str], source: BinaryIO) -> None:
+    for name in names:
+        with pa.ipc.open_stream(source) as stream:
+            connection.register(name, stream.read_all())
+
+
+def _answer(
+    connection: duckdb.DuckDBPyConnection, statement: str, sink: BinaryIO, *, memory_bytes: int, max_rows: int | None
+) -> None:
+    # A relation streams; what execute() returns lies whole in memory already.
+    relation = _plain(connection, connection.sql(statement), statement)
+    to_reader = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader  # its name before DuckDB 1.4
+    batches = to_reader(_BATCH_ROWS)
+    _tell(sink, {"rows": True})
+    size_bytes = rows = 0
+    error: Exception | None = None
+    with pa.ipc.new_stream(sink, batches.schema) as out:
+        try:
+            for batch in batches:
+                size_bytes += batch.nbytes
+                rows += batch.num_rows
+                if size_bytes > memory_bytes:
+                    raise RefusedError(
+                        f"the result is larger than {memory_bytes / 2**30:.3g} GiB; add a LIMIT, or --memory"
+                    )
+                out.write_batch(batch)
+                if max_rows is not None and rows >= max_rows:
+                    break
+        except (RefusedError, MemoryError, duckdb.Error, pa.ArrowException, OSError) as raised:
+            error = raised  # once the stream is closed, so that its reader finds the line after it
+    if error is not None:
+        raise error
+    _tell(sink, {"done": True})
+
+
+def _plain(
+    connection: duckdb.DuckDBPyConnection, relation: duckdb.DuckDBPyRelation, statement: str
+) -> duckdb.DuckDBPyRelation:
+    """Return the rows with those columns as text whose types other programs don't know."""
+    exotic = [bool(_EXOTIC.search(str(each))) for each in relation.types]
+    if not any(exotic):
+        return relation
+    places = [f"c{i}" for i in range(len(exotic))]
+    shown = [
+        f"""{f"{place}::VARCHAR" if text else place} AS "{name.replace('"', '""')}\""""
+        for place, text, name in zip(places, exotic, relation.columns, strict=True)
+    ]
+    return connection.sql(f"SELECT {', '.join(shown)} FROM ({statement}\n) AS t({', '.join(places)})")  # noqa: S608
+
+
+def _tell(sink: BinaryIO, what: dict[str, Any]) -> None:
+    sink.write(json.dumps(what).encode() + b"\n")
+    sink.flush()
+
+
+if __name__ == "__main__":
+    main()

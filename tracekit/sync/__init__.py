@@ -1,0 +1,1 @@
+"""Ranks onto one clock: collectives matched across ranks, clock offsets, alignment."""

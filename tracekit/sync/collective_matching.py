@@ -1,0 +1,220 @@
+"""The same collective found on every rank: by its sequence number, else by what it is and when it ended."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from tracekit.model.trace import Run, Trace
+from tracekit.sync.clock_offsets import UNKNOWN, Calls, Line, fit, pairs_by_seq
+
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_UNEQUAL = ("all_to_all", "gather", "scatter")  # each rank's part may be of a size of its own
+"""Collectives that nobody can leave before everybody has come."""
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+PAIRED = "send_recv"
+"""A send and its receive, both of which tell who is at the other end."""
+SEQ, ORDER, NONE = "seq", "order", "none"
+
+CALLS = {
+    "activity_id": pl.Int64,
+    "op": pl.String,
+    "group": pl.String,
+    "members": pl.String,
+    "group_size": pl.Int64,
+    "seq": pl.Int64,
+    "dtype": pl.String,
+    "bytes": pl.Int64,
+    "start_ns": pl.Int64,
+    "end_ns": pl.Int64,
+    "step": pl.Int64,
+    "phase": pl.String,
+    "unit": pl.String,
+}
+
+_Ints = npt.NDArray[np.int64]
+
+
+def calls(trace: Trace) -> pl.DataFrame:
+    """Return the collectives of a trace, as calls that other ranks have a part in.
+
+    Columns as CALLS: group is the group's name, members tells groups of one name apart (which ranks, as text; null
+    where the trace does not tell), bytes is the larger of sent and received. One row per communication activity. Where
+    a trace knows one group only, all its collectives are of it. A send or receive whose other end is known is of op
+    send_recv and a group of two: members are then "FROM>TO".
+    """
+    activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
+    groups = trace.groups.filter(pl.col("ranks").list.len() > 1)
+    only = groups.row(0, named=True)["group"] if groups.height == 1 else None
+    known = groups.select("group", _members(), pl.col("ranks").list.len().cast(pl.Int64).alias("listed_size"))
+    found = (
+        trace.collectives.join(activities, left_on="activity_id", right_on="id")
+        .with_columns(pl.col("group").fill_null(pl.lit(only, pl.String)))
+        .join(known.unique("group", keep="first"), on="group", how="left", maintain_order="left")
+        .with_columns(
+            pl.coalesce("listed_size", "group_size").alias("group_size"),
+            pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
+            (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
+        )
+        .sort("start_ns", "activity_id")
+    )
+    return _with_pairs(found, trace.rank).select(pl.col(name).cast(dtype) for name, dtype in CALLS.items())
+
+
+def _with_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
+    sends = pl.col("op") == "send"
+    paired = (sends | (pl.col("op") == "recv")) & pl.col("peer").is_not_null()
+    to_peer, from_peer = pl.format(f"{rank}>{{}}", "peer"), pl.format(f"{{}}>{rank}", "peer")
+    between = pl.when(sends).then(to_peer).otherwise(from_peer)
+    return found.with_columns(
+        pl.when(paired).then(between).otherwise("members").alias("members"),
+        pl.when(paired).then(2).otherwise("group_size").alias("group_size"),
+        pl.when(paired).then(None).otherwise("seq").alias("seq"),  # of the group, not of the pair
+        pl.when(paired).then(pl.lit(PAIRED)).otherwise("op").alias("op"),
+    )
+
+
+def matched(run: Run) -> pl.DataFrame:
+    """Return the calls of all ranks with the instance that each is a part of.
+
+    Columns window, rank, CALLS', instance (unique in the window; null where it cannot be told, and for sends and
+    receives), how (seq or order), rough_ns (the offset of the rank's clock found on the way) and part (ranks of one
+    window whose clocks are tied by collectives); one row per call.
+    """
+    table = run.table(calls).with_row_index("call")
+    parts = [_matched_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
+    empty = {"instance": pl.Int64, "how": pl.String, "rough_ns": pl.Int64, "part": pl.Int64}
+    if not parts:
+        return table.drop("call").with_columns(pl.lit(None, dtype).alias(name) for name, dtype in empty.items())
+    return pl.concat(parts).sort("call").drop("call")
+
+
+def _members() -> pl.Expr:
+    # Groups can have thousands of ranks, and a name for them goes into every row.
+    ranks = pl.col("ranks").list
+    text = ranks.sort().cast(pl.List(pl.String)).list.join(",")
+    short = pl.format("{} ranks from {} to {}, {}", ranks.len(), ranks.min(), ranks.max(), text.hash(seed=0))
+    return pl.when(ranks.len() <= 16).then(text).otherwise(short).alias("members")
+
+
+# One window ----------------------------------------------------------------------------------------------------------
+
+
+def _matched_window(rows: pl.DataFrame) -> pl.DataFrame:
+    clocks = _Clocks(rows["rank"].unique().to_list())
+    instance = np.full(rows.height, UNKNOWN, np.int64)
+    by_seq = np.zeros(rows.height, bool)
+    first = 0
+    for group in _groups(rows):
+        at, found, sequenced = _matched_group(group, clocks)
+        instance[at[found >= 0]] = found[found >= 0] + first
+        by_seq[at] = sequenced
+        first += int(found.max(initial=-1)) + 1
+    place = pl.DataFrame(clocks.rows(), schema={"rank": pl.Int64, "rough_ns": pl.Int64, "part": pl.Int64}, orient="row")
+    known = pl.Series("instance", instance)
+    return rows.with_columns(
+        known.replace(UNKNOWN, None),
+        pl.when(known == UNKNOWN)
+        .then(None)
+        .when(pl.Series(by_seq))
+        .then(pl.lit(SEQ))
+        .otherwise(pl.lit(ORDER))
+        .alias("how"),
+    ).join(place, on="rank", how="left", maintain_order="left")
+
+
+def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    """Yield the calls of each group with more than one rank here, those known best and largest first."""
+    shared = (
+        rows.with_row_index("at")
+        .filter(pl.col("op").is_in([*TOGETHER, *ROOTED]) | _is_paired())
+        .with_columns(pl.col("rank").n_unique().over("group", "members").alias("present"))
+        # More ranks than the group has: several groups of one name, not to be told apart.
+        .filter(
+            pl.col("present") > 1,
+            pl.col("members").is_not_null() | (pl.col("present") <= pl.col("group_size").fill_null(1 << 62)),
+        )
+    )
+    keys = (
+        shared.group_by("group", "members")
+        .agg(pl.len().alias("calls"), pl.col("present").first(), _is_paired().any().alias("paired"))
+        .sort(
+            "paired",  # ends of sends tie no clocks: what ties them comes first
+            pl.col("members").is_null(),
+            pl.col("group").is_null(),
+            -pl.col("present").cast(pl.Int64),
+            -pl.col("calls").cast(pl.Int64),
+            "group",
+            "members",
+        )
+    )
+    for group, members in keys.select("group", "members").iter_rows():
+        yield shared.filter(pl.col("group").eq_missing(group), pl.col("members").eq_missing(members))
+
+
+def _is_paired() -> pl.Expr:
+    return (pl.col("op") == PAIRED) & pl.col("members").str.contains(">", literal=True).fill_null(value=False)
+
+
+class _Clocks:
+    """The offsets between ranks' clocks, known within each part of the ranks that is tied together so far."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.part = {rank: rank for rank in ranks}
+        self.offset_ns = dict.fromkeys(ranks, 0)
+
+    def tie(self, rank: int, other: int, offset_ns: int) -> None:
+        """Put the part of `rank` onto the clock of `other`'s part: the rank's own offset becomes `offset_ns`."""
+        moved, shift = self.part[rank], offset_ns - self.offset_ns[rank]
+        for each in [r for r, part in self.part.items() if part == moved]:
+            self.part[each] = self.part[other]
+            self.offset_ns[each] += shift
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        return [(rank, self.offset_ns[rank], self.part[rank]) for rank in self.part]
+
+
+def _matched_group(group: pl.DataFrame, clocks: _Clocks) -> tuple[_Ints, _Ints, bool]:
+    """Return row numbers, the instance of each (numbered from 0; -1: unknown), and whether by sequence numbers."""
+    told = group.with_columns(
+        pl.when(~pl.col("op").is_in(_UNEQUAL)).then(pl.col("bytes")).alias("bytes"),
+        pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
+        _token(),
+        pl.col("op").is_in(TOGETHER).alias("together"),
+    )
+    sequenced = _has_seq(group)
+    found = np.full(group.height, UNKNOWN, np.int64)
+    numbered = told.drop("at").with_row_index("row")
+    calls_of = {int(rows["rank"][0]): Calls.of(rows) for rows in numbered.partition_by("rank", maintain_order=True)}
+    first, *others = sorted(calls_of, key=lambda rank: (-len(calls_of[rank].end), rank))
+    line = Line.of(calls_of[first], clocks.offset_ns[first])
+    found[calls_of[first].row] = line.instance
+    for rank in others:
+        mine = calls_of[rank]
+        is_tied = clocks.part[rank] == clocks.part[first]
+        fitted = fit(
+            mine,
+            line,
+            offset_ns=clocks.offset_ns[rank] if is_tied else None,
+            pairs=pairs_by_seq(mine, line) if sequenced else None,
+        )
+        if fitted is None:
+            continue
+        if fitted.ties_clocks and not is_tied:
+            clocks.tie(rank, first, fitted.offset_ns)
+        line = line.joined(mine, fitted)
+        found[mine.row] = fitted.instance
+    return group["at"].to_numpy().astype(np.int64), found, sequenced
+
+
+def _token() -> pl.Expr:
+    equal = ~pl.col("op").is_in(_UNEQUAL)
+    told = (pl.when(equal).then(pl.col(of).cast(pl.String)).fill_null("?") for of in ("dtype", "bytes"))
+    key = pl.concat_str("op", *told, separator="|")
+    return key.rank("dense").cast(pl.Int64).alias("token")
+
+
+def _has_seq(group: pl.DataFrame) -> bool:
+    # Kernels that a CUDA graph replays repeat the number under which they were captured.
+    return not group["seq"].null_count() and not group.select("rank", "op", "seq").is_duplicated().any()
