@@ -352,19 +352,19 @@ def test_a_recording_that_fails_is_said_once_and_the_save_goes_on(
 NOTHING_MORE = """
 import sys
 import torch
-from tracekit.capture.checkpoints import watching
+from tracekit.capture.checkpoints import auto_recording
 quiet = (lambda: None), (lambda: 0), (lambda: None)
 before = set(sys.modules)
-watching.watch_torch_files(*quiet)
-watching.watch_distributed_checkpoints(*quiet)
-watching.watch_safetensors(*quiet)
+auto_recording.watch_torch_files(*quiet)
+auto_recording.watch_distributed_checkpoints(*quiet)
+auto_recording.watch_safetensors(*quiet)
 assert set(sys.modules) == before
 assert "torch.distributed.checkpoint" not in before and "safetensors" not in before
 from torch import save
 import torch.distributed.checkpoint as dcp
-assert save is torch.serialization.save and hasattr(save, watching._MARK) and not hasattr(dcp.save, watching._MARK)
-watching.watch_distributed_checkpoints(*quiet)
-assert hasattr(dcp.save, watching._MARK) and hasattr(dcp.state_dict_loader.load, watching._MARK)
+assert save is torch.serialization.save and hasattr(save, auto_recording._MARK) and not hasattr(dcp.save, auto_recording._MARK)
+auto_recording.watch_distributed_checkpoints(*quiet)
+assert hasattr(dcp.save, auto_recording._MARK) and hasattr(dcp.state_dict_loader.load, auto_recording._MARK)
 """
 
 

@@ -19,7 +19,7 @@ LIST_NEW_MODULES = """
 import json, sys
 import torch, torch.distributed.checkpoint, torch.profiler
 before = set(sys.modules)
-from tracekit.capture import Recorder, agent, record_save, redact
+from tracekit.capture import Recorder, auto_recorder, record_save, redact
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 

@@ -150,7 +150,7 @@ class _Watched:
         with self._lock:
             children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
             pids = [pid for each in children for pid in each.read_text().split()]
-            self.is_asking = any("sealed.py" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+            self.is_asking = any("sandbox.py" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
 
 
 def test_a_query_keeps_nobody_from_the_run_while_it_is_answered(runs):

@@ -339,9 +339,9 @@ def test_a_file_that_is_not_there_is_an_input_error(tmp_path):
 
 READ_AND_SAY = """
 import resource, sys
-from tracekit.ingest.readers import memory_snapshot
+from tracekit.ingest.readers.memory_snapshot import reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(memory_snapshot.read(sys.argv[1]).events.height, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(reader.read(sys.argv[1]).events.height, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 

@@ -234,11 +234,11 @@ def test_other_rules_are_another_entry(run, monkeypatch, tmp_path, what):
         monkeypatch.setattr(keys, "all_rules", lambda: (*keys.RULES, _Plugin))
     else:
         shutil.copytree(
-            Path(keys.tracekit.__file__).parent, tmp_path / "tracekit", ignore=shutil.ignore_patterns("*.pyc")
+            Path(keys.conventions.__file__).parent, tmp_path / "tracekit", ignore=shutil.ignore_patterns("*.pyc")
         )
-        with (tmp_path / "tracekit" / "rules" / "comm.py").open("a") as code:
+        with (tmp_path / "tracekit" / "rules" / "communication.py").open("a") as code:
             code.write("# changed\n")
-        monkeypatch.setattr(keys.tracekit, "__file__", str(tmp_path / "tracekit" / "__init__.py"))
+        monkeypatch.setattr(keys.conventions, "__file__", str(tmp_path / "tracekit" / "conventions.py"))
     assert keys.of_run(str(run)) != before
     monkeypatch.undo()
     keys._judging.cache_clear()

@@ -236,8 +236,8 @@ def test_a_program_without_a_main_guard_can_ask(tmp_path):
     """A script that calls query at its top level: a process that imported it anew would start another, and so on."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from tests import drawn\nimport tracekit\n"
-        "print(tracekit.query(drawn.run(drawn.trace('compute aab.cc')), 'SELECT count(*) FROM activities').item())\n"
+        "from tests.support import drawn_traces\nimport tracekit\n"
+        "print(tracekit.query(drawn_traces.run(drawn_traces.trace('compute aab.cc')), 'SELECT count(*) FROM activities').item())\n"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run(

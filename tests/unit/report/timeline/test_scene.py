@@ -180,7 +180,7 @@ _OPENING = """
 import sys, time
 from pathlib import Path
 import tracekit
-from tracekit import tiles
+from tracekit.report import timeline as tiles
 run, folder, ready, go = sys.argv[1:]
 Path(ready).touch()
 while not Path(go).exists():
