@@ -22,16 +22,16 @@ endef
 unexport PYTHONDONTWRITEBYTECODE
 # Of whatever else offers pytest a plugin, each process of the tests would rewrite the sources: ours, hypothesis', ...
 PLUGINS := --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
-# What the tests are to be told besides, such as --thorough.
+# Further pytest arguments, for example TESTS=-x.
 TESTS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test checks lint types imports unit format clean
+.PHONY: help demo test quick checks lint types imports unit format clean
 
 help:
 	@echo "make demo    train under FSDP2 and YaFSDP, check both runs, compare them (about 5 minutes after installation)"
 	@echo "make test    everything that CI runs: lint, types, imports, tests"
-	@echo "make test TESTS=--thorough    the same with all tests and cases, not those whose turn it is"
+	@echo "make quick   the inner loop: lint, types, imports, unit tests (about 3 minutes)"
 	@echo "make format  rewrite the sources in house style"
 	@echo "make clean   remove .venv and everything that was built"
 
@@ -69,6 +69,10 @@ test: $(VENV)/.test
 	test $$tests = 0 || echo "tracekit: tests failed, see above"; \
 	test $$checks = 0 || echo "tracekit: lint, types or import contracts failed, see above"; \
 	test $$tests = 0 && test $$checks = 0
+
+quick: $(VENV)/.test
+	@$(MAKE) --no-print-directory checks
+	@$(MAKE) --no-print-directory unit TESTS="tests/unit tracekit $(TESTS)"
 
 checks: lint types imports
 

@@ -1,43 +1,37 @@
-"""What all tests share: golden files, rewritten by ``pytest --update-golden`` and then reviewed as code, and long lists
-of cases, of which a run takes a tenth and ``pytest --thorough`` all."""
+"""Shared by all tests: golden files, rewritten by ``pytest --update-golden`` and then reviewed as code.
+
+Every run executes the same tests on the same inputs: hypothesis is derandomized and random inputs have fixed seeds.
+"""
 
 import gc
-import os
-import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hypothesis
 import pytest
 
-from tests.support import rotation
+# No deadline: the duration of an example depends on the load of the machine, not on the code.
+hypothesis.settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("deterministic")
 
-hypothesis.settings.register_profile("busy", deadline=None)
-hypothesis.settings.load_profile("busy")  # how long an example takes tells of the machine, not of the code
-
-# What jsonschema checks the format "iri" with, which no schema here uses: half a hundred parsers, seconds a process.
+# jsonschema imports this package for the format "iri", which no schema here uses; the import takes seconds.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 GOLDEN = Path(__file__).parent / "golden"
-TAKEN = 10
-Case = TypeVar("Case")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is found now")
-    parser.addoption(
-        "--thorough", action="store_true", help="run all tests and all cases of long lists, not those whose turn it is"
-    )
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with the current output")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     from tests.support import xdist_scheduling
 
-    return xdist_scheduling.count()
+    return xdist_scheduling.worker_count()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,31 +40,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None  # xdist's own
     from tests.support import xdist_scheduling
 
-    return xdist_scheduling.ByFile(config, log)
+    return xdist_scheduling.ScheduleByFile(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for interrupt in (signal.SIGINT, signal.SIGQUIT):  # ignored where a shell started the tests in the background
+    for interrupt in (signal.SIGINT, signal.SIGQUIT):  # a shell that starts the tests in the background ignores them
         if signal.getsignal(interrupt) is signal.SIG_IGN:
             signal.signal(interrupt, signal.default_int_handler if interrupt == signal.SIGINT else signal.SIG_DFL)
-    if config.getoption("--thorough"):
-        os.environ[rotation.THOROUGH] = "1"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:], left = rotation.of_this_run(items)
-    if left:
-        config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # what was imported: each collection of the oldest would go over 700,000 objects of it, half a second
+    gc.freeze()  # full collections would otherwise scan 700,000 objects of imported modules, half a second each
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Return what compares a text with the golden file of a name."""
+    """Return a function that compares a text with a golden file."""
 
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -82,21 +68,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return compare
 
 
-@pytest.fixture
-def some(request: pytest.FixtureRequest) -> Callable[[Sequence[Case]], Sequence[Case]]:
-    """Return what takes one in ten of fixed cases, other ones in each run; all with --thorough."""
-
-    def take(cases: Sequence[Case]) -> Sequence[Case]:
-        if request.config.getoption("--thorough"):
-            return cases
-        return cases[random.SystemRandom().randrange(TAKEN) :: TAKEN]
-
-    return take
-
-
 @pytest.fixture(autouse=True, scope="session")
-def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give the tests, and the commands that they run, a cache that starts empty and is not the user's."""
+def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the tests and the commands that they run an empty cache of their own instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACEKIT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield

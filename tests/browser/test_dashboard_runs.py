@@ -15,9 +15,8 @@ from playwright.sync_api import expect
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
 from tests.browser.grid import ROWS, cells, row_of, select
-from tests.support.rotation import in_turns
 
-pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
+pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 
 HOSTILE_FOLDERS = (

@@ -9,9 +9,8 @@ from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, settle
 from tests.browser.grid import TABLE, row_of
 from tests.browser.test_timeline_page import Shown
-from tests.support.rotation import in_turns
 
-pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
+pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 MOST_TABS = 60
 HAS_FOCUS = "e => e.getRootNode().activeElement === e"

@@ -14,9 +14,8 @@ from playwright.sync_api import expect
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean
 from tests.browser.grid import ROWS
-from tests.support.rotation import in_turns
 
-pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
+pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 RECORDED = Path(__file__).parents[2] / "sample_traces" / "faults" / "slow-rank"
 NAME = "growing"

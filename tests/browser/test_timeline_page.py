@@ -11,9 +11,8 @@ from playwright.sync_api import expect
 from dashboard.components import timeline
 from tests.browser import recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
-from tests.support.rotation import in_turns
 
-pytestmark = [pytest.mark.browser, in_turns(2, "pages")]
+pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 SAMPLE = "sample"
 RECORDED = Path(__file__).parents[2] / "sample_traces" / "demo-yafsdp"

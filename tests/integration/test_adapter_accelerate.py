@@ -6,13 +6,11 @@ import pytest
 
 import tracekit
 from tests.integration import recordings
-from tests.support.rotation import in_turns
 from tracekit import conventions
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
 
-@in_turns(4, "examples")
 def test_the_example_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     recordings.run_example("accelerate_loop", "--out", str(tmp_path), "--steps", "16", ranks=1)
     run = tracekit.load(tmp_path)

@@ -17,7 +17,6 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: pip insta
 
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from tests.support.rotation import in_turns
 from tracekit.capture.huggingface import TracekitCallback
 
 WORDS, TOKENS, BATCH, ACCUMULATED = 32, 8, 2, 2
@@ -72,7 +71,6 @@ def fit(folder: Path, *callbacks: TrainerCallback, resume: bool = False, **argum
     return trainer
 
 
-@in_turns(4, "examples")
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
     recordings.run_example(

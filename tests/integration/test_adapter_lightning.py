@@ -21,7 +21,6 @@ except ImportError:
         "pytorch_lightning", reason="Lightning is not installed: pip install pytorch-lightning", exc_type=ImportError
     )
 
-from tests.support.rotation import in_turns
 from tracekit.capture.lightning import TracekitCallback
 
 WIDTH, ROWS, BATCH = 8, 24, 2
@@ -96,7 +95,6 @@ def fit(folder: Path, model: Any, *callbacks: Any, resume: Path | None = None, *
     return trainer
 
 
-@in_turns(4, "examples")
 def test_the_example_on_two_ranks_leaves_a_run_that_can_be_checked(tmp_path: Path) -> None:
     out = tmp_path / "run"
     recordings.run_example(

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recording, recording_training
-from tests.support.rotation import in_turns
 
 
 def turns(*, alone: list[list[int]], recorded: list[list[int]]) -> recording.Turns:
@@ -45,7 +44,6 @@ def test_what_a_window_costs_is_taken_against_the_steps_before_it() -> None:
     assert "`Recorder.step` itself takes 90 µs of CPU" in rows[-1]
 
 
-@in_turns(2)
 def test_a_training_takes_turns_alone_and_under_tracekit_record(tmp_path: Path) -> None:
     subjects = (recording.ALONE, recording.RECORD)
     found = recording.take_turns("empty", tmp_path, turns=3, steps=2, subjects=subjects)
@@ -57,7 +55,6 @@ def test_a_training_takes_turns_alone_and_under_tracekit_record(tmp_path: Path) 
     assert len(lines) >= 6
 
 
-@in_turns(2)
 def test_windows_are_recorded_and_each_told_with_its_cost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recording_training.windows(recording_training.empty_step(), "all", str(tmp_path), 2)
     told = [json.loads(line) for line in capfd.readouterr().out.splitlines()]

@@ -13,9 +13,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.integration import training
 from tests.integration.training import Training
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
-
-pytestmark = modules_in_turns(3, "ranks")
 
 YAFSDP, FSDP2, ZERO1 = (Training(name, steps=3, alike=True) for name in ("yafsdp", "fsdp2", "zero1"))
 BY_NAME = {training.strategy: training for training in (YAFSDP, FSDP2, ZERO1)}

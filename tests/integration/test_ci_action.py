@@ -12,7 +12,6 @@ from jsonschema import Draft7Validator
 
 from tests.support import composite_action, doc_snippets
 from tests.support.composite_action import Done
-from tests.support.rotation import in_turns
 
 ACTION = doc_snippets.REPOSITORY / "action.yml"
 Act = Callable[..., Done]
@@ -106,14 +105,12 @@ def test_a_build_is_green_and_red_after_a_regression(
     assert "<!doctype html>" in (clone / "report.html").read_text()[:20]
 
 
-@in_turns(2)
 def test_what_cannot_be_judged_fails_and_says_why(act: Act) -> None:
     done = act(run="runs/nowhere")
     assert (done.code, done.outputs["verdict"], done.outputs["comment-file"]) == (2, "unusable", "")
     assert "runs/nowhere" in done.log
 
 
-@in_turns(2)
 def test_further_words_are_given_to_the_check_as_they_are(act: Act, clone: Path) -> None:
     record("red", clone)
     done = act(arguments="--select\nMEM003\n--fail-on\nnever", baseline="", run="runs/today\nruns/today\n")

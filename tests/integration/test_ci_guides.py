@@ -11,7 +11,6 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import Draft7Validator
 
 from tests.support import composite_action, doc_snippets
-from tests.support.rotation import in_turns
 
 RECIPES = (doc_snippets.DOCS / "ci_recipes.md").read_text(encoding="utf-8")
 YAML: dict[str, str] = dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```$", RECIPES, re.DOTALL | re.MULTILINE))
@@ -20,7 +19,6 @@ WORKFLOWS["tutorial"] = doc_snippets.files()[".github/workflows/performance.yml"
 JENKINS = re.findall(r"sh '([^']*)'", RECIPES)
 
 
-@in_turns(4, "examples")
 def test_the_tutorial_ends_with_a_red_build(tmp_path: Path) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
@@ -67,7 +65,6 @@ def test_the_pipeline_is_valid() -> None:
     Draft7Validator(get_builtin_schema("vendor.gitlab-ci")).validate(yaml.safe_load(YAML[".gitlab-ci.yml"]))
 
 
-@in_turns(4, "examples")
 def test_what_recipes_run_on_a_recorded_run_runs(tmp_path: Path) -> None:
     clone = doc_snippets.repository(tmp_path)
     doc_snippets.write(doc_snippets.files(changed=True), clone)

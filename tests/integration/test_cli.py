@@ -16,7 +16,6 @@ import pytest
 from tests.browser import recorded
 from tests.support import cli_runner
 from tests.support.cli_runner import ROOT, TIMEOUT_S, command, environment, in_a_process, only_line, tracekit
-from tests.support.rotation import in_turns
 from tracekit import __version__
 
 HEAVY = ("torch", "pandas", "plotly", "streamlit", "polars", "duckdb", "numpy", "rich")
@@ -56,7 +55,6 @@ def test_the_version_is_the_packages() -> None:
     assert in_a_process("--version").stdout == f"tracekit {__version__}\n"
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.cli_runner import on_a_terminal, only_line, tracekit
 from tests.support.kineto_files import slice_, trace, write
-from tests.support.rotation import in_turns
 from tracekit.cli import output
 
 NASTY = {
@@ -52,7 +51,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Names from traces can do nothing to a terminal ----------------------------------------------------------------------
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -126,7 +124,6 @@ def test_a_clock_that_was_off_is_said_and_one_within_the_residual_is_not(pair, t
 # What cannot be done is one line -------------------------------------------------------------------------------------
 
 
-@in_turns(3)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

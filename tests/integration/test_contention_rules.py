@@ -6,7 +6,6 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tests.support.rotation import in_turns
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
@@ -43,7 +42,6 @@ def simulated(tmp_path_factory):
     return of
 
 
-@in_turns(2)
 @pytest.mark.parametrize("code", FAULTS)
 def test_a_fault_is_found_by_its_rule_and_by_no_other(simulated, code):
     run, share = simulated(code)

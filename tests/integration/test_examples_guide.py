@@ -8,7 +8,6 @@ import pytest
 
 import tracekit
 from tests.integration import raw
-from tests.support.rotation import in_turns
 from tracekit.analysis.parallelism import rank_timelines
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +24,6 @@ def kernels(run: tracekit.Run, rank: int, name: str) -> list[raw.Slice]:
     return sorted((k for k in trace.of("kernel") if name in k.name), key=lambda k: k.start)
 
 
-@in_turns(3)
 @pytest.mark.parametrize(
     ("folder", "title"),
     [
@@ -49,7 +47,6 @@ def others(folder: str) -> tracekit.Run:
     return tracekit.load(str(OTHERS / folder))
 
 
-@in_turns(2)
 def test_gathers_of_nanogpt_last_as_long_as_the_table_says() -> None:
     run = others("nanogpt_h100_8ranks")
     rows = {
@@ -62,7 +59,6 @@ def test_gathers_of_nanogpt_last_as_long_as_the_table_says() -> None:
         assert [round((k.end - k.start) / 1e6, 2) for k in found] == told
 
 
-@in_turns(2)
 def test_the_shortest_of_each_all_reduce_of_megatron_sum_to_the_transfer_on_every_rank() -> None:
     run = others("megatron_tp8_a100_8ranks")
     calls = [kernels(run, rank, "AllReduce") for rank in range(8)]

@@ -8,7 +8,6 @@ import pytest
 
 import tracekit
 from tests.support import cli_runner
-from tests.support.rotation import in_turns
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.time import gaps
@@ -34,7 +33,6 @@ def test_a_recorded_fault_is_found_and_nothing_else(sample, code):
     assert set(found) == {code}
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     "healthy",
     ["healthy-ddp", "healthy-fsdp2", "healthy-save", "healthy-background-save", "../demo-fsdp2", "../demo-yafsdp"],
@@ -73,7 +71,6 @@ def test_causes_of_recorded_runs_sum_to_the_gaps(name):
     assert across.filter(pl.col("cause") == communication_gap_causes.PEER).height
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [

@@ -22,7 +22,6 @@ from hta.common.trace import Trace as HtaTrace  # noqa: E402
 from hta.configs.env_options import HTAEnvOptions  # noqa: E402
 from hta.trace_analysis import TraceAnalysis  # noqa: E402
 
-from tests.support.rotation import one_in  # noqa: E402
 from tracekit.report.export.hta import to_hta  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +98,7 @@ def _sample(tmp_path):
     return sorted((ROOT / "sample_traces" / "demo-yafsdp").glob("rank*.trace.json.gz"))
 
 
-@pytest.fixture(scope="module", params=one_in(2, [_nanogpt, _with_nccl_arguments, _on_amd, _made_by_hand, _sample]))
+@pytest.fixture(scope="module", params=[_nanogpt, _with_nccl_arguments, _on_amd, _made_by_hand, _sample])
 def pair(request, tmp_path_factory):
     """Return HTA's analysis of some files, and the one made of them loaded."""
     folder = tmp_path_factory.mktemp(request.param.__name__.strip("_"))

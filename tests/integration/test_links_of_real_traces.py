@@ -8,7 +8,6 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
-from tests.support.rotation import one_in
 from tracekit.ingest.readers.kineto import reader
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +38,7 @@ class Both:
         self.activities = self.trace.activities.join(places, on="lane", maintain_order="left")
 
 
-@pytest.fixture(scope="module", params=one_in(3, [*SAMPLES, *OTHERS]), ids=lambda path: path.parent.name)
+@pytest.fixture(scope="module", params=[*SAMPLES, *OTHERS], ids=lambda path: path.parent.name)
 def both(request):
     return pair(request.param)
 

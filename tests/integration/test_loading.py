@@ -10,7 +10,6 @@ import polars as pl
 import pytest
 
 from tests.support.cli_runner import tracekit
-from tests.support.rotation import in_turns
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.memory import steady_state
 from tracekit.analysis.quality import trace_quality
@@ -53,7 +52,6 @@ def covered(spans):
 
 
 @needs_nanogpt
-@in_turns(2, "one run by other means")
 def test_breakdown_of_a_gpu_run_equals_plain_python_to_the_nanosecond():
     run = load(NANOGPT)
     assert run.ranks == tuple(range(8))
@@ -184,7 +182,6 @@ def test_a_trace_without_steps_is_one_window(tmp_path):
 
 
 @needs_nanogpt
-@in_turns(2, "one run by other means")
 def test_overlap_agrees_with_hta_over_the_kernels_that_hta_keeps(tmp_path):
     hta = pytest.importorskip("hta.trace_analysis", reason="needs the extra [hta]")
     shutil.copytree(NANOGPT, tmp_path / "traces")

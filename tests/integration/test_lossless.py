@@ -8,7 +8,6 @@ import polars as pl
 import pytest
 
 from tests.integration import raw
-from tests.support.rotation import in_turns
 from tracekit.ingest.loader import load
 from tracekit.ingest.readers.kineto import reader
 from tracekit.model import intervals
@@ -51,7 +50,6 @@ def run(folder):
     return load(folder, cache=False)
 
 
-@in_turns(3)
 def test_no_event_is_lost_and_every_lane_is_busy_as_long_as_in_plain_python(folder, run):
     files = sorted({Path(source.path) for source in run.sources})
     assert files == sorted(folder.glob("*.json.gz"))

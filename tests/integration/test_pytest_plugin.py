@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.rotation import in_turns
 from tracekit.errors import ConfigError
 from tracekit.testing import marks, plugin, summary
 
@@ -215,7 +214,6 @@ def test_runs_of_failed_tests_stay_and_the_profiler_says_nothing(done):
     assert json.loads(manifest.read_text())["recorded_by"] == "pytest"
 
 
-@in_turns(4, "examples")
 def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path):
     pytest.importorskip("xdist")
     tests = """
@@ -231,7 +229,6 @@ def test_under_xdist_each_test_is_recorded_and_the_summary_is_whole(tmp_path):
     assert len(list((folder / "traces").glob("*/rank00000.pt.trace.json.gz"))) == 4
 
 
-@in_turns(4, "examples")
 def test_ranks_that_the_test_starts_are_recorded_where_it_says_so(tmp_path):
     ranks = """
         import os, sys
@@ -266,7 +263,6 @@ def test_ranks_that_the_test_starts_are_recorded_where_it_says_so(tmp_path):
     assert not list(folder.glob("pytest-traces-*"))  # what passed leaves nothing
 
 
-@in_turns(4, "examples")
 def test_the_example_of_the_guide_says_what_the_guide_says(tmp_path):
     guide = (ROOT / "docs" / "pytest.md").read_text(encoding="utf-8")
     example = guide.partition("```python\n")[2].partition("```")[0]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_runner import tracekit
-from tests.support.rotation import in_turns
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -14,7 +13,6 @@ QUOTED = re.compile(r"^`tracekit ([^`]*sample_traces[^`]*)`.*?^```\n(.*?)^```$",
 COMMANDS = [words for words, _ in QUOTED.findall(README.read_text(encoding="utf-8"))]
 
 
-@in_turns(2)
 @pytest.mark.parametrize("words", COMMANDS, ids=[words.split()[0] for words in COMMANDS])
 def test_what_is_quoted_is_what_is_printed(words: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     done = tracekit(*words.split(), cwd=ROOT, TRACEKIT_CACHE_DIR=str(tmp_path))

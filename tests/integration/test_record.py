@@ -12,7 +12,6 @@ import pytest
 import tracekit
 from tests.integration import recorded
 from tests.integration.recorded import Done, command, do, finish, launched, load, metrics, script, start, steps_by_rank
-from tests.support.rotation import in_turns
 
 WITHOUT_THE_ANALYSIS = """
 import sys
@@ -71,7 +70,6 @@ def test_every_step_has_its_metrics(ddp: tuple[Done, Done, Path]) -> None:
         assert all(row["step_time_ns"] > row["data_wait_ns"] for row in rows[1:])
 
 
-@in_turns(6)
 def test_the_verdict_follows_on_stderr_where_the_analysis_is_installed(tmp_path: Path) -> None:
     training = launched(2, "plain_fsdp2.py", "--steps", "9", "--accumulate", "2", "--save-at", "6")
     done = do(command("--steps", "5:8", "--out", "run", "--", *training), tmp_path)
@@ -90,7 +88,6 @@ def test_the_verdict_follows_on_stderr_where_the_analysis_is_installed(tmp_path:
     assert doubts <= {"clock_skew"}  # which a busy machine may show
 
 
-@in_turns(6)
 @pytest.mark.parametrize(
     ("library", "name", "batches"),
     [("transformers", "plain_huggingface.py", "2"), ("pytorch_lightning", "plain_lightning.py", "1")],
@@ -106,7 +103,6 @@ def test_a_frameworks_training_is_recorded_as_it_is(tmp_path: Path, library: str
         assert [row["step"] for row in metrics(tmp_path / "run", rank)] == list(range(8))
 
 
-@in_turns(6)
 def test_a_step_of_several_optimizers_is_one_step(tmp_path: Path) -> None:
     training = launched(1, "plain_gan.py", "--steps", "9", "--critic-steps", "2")
     done = do(command("--quiet", "--steps", "5:8", "--out", "run", "--", *training), tmp_path)
@@ -118,7 +114,6 @@ def test_a_step_of_several_optimizers_is_one_step(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "run")) == 9
 
 
-@in_turns(6)
 def test_a_step_that_a_scaler_skips_is_counted_and_told(tmp_path: Path) -> None:
     training = launched(1, "plain_scaler.py", "--steps", "14")
     done = do(command("--quiet", "--steps", "8:12", "--out", "run", "--", *training), tmp_path)
@@ -144,7 +139,6 @@ ENDS = [
 ]
 
 
-@in_turns(6)
 @pytest.mark.parametrize(("end", "code", "steps", "words"), ENDS, ids=lambda value: str(value)[:12])
 def test_however_a_training_ends_it_ends_so_and_one_line_says_what_there_is(
     tmp_path: Path, end: str, code: int, steps: "list[int] | None", words: str
@@ -162,7 +156,6 @@ def test_however_a_training_ends_it_ends_so_and_one_line_says_what_there_is(
         assert f"own profiler: {14 if end == 'profile' else 2} optimizer steps, of tracekit 0" in done.out
 
 
-@in_turns(6)
 def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     training = launched(2, "plain_ddp.py", "--steps", "30", "--kill-at", "12")
     record = command("record", "--steps", "2:4", "--every", "9", "--out", "run", "--", *training)
@@ -173,7 +166,6 @@ def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     assert "tracekit: recorded ranks 0, 1 in run" in done.said
 
 
-@in_turns(6)
 @pytest.mark.parametrize("way", ["in-backward", "compiled", "closure", "thread"])
 def test_whatever_way_optimizers_step_steps_are_counted(tmp_path: Path, way: str) -> None:
     alone = do(script("plain_odd.py", way), tmp_path)
@@ -184,7 +176,6 @@ def test_whatever_way_optimizers_step_steps_are_counted(tmp_path: Path, way: str
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(9))
 
 
-@in_turns(6)
 def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> None:
     """No file may grow beyond 4 KiB: writing a trace fails then, as it does on a full disk."""
     record = command("--quiet", "--out", "run", "--", *script("plain_single.py"))
@@ -198,7 +189,6 @@ def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> Non
     assert not list((tmp_path / "run").glob("*.json*.partial"))
 
 
-@in_turns(6)
 def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     done = do(command("--out", "file/run", "--", *script("plain_single.py")), tmp_path)
@@ -208,7 +198,6 @@ def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert re.search(r"not recorded: OSError: --out \S+/file/run cannot be written .*training goes on$", done.said[0])
 
 
-@in_turns(6)
 def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     both = " ".join(["'" + "' '".join(script("plain_single.py")) + "'", "; exec", *script("plain_single.py")])
     done = do(command("--quiet", "--steps", "3:5", "--out", "run", "--", "bash", "-c", both), tmp_path)
@@ -218,7 +207,6 @@ def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
     assert len(losses(done)) == 2
 
 
-@in_turns(6)
 def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> None:
     """Each node has its launcher and its scratch disk; only the folder of runs is theirs together."""
     port = recorded.free_port()
@@ -241,7 +229,6 @@ def test_two_nodes_with_disks_of_their_own_end_in_one_run(tmp_path: Path) -> Non
         assert not list((tmp_path / f"node{node}" / "scratch").iterdir())
 
 
-@in_turns(6)
 def test_windows_can_be_asked_for_while_a_training_runs(tmp_path: Path) -> None:
     """By a signal to the launcher, then by --attach; both name steps still to come, so ranks need not wait."""
     options = ["--quiet", "--steps", "none", "--signal", "USR2", "--out", "run"]
@@ -317,7 +304,6 @@ def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:
     assert done.out.split() == ["yes", str(tmp_path / "sitecustomize.py")]
 
 
-@in_turns(6)
 def test_a_run_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")

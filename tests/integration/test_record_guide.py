@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.rotation import in_turns
-
 REPOSITORY = Path(__file__).parents[2]
 # What torch 2.13 now and then dies of when a process ends that saved by gloo, without our recorder as well as with it
 # (1 in 28 plain trainings): a thread of its own that nobody joined.
@@ -16,7 +14,6 @@ TORCH_DIED_AT_EXIT = "terminate called without an active exception"
 TRIES = 4
 
 
-@in_turns(4, "examples")
 def test_the_example_in_the_guide_records_a_run(tmp_path: Path) -> None:
     guide = (REPOSITORY / "docs" / "record.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
 from tracekit.capture import Recorder, auto_recorder
 from tracekit.capture.launch_settings import Settings
-
-pytestmark = modules_in_turns(3, "ranks")
 
 TIMEOUT_S = 30.0
 STEPS = 12

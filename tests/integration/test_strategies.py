@@ -10,7 +10,6 @@ from instrumented_trainers.parallelism import STRATEGIES, ShardOptions
 from tests.integration import training
 from tests.integration.training import Training
 from tests.support import process_group
-from tests.support.rotation import one_in, one_in_of
 
 TOLERANCE = 1e-12
 
@@ -23,9 +22,9 @@ BF16_TOLERANCE = 1e-4
 STEPS = {(2, "adamw"): 50, (3, "adamw"): 50, (3, "sgd"): 20}
 REFERENCE = "ddp"
 ALL_CURVES = [(size, name, optimizer) for name in STRATEGIES if name != REFERENCE for size, optimizer in STEPS]
-CURVES = one_in(2, ALL_CURVES)
+CURVES = ALL_CURVES
 # FSDP1 is left out: its clipping raises in fp64.
-CLIPPED = one_in(2, ("zero1", "fsdp2", "yafsdp"))
+CLIPPED = ("zero1", "fsdp2", "yafsdp")
 BF16 = {
     name: Training(name, "sgd", steps=20, dtype=torch.float32, options=ShardOptions(torch.bfloat16, torch.float32))
     for name in ("fsdp2", "yafsdp")
@@ -35,28 +34,24 @@ RECOMPUTED = {
     reentrant: dataclasses.replace(training.CONFIG, checkpointed_layers=2, reentrant=reentrant)
     for reentrant in (False, True)
 }
-WAYS = one_in_of(
-    4,
-    {
-        "fsdp2, gathered two layers ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=2)),
-        "fsdp2, never ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=0)),
-        "fsdp2, kept gathered": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=False)),
-        "fsdp2, resharded to pairs": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=2)),
-        "fsdp2, two replicas": Training("fsdp2", steps=6, replicas=2),
-        "fsdp1, two replicas": Training("fsdp1", steps=6, replicas=2),
-        "fsdp1, never ahead": Training("fsdp1", steps=6, options=ShardOptions(prefetch=0)),
-        "yafsdp, two replicas": Training("yafsdp", steps=6, replicas=2),
-        "yafsdp, kept gathered": Training("yafsdp", steps=6, options=ShardOptions(reshard_after_forward=False)),
-        "yafsdp, norms with their layers": Training("yafsdp", steps=6, options=ShardOptions(gather_norms_once=False)),
-    }
-    | {
-        f"{name}, two of three layers recomputed{', reentrant' if reentrant else ''}": Training(
-            name, steps=6, config=config
-        )
-        for name in ("ddp", "fsdp1", "fsdp2", "yafsdp")
-        for reentrant, config in RECOMPUTED.items()
-    },
-)
+WAYS = {
+    "fsdp2, gathered two layers ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=2)),
+    "fsdp2, never ahead": Training("fsdp2", steps=6, options=ShardOptions(prefetch=0)),
+    "fsdp2, kept gathered": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=False)),
+    "fsdp2, resharded to pairs": Training("fsdp2", steps=6, options=ShardOptions(reshard_after_forward=2)),
+    "fsdp2, two replicas": Training("fsdp2", steps=6, replicas=2),
+    "fsdp1, two replicas": Training("fsdp1", steps=6, replicas=2),
+    "fsdp1, never ahead": Training("fsdp1", steps=6, options=ShardOptions(prefetch=0)),
+    "yafsdp, two replicas": Training("yafsdp", steps=6, replicas=2),
+    "yafsdp, kept gathered": Training("yafsdp", steps=6, options=ShardOptions(reshard_after_forward=False)),
+    "yafsdp, norms with their layers": Training("yafsdp", steps=6, options=ShardOptions(gather_norms_once=False)),
+} | {
+    f"{name}, two of three layers recomputed{', reentrant' if reentrant else ''}": Training(
+        name, steps=6, config=config
+    )
+    for name in ("ddp", "fsdp1", "fsdp2", "yafsdp")
+    for reentrant, config in RECOMPUTED.items()
+}
 
 
 @functools.cache

@@ -16,10 +16,7 @@ from tests.integration import fault_signs, trainings
 from tests.integration.fault_signs import named, stage
 from tests.integration.trainings import case, micro
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
 from tracekit import conventions
-
-pytestmark = modules_in_turns(3, "ranks")
 
 STEPS, LAYERS, ACTIVE = 5, 2, 2
 PLAIN = (1, 3)

@@ -20,9 +20,6 @@ from instrumented_trainers.parallelism import STRATEGIES
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
-
-pytestmark = modules_in_turns(3, "ranks")
 
 REPORTED = {"steps": 3, "profile_wait": 9, "memory_report": True}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -17,9 +17,6 @@ from instrumented_trainers.stop import StopRequest
 from tests.integration import trainings
 from tests.integration.trainings import case, micro
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
-
-pytestmark = modules_in_turns(3, "ranks")
 
 STEPS = 7
 THIRD = "step-000003"

@@ -16,7 +16,6 @@ from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.config import TrainingConfig
 from tests.integration import trainings
 from tests.integration.launched import MICRO, ranks_of, read_until, start, train
-from tests.support.rotation import in_turns
 from tracekit import conventions
 from tracekit.ingest import checkpoint_files
 
@@ -33,7 +32,6 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir() if seal.is_sealed(path))
 
 
-@in_turns(3, "trainers")
 def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> None:
     # In the profiled window, which is to be as long as the training.
     window = ["--profile-wait", "0", "--profile-warmup", "1", "--profile-active", "90000"]
@@ -51,7 +49,6 @@ def test_sigterm_ends_a_training_well_and_says_how_to_go_on(tmp_path: Path) -> N
     assert trainings.manifest(tmp_path)["windows"] == [{"window": 0, "first_step": 1, "steps": steps - 1}]
 
 
-@in_turns(3, "trainers")
 def test_a_rank_that_hangs_is_named_when_the_time_is_up(tmp_path: Path) -> None:
     process = start("--strategy", "ddp", "--out", str(tmp_path), *ENDLESS, "--timeout-s", "4")
     read_until(process, "step    1 of")
@@ -84,7 +81,6 @@ def small_disk(tmp_path: Path) -> Path:
     return place
 
 
-@in_turns(3, "trainers")
 def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small_disk: Path, tmp_path: Path) -> None:
     # A trace, and a third checkpoint, are more than fits.
     kept = tmp_path / "kept"
@@ -120,7 +116,6 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
         assert not any(seal.damage(folder, file, was) for file, was in seal.read(folder).files.items())
 
 
-@in_turns(3, "trainers")
 def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     saves = ["--checkpoint-every", "2", "--keep", "9", "--profile-wait", "99", "--fault", "slow-disk=0.3MB/s:1"]
     process = start("--strategy", "fsdp2", "--out", str(tmp_path), "--steps", "100000", *MICRO, *saves)

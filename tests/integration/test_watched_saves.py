@@ -24,11 +24,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
 from tracekit import conventions
 from tracekit.capture.checkpoints import auto_recording
-
-pytestmark = modules_in_turns(3, "ranks")
 
 ROWS = 256
 Lines = list[dict[str, Any]]

@@ -8,7 +8,6 @@ import pytest
 
 import tracekit
 from tests.support import cli_runner
-from tests.support.rotation import in_turns, one_in
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.trace import Run, Trace
@@ -31,7 +30,6 @@ def off(of):
     return float((told["replayed_ns"] / told["duration_ns"] - 1).abs().max())
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     "name", ["demo-fsdp2", "demo-yafsdp", "faults/healthy-fsdp2", "faults/no-prefetch", "faults/dataloader"]
 )
@@ -75,7 +73,6 @@ def without_waits(loaded):
     return Run(loaded.path, [bare(each) for each in loaded.sources], manifest=loaded.manifest, align=alignment.offsets)
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     ("strategy", "fault", "cause"),
     [
@@ -98,14 +95,11 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
 
 @pytest.mark.parametrize(
     ("strategy", "both", "causes"),
-    one_in(
-        3,
-        [
-            ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
-            ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
-            ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
-        ],
-    ),
+    [
+        ("fsdp2", ("dataloader-stall", "no-prefetch"), ("data-loading", "late-gathers")),
+        ("fsdp2", ("sm-contention", "slow-rank"), ("straggler", "slowed-compute")),
+        ("yafsdp", ("slow-rank", "small-collectives:8"), ("straggler", "small-collectives")),
+    ],
 )
 def test_what_two_causes_cost_together_is_what_a_run_without_both_takes_less(strategy, both, causes, simulated):
     faulty, healthy = (tracekit.load(simulated(strategy, *each), cache=False) for each in (both, ()))

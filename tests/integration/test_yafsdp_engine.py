@@ -22,9 +22,6 @@ from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import LAYERS, VOCABULARY, WIDTH, Block, Toy
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
-
-pytestmark = modules_in_turns(3, "ranks")
 
 WORLD_SIZE = 2
 GUIDE = Path(__file__).parents[2] / "docs" / "yafsdp.md"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rotation import in_turns
 from tracekit import conventions
 
 pytestmark = pytest.mark.skipif(
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.skipif(
 REPOSITORY = Path(__file__).parents[2]
 
 
-@in_turns(4, "examples")
 def test_the_example_learns_and_records_a_run(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     example = [str(REPOSITORY / "examples" / "huggingface.py"), "--out", str(tmp_path), "--steps", "12"]

@@ -11,7 +11,6 @@ from tests.integration import parity
 from tests.integration.parity import Case
 from tests.integration.toy import PATHS, Toy
 from tests.support import process_group
-from tests.support.rotation import one_in_of
 
 WORLD_SIZES = (1, 2, 3, 4)
 TOLERANCE = 1e-12
@@ -61,7 +60,7 @@ ALL_CASES = {path: Case(path) for path in PATHS} | {
     "gradients zeroed, not dropped": Case(set_to_none=False),
     "gradients of two steps add up": Case(clear_every=2),
 }
-CASES = one_in_of(6, ALL_CASES)
+CASES = ALL_CASES
 
 
 BF16 = {

@@ -17,10 +17,7 @@ from instrumented_trainers.model import ModelConfig
 from tests.integration import training
 from tests.integration.training import Training
 from tests.support import process_group
-from tests.support.rotation import modules_in_turns
 from tracekit.model import intervals
-
-pytestmark = modules_in_turns(3, "ranks")
 
 LAYERS, BUFFERS = 5, 2
 CONFIG = ModelConfig(width=192, layers=LAYERS, heads=8, key_value_heads=2, hidden_width=512, vocabulary=512)

@@ -1,25 +1,27 @@
-"""How pytest-xdist's processes share the tests: a file at a time, but those that share a costly thing go together.
+"""Distribution of tests over pytest-xdist's workers: file by file, with the browser tests together in one worker.
 
-The browser's tests share one dashboard server, started once in a process that has any of them. They also wait much, so
-that the other processes have the machine meanwhile: the more so the earlier they begin.
+Browser tests share one dashboard server, which each worker that runs any of them would have to start. They mostly wait,
+so other workers have the machine meanwhile.
 """
 
 import os
 
 from xdist.scheduler import LoadFileScheduling
 
-TOGETHER = ("tests/browser/",)
-_MOST = 4
+ONE_WORKER_FOLDERS = ("tests/browser/",)
+_MAX_WORKERS = 4
 
 
-def count() -> int:
-    """Return one more than there are cores: many tests wait, for ranks that meet, for a browser, for a command."""
+def worker_count() -> int:
+    """Return the number of cores plus one: many tests wait for ranks, a browser or a command."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST, cores + 1)
+    return min(_MAX_WORKERS, cores + 1)
 
 
-class ByFile(LoadFileScheduling):
-    """Gives each process one file after the other, of some folders all files at once."""
+class ScheduleByFile(LoadFileScheduling):
+    """Assigns test files to workers one at a time, and the files of some folders all to the same worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+        return next(
+            (folder for folder in ONE_WORKER_FOLDERS if nodeid.startswith(folder)), super()._split_scope(nodeid)
+        )

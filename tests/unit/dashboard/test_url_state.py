@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.support.rotation import in_turns
-
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
 
 
@@ -83,7 +81,6 @@ def test_an_address_sets_every_widget(shown):
     assert _told(shown)["part"] == ["1.5", "3.0"]
 
 
-@in_turns(2)
 @pytest.mark.parametrize(
     "params",
     [

@@ -11,14 +11,12 @@ import pytest
 
 from tests.browser import recorded
 from tests.support import cli_runner
-from tests.support.rotation import in_turns
 from tracekit.model import units
 from tracekit.plan import models
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
-pytestmark = in_turns(2)
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
 TIMEOUT_S = 60
 

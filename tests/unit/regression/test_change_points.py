@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.support.rotation import in_turns
 from tracekit.regression.history import change_points
 
 NOISE = 0.03
@@ -52,7 +51,6 @@ def test_the_cheapest_split_is_that_of_brute_force():
             assert cost(series.cheapest()) == pytest.approx(min(map(cost, splits)))
 
 
-@in_turns(3)
 @pytest.mark.parametrize("kind", [normal, heavy, spiky, wild], ids=lambda kind: kind.__name__)
 def test_a_series_without_a_change_shows_one_at_most_once_in_twenty(kind):
     random = np.random.default_rng(11)
@@ -61,7 +59,6 @@ def test_a_series_without_a_change_shows_one_at_most_once_in_twenty(kind):
     assert sum(bool(each.drifts) for each in found) <= SERIES * 0.02
 
 
-@in_turns(3)
 def test_a_slow_drift_is_called_drift():
     random = np.random.default_rng(12)
     found = []
@@ -74,7 +71,6 @@ def test_a_slow_drift_is_called_drift():
     assert np.median(rises) == pytest.approx(0.2, abs=0.02)
 
 
-@in_turns(3)
 def test_a_tenth_more_is_found_within_five_runs_at_three_percent_noise():
     random = np.random.default_rng(13)
     near = close = 0

@@ -19,7 +19,6 @@ import pytest
 from tests.browser import recorded
 from tests.support import cli_runner, simulated_history
 from tests.support.cli_runner import tracekit
-from tests.support.rotation import in_turns
 from tracekit.errors import InputError
 from tracekit.regression.history import commits, store, trends
 from tracekit.regression.history.commits import Commit
@@ -169,7 +168,6 @@ def _garbled(path):
     path.write_bytes(held)
 
 
-@in_turns(2)
 @pytest.mark.parametrize("make", [_text, _empty, _foreign, _later, _views, _cut, _garbled])
 def test_a_file_that_is_no_whole_history_is_refused_and_stays_as_it_is(tmp_path, make):
     path = tmp_path / "history.duckdb"

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import tracekit
 from tests.support import drawn_traces, perfetto_reader
-from tests.support.rotation import one_in
 from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.model.trace import Run
@@ -45,7 +44,7 @@ def ops(*rows: tuple[str, int, int]) -> pl.DataFrame:
 MOVING = {(0, 0): Clock(0), (0, 1): Clock(-123_456)}
 
 
-@pytest.fixture(scope="module", params=one_in(3, ["demo-fsdp2", "faults/churn", "faults/small-tensors"]))
+@pytest.fixture(scope="module", params=["demo-fsdp2", "faults/churn", "faults/small-tensors"])
 def recorded(request: pytest.FixtureRequest) -> Run:
     return tracekit.load(SAMPLES / request.param)
 

@@ -14,7 +14,6 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.rotation import in_turns, one_in
 from tracekit.errors import InputError
 from tracekit.model.trace import Run
 from tracekit.sql import run_query, sandbox
@@ -150,7 +149,7 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.parametrize("sql", one_in(2, ATTACKS))
+@pytest.mark.parametrize("sql", ATTACKS)
 def test_an_attack_is_told_on_one_line_and_comes_to_nothing(run, folder, sql):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InputError) as raised:
@@ -200,7 +199,6 @@ HUGE = {
 }
 
 
-@in_turns(2)
 @pytest.mark.parametrize("sql", FOREVER.values(), ids=FOREVER)
 def test_what_would_run_forever_is_stopped_in_time(run, sql):
     began_s, before = time.monotonic(), set(threading.enumerate())
@@ -210,7 +208,6 @@ def test_what_would_run_forever_is_stopped_in_time(run, sql):
     assert set(threading.enumerate()) <= before
 
 
-@in_turns(2)
 @pytest.mark.parametrize("sql", HUGE.values(), ids=HUGE)
 def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(run, folder, sql):
     before = set(folder.iterdir())
@@ -236,8 +233,8 @@ def test_a_program_without_a_main_guard_can_ask(tmp_path):
     """A script that calls query at its top level: a process that imported it anew would start another, and so on."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from tests.support import drawn_traces\nimport tracekit\n"
-        "print(tracekit.query(drawn_traces.run(drawn_traces.trace('compute aab.cc')), 'SELECT count(*) FROM activities').item())\n"
+        "from tests.support.drawn_traces import run, trace\nimport tracekit\n"
+        "print(tracekit.query(run(trace('compute aab.cc')), 'SELECT count(*) FROM activities').item())\n"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run(

@@ -7,7 +7,6 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.rotation import in_turns, one_in
 from tests.support.rule_examples import beside_snapshots, on_streams
 from tests.support.sample_snapshots import MIB
 from tracekit.analysis.communication import collective_instances
@@ -36,7 +35,7 @@ def test_the_rows_of_all_ranks_stand_in_one_table_with_window_and_rank_in_front(
         assert mine.equals(trace.activities)
 
 
-@pytest.mark.parametrize("name", one_in(3, list(run_query.TABLES)))
+@pytest.mark.parametrize("name", list(run_query.TABLES))
 def test_every_table_has_the_columns_and_types_that_the_schema_says(run, name):
     found = tracekit.query(run, f"FROM {name}")
     assert found.schema == run_query.TABLES[name].schema
@@ -152,7 +151,6 @@ def test_only_as_many_rows_as_allowed_come_back(run):
     assert tracekit.query(run, "FROM range(1_000_000_000_000)", max_rows=7)["range"].to_list() == list(range(7))
 
 
-@in_turns(3)
 @pytest.mark.parametrize(
     ("sql", "told"),
     [

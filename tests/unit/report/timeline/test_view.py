@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.rotation import in_turns
 from tracekit.model import schema
 from tracekit.report import timeline
 from tracekit.report.export import perfetto
@@ -91,7 +90,6 @@ REAL = [
 ]
 
 
-@in_turns(2)
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
 def test_recorded_traces_have_as_many_slices_as_their_tables_and_the_same_time_at_every_zoom(path):
     if not path.is_dir():
