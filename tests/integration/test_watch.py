@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import sample_logs
-from tracekit import cli
+from tracekit.cli.commands import watch as watch_command
 from tracekit.cli.output import Format
 from tracekit.errors import InputError
 
@@ -162,9 +162,9 @@ def test_once_shows_how_it_stands_and_ends_though_the_training_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample_logs.write(tmp_path, sample_logs.steady(30), live=True)
-    cli.watch(tmp_path, once=True)
+    watch_command.watch(tmp_path, once=True)
     assert "30 steps done" in capsys.readouterr().out
-    cli.watch(tmp_path, once=True, watch_format=Format.JSON)
+    watch_command.watch(tmp_path, once=True, watch_format=Format.JSON)
     assert json.loads(capsys.readouterr().out)["steps_done"] == 30
 
 
@@ -173,8 +173,8 @@ def test_the_guide_shows_what_the_sample_shows(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     guide = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
-    cli.watch(SAMPLE, once=True)
-    cli.watch(SAMPLE)
+    watch_command.watch(SAMPLE, once=True)
+    watch_command.watch(SAMPLE)
     for line in capsys.readouterr().out.splitlines():
         assert f"    {line}".rstrip() in guide
 
@@ -195,4 +195,4 @@ def test_what_cannot_be_watched_is_told_with_what_to_do(tmp_path: Path) -> None:
         (tmp_path / "other" / "notes", "is no folder"),
     ):
         with pytest.raises(InputError, match=re.escape(words)):
-            cli.watch(path)
+            watch_command.watch(path)

@@ -66,6 +66,25 @@ class Config:
     budget: Budgets = field(default_factory=Budgets)
 
 
+def resolve(
+    path: Path | None,
+    catalog: Catalog,
+    *,
+    fail_on: str | None = None,
+    select: Iterable[str] = (),
+    assignments: Iterable[str] = (),
+) -> Config:
+    """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
+    file = path or nearest(Path.cwd())
+    config = with_settings(read(file, catalog) if file else Config(), assignments, catalog)
+    selected = tuple(name.strip() for names in select for name in names.split(",") if name.strip())
+    return replace(
+        config,
+        select=selected or config.select,
+        fail_on=config.fail_on if fail_on is None else parse_fail_on(fail_on),
+    )
+
+
 def nearest(folder: Path) -> Path | None:
     """Return the settings file that counts in `folder`: the first found going up; tracekit.toml before pyproject.toml.
 

@@ -132,8 +132,7 @@ def _settled(path: Path | None) -> "Config":
     from tracekit.cli import settings
     from tracekit.rules import all_rules
 
-    file = path or settings.nearest(Path.cwd())
-    return settings.read(file, all_rules()) if file else settings.Config()
+    return settings.resolve(path, all_rules())
 
 
 def _checked(runs: Sequence[str], settled: "Config", *, cache: bool) -> "list[tuple[Report, Run]]":

@@ -15,7 +15,6 @@ from tracekit.cli.run_loading import UseCache
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.cli.settings import Catalog, Config
     from tracekit.regression.gate import Gate
 
 FINDINGS = 1
@@ -112,7 +111,7 @@ def check(
     if history is not None:
         refuse_what_is_none(history)
     catalog = all_rules()
-    settled = _settle(config, fail_on, select or [], settings or [], catalog)
+    settled = settings_of.resolve(config, catalog, fail_on=fail_on, select=select or [], assignments=settings or [])
     if strict:
         settled = settings_of.with_strict_budgets(settled)
     rules = settings_of.configured(settled, catalog)
@@ -140,25 +139,6 @@ def check(
     if history is not None:
         remember(history, gates)
     _fail(gates)
-
-
-def _settle(
-    path: Path | None, fail_on: FailOn | None, select: list[str], settings: list[str], catalog: "Catalog"
-) -> "Config":
-    """Return the settings of the file, with those of the command line laid over them."""
-    import dataclasses
-
-    from tracekit.cli import settings as config
-
-    file = path or config.nearest(Path.cwd())
-    settled = config.read(file, catalog) if file else config.Config()
-    settled = config.with_settings(settled, settings, catalog)
-    if select:
-        names = tuple(name.strip() for each in select for name in each.split(",") if name.strip())
-        settled = dataclasses.replace(settled, select=names)
-    if fail_on is not None:
-        settled = dataclasses.replace(settled, fail_on=config.parse_fail_on(fail_on))
-    return settled
 
 
 def _fail(gates: "list[Gate]") -> None:

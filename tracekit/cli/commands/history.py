@@ -139,12 +139,11 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "Entry":
     import datetime
 
     from tracekit.cli import settings
-    from tracekit.cli.commands.check import _settle
     from tracekit.regression import judgement
     from tracekit.rules import all_rules
 
     catalog = all_rules()
-    settled = _settle(None, None, [], [], catalog)
+    settled = settings.resolve(None, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
     ((report, _),) = run_loading.checked([path], settings.configured(settled, catalog), cache=cache)
     report = settings.set_aside(report, settled.ignore, catalog, today=today)
