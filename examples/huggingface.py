@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, fully_shard, meta_init
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, fully_shard, materialize
 from tracekit.capture import Recorder
 
 CONFIG = LlamaConfig(
@@ -83,7 +83,7 @@ def build(device: str) -> nn.Module:
         fully_shard(layer, mesh, mp_policy=lower, left_out=norms)
     fully_shard(model, mesh, mp_policy=lower)
     torch.manual_seed(0)  # the same on every rank
-    meta_init(model, model._init_weights)
+    materialize(model, model._init_weights)
     return model
 
 

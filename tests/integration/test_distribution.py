@@ -26,12 +26,12 @@ import json, sys
 from pathlib import Path
 
 import dashboard, instrumented_trainers, tracekit
-from tracekit.cli import opening
+from tracekit.cli import run_loading
 from tracekit.cli.commands.dashboard import command
-from tracekit.report import baselines, json as report
+from tracekit.report import baseline_json, json as report
 
-run = tracekit.load(opening.sample())
-report.schema(), baselines.schema()
+run = tracekit.load(run_loading.sample())
+report.schema(), baseline_json.schema()
 pages = next(Path(word).parent for word in command([], port=0, browser=False) if word.endswith("serve.py"))
 told = {
     "packages": [str(Path(each.__file__).parent.parent) for each in (tracekit, dashboard, instrumented_trainers)],

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, fully_shard, meta_init
+from instrumented_trainers.parallelism.yafsdp import MixedPrecisionPolicy, fully_shard, materialize
 from instrumented_trainers.parallelism.yafsdp.meta_init import reset_parameters
 from instrumented_trainers.parallelism.yafsdp.module import units_in
 from tests.integration import parity
@@ -95,7 +95,7 @@ def materialized(device: str) -> list[Tensor]:
     if device == "meta":
         parity.shard(toy, Case(norms_once=True))
         torch.manual_seed(1)
-        meta_init(toy)
+        materialize(toy)
     else:
         torch.manual_seed(1)
         for module in toy.modules():
@@ -120,7 +120,7 @@ def most_held_while_materializing() -> tuple[int, int]:
         most = max(most, sum(parameter.numel() for parameter in held))
         reset_parameters(module)
 
-    meta_init(toy, reset)
+    materialize(toy, reset)
     return most, whole
 
 
@@ -241,7 +241,7 @@ def leave_weights_unfilled() -> None:
         if not isinstance(module, nn.LayerNorm):
             reset_parameters(module)
 
-    meta_init(meta_toy(), reset)
+    materialize(meta_toy(), reset)
 
 
 def draw_what_cannot_be_drawn() -> None:
@@ -250,7 +250,7 @@ def draw_what_cannot_be_drawn() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.empty(3, device="meta"))
 
-    meta_init(fully_shard(Scale()))
+    materialize(fully_shard(Scale()))
 
 
 def shard_in_three_dims() -> None:

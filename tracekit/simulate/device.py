@@ -1,14 +1,12 @@
-"""One simulated GPU: streams that run one thing at a time, and resident work that gets in each other's way."""
+"""Simulated GPUs: streams that run one kernel at a time, contention between kernels, collectives between ranks."""
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from tracekit.simulate.program import COMMUNICATION, COMPUTE, COPY, MAIN_STREAM, Kernel
+from tracekit.simulate.program import COMMUNICATION, COMPUTE, COPY, MAIN_STREAM, Collective, Kernel
 from tracekit.simulate.recording import RankRecord
-
-if TYPE_CHECKING:
-    from tracekit.simulate.transfers import Transfer
+from tracekit.simulate.topology import Group
 
 _LEAST_RATE = 0.02
 
@@ -148,3 +146,29 @@ class Device:
         beside = self.resident[COMMUNICATION]
         held = 1 + self.collective_slows_compute if beside else 1.0
         return copies + slowed + [(w, max(_LEAST_RATE, 1 - taken) / held) for w in main]
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One collective of one group: who has come of the simulated ranks, and what remains to be carried."""
+
+    group: Group
+    number: int
+    collective: Collective
+    expected: int
+    remaining_ns: float
+    arrived: list[tuple[Device, Work]] = field(default_factory=list)
+    rate: float = 0.0
+    since_ns: int = 0
+    version: int = 0
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether all ranks have come."""
+        return len(self.arrived) == self.expected
+
+    def rate_now(self, compute_slows: float) -> float:
+        """Return how fast it goes: links are shared evenly, and compute on a member may slow it."""
+        shared = max(len(device.transferring[self.group.link]) for device, _ in self.arrived)
+        slowed = 1 + compute_slows if compute_slows and any(device.computes for device, _ in self.arrived) else 1.0
+        return 1 / (shared * slowed)

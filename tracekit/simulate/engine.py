@@ -8,14 +8,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tracekit.simulate.device import Awaited, Device, Event, Recorded, Stream, Work
+from tracekit.simulate.device import Awaited, Device, Event, Recorded, Stream, Transfer, Work
 from tracekit.simulate.hosts import HostState
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
 from tracekit.simulate.recording import Activity, RankRecord, Recording
 from tracekit.simulate.strategies import HIGH_PRIORITY, SCHEDULES
 from tracekit.simulate.topology import World
-from tracekit.simulate.transfers import Transfer
 
 _KERNEL_GAP_NS = 1_000  # between two kernels of a stream
 _JITTERS = 4096

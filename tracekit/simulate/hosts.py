@@ -1,9 +1,10 @@
 """One simulated host process: runs its program ahead of the device until something makes it wait."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from tracekit.simulate.device import Awaited, Device, Event, Recorded, Work
+from tracekit.simulate.device import Awaited, Device, Event, Recorded, Stream, Transfer, Work
+from tracekit.simulate.job import Job
 from tracekit.simulate.memory import Memory
 from tracekit.simulate.program import (
     MAIN_THREAD,
@@ -12,6 +13,7 @@ from tracekit.simulate.program import (
     Flush,
     Give,
     Instruction,
+    Kernel,
     Launch,
     Open,
     Record,
@@ -24,19 +26,37 @@ from tracekit.simulate.program import (
 )
 from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
 
-if TYPE_CHECKING:
-    from tracekit.simulate.engine import Engine
-
 _LAUNCH_LATENCY_NS = 2_000
 _EVENT_CALL_NS = 1_000
 _LAUNCH_CALLS = {"copy": "cudaMemcpyAsync"}
 _SPACE_NS = 100  # between two slices on a thread
 
 
+class Scheduler(Protocol):
+    """What a host needs of the simulation: its clock, its streams and its collectives."""
+
+    job: Job
+
+    def at(self, time_ns: int, handler: Callable[..., None], *arguments: object) -> None:
+        """Call a handler at a time."""
+
+    def enqueue(self, stream: Stream, item: Work | Recorded | Awaited, ready_ns: int) -> None:
+        """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
+
+    def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
+        """Return how long a kernel takes alone on a device in a step, jitter included."""
+
+    def jitter(self, key: int) -> float:
+        """Return a factor around 1 that is the same for the same key."""
+
+    def issue(self, device: Device, kernel: Kernel, key: int, step: int) -> Transfer:
+        """Add a collective to the queue of its group's communicator."""
+
+
 class HostState:
     """Where a rank's host is in its program, and its clock."""
 
-    def __init__(self, engine: "Engine", device: Device, program: list[Instruction]) -> None:
+    def __init__(self, engine: Scheduler, device: Device, program: list[Instruction]) -> None:
         self._engine, self._device, self._program = engine, device, program
         self._record = device.record
         self._at = 0

@@ -16,7 +16,7 @@ from instrumented_trainers.parallelism.yafsdp.engine import Engine
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import is_shard
-from instrumented_trainers.parallelism.yafsdp.unit import Unit
+from instrumented_trainers.parallelism.yafsdp.unit import Unit, UnitEngine
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 _UNIT_MARK = "_yafsdp_sharded_in"  # on an original parameter: which module's unit took it
@@ -137,7 +137,7 @@ def _add_hooks(module: nn.Module, unit: Unit) -> None:
     module.register_forward_hook(post_forward)
 
 
-def _engine(unit: Unit) -> Engine:
+def _engine(unit: Unit) -> UnitEngine:
     """Return the engine of a unit's model. The first module to run is the root: its engine is made then."""
     if unit.engine is None:
         with torch.inference_mode(mode=False):  # buffers made in that mode could never be trained with

@@ -2,50 +2,60 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from instrumented_trainers.parallelism.yafsdp.communication_lane import Token
+from instrumented_trainers.parallelism.yafsdp.layout import Layout
 
-if TYPE_CHECKING:
-    from instrumented_trainers.parallelism.yafsdp.unit import Unit
+
+class BufferUser(Protocol):
+    """What a unit must state so that buffers can be allocated for it."""
+
+    layout: Layout
+    device: torch.device
+    weight_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+U = TypeVar("U", bound=BufferUser)
 
 
 @dataclass(eq=False)
-class WeightSlot:
+class WeightSlot(Generic[U]):
     """Room for the whole weights of one unit."""
 
     buffer: Tensor
-    owner: "Unit | None" = None
+    owner: U | None = None
     """The unit whose weights are in the buffer or on their way into it."""
     arriving: Token | None = None
     """The gather that fills the buffer, until the computation was made to wait for it."""
 
 
 @dataclass(eq=False)
-class GradientSlot:
+class GradientSlot(Generic[U]):
     """Room for the whole gradients of one unit, before and while they are summed over the ranks."""
 
     buffer: Tensor
-    owner: "Unit | None" = None
+    owner: U | None = None
     """The unit whose gradients are being written."""
     written: set[int] = field(default_factory=set)
     """Indices of the owner's parameters whose gradients are there."""
-    leaving: "tuple[Unit, Token] | None" = None
+    leaving: tuple[U, Token] | None = None
     """The unit whose sum is on its way, until it was added to the unit's gradient shard."""
 
 
 @dataclass(eq=False)
-class Slots:
+class Slots(Generic[U]):
     """A weight slot and a gradient slot that go together."""
 
-    weights: WeightSlot
-    gradients: GradientSlot
+    weights: WeightSlot[U]
+    gradients: GradientSlot[U]
 
 
-def allocate(units: "Sequence[Unit]", count: int) -> tuple[Slots, ...]:
+def allocate(units: Sequence[U], count: int) -> tuple[Slots[U], ...]:
     """Return `count` slots, each large enough for any of the units. They must agree in precision."""
     if not units:
         return ()

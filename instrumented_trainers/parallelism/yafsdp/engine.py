@@ -57,7 +57,7 @@ class Engine:
             unit.engine = self
 
     @property
-    def slots(self) -> tuple[Slots, ...]:
+    def slots(self) -> tuple[Slots[Unit], ...]:
         """Return all slots: the shared ones first, then those of single units."""
         return (*self.shared_slots, *self.own_slots.values())
 
@@ -209,7 +209,7 @@ class Engine:
                 with record_function(f"YaFSDP::{direction}_prefetch for {unit.name}"):
                     self._gather(unit)
 
-    def _take(self, slot: WeightSlot, taker: Unit) -> None:
+    def _take(self, slot: WeightSlot[Unit], taker: Unit) -> None:
         if slot.owner is None:
             return
         if slot.owner.in_forward:
@@ -221,7 +221,7 @@ class Engine:
         slot.owner.lost_weights = slot.owner.in_backward
         self._forget(slot)
 
-    def _forget(self, slot: WeightSlot) -> None:
+    def _forget(self, slot: WeightSlot[Unit]) -> None:
         if slot.arriving is not None:
             slot.arriving.wait()
         if slot.owner is not None:
@@ -256,7 +256,7 @@ class Engine:
         slot.owner = None
         slot.written.clear()
 
-    def _receive(self, slot: GradientSlot) -> None:
+    def _receive(self, slot: GradientSlot[Unit]) -> None:
         if slot.leaving is not None:
             unit, token = slot.leaving
             token.wait()

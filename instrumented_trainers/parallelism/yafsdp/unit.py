@@ -2,8 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Ra
 from instrumented_trainers.parallelism.yafsdp.layout import Layout, Part
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import MixedPrecisionPolicy
 from instrumented_trainers.parallelism.yafsdp.optimizer_support import mark
-
-if TYPE_CHECKING:
-    from instrumented_trainers.parallelism.yafsdp.engine import Engine
 
 
 class UnitParameter:
@@ -52,6 +49,25 @@ class UnitParameter:
                 setattr(module, name, parameter)  # such as nn.LSTM, which keeps a list of its own
 
 
+class UnitEngine(Protocol):
+    """What runs a unit: it is called from the module's hooks and from autograd."""
+
+    shared_slots: "tuple[Slots[Unit], ...]"
+    own_slots: "Mapping[Unit, Slots[Unit]]"
+
+    def pre_forward(self, unit: "Unit", args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the inputs of the unit's forward once its weights are there."""
+
+    def post_forward(self, unit: "Unit", outputs: Any) -> Any:
+        """Return the outputs of the unit's forward."""
+
+    def on_gradient(self, unit: "Unit", index: int) -> None:
+        """Take over a gradient that autograd has finished."""
+
+    def post_backward(self, unit: "Unit") -> None:
+        """Reduce the unit's gradients."""
+
+
 class Unit:
     """The parameters of one module that no unit inside it has, as one flat tensor cut into a shard per rank.
 
@@ -86,8 +102,8 @@ class Unit:
         """Whether the module has parameters that were left for a unit around it."""
         self.leaves_to: Unit | None = None
         """The unit that has them."""
-        self.engine: Engine | None = None
-        self.slots: Slots | None = None
+        self.engine: UnitEngine | None = None
+        self.slots: Slots[Unit] | None = None
         self.encloses_units = False
         """Whether other units run inside this one; such a unit has buffers of its own."""
         self.owns_slots = False
@@ -160,7 +176,7 @@ class Unit:
         return self.in_forward > 0 or self.in_backward
 
     @torch.inference_mode(mode=False)
-    def bind(self, slots: Slots) -> None:
+    def bind(self, slots: "Slots[Unit]") -> None:
         """Give the unit its slots for good: autograd keeps views of the weights, so their address must not change.
 
         From then on its engine hears of each gradient that a parameter got.

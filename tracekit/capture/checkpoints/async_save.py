@@ -32,13 +32,15 @@ _MOST_FRAMES = 12
 class Background:
     """One asynchronous save, from the call on the training thread to the end of its work elsewhere.
 
-    `entry` is what its lines say alike; `saved` becomes the save on the background thread of this process.
+    `entry` holds what its lines have in common; `saved` becomes the save on the background thread of this process.
+    `serve` is the main function of the process that saves (folder, rank and torch's arguments); None: a thread saves.
     """
 
-    def __init__(self, entry: Entry, *, by_process: bool) -> None:
+    def __init__(self, entry: Entry, *, serve: Callable[..., None] | None = None) -> None:
         self.entry = entry
         self.saved: Operation | None = None
-        self._worker = conventions.PROCESS if by_process else conventions.THREAD
+        self._worker = conventions.THREAD if serve is None else conventions.PROCESS
+        self._serve = serve
         self._before: Counters | None = None
         self._start_ns = 0
         self._staging_ns: list[int] = []
@@ -103,12 +105,14 @@ class Background:
         _here.background = self
         window.callback(setattr, _here, "background", None)
         heed: Callable[[], None] = self._write_kept
-        told = _WRITING
-        if self._worker == conventions.PROCESS:
+        function = _WRITING
+        if self._serve is not None:
             self._thread_entry = self.entry.by(conventions.THREAD)
-            heed, told = (lambda: self._launch_ns.append(time.time_ns())), _LAUNCH
-            window.enter_context(_travelling(self.entry.folder, self.entry.rank))
-        _listen_here(window, told, heed)
+            heed, function = (lambda: self._launch_ns.append(time.time_ns())), _LAUNCH
+            window.enter_context(
+                _replaced_main(functools.partial(self._serve, str(self.entry.folder.absolute()), self.entry.rank))
+            )
+        _listen_here(window, function, heed)
 
     def _staged(self, _: "Future[None]") -> None:
         self._staging_ns.append(time.time_ns())
@@ -224,8 +228,8 @@ def _executors() -> Iterator[type]:
 
 
 @contextlib.contextmanager
-def _travelling(folder: Path, rank: int) -> Iterator[None]:
-    """Let the process that torch starts in this block, the first time, record the saves that it makes."""
+def _replaced_main(serve: Callable[..., None]) -> Iterator[None]:
+    """Make `serve` the main function of the process that torch starts in this block, the first time."""
     from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 
     name = "_checkpointing_subprocess"
@@ -234,8 +238,7 @@ def _travelling(folder: Path, rank: int) -> Iterator[None]:
     if original is None or not _found_by_children():
         yield
         return
-    serve = staticmethod(functools.partial(_serve_recorded, str(folder.absolute()), rank))
-    setattr(_AsyncCheckpointProcess, name, serve)
+    setattr(_AsyncCheckpointProcess, name, staticmethod(serve))
     try:
         yield
     finally:
@@ -249,12 +252,3 @@ def _found_by_children() -> bool:
         return True
     injected = os.environ.get("PYTHONPATH", "").split(os.pathsep) if conventions.RECORD_VARIABLE in os.environ else []
     return any(Path(entry).resolve().is_relative_to(root / "tracekit") for entry in injected if entry)
-
-
-def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
-    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
-
-    from tracekit.capture.checkpoints import auto_recording  # which needs this module
-
-    auto_recording.watch_distributed_checkpoints(lambda: Path(folder), lambda: rank, lambda: None)
-    _AsyncCheckpointProcess._checkpointing_subprocess(*args)

@@ -172,11 +172,19 @@ def _begin_async_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs:
     path = _path(args, kwargs, "storage_writer")
     entry = _entry(watch, folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
     kind = str(getattr(kwargs.get("async_checkpointer_type"), "name", "THREAD"))
-    background = Background(entry, by_process=kind == "PROCESS")
+    background = Background(entry, serve=_serve_recorded if kind == "PROCESS" else None)
     begun = recording.begin(
         operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step, hand_over=background.keep
     )
     return _AsyncRecording(begun, background)
+
+
+def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
+    """Record and save: the main function of the process that torch starts to save checkpoints."""
+    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+
+    watch_distributed_checkpoints(lambda: Path(folder), lambda: rank, lambda: None)
+    _AsyncCheckpointProcess._checkpointing_subprocess(*args)
 
 
 def _entry(watch: Watch, folder: Path, kind: str, call: str, path: str | None) -> Entry:
