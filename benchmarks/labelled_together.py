@@ -40,7 +40,7 @@ class Answer:
     told_ratio: float
     sum_ratio: float
     why_not: str
-    doubt: str
+    caveat: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def document(found: Sequence[Answer], seed: int) -> str:
     ]
     for each in sorted(told, key=lambda one: -abs(one.told_ratio / one.true_ratio - 1)):
         ratios = " | ".join(f"{ratio:.1%}" for ratio in (each.true_ratio, each.told_ratio, each.sum_ratio))
-        lines.append(f"| {', '.join(each.pair)} | {each.strategy} | {ratios} | {'less sure' if each.doubt else ''} |")
+        lines.append(f"| {', '.join(each.pair)} | {each.strategy} | {ratios} | {'less sure' if each.caveat else ''} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tracekit
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.plan import models
 from tracekit.rules.engine import check
 from tracekit.simulate import faults, hardware, run
@@ -68,7 +68,7 @@ def _checked(path: Path) -> tuple[float, float]:
     traces = list(loaded.traces())
     for trace in traces:
         _ = trace.tables
-    loaded.keep(dict(zip(loaded.sources, traces, strict=True)))
+    loaded.cache_traces(dict(zip(loaded.sources, traces, strict=True)))
     return _timed(loaded)
 
 

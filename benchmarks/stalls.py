@@ -24,7 +24,8 @@ from benchmarks.results import machine
 from benchmarks.stall_scenarios import SCENARIOS, WORLD_SIZE
 from tracekit.analysis.checkpoint import saves
 from tracekit.ingest.readers import logs
-from tracekit.model.trace import Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Trace
 from tracekit.rules import RULES
 from tracekit.rules.engine import check
 
@@ -84,7 +85,7 @@ def judged(log: Path) -> tuple[set[str], float]:
     """Return the codes of the classes that are named, and how far the stages sum to the time blocked, at the least."""
     run = _load(log)
     codes = {finding.code for finding in check(run, [rule() for rule in CLASSES]).findings}
-    blocked = run.across(saves.clocks).filter(pl.col("blocked_ns") > 0)
+    blocked = run.run_table(saves.clocks).filter(pl.col("blocked_ns") > 0)
     told = (blocked["told_ns"] / blocked["blocked_ns"]).to_list()
     return codes, min(told, default=1.0)
 

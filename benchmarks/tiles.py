@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.out or Path(temporary)
-        os.environ[trace_cache.DIRECTORY] = str(folder / "cache")
+        os.environ[trace_cache.DIRECTORY_VARIABLE] = str(folder / "cache")
         run = folder / "run"
         if not run.is_dir():
             _write(run, asked.ranks, asked.events)
         read = _alone(_read, run)
         print(f"{read['events']:,} events on {asked.ranks} ranks; parsed by {read['cpu_s']:.0f} s of CPU")
-        timeline.shelf().clear()
+        timeline.scene_cache().clear()
         built = _alone(_build, run)
         print(f"laid out by {built['cpu_s']:.1f} s of CPU, {built['peak_mib']:.0f} MiB at most; file of "
               f"{built['size_mib']:.0f} MiB")  # fmt: skip
@@ -97,7 +97,7 @@ def _build(path: str) -> dict[str, Any]:
     _ = run.offsets
     began = time.process_time()
     timeline.open_scene(run)
-    return {"cpu_s": time.process_time() - began, "size_mib": timeline.shelf().size_bytes() / 2**20}
+    return {"cpu_s": time.process_time() - began, "size_mib": timeline.scene_cache().size_bytes() / 2**20}
 
 
 def _see(path: str) -> dict[str, Any]:

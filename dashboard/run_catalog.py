@@ -12,7 +12,7 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.ingest import files, untrusted_json
-from tracekit.model.trace import created_ns
+from tracekit.model.run import created_ns
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
 from tracekit.rules.report_cache import Summary, keys
@@ -208,7 +208,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
         yield name, folder
         return
     folders = [each for each in children if _is_dir(each) and not each.name.startswith(".")] * (depth < MAX_DEPTH)
-    folders.sort(key=lambda each: files.natural(each.name))
+    folders.sort(key=lambda each: files.natural_key(each.name))
     some = False
     for child in folders:
         if not child.is_symlink() or _leads_inside(Path(child.path), roots):

@@ -13,7 +13,8 @@ from tracekit.analysis.host import ops as ops_of
 from tracekit.analysis.memory import allocations, usage
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.model.trace import Fact, Run, Survey
+from tracekit.model.run import Run, RunFact
+from tracekit.model.trace import Fact
 from tracekit.replay.allocator import playback
 from tracekit.report import memory as memory_report
 from tracekit.report.memory import Memory
@@ -26,12 +27,12 @@ _Made = TypeVar("_Made")
 _KEPT: WeakKeyDictionary[Run, dict[Hashable, object]] = WeakKeyDictionary()
 
 
-def across(entry: Entry, survey: Survey, facts: Sequence[Fact] = ()) -> pl.DataFrame:
+def across(entry: Entry, survey: RunFact, facts: Sequence[Fact] = ()) -> pl.DataFrame:
     """Return a survey of the run, `facts` measured for it in one pass over the traces. Raises TracekitError."""
     held = run_store.opened(entry)
     with held.lock:
         held.run.measure(facts)
-        return held.run.across(survey)
+        return held.run.run_table(survey)
 
 
 def table(entry: Entry, fact: Fact) -> pl.DataFrame:

@@ -22,7 +22,7 @@ from tracekit.errors import InputError
 from tracekit.ingest import loader
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model.memory_snapshot import MemorySnapshot
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.regression import baseline, samples
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import snapshot_summary, snapshot_timeline

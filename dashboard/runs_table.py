@@ -12,9 +12,9 @@ from dashboard.run_catalog import Entry
 from tracekit.model import escaping
 from tracekit.rules.rule import Severity
 
-UNCHECKED, GOOD, BROKEN, DOUBTFUL = "not checked", "good", "cannot be opened", "doubtful data"
+UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "doubtful data"
 AWAITED = "no trace yet"
-VERDICTS = (*(severity.label for severity in sorted(Severity)[::-1]), GOOD, DOUBTFUL, UNCHECKED, AWAITED, BROKEN)
+VERDICTS = (*(severity.label for severity in sorted(Severity)[::-1]), GOOD, QUALITY_ISSUES, UNCHECKED, AWAITED, BROKEN)
 """What a run can come to: the gravest of its findings that are not of the data, or why there is none."""
 NOT_SAID = "not said"
 DAY_S = 86_400
@@ -56,8 +56,8 @@ def verdict(entry: Entry) -> str:
     if entry.summary is None:
         return UNCHECKED
     worst = next((label for label in VERDICTS[: len(Severity)] if entry.summary.findings.get(label)), None)
-    if worst in (None, Severity.INFO.label) and entry.summary.doubts:
-        return DOUBTFUL
+    if worst in (None, Severity.INFO.label) and entry.summary.quality_issues:
+        return QUALITY_ISSUES
     return worst or GOOD
 
 
@@ -70,7 +70,7 @@ def chips(entry: Entry) -> list[str]:
     told = [f"{number} {label}{'s' * (number > 1 and label != 'info')}" for label, number in counts.items()]
     if not counts.get("error") and not counts.get("warning"):
         told = [GOOD, *told]
-    return told + [DOUBTFUL] * bool(summary.doubts)
+    return told + [QUALITY_ISSUES] * bool(summary.quality_issues)
 
 
 def found(listed: Sequence[Entry], wanted: Wanted) -> list[Entry]:

@@ -17,7 +17,7 @@ from dashboard import run_store as runs
 from dashboard.components.timeline import message
 from dashboard.run_catalog import Entry
 from tracekit.ingest import loader
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report import timeline
 
 MAX_SCENES = 6
@@ -103,7 +103,7 @@ def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -
 
     `on_progress(done, total)` is called for each trace that is laid out.
     """
-    shelf = st.session_state.setdefault("own_scenes", _Shelf()) if entry.is_private else _shelf()
+    shelf = st.session_state.setdefault("own_scenes", _SceneCache()) if entry.is_private else _scene_cache()
     key = (entry.path, runs.stamp_seen(entry), window)
     with shelf.lock_of(key):
         found: Opened | None = shelf.get(key)
@@ -149,7 +149,7 @@ def _loaded_private(_entry: Entry, stamp: str) -> _Loaded:  # noqa: ARG001  # th
     return _Loaded(loader.load(_entry.path, cache=False))
 
 
-class _Shelf:
+class _SceneCache:
     """The scenes used last, by key. Streamlit's cache would not let a function that it keeps report its progress."""
 
     def __init__(self) -> None:
@@ -176,5 +176,5 @@ class _Shelf:
 
 
 @st.cache_resource(show_spinner=False)
-def _shelf() -> _Shelf:
-    return _Shelf()
+def _scene_cache() -> _SceneCache:
+    return _SceneCache()

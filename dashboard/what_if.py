@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from dashboard import run_facts, run_store
 from dashboard.run_catalog import Entry
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
 from tracekit.replay.graph import savings as saving
 from tracekit.replay.graph.hsdp import Node

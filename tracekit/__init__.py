@@ -11,7 +11,8 @@ from tracekit import conventions
 
 if TYPE_CHECKING:
     from tracekit.ingest.loader import load
-    from tracekit.model.trace import Run, Trace
+    from tracekit.model.run import Run
+    from tracekit.model.trace import Trace
     from tracekit.rules import RULES
     from tracekit.rules.engine import check
     from tracekit.rules.rule import Finding, Rule
@@ -24,7 +25,7 @@ _HOMES = {
     "load": "tracekit.ingest.loader",
     "check": "tracekit.rules.engine",
     "query": "tracekit.sql.run_query",
-    "Run": "tracekit.model.trace",
+    "Run": "tracekit.model.run",
     "Trace": "tracekit.model.trace",
     "Finding": "tracekit.rules.rule",
     "Rule": "tracekit.rules.rule",

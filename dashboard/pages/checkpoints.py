@@ -21,8 +21,8 @@ def page(entry: Entry) -> None:
     if held is None:
         return
     with held.lock:
-        tables = {survey.__name__: held.run.across(survey) for survey in (saves.each, saves.clocks, saves.stages)}
-        made_of = held.run.across(stalls.parts)
+        tables = {survey.__name__: held.run.run_table(survey) for survey in (saves.each, saves.clocks, saves.stages)}
+        made_of = held.run.run_table(stalls.parts)
     each = tables["each"]
     if each.is_empty():
         st.info(HOW_TO_RECORD)

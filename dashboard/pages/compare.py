@@ -10,7 +10,7 @@ from dashboard import downloads, run_store, widgets
 from dashboard.run_catalog import Entry
 from tracekit.errors import NotComparableError, RuleError, TracekitError
 from tracekit.model import escaping
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import judgement
 from tracekit.regression.change import Change

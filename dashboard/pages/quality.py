@@ -11,7 +11,7 @@ from tracekit.model import units
 from tracekit.sync import collective_matching
 
 FAMILY = "DATA"
-FACTS = (collective_matching.calls, trace_quality.doubts, *contents.FACTS)
+FACTS = (collective_matching.calls, trace_quality.data_quality, *contents.FACTS)
 
 
 def page(entry: Entry) -> None:
@@ -46,13 +46,13 @@ def _ranks(entry: Entry, held: run_store.Opened) -> None:
     )
     held_by = run_facts.table(entry, contents.contents)
     reasons = (
-        run_facts.table(entry, trace_quality.doubts)
+        run_facts.table(entry, trace_quality.data_quality)
         .group_by("window", "rank")
-        .agg(pl.len().cast(pl.Int64).alias("doubts"))
+        .agg(pl.len().cast(pl.Int64).alias("issues"))
     )
     place = ["window", "rank"]
     table = files.join(held_by, on=place, how="left", maintain_order="left")
-    table = table.join(reasons, on=place, how="left", maintain_order="left").with_columns(pl.col("doubts").fill_null(0))
+    table = table.join(reasons, on=place, how="left", maintain_order="left").with_columns(pl.col("issues").fill_null(0))
     whole = files["window"].n_unique() == 1
     where = pl.when("on_device").then(pl.lit("device")).otherwise(pl.lit("CPU")).alias("work_on")
     shown = (table.drop("window") if whole else table).with_columns(where).drop("on_device")
@@ -62,7 +62,7 @@ def _ranks(entry: Entry, held: run_store.Opened) -> None:
         "group and number. Ranks that differ much in these recorded different things."
     )
     widgets.frame(
-        shown.select("rank", "doubts", "work_on", pl.all().exclude("rank", "doubts", "work_on")), key="contents"
+        shown.select("rank", "issues", "work_on", pl.all().exclude("rank", "issues", "work_on")), key="contents"
     )
 
 

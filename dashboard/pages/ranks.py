@@ -22,7 +22,7 @@ def page(entry: Entry) -> None:
     if held is None:
         return
     with held.lock, st.spinner("Measuring"):
-        doings, offsets = held.run.across(rank_timelines.doings), held.run.offsets
+        doings, offsets = held.run.run_table(rank_timelines.doings), held.run.offsets
     _map(entry)
     st.subheader("One step, rank by rank")
     window, step = _choose(entry)
@@ -98,7 +98,7 @@ def _choose(entry: Entry) -> tuple[int, int | None]:
 def _span(entry: Entry, offsets: pl.DataFrame, window: int, step: int | None) -> Window:
     rows = run_store.by_rank(entry) if step is None else run_store.by_step(entry).filter(pl.col("step") == step)
     rows = rows.filter(pl.col("window") == window).with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-    shifted = alignment.shifted(rows, offsets, ("start_ns", "end_ns"))
+    shifted = alignment.on_run_clock(rows, offsets, ("start_ns", "end_ns"))
     return int(shifted["start_ns"].min()), int(shifted["end_ns"].max())  # type: ignore[arg-type]  # whole ns
 
 

@@ -63,12 +63,12 @@ def _reproduced(found: Answers, held: run_store.Opened) -> None:
         "The replay knows durations, order, waits and the host's time between its calls, and nothing of when work "
         "began: how near it comes to the recorded steps says how far to trust what follows."
     )
-    doubt = told.doubt(found)
-    if doubt:
-        st.warning(widgets.plain(doubt), icon=":material/warning:")
+    caveat = told.caveat(found)
+    if caveat:
+        st.warning(widgets.plain(caveat), icon=":material/warning:")
     if found.infers_waits:
         st.caption(widgets.plain(INFERRED))
-    missing = held.run.doubts.filter(pl.col("kind") == "missing_ranks")["message"]
+    missing = held.run.data_quality.filter(pl.col("kind") == "missing_ranks")["message"]
     if missing.len():
         st.caption(widgets.plain(f"{missing[0]} {MISSING_RANKS}"))
 
@@ -110,8 +110,8 @@ def _ranked(entry: Entry, found: Answers) -> None:
         downloads.table(
             table.select("cause", pl.lit(found.step_ns).alias("step_ns"), pl.exclude("cause")), key="whatif"
         )
-        for (doubt,), rows in table.filter(pl.col("doubt") != "").group_by("doubt", maintain_order=True):
-            st.caption(widgets.plain(f"Less sure: {', '.join(rows['cause'])}, for {doubt}."))
+        for (caveat,), rows in table.filter(pl.col("caveat") != "").group_by("caveat", maintain_order=True):
+            st.caption(widgets.plain(f"Less sure: {', '.join(rows['cause'])}, for {caveat}."))
         with st.expander("Saved on each rank"):
             each = what_if.savings(entry, [(name,) for name in table["cause"]])
             saved = savings.by_rank(each).with_columns(pl.format("rank {}_ns", "rank"))
@@ -187,12 +187,12 @@ def _numbers(answer: Answer) -> dict[str, tuple[str, str]]:
 
 
 def _about(answer: Answer) -> str:
-    doubt = f" Less sure: {answer.doubt}." if answer.doubt else ""
+    caveat = f" Less sure: {answer.caveat}." if answer.caveat else ""
     code = answer.cause.code
     rule = f" The rule that speaks of it is {code} {phrases.rule_name(code)}." if code else ""
     return (
         f"{answer.cause.summary[0].upper()}{answer.cause.summary[1:]}. This rests on: {answer.basis}. Confidence "
-        f"{answer.confidence:.0%}.{doubt}{rule}"
+        f"{answer.confidence:.0%}.{caveat}{rule}"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tracekit
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -10,7 +10,7 @@ import polars as pl
 
 from tests.integration import launched
 from tracekit import conventions
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -22,7 +22,8 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import saves, stalls
 from tracekit.capture import record_save
 from tracekit.model import schema
-from tracekit.model.trace import Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Trace
 
 DELAY_S = 0.5
 SLOW_RANK = 1
@@ -127,15 +128,15 @@ def run_of(logs: list[Log]) -> Run:
 )
 def test_the_class_of_the_stall_is_named_with_the_rank(logs: dict[str, list[Log]], fault: str, kind: str) -> None:
     run = run_of(logs[fault])
-    (row,) = run.across(stalls.dominant).iter_rows(named=True)
+    (row,) = run.run_table(stalls.dominant).iter_rows(named=True)
     assert (row["kind"], row["rank"]) == (kind, SLOW_RANK)
     assert row["dur_ns"] >= DELAY_S * 0.9e9
-    parts = run.across(stalls.parts)
+    parts = run.run_table(stalls.parts)
     assert parts["dur_ns"].sum() == pytest.approx(row["whole_ns"], rel=0.03)
 
 
 def test_the_two_clocks_of_a_blocking_save_are_one(logs: dict[str, list[Log]]) -> None:
-    for clocks in run_of(logs["no fault"]).across(saves.clocks).iter_rows(named=True):
+    for clocks in run_of(logs["no fault"]).run_table(saves.clocks).iter_rows(named=True):
         assert clocks["blocked_ns"] == clocks["written_ns"]
         assert 0.97 * clocks["blocked_ns"] <= clocks["told_ns"] <= clocks["blocked_ns"]
         assert clocks["storage_bytes_per_s"] > 0

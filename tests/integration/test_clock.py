@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from tracekit.ingest.loader import load
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.sync import alignment, collective_matching
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_ranks_of_one_host_were_on_one_clock_already(eight):
 
 def test_each_instance_is_the_same_collective_on_every_rank(eight):
     rows = (
-        eight.across(collective_matching.matched)
+        eight.run_table(collective_matching.matched_calls)
         .drop_nulls("instance")
         .with_columns((pl.col("start_ns").rank("ordinal").over("rank", "op")).alias("place"))
     )
@@ -97,7 +97,7 @@ def kernels(path):
 @needs_traces
 def test_kernels_that_name_their_size_agree_with_plain_python_and_nothing_is_left_over():
     run = recorded("nanogpt_h100_8ranks")
-    rows = run.across(collective_matching.matched)
+    rows = run.run_table(collective_matching.matched_calls)
     raw = {s.rank: kernels(s.path) for s in run.sources}
     members = defaultdict(list)
     for rank in run.ranks:
@@ -119,7 +119,7 @@ def test_gloo_ranks_of_one_host_stay_on_its_clock_to_within_the_residual(name):
     rows = run.offsets
     assert rows["how"].to_list() == ["order", "order"]
     assert abs(rows["offset_ns"][1]) < rows["residual_ns"].max() / 10
-    calls = run.across(collective_matching.matched)
+    calls = run.run_table(collective_matching.matched_calls)
     assert calls["instance"].null_count() == 0
     facts = pl.col("op", "unit", "step").n_unique(), pl.col("bytes").drop_nulls().n_unique()
     pairs = calls.group_by("instance").agg("rank", *facts)

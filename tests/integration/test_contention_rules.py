@@ -10,7 +10,7 @@ from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.compute import collective_contention, compute_gap_causes, contention
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
 from tracekit.ingest.loader import load
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report import summary_tables
 from tracekit.rules.contention import ContendedCompute, StarvedCollectives
 from tracekit.rules.engine import check
@@ -57,13 +57,13 @@ def between(table, of, beside):
 
 
 def test_the_slowdowns_are_those_that_were_simulated(simulated):
-    crawling = between(simulated("STREAM001")[0].across(contention.pairs), PREPARATION, COMPUTE)
+    crawling = between(simulated("STREAM001")[0].run_table(contention.pairs), PREPARATION, COMPUTE)
     assert crawling["slowdown"] == pytest.approx(1 + 1.74, rel=0.02)
-    contended = between(simulated("STREAM003")[0].across(contention.pairs), COMPUTE, COMMUNICATION)
+    contended = between(simulated("STREAM003")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)
     assert contended["slowdown"] == pytest.approx(1.6, rel=0.02)
-    starved = contention.pooled(simulated("STREAM004")[0].across(collective_contention.by_step))
+    starved = contention.pooled(simulated("STREAM004")[0].run_table(collective_contention.by_step))
     assert between(starved, COMMUNICATION, COMPUTE)["slowdown"] == pytest.approx(2.0, rel=0.02)
-    healthy = between(simulated("")[0].across(contention.pairs), COMPUTE, COMMUNICATION)
+    healthy = between(simulated("")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)
     assert healthy["slowdown"] == pytest.approx(1.03, rel=0.02)
     assert healthy["low"] <= healthy["slowdown"] <= healthy["high"]
 

@@ -14,7 +14,7 @@ from tests.support.kineto_files import trace, write
 from tracekit.analysis.time import breakdown
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.loader import load
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.rules.engine import check
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ HOUR_US = 3_600e6
 
 
 def kinds(run):
-    return sorted(run.doubts["kind"].unique().to_list())
+    return sorted(run.data_quality["kind"].unique().to_list())
 
 
 def places(run):
@@ -47,7 +47,7 @@ def test_a_folder_a_list_and_a_glob_are_the_same_run(pair, monkeypatch):
     named += [load("run"), load("run/rank*.json"), load(["run/rank0.json", pair / "rank1.json"])]
     for run in named:
         assert run.ranks == (0, 1)
-        assert run.doubts.is_empty()
+        assert run.data_quality.is_empty()
         assert run.table(breakdown.by_rank)["communication_ns"].to_list() == [400_000, 400_000]
 
 
@@ -88,7 +88,7 @@ def test_nested_folders_hidden_ones_apart(tmp_path):
     write(tmp_path / ".git" / "rank2.json.gz", trace(2))
     run = load(tmp_path)
     assert places(run) == [(0, 0), (0, 1)]
-    assert run.doubts.is_empty()
+    assert run.data_quality.is_empty()
 
 
 @pytest.mark.parametrize("shard", [".metadata", "__0_0.distcp"])
@@ -102,7 +102,7 @@ def test_checkpoints_beside_traces_are_not_looked_into(pair, shard):
     try:
         for run in (load(pair), load("memory://kept/run")):
             assert run.ranks == (0, 1)
-            assert run.doubts.is_empty()
+            assert run.data_quality.is_empty()
     finally:
         memory.rm("memory://kept", recursive=True)
 
@@ -111,7 +111,7 @@ def test_ranks_are_known_before_anything_is_parsed(pair):
     run = load(pair)
     (pair / "rank0.json").unlink()
     assert run.ranks == (0, 1)
-    assert run.doubts.is_empty()
+    assert run.data_quality.is_empty()
 
 
 # Whose ----------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_hta_fault_03_a_second_file_of_a_rank_overwrites_nothing(pair):
     shutil.copy(pair / "rank1.json", pair / "rank1 (copy).json")
     run = load(pair)
     assert places(run) == [(0, 0), (0, 1)]
-    row = run.doubts.row(0, named=True)
+    row = run.data_quality.row(0, named=True)
     assert (row["kind"], row["rank"]) == ("duplicate_rank", 1)
     assert "rank1" in row["message"]
 
@@ -150,7 +150,7 @@ def test_hta_fault_04_a_truncated_an_empty_and_a_garbled_file_leave_the_other_ra
     rows = run.table(breakdown.by_rank)
     assert {0, 1, 3, 5} <= set(rows["rank"])
     assert rows.filter(pl.col("rank").is_in([0, 3, 5]))["communication_ns"].to_list() == [400_000] * 3
-    assert {2, 4} == set(run.doubts.filter(pl.col("kind") == "unreadable")["rank"])
+    assert {2, 4} == set(run.data_quality.filter(pl.col("kind") == "unreadable")["rank"])
     assert "missing_ranks" not in kinds(run)
 
 
@@ -203,16 +203,16 @@ def test_a_rank_stated_after_the_events_counts(tmp_path):
         write(tmp_path / f"rank{1 - rank}.json.gz", trace(rank, last=True, start_us=100 + rank))
     run = load(tmp_path)
     assert [Path(s.path).name for s in run.sources] == ["rank1.json.gz", "rank0.json.gz"]
-    assert run.doubts.is_empty()
+    assert run.data_quality.is_empty()
 
 
 def test_missing_ranks_are_named(tmp_path):
     for rank in (0, 2, 5):
         write(tmp_path / f"rank{rank}.json", trace(rank, 8, start_us=100 + rank))
-    row = load(tmp_path).doubts.row(0, named=True)
+    row = load(tmp_path).data_quality.row(0, named=True)
     assert row["kind"] == "missing_ranks"
     assert "3 of 8 ranks have a trace (not 1, 3-4, 6-7)" in row["message"]
-    assert row["doubtful_ratio"] == 5 / 8
+    assert row["affected_ratio"] == 5 / 8
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 70, -1, 0, True, "2", None, [], 1.5])
@@ -245,7 +245,7 @@ def test_files_of_the_tensorboard_handler_are_windows_by_time(tmp_path):
                 )
     run = load(tmp_path)
     assert places(run) == [(0, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
-    assert "Window 1 has no trace of rank 0" in run.doubts["message"][0]
+    assert "Window 1 has no trace of rank 0" in run.data_quality["message"][0]
     assert run.table(breakdown.by_rank).height == 5
 
 
@@ -255,7 +255,7 @@ def test_folders_by_iteration_are_windows(tmp_path):
             write(tmp_path / name / f"rank{rank}_trace.json", trace(rank, start_us=window * 30e6 + rank))
     run = load(tmp_path)
     assert places(run) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert run.doubts.is_empty()
+    assert run.data_quality.is_empty()
 
 
 def test_the_recorders_window_folders_count_as_named(tmp_path):
@@ -279,7 +279,7 @@ def test_jobs_of_other_sizes_are_left_out_aloud(tmp_path):
         write(tmp_path / f"old-{rank}.json", trace(rank, 2, start_us=100 + rank))
     run = load(tmp_path)
     assert run.ranks == (0, 1, 2, 3)
-    row = run.doubts.row(0, named=True)
+    row = run.data_quality.row(0, named=True)
     assert row["kind"] == "mixed_jobs"
     assert "world size 2, not 4" in row["message"]
     assert "old-0.json" in row["message"]
@@ -293,7 +293,7 @@ def test_runs_with_manifests_of_their_own_are_jobs_of_their_own(tmp_path):
     run = load(tmp_path)
     assert run.manifest["strategy"] == "tuesday"
     assert places(run) == [(0, 0), (0, 1)]
-    assert "monday" in run.doubts["message"][0]
+    assert "monday" in run.data_quality["message"][0]
 
 
 def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
@@ -301,7 +301,7 @@ def test_ranks_recorded_hours_apart_are_not_one_window(tmp_path):
     write(tmp_path / "rank1.json", trace(1, start_us=5 * HOUR_US))
     run = load(tmp_path)
     assert places(run) == [(0, 0), (1, 1)]
-    assert "5.0 h apart" in " ".join(run.doubts["message"])
+    assert "5.0 h apart" in " ".join(run.data_quality["message"])
 
 
 def test_a_single_process_trace_beside_a_job_is_not_taken_for_rank_0(tmp_path):
@@ -362,7 +362,7 @@ def test_traces_are_read_once_in_order_and_let_go(readers):
         seen.append(done.rank)
         most = max(most, len(alive))
 
-    run = Run("many", [source(rank) for rank in range(64)], keep_bytes=1, readers=readers)
+    run = Run("many", [source(rank) for rank in range(64)], cache_bytes=1, max_concurrent_reads=readers)
     run.measure((breakdown.by_rank, breakdown.by_step), on_progress)
     assert sorted(read) == list(range(64))
     assert seen == list(range(64))
@@ -385,7 +385,7 @@ def test_large_files_are_not_read_side_by_side():
 
         return Source(rank, 0, f"rank{rank}", 300 << 20, read_it)
 
-    Run("large", [source(rank) for rank in range(6)], readers=4).measure((breakdown.by_rank,))
+    Run("large", [source(rank) for rank in range(6)], max_concurrent_reads=4).measure((breakdown.by_rank,))
     assert most == 1
 
 

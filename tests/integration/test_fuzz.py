@@ -133,7 +133,7 @@ class Damaged:
             trace, counts = reader.read_counted(str(self.path), rank=0)
         except BadTraceError:
             return Counter(), reference, None
-        kinds = set(trace.doubts["kind"])
+        kinds = set(trace.data_quality["kind"])
         if not packed:
             assert counts == reference or kinds & LOSSY, f"silent loss: {reference - counts}, {counts - reference}"
         return counts, reference, kinds
@@ -205,7 +205,7 @@ def test_missing_fields_and_values_of_other_types_lose_no_event(damaged, which, 
             trace = reader.read(str(damaged.path), rank=0)
             wrong = breakdown.by_step(trace).filter(pl.sum_horizontal(PARTS) != pl.col("duration_ns"))
             assert wrong.is_empty(), seed
-            assert trace_quality.doubts(trace).height >= trace.doubts.height, seed
+            assert trace_quality.data_quality(trace).height >= trace.data_quality.height, seed
 
 
 def swap(document, random_):
@@ -238,7 +238,7 @@ def test_headers_of_any_values_leave_a_run_that_loads(tmp_path):
             (tmp_path / f"rank{rank}.json").write_text(json.dumps(document))
         run = load(tmp_path, cache=False)
         assert sum(trace.activities.height for trace in run.traces()) in (4, 8), seed
-        run.table(trace_quality.doubts)
+        run.table(trace_quality.data_quality)
 
 
 def test_a_header_may_spell_what_is_no_text(tmp_path):

@@ -22,7 +22,7 @@ from tracekit.analysis.compute import kernels
 from tracekit.analysis.time import breakdown, summary
 from tracekit.errors import InputError
 from tracekit.ingest.loader import load
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report import json as report_json
 from tracekit.rules.engine import check
 from tracekit.sync import collective_matching
@@ -156,7 +156,7 @@ def test_hta_fault_03_ranks_are_those_that_the_traces_state(tmp_path):
         (1, "host-a.json"),
         (2, "host-b.json"),
     ]
-    assert run.doubts["kind"].to_list() == ["not_a_trace"]
+    assert run.data_quality["kind"].to_list() == ["not_a_trace"]
 
 
 def test_hta_fault_03_a_duplicate_overwrites_nothing_and_is_said(tmp_path):
@@ -165,8 +165,8 @@ def test_hta_fault_03_a_duplicate_overwrites_nothing_and_is_said(tmp_path):
         write(tmp_path / f"{name}.json", content, indent=2)
     run = load(tmp_path, cache=False)
     assert len(run.sources) == 1
-    assert run.doubts["kind"].to_list() == ["duplicate_rank"]
-    assert "rank 0" in run.doubts["message"][0]
+    assert run.data_quality["kind"].to_list() == ["duplicate_rank"]
+    assert "rank 0" in run.data_quality["message"][0]
 
 
 @hta_has_it
@@ -360,7 +360,7 @@ def test_hta_fault_10_the_late_rank_is_told_by_kernels_of_any_nccl(tmp_path, nam
         write(tmp_path / f"rank{rank}.json", content)
     run = load(tmp_path, cache=False)
     assert run.table(collective_matching.calls)["op"].to_list() == ["all_reduce"] * 8
-    found = run.across(collective_instances.instances)
+    found = run.run_table(collective_instances.instances)
     assert found["last_rank"].to_list() == [1] * 4
     assert found["max_wait_ns"].to_list() == [300_000] * 4
 

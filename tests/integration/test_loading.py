@@ -178,7 +178,7 @@ def test_a_trace_without_steps_is_one_window(tmp_path):
     path.write_text(json.dumps(events))
     run = load(path)
     assert run.table(breakdown.by_step).select("step", "compute_ns").rows() == [(None, 2500)]
-    assert "no_steps" in run.table(trace_quality.doubts)["kind"].to_list()
+    assert "no_steps" in run.table(trace_quality.data_quality)["kind"].to_list()
 
 
 @needs_nanogpt

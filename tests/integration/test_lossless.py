@@ -67,7 +67,7 @@ def test_no_event_is_lost_and_every_lane_is_busy_as_long_as_in_plain_python(fold
             else:
                 assert work_of_threads(trace) == work_in_plain_python(document)
             lossy = {"truncated", "damaged_events", "bad_times", "unmatched_pairs", "unknown_kinds", "rankless_events"}
-            assert not lossy & set(trace.doubts["kind"])
+            assert not lossy & set(trace.data_quality["kind"])
 
 
 def test_a_merged_file_splits_into_the_ranks_that_its_events_name():

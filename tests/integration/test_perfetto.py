@@ -17,7 +17,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces, perfetto_reader
 from tests.unit.report.test_export import ops
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report.export import perfetto
 
 ROOT = Path(__file__).parents[2]

@@ -58,7 +58,7 @@ def test_all_ranks_are_profiled_in_the_same_optimizer_steps(ddp: tuple[Done, Don
     assert [source.window for source in run.sources] == [0, 0, 1, 1]
     assert run.trace(1, 0).steps["step"].to_list() == [4, 5, 6]
     assert [window["first_step"] for window in run.manifest["windows"]] == [4, 12]
-    assert not run.doubts.filter(run.doubts["kind"] != "no_checkpoint_log").height
+    assert not run.data_quality.filter(run.data_quality["kind"] != "no_checkpoint_log").height
 
 
 def test_every_step_has_its_metrics(ddp: tuple[Done, Done, Path]) -> None:
@@ -84,8 +84,8 @@ def test_the_verdict_follows_on_stderr_where_the_analysis_is_installed(tmp_path:
     collectives = run.trace(0).collectives
     assert set(collectives["op"]) >= {"all_gather", "reduce_scatter"}
     report = tracekit.check(run)
-    doubts = {finding.subject for finding in report.findings if finding.code.startswith("DATA")}
-    assert doubts <= {"clock_skew"}  # which a busy machine may show
+    issues = {finding.subject for finding in report.findings if finding.code.startswith("DATA")}
+    assert issues <= {"clock_skew"}  # which a busy machine may show
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def waited_for_others(run, rank, step):
     """How long a rank computes nothing, and is in collectives to none of which all ranks have come: by brute force."""
     trace = run.trace(rank)
     waits = dict(
-        run.across(collective_instances.waits).filter(pl.col("rank") == rank).select("activity_id", "wait_ns").rows()
+        run.run_table(collective_instances.waits).filter(pl.col("rank") == rank).select("activity_id", "wait_ns").rows()
     )
     window = trace.steps.filter(pl.col("step") == step).row(0, named=True)
     ends_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -262,8 +262,8 @@ def test_work_without_a_launch_is_what_no_runtime_call_stands_for():
     launches = {s.args.get("correlation") for s in trace.of("cuda_runtime", "cuda_driver")}
     work = trace.of("kernel", "gpu_memcpy", "gpu_memset")
     lost = sum(s.end - s.start for s in work if s.args.get("correlation") not in launches)
-    assert worst["doubtful_ratio"] == lost / sum(s.end - s.start for s in work)
-    assert units.share(worst["doubtful_ratio"]) in found.message
+    assert worst["affected_ratio"] == lost / sum(s.end - s.start for s in work)
+    assert units.share(worst["affected_ratio"]) in found.message
 
 
 def test_a_first_step_that_fills_caches_is_told_as_warm_up():
@@ -272,7 +272,7 @@ def test_a_first_step_that_fills_caches_is_told_as_warm_up():
     for row in found.evidence.iter_rows(named=True):
         trace = raw_of(run, row["rank"])
         first, *rest = [raw.exposed_on_device(trace, step)[2] for step in trace.steps]
-        assert row["doubtful_ratio"] == first / (first + sum(rest))
+        assert row["affected_ratio"] == first / (first + sum(rest))
         assert f"takes {units.duration(first)}, the others {units.duration(statistics.median(rest))}" in row["message"]
 
 
@@ -289,7 +289,7 @@ def test_launches_without_work_are_counted():
 
 def test_slices_that_overlap_on_a_stream_are_counted_as_by_hand():
     run = others("nanogpt_h100_8ranks")
-    found = judge(run, DoubtfulTrace(min_doubtful_ratio=0.0))["overlapping_slices"]
+    found = judge(run, DoubtfulTrace(min_affected_ratio=0.0))["overlapping_slices"]
     for row in found.evidence.iter_rows(named=True):
         count = shared = total = 0
         streams: dict[object, list[tuple[int, int]]] = {}
@@ -303,12 +303,12 @@ def test_slices_that_overlap_on_a_stream_are_counted_as_by_hand():
                 total += end - start
                 reach = max(reach, end)
         assert row["message"].startswith(f"{count:,} slices overlap")
-        assert row["doubtful_ratio"] == shared / total
+        assert row["affected_ratio"] == shared / total
 
 
 @pytest.mark.parametrize("name", ["demo-fsdp2", "demo-yafsdp"])
 def test_our_own_recordings_give_no_cause_for_doubt(name):
-    assert judge(load(SAMPLES / name), DoubtfulTrace(min_doubtful_ratio=0.0)) == {}
+    assert judge(load(SAMPLES / name), DoubtfulTrace(min_affected_ratio=0.0)) == {}
 
 
 def test_preparation_on_real_streams_is_measured_as_by_hand_and_no_give_way_is_claimed():
@@ -365,9 +365,9 @@ def test_no_queue_and_no_starved_collective_is_claimed_of_real_runs(name):
 
 def test_the_bus_bandwidth_of_a_reduce_scatter_alone_and_beside_compute():
     run = others("nanogpt_h100_8ranks")
-    speeds = run.across(collective_contention.bandwidths)
+    speeds = run.run_table(collective_contention.bandwidths)
     found = speeds.filter(pl.col("op") == "reduce_scatter", pl.col("dtype") == "BFloat16").row(0, named=True)
-    calls = run.across(collective_contention.across).filter(
+    calls = run.run_table(collective_contention.across).filter(
         pl.col("bytes") == found["bytes"], pl.col("op") == found["op"]
     )
     alone = []

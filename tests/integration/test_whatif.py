@@ -10,7 +10,8 @@ import tracekit
 from tests.support import cli_runner
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.plan import models
 from tracekit.replay.graph import savings, strategies
 from tracekit.replay.graph.hsdp import Node

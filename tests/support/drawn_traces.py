@@ -15,7 +15,8 @@ gives the step that each moment's work was launched in.
 import polars as pl
 
 from tracekit.model import schema
-from tracekit.model.trace import Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Trace
 from tracekit.sync import alignment
 
 KINDS = {"compute": "compute", "comm": "communication", "copy": "memcpy", "set": "memset"}

@@ -10,7 +10,8 @@ import polars as pl
 from tests.support import drawn_hosts, drawn_traces
 from tests.support.sample_snapshots import MIB, Simulation, write
 from tracekit.model import schema
-from tracekit.model.trace import RUN_DOUBTS, Run, Trace
+from tracekit.model.run import RUN_DATA_QUALITY, Run
+from tracekit.model.trace import Trace
 
 HOST_LANE = 99
 GIB = 1 << 30
@@ -182,11 +183,11 @@ def restoring(*read_bytes: int, whole_bytes: int, call: str = "dcp.load") -> Run
     return drawn_traces.run(*traces)
 
 
-def doubtful(*doubts: tuple[str, float]) -> Run:
-    """Return a sound run that is said to have these doubts, by kind and share."""
+def data_quality_issues(*issues: tuple[str, float]) -> Run:
+    """Return a sound run that is said to have these issues, by kind and share."""
     run = drawn_traces.run(drawn_traces.trace(HIDDEN))
-    rows = [(0, None, kind, f"Something is {kind}.", ratio) for kind, ratio in doubts]
-    return Run(run.path, run.sources, doubts=pl.DataFrame(rows, schema=RUN_DOUBTS.schema, orient="row"))
+    rows = [(0, None, kind, f"Something is {kind}.", ratio) for kind, ratio in issues]
+    return Run(run.path, run.sources, data_quality=pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row"))
 
 
 def launching(*, late_by: int = 0, reads: bool = False, loads: bool = False) -> Run:
@@ -476,5 +477,5 @@ PROOFS: dict[str, Proof] = {
         lambda: stalling(*[{"total": 5}] * 2, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
         lambda: stalling({"total": 5}, every={"call": "torch.save", "path": "a/model.pt", "bytes": 8}),
     ),
-    "DATA001": Proof(lambda: doubtful(("truncated", 0.3)), doubtful),
+    "DATA001": Proof(lambda: data_quality_issues(("truncated", 0.3)), data_quality_issues),
 }

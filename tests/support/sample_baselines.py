@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import unit_work
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Known, Recording
 from tracekit.rules.rule import Finding, Report, Severity
 

@@ -3,7 +3,7 @@
 import polars as pl
 
 from tests.support import drawn_traces
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.rules.rule import Finding, Ignored, Input, Report, Severity
 
 MANIFEST = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
     from rich.progress import Progress, TaskID
 
-    from tracekit.model.trace import Source
+    from tracekit.model.run import Source
 
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends

@@ -11,7 +11,8 @@ from tracekit.cli import output
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.model.trace import Fact, Run
+    from tracekit.model.run import Run
+    from tracekit.model.trace import Fact
     from tracekit.regression.baseline import Baseline
     from tracekit.regression.comparison import Side
     from tracekit.rules.rule import Report, Rule

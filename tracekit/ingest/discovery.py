@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest import decompression
-from tracekit.ingest.files import File, natural
+from tracekit.ingest.files import File, natural_key
 from tracekit.ingest.readers.kineto import reader, stream
 from tracekit.ingest.readers.kineto.header import MOST_RANKS
 
@@ -25,18 +25,18 @@ _SAME_START_NS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """One row of a run's doubts."""
+class QualityIssue:
+    """One row of a run's issues."""
 
     kind: str
     message: str
     path: str | None = None
     rank: int | None = None
-    doubtful_ratio: float = 0.0
+    affected_ratio: float = 0.0
 
 
 @dataclass(frozen=True)
-class Listed:
+class TraceFile:
     """A trace file with what is known of it before it is read."""
 
     file: File
@@ -53,32 +53,32 @@ class Listed:
         return _size(_info(self.header).get("world_size"))
 
 
-def tell(
+def identify(
     files: Sequence[File],
     *,
     manifests: Iterable[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[list[Listed], list[Doubt]]:
-    """Tell the rank, window and job of each file; what is left out, guessed or odd is said as a doubt.
+) -> tuple[list[TraceFile], list[QualityIssue]]:
+    """Tell the rank, window and job of each file; what is left out, guessed or odd is said as a issue.
 
     `manifests` are the folders of runs' manifests. Raises BadTraceError if no file is a trace.
     """
-    doubts: list[Doubt] = []
-    seen: list[Listed] = []
+    issues: list[QualityIssue] = []
+    seen: list[TraceFile] = []
     for done, file in enumerate(files, 1):
-        listed = _look(file, len(files), doubts)
+        listed = _look(file, len(files), issues)
         seen += [replace(listed, job=_job(listed, manifests))] if listed else []
         if on_progress:
             on_progress(done, len(files))
     if not seen:
-        raise BadTraceError(doubts[0].message if doubts else "no trace")
-    ranked = _ranked(seen, doubts)
-    placed = _windows(_without_copies(_one_job(ranked, doubts), doubts), doubts)
-    return sorted(placed, key=lambda t: (t.window, t.rank)), doubts
+        raise BadTraceError(issues[0].message if issues else "no trace")
+    ranked = _ranked(seen, issues)
+    placed = _windows(_without_copies(_one_job(ranked, issues), issues), issues)
+    return sorted(placed, key=lambda t: (t.window, t.rank)), issues
 
 
-def missing(listed: Sequence[Listed], told_world_size: object, absent: set[int | None]) -> list[Doubt]:
-    """Return a doubt for each window that lacks ranks; `absent` are ranks whose files were spoken of already."""
+def missing_ranks(listed: Sequence[TraceFile], told_world_size: object, absent: set[int | None]) -> list[QualityIssue]:
+    """Return a issue for each window that lacks ranks; `absent` are ranks whose files were spoken of already."""
     told = [size for t in listed if (size := t.world_size) is not None]
     highest = max((t.rank for t in listed), default=-1) + 1
     world_size = max(_size(told_world_size) or 0, highest, *told, 0)
@@ -86,49 +86,49 @@ def missing(listed: Sequence[Listed], told_world_size: object, absent: set[int |
     for t in listed:
         by_window[t.window].add(t.rank)
     every = set().union(*by_window.values()) | {rank for rank in absent if rank is not None}
-    doubts = []
+    issues = []
     if len(every) < world_size:
         lacking = _numbers(sorted(set(range(world_size)) - every))
         message = f"{len(every)} of {world_size} ranks have a trace (not {lacking}); what the others did is not known."
-        doubts.append(Doubt("missing_ranks", message, doubtful_ratio=1 - len(every) / world_size))
+        issues.append(QualityIssue("missing_ranks", message, affected_ratio=1 - len(every) / world_size))
     for window, ranks in sorted(by_window.items()):
         if ranks | absent < every:
             gone = sorted(every - ranks - absent)
             message = f"Window {window} has no trace of rank {_numbers(gone)}, other windows do."
-            doubts.append(Doubt("missing_ranks", message, doubtful_ratio=len(gone) / len(every)))
-    return doubts
+            issues.append(QualityIssue("missing_ranks", message, affected_ratio=len(gone) / len(every)))
+    return issues
 
 
 # One file ------------------------------------------------------------------------------------------------------------
 
 
-def _look(file: File, count: int, doubts: list[Doubt]) -> Listed | None:
+def _look(file: File, count: int, issues: list[QualityIssue]) -> TraceFile | None:
     try:
         with file.local(first_bytes=_REMOTE_HEAD_BYTES) as path:
             header = stream.read_header(path)
             if header is None and count > 1:
-                doubts.append(_stray(file, path, count))
+                issues.append(_stray(file, path, count))
                 return None
             is_silent = not _info(header or {}) and file.system is None
             is_merged = header is not None and is_silent and reader.is_merged(path)
-            return Listed(file, header or {}, _begins_ns(path, header or {}), is_merged=is_merged)
+            return TraceFile(file, header or {}, _begins_ns(path, header or {}), is_merged=is_merged)
     except BadTraceError as error:
         if count == 1:
             raise
-        doubts.append(Doubt("unreadable", str(error), file.path, _word_rank(file), 1 / count))
+        issues.append(QualityIssue("unreadable", str(error), file.path, _word_rank(file), 1 / count))
         return None
 
 
-def _stray(file: File, path: str, count: int) -> Doubt:
+def _stray(file: File, path: str, count: int) -> QualityIssue:
     """Return what to say of a file without events: that it is somebody else's, or that it should have been a trace."""
     rank = _word_rank(file)
     if rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME):
-        return Doubt("not_a_trace", f"{file.path}: not a profiler trace, left out", file.path)
+        return QualityIssue("not_a_trace", f"{file.path}: not a profiler trace, left out", file.path)
     try:
         reader.is_merged(path)
     except BadTraceError as error:
-        return Doubt("unreadable", str(error), file.path, rank, 1 / count)
-    return Doubt("unreadable", f"{file.path}: holds no events; record it again", file.path, rank, 1 / count)
+        return QualityIssue("unreadable", str(error), file.path, rank, 1 / count)
+    return QualityIssue("unreadable", f"{file.path}: holds no events; record it again", file.path, rank, 1 / count)
 
 
 def _begins_ns(path: str, header: Mapping[str, Any]) -> int | None:
@@ -152,7 +152,7 @@ def _size(value: object) -> int | None:
     return size if size is not None and 0 < size <= MOST_RANKS else None
 
 
-def _job(listed: Listed, manifests: Iterable[str]) -> tuple[object, ...]:
+def _job(listed: TraceFile, manifests: Iterable[str]) -> tuple[object, ...]:
     folder = max((m for m in manifests if f"{listed.file.folder}/".startswith(f"{m}/")), key=len, default="")
     job_id = listed.header.get("tw_job")
     return (folder, listed.world_size, job_id if isinstance(job_id, str) else None)
@@ -161,7 +161,7 @@ def _job(listed: Listed, manifests: Iterable[str]) -> tuple[object, ...]:
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def _ranked(seen: list[Listed], doubts: list[Doubt]) -> list[Listed]:
+def _ranked(seen: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Give each file its rank: by its header, else its name, else its order."""
     stated = {id(t): rank for t in seen if (rank := reader.rank_of(t.header)) is not None}
     silent = [t for t in seen if id(t) not in stated]
@@ -176,7 +176,7 @@ def _ranked(seen: list[Listed], doubts: list[Doubt]) -> list[Listed]:
             rank = next(free, len(seen))
             how = f"neither trace nor name state a rank; taken as rank {rank} from the order of files"
         if how and len(seen) > 1:
-            doubts.append(Doubt("rank_guessed", f"{t.file.path}: {how}", t.file.path, rank))
+            issues.append(QualityIssue("rank_guessed", f"{t.file.path}: {how}", t.file.path, rank))
         ranked.append(replace(t, rank=rank))
     return ranked
 
@@ -202,9 +202,9 @@ def _word_rank(file: File) -> int | None:
 # Jobs ----------------------------------------------------------------------------------------------------------------
 
 
-def _one_job(ranked: list[Listed], doubts: list[Doubt]) -> list[Listed]:
+def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Return the files of the job with most ranks (of several such, the latest); the others are left out, aloud."""
-    jobs: dict[tuple[object, ...], list[Listed]] = defaultdict(list)
+    jobs: dict[tuple[object, ...], list[TraceFile]] = defaultdict(list)
     for t in ranked:
         jobs[t.job].append(t)
     _adopt(jobs)
@@ -218,13 +218,13 @@ def _one_job(ranked: list[Listed], doubts: list[Doubt]) -> list[Listed]:
                 f"{_some([t.file.path for t in others])}; load them by themselves."
             )
             share = len(others) / len(ranked)
-            doubts.append(Doubt("mixed_jobs", message, others[0].file.path, doubtful_ratio=share))
+            issues.append(QualityIssue("mixed_jobs", message, others[0].file.path, affected_ratio=share))
     left_out = {t.file.path for job in jobs if job != chosen for t in jobs[job]}
-    doubts[:] = [d for d in doubts if d.kind != "rank_guessed" or d.path not in left_out]
+    issues[:] = [d for d in issues if d.kind != "rank_guessed" or d.path not in left_out]
     return jobs[chosen]
 
 
-def _adopt(jobs: dict[tuple[object, ...], list[Listed]]) -> None:
+def _adopt(jobs: dict[tuple[object, ...], list[TraceFile]]) -> None:
     """Give files that don't state their job to the only one beside them, where their ranks are still wanted there."""
     for job in [job for job in jobs if job[1] is None]:
         others = [other for other in jobs if other[1] is not None and other[0] == job[0]]
@@ -249,21 +249,21 @@ def _difference(job: tuple[object, ...], chosen: tuple[object, ...]) -> str:
 # Copies and windows --------------------------------------------------------------------------------------------------
 
 
-def _without_copies(listed: list[Listed], doubts: list[Doubt]) -> list[Listed]:
+def _without_copies(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Leave out second files of one recording: the same recording's id, the same bytes, or the same start."""
-    by_rank: dict[tuple[int, int], list[Listed]] = defaultdict(list)
-    for t in sorted(listed, key=lambda t: (-t.file.size_bytes, natural(t.file.path))):
+    by_rank: dict[tuple[int, int], list[TraceFile]] = defaultdict(list)
+    for t in sorted(listed, key=lambda t: (-t.file.size_bytes, natural_key(t.file.path))):
         alike = by_rank[t.rank, _window_folder(t) or 0]
         first = next((kept for kept in alike if _same_recording(kept, t)), None)
         if first is None:
             alike.append(t)
             continue
         message = f"{t.file.path}: a second trace of rank {t.rank}, the same recording as {first.file.name}; left out"
-        doubts.append(Doubt("duplicate_rank", message, t.file.path, t.rank))
+        issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
     return [t for kept in by_rank.values() for t in kept]
 
 
-def _same_recording(a: Listed, b: Listed) -> bool:
+def _same_recording(a: TraceFile, b: TraceFile) -> bool:
     trace_id = a.header.get("trace_id")
     if trace_id is not None and trace_id == b.header.get("trace_id"):
         return True
@@ -272,26 +272,26 @@ def _same_recording(a: Listed, b: Listed) -> bool:
     return abs(a.begins_ns - b.begins_ns) < _SAME_START_NS
 
 
-def _windows(listed: list[Listed], doubts: list[Doubt]) -> list[Listed]:
+def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Number the windows: by the folders that the recorder makes, else by time, else by folder."""
     if any(_window_folder(t) is not None for t in listed):
         placed = [replace(t, window=_window_folder(t) or 0) for t in listed]
     elif (times := _times(listed)) is not None:
-        placed = _by_time(listed, times, doubts)
+        placed = _by_time(listed, times, issues)
     else:
-        folders = sorted({t.file.folder for t in listed}, key=natural)
+        folders = sorted({t.file.folder for t in listed}, key=natural_key)
         several = len({t.rank for t in listed}) < len(listed)
         placed = [replace(t, window=folders.index(t.file.folder) if several else 0) for t in listed]
-    _say_folders(placed, doubts)
-    return _one_each(placed, doubts)
+    _say_folders(placed, issues)
+    return _one_each(placed, issues)
 
 
-def _window_folder(listed: Listed) -> int | None:
+def _window_folder(listed: TraceFile) -> int | None:
     found = _WINDOW_FOLDER.search(f"/{listed.file.path}")
     return int(found[1]) if found else None
 
 
-def _say_folders(placed: list[Listed], doubts: list[Doubt]) -> None:
+def _say_folders(placed: list[TraceFile], issues: list[QualityIssue]) -> None:
     """Say that folders were taken as windows of one job, unless their names differ in numbers only."""
     folders = {t.window: t.file.folder for t in placed}
     stems = {re.sub(r"\d+", "", f"/{folder}/") for folder in folders.values()} - {"/"}
@@ -301,12 +301,14 @@ def _say_folders(placed: list[Listed], doubts: list[Doubt]) -> None:
         and not any(_window_folder(t) is not None for t in placed)
     ):
         told = ", ".join(f"{folder} as window {window}" for window, folder in sorted(folders.items()))
-        doubts.append(
-            Doubt("windows_assumed", f"Folders are taken as windows of one job: {told}; if not, load each by itself.")
+        issues.append(
+            QualityIssue(
+                "windows_assumed", f"Folders are taken as windows of one job: {told}; if not, load each by itself."
+            )
         )
 
 
-def _times(listed: list[Listed]) -> list[int] | None:
+def _times(listed: list[TraceFile]) -> list[int] | None:
     """Return when each recording began, or, where not every file tells, ended by its name; None where they do not."""
     begins = [t.begins_ns for t in listed if t.begins_ns is not None]
     if len(begins) == len(listed):
@@ -315,7 +317,7 @@ def _times(listed: list[Listed]) -> list[int] | None:
     return stamps if len(stamps) == len(listed) else None
 
 
-def _by_time(listed: list[Listed], times: list[int], doubts: list[Doubt]) -> list[Listed]:
+def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssue]) -> list[TraceFile]:
     """Number the windows by time: a new one begins where a rank comes again, or after a long pause."""
     ordered = sorted(zip(times, listed, strict=True), key=lambda pair: (pair[0], pair[1].rank))
     of_rank: dict[int, list[int]] = defaultdict(list)
@@ -323,7 +325,7 @@ def _by_time(listed: list[Listed], times: list[int], doubts: list[Doubt]) -> lis
         of_rank[t.rank].append(at)
     repeats = [b - a for starts in of_rank.values() for a, b in pairwise(starts)]
     pause_ns = min([_HOUR_NS, *(gap // 2 for gap in repeats)])
-    placed: list[Listed] = []
+    placed: list[TraceFile] = []
     window, began, there = 0, ordered[0][0], set[int]()
     for at, t in ordered:
         if t.rank in there or at - began > pause_ns:
@@ -332,20 +334,20 @@ def _by_time(listed: list[Listed], times: list[int], doubts: list[Doubt]) -> lis
                 message = (
                     f"Windows {window} and {window + 1} began {hours:.1f} h apart; if these are two jobs, load each"
                 )
-                doubts.append(Doubt("windows_assumed", message + " by itself.", t.file.path))
+                issues.append(QualityIssue("windows_assumed", message + " by itself.", t.file.path))
             window, began, there = window + 1, at, set()
         there.add(t.rank)
         placed.append(replace(t, window=window))
     return placed
 
 
-def _one_each(placed: list[Listed], doubts: list[Doubt]) -> list[Listed]:
-    kept: dict[tuple[int, int], Listed] = {}
+def _one_each(placed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+    kept: dict[tuple[int, int], TraceFile] = {}
     for t in placed:
         first = kept.setdefault((t.window, t.rank), t)
         if first is not t:
             message = f"{t.file.path}: a second trace of rank {t.rank} in window {t.window}, left out"
-            doubts.append(Doubt("duplicate_rank", message, t.file.path, t.rank))
+            issues.append(QualityIssue("duplicate_rank", message, t.file.path, t.rank))
     return list(kept.values())
 
 

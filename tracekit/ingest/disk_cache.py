@@ -21,7 +21,7 @@ from typing import BinaryIO, TypeVar
 
 from tracekit import conventions
 
-DIRECTORY = "TRACEKIT_CACHE_DIR"
+DIRECTORY_VARIABLE = "TRACEKIT_CACHE_DIR"
 _ABANDONED_S = 3600  # no writer takes that long: what it began was left behind by one that died
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in an entry's place must not hang the reader
 
@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Shelf:
+class DiskCache:
     """Entries of one kind in a folder of this user's own, by key. What fails in here is said once, to debug."""
 
     folder: Path
@@ -44,7 +44,7 @@ class Shelf:
         try:
             _check_own(self.folder)
         except OSError as error:
-            self.complain(error)
+            self.log_unusable(error)
             return None
         try:
             with _open_own(path) as file:
@@ -66,7 +66,7 @@ class Shelf:
             with self.writing(key) as file:
                 write(file)
         except expected as error:
-            self.complain(error)
+            self.log_unusable(error)
 
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
@@ -87,7 +87,7 @@ class Shelf:
                 partial_path.replace(self.path(key))
         finally:
             partial_path.unlink(missing_ok=True)
-        self._shed()
+        self._evict()
 
     def size_bytes(self) -> int:
         """Return how much the entries take."""
@@ -105,7 +105,7 @@ class Shelf:
         """Return where the entry of a key lies, or would."""
         return self.folder / f"{key}{self.suffix}"
 
-    def complain(self, error: Exception) -> None:
+    def log_unusable(self, error: Exception) -> None:
         """Say once why the folder cannot be used."""
         if not isinstance(error, FileNotFoundError):
             _say_once(f"{self.folder}: {getattr(error, 'strerror', None) or error}")
@@ -121,7 +121,7 @@ class Shelf:
                 known = file.lstat()
                 yield known.st_mtime_ns, known.st_size, file
 
-    def _shed(self) -> None:
+    def _evict(self) -> None:
         abandoned_ns = time.time_ns() - _ABANDONED_S * 10**9
         files = sorted(self._files())
         held = sum(size for _, size, _ in files)
@@ -138,7 +138,7 @@ def folder(name: str, environment: Mapping[str, str]) -> Path | None:
 
     None for a user without a home.
     """
-    if named := environment.get(DIRECTORY):
+    if named := environment.get(DIRECTORY_VARIABLE):
         return Path(named) / name
     try:
         usual = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -147,7 +147,7 @@ def folder(name: str, environment: Mapping[str, str]) -> Path | None:
     return usual / "tracekit" / name
 
 
-def hash_of_code(root: Path, patterns: Iterable[str]) -> str:
+def code_hash(root: Path, patterns: Iterable[str]) -> str:
     """Return the hash of source files: a version number is forgotten sooner or later."""
     digest = hashlib.sha256()
     for pattern in patterns:

@@ -74,7 +74,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Found:
+class RunFiles:
     """What a place holds: its own name, the files that may be traces, and the manifests of runs."""
 
     root: str
@@ -82,7 +82,7 @@ class Found:
     manifests: tuple[File, ...]
 
 
-def find(where: Where) -> Found:
+def find(where: Where) -> RunFiles:
     """Find what may be traces under a folder, in a list of paths, behind a glob or a URL (s3://, gs://, memory://, …).
 
     Folders are searched five levels deep; hidden folders and checkpoints in them are not. Raises InputError where
@@ -95,14 +95,14 @@ def find(where: Where) -> Found:
     for each in named:
         found |= {file.path: file for file in _of(os.fspath(each))}
     manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
-    traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural(f.path)))
+    traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural_key(f.path)))
     root = os.fspath(named[0]) if len(named) == 1 else _common(traces)
     if not traces:
         raise InputError(f"{root}: {_why_none(root)}; name a run's folder or a trace file")
-    return Found(root, traces, manifests)
+    return RunFiles(root, traces, manifests)
 
 
-def natural(text: str) -> tuple[str | int, ...]:
+def natural_key(text: str) -> tuple[str | int, ...]:
     """Return a key that sorts numbers inside names by value.
 
     >>> sorted(["rank10", "rank9"], key=natural)
@@ -133,7 +133,7 @@ def _of(named: str) -> list[File]:
         beside = path.parent / conventions.MANIFEST_FILE
         return [_file(p) for p in (path, beside) if p.is_file()]
     if _GLOB.search(named):
-        matched = sorted(glob.glob(named, recursive=True), key=natural)  # noqa: PTH207  (Path.glob needs a relative one)
+        matched = sorted(glob.glob(named, recursive=True), key=natural_key)  # noqa: PTH207  (Path.glob needs a relative one)
         return [file for match in matched for file in _of(match) if _may_be_trace(file.name) or _is_manifest(file)]
     raise InputError(f"{named}: no such file or folder; check the path")
 

@@ -1,7 +1,7 @@
 """Parsed tables of traces in the user's cache directory, so that a trace file is parsed once.
 
-An entry is one trace: a zip archive of stored members, a Parquet file (zstd) for each table that has rows and a JSON
-file for the rest, so that a table is read only when somebody asks for it. How entries come and go is `tracekit.ingest.disk_cache`.
+An entry is one trace: a zip archive (members stored) with a Parquet file (zstd) for each table that has rows and a JSON
+file for the rest, so that each table is read on first access. `tracekit.ingest.disk_cache` stores and evicts entries.
 
 What an entry is found by: the path, size, time of change and first and last MiB of the trace file and of the logs that
 are read beside it, the rank and window asked for, and the code that reads. A file that is changed in its middle, with
@@ -26,13 +26,14 @@ import polars as pl
 from tracekit import conventions
 from tracekit.errors import BadTraceError
 from tracekit.ingest import disk_cache
-from tracekit.ingest.disk_cache import DIRECTORY, Shelf
+from tracekit.ingest.disk_cache import DIRECTORY_VARIABLE, DiskCache
 from tracekit.model import schema
-from tracekit.model.trace import Source, Trace
+from tracekit.model.run import Source
+from tracekit.model.trace import Trace
 
-__all__ = ["DIRECTORY", "MAX_BYTES", "Cache", "StoredTrace", "bound", "cached"]
+__all__ = ["DIRECTORY_VARIABLE", "MAX_BYTES_VARIABLE", "StoredTrace", "TraceCache", "cached_source", "max_cache_bytes"]
 
-MAX_BYTES = "TRACEKIT_CACHE_MAX_BYTES"
+MAX_BYTES_VARIABLE = "TRACEKIT_CACHE_MAX_BYTES"
 DEFAULT_MAX_BYTES = 10 << 30
 _SUFFIX = ".trace"
 _EDGE_BYTES = 1 << 20
@@ -42,7 +43,7 @@ _READING_CODE = ("ingest/**/*.py", "model/*.py", "conventions.py")
 Read = Callable[[], Trace]
 
 
-def cached(source: Source) -> Source:
+def cached_source(source: Source) -> Source:
     """Return a source that reads the same trace from the user's cache where it is there, and else puts it there.
 
     Tables of a trace from the cache are read at first access. Only local files are cached.
@@ -51,24 +52,24 @@ def cached(source: Source) -> Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cache:
+class TraceCache:
     """Traces in a folder of this user's own, by key. Nothing that fails in here raises: it is said once, to debug."""
 
     folder: Path
     max_bytes: int = DEFAULT_MAX_BYTES
 
     @classmethod
-    def of_user(cls, environment: Mapping[str, str] = os.environ) -> "Cache | None":
+    def of_user(cls, environment: Mapping[str, str] = os.environ) -> "TraceCache | None":
         """Return the cache that the environment names, or the user's usual one; None for a user without a home."""
         folder = disk_cache.folder("traces", environment)
-        return None if folder is None else cls(folder, bound(environment))
+        return None if folder is None else cls(folder, max_cache_bytes(environment))
 
     def get(self, key: str, again: Read) -> Trace | None:
         """Return the trace stored under `key`, None where there is none to trust.
 
         Should the entry be gone or damaged once a table of it is asked for, the tables come from `again()`.
         """
-        found = self._shelf.get(key, _fields)
+        found = self._disk_cache.get(key, _fields)
         if found is None:
             return None
         fields, rows = found
@@ -78,19 +79,19 @@ class Cache:
         """Store a trace under `key`, and let the least recently used go where the cache is full."""
         # The errors are of what JSON or Parquet cannot say.
         unsaid = (TypeError, ValueError, pl.exceptions.PolarsError)
-        self._shelf.put(key, partial(_write, trace), unless=unsaid)
+        self._disk_cache.put(key, partial(_write, trace), unless=unsaid)
 
     def size_bytes(self) -> int:
         """Return how much the entries take."""
-        return self._shelf.size_bytes()
+        return self._disk_cache.size_bytes()
 
     def clear(self) -> int:
         """Remove every entry and return how much that freed, in bytes."""
-        return self._shelf.clear()
+        return self._disk_cache.clear()
 
     @property
-    def _shelf(self) -> Shelf:
-        return Shelf(self.folder, _SUFFIX, self.max_bytes)
+    def _disk_cache(self) -> DiskCache:
+        return DiskCache(self.folder, _SUFFIX, self.max_bytes)
 
     def _table(self, key: str, rows: Mapping[str, int], name: str) -> pl.DataFrame | None:
         """Return one table of an entry, None where it cannot be had."""
@@ -104,12 +105,12 @@ class Cache:
                 raise ValueError(f"{name}: not the table that was stored")
             return table
 
-        return self._shelf.get(key, read)
+        return self._disk_cache.get(key, read)
 
 
-def bound(environment: Mapping[str, str] = os.environ) -> int:
+def max_cache_bytes(environment: Mapping[str, str] = os.environ) -> int:
     """Return how many bytes the environment lets the cache of traces take."""
-    told = environment.get(MAX_BYTES, "")
+    told = environment.get(MAX_BYTES_VARIABLE, "")
     return int(told) if told.isdecimal() else DEFAULT_MAX_BYTES
 
 
@@ -137,13 +138,13 @@ class StoredTrace(Trace):
 
 
 def _read(source: Source) -> Trace:
-    key, cache = key_of(source), Cache.of_user()
+    key, cache = key_of(source), TraceCache.of_user()
     if key is None or cache is None:
         return source.read()
     return cache.get(key, partial(_read_again, source, key)) or _read_and_keep(source, cache, key)
 
 
-def _read_and_keep(source: Source, cache: Cache, key: str) -> Trace:
+def _read_and_keep(source: Source, cache: TraceCache, key: str) -> Trace:
     trace = source.read()
     if key_of(source) == key:  # else it was written to while it was read
         cache.put(key, trace)
@@ -190,7 +191,7 @@ def _state(path: Path) -> tuple[int, int, str] | None:
 
 @functools.cache
 def _code() -> str:
-    return disk_cache.hash_of_code(Path(__file__).parents[1], _READING_CODE)
+    return disk_cache.code_hash(Path(__file__).parents[1], _READING_CODE)
 
 
 def _fields(file: BinaryIO) -> tuple[Mapping[str, Any], Mapping[str, int]]:

@@ -10,7 +10,7 @@ from tracekit.model.trace import Trace
 T = TypeVar("T")
 
 
-def once(measure: Callable[[Trace], T]) -> Callable[[Trace], T]:
+def memoize(measure: Callable[[Trace], T]) -> Callable[[Trace], T]:
     """Return `measure`, a pure function of a trace, with its result kept as long as the trace lives."""
     known: WeakKeyDictionary[Trace, T] = WeakKeyDictionary()
 

@@ -12,7 +12,7 @@ from tracekit.model import schema
 class MemorySnapshot:
     """The allocator's segments and blocks at one moment, and the history before it as far as it was recorded.
 
-    Each table is a Polars frame with the columns that `tracekit.model.schema.SNAPSHOT_TABLES` gives under the same name.
+    Each table is a Polars frame with the columns of the same name's entry in `tracekit.model.schema.SNAPSHOT_TABLES`.
     """
 
     path: str

@@ -253,13 +253,13 @@ METRICS = Table(
     ),
 )
 
-DOUBTS = Table(
-    "doubts",
-    "reason to doubt this trace",
+DATA_QUALITY = Table(
+    "data_quality",
+    "data-quality issue of this trace",
     (
         _column("kind", _TEXT, "Machine-readable class, such as truncated, unlinked, no_steps."),
         _column("message", _TEXT, "What is wrong and what it means, in one sentence."),
-        _column("doubtful_ratio", _FLOAT, "Share of the trace's time, or of its events, that it makes doubtful.", ""),
+        _column("affected_ratio", _FLOAT, "Share of the trace's time, or of its events, that the issue affects.", ""),
     ),
 )
 
@@ -276,7 +276,7 @@ TABLES: Mapping[str, Table] = {
         SYNCS,
         CHECKPOINTS,
         METRICS,
-        DOUBTS,
+        DATA_QUALITY,
     )
 }
 

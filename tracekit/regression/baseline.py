@@ -10,7 +10,8 @@ import polars as pl
 
 from tracekit.analysis.compute import unit_work
 from tracekit.errors import InputError, NotComparableError
-from tracekit.model.trace import Fact, Run, created_ns
+from tracekit.model.run import Run, created_ns
+from tracekit.model.trace import Fact
 from tracekit.regression.samples import COLUMNS, samples, samples_across
 from tracekit.rules.rule import Finding, Report, Severity
 
@@ -70,7 +71,7 @@ class Recording:
     @classmethod
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
         """Return a run as a recording, with the findings of its report."""
-        own, across = run.table(samples), run.across(samples_across)
+        own, across = run.table(samples), run.run_table(samples_across)
         both = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)])
         findings = tuple(Known.of(found) for found in report.findings) if report else ()
         return cls(

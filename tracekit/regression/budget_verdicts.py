@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.compute import unit_work
 from tracekit.model import escaping, units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.regression.budgets import CHECKPOINT_OVERHEAD, OF_RANKS_TOGETHER, Budget
 from tracekit.regression.change import MIN_SAMPLES, Values
 from tracekit.regression.comparison import job_samples
@@ -90,14 +91,14 @@ def _interval(measured: _Measured) -> tuple[float, float]:
 
 def _measured(run: Run, budget: Budget) -> Iterator[_Measured]:
     if budget.metric == CHECKPOINT_OVERHEAD:
-        ratios = saves.together(run.across(saves.each), run.across(saves.clocks))["overhead_ratio"].drop_nulls()
+        ratios = saves.together(run.run_table(saves.each), run.run_table(saves.clocks))["overhead_ratio"].drop_nulls()
         if len(ratios):
             yield _Measured("", float(np.median(ratios.to_numpy())), np.empty(0))
         return
     if budget.units:
         yield from _of_units(run, budget)
         return
-    table = run.across(samples_across) if budget.metric in OF_RANKS_TOGETHER else run.table(samples)
+    table = run.run_table(samples_across) if budget.metric in OF_RANKS_TOGETHER else run.table(samples)
     mine = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
     if budget.ranks:
         for (rank,), rows in mine.group_by("rank", maintain_order=True):

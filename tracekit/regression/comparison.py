@@ -9,7 +9,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.errors import NotComparableError
 from tracekit.model import units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression.change import Change, Values, compare_samples
 from tracekit.regression.samples import LOWER_IS_BETTER, samples
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budget_verdicts, cpu_starvation, quantities, recording_test, root_cause
 from tracekit.regression.baseline import Baseline, Known, Recording

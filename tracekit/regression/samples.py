@@ -8,7 +8,8 @@ from tracekit.analysis.communication import collective_instances, exposed_commun
 from tracekit.analysis.compute import flops
 from tracekit.analysis.memory import allocations
 from tracekit.analysis.time import breakdown
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 
 COLUMNS = {"step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 
@@ -73,7 +74,7 @@ def samples(trace: Trace) -> pl.DataFrame:
 
 
 def samples_across(run: Run) -> pl.DataFrame:
-    """Return per-step samples of what only several ranks together tell; ask by ``run.across(samples_across)``.
+    """Return per-step samples of what only several ranks together tell; ask by ``run.run_table(samples_across)``.
 
     Columns window, rank, step, metric, value. `transfer_ns` is the time of the step's collectives from the last
     arrival to the end, saves left out: what communication takes when nobody is waited for. It is told of the lowest
@@ -81,11 +82,11 @@ def samples_across(run: Run) -> pl.DataFrame:
     rank is waited for.
     """
     in_step = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
-    told = run.across(collective_instances.instances).filter(in_step, pl.col("transfer_ns").is_not_null())
+    told = run.run_table(collective_instances.instances).filter(in_step, pl.col("transfer_ns").is_not_null())
     sums = told.group_by("window", "step").agg(pl.col("transfer_ns").sum().alias("value")).sort("window", "step")
     lowest = pl.lit(min(run.ranks, default=0), pl.Int64).alias("rank")
     transfers = sums.select("window", lowest, "step", pl.lit("transfer_ns").alias("metric"), "value")
-    exposed = run.across(exposed_communication.exposed_by_step).filter(pl.col("step").is_not_null())
+    exposed = run.run_table(exposed_communication.exposed_by_step).filter(pl.col("step").is_not_null())
     by_rank = exposed.group_by("window", "rank", "step", maintain_order=True).agg(pl.col("exposed_ns").max())
     exposures = by_rank.select(
         "window", "rank", "step", pl.lit("exposed_transfer_ns").alias("metric"), pl.col("exposed_ns").alias("value")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import polars as pl
 
 from tracekit.analysis.host import stacks
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.rules.rule import Finding
 
 MOST = 0.5

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from tracekit.analysis.time import breakdown, slices
 from tracekit.model import escaping, units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression.gate import Gate
 from tracekit.report import (
     charts,

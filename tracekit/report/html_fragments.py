@@ -9,7 +9,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown, summary
 from tracekit.model import escaping, units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import Gate, Standing

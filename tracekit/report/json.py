@@ -17,7 +17,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.time import summary
 from tracekit.errors import InputError
-from tracekit.model.trace import Run, created_ns
+from tracekit.model.run import Run, created_ns
 from tracekit.regression.comparison import Side
 from tracekit.regression.gate import Gate
 from tracekit.regression.samples import COLUMNS as SAMPLE_COLUMNS

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
 from tracekit.model import escaping
-from tracekit.model.trace import created_ns
+from tracekit.model.run import created_ns
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.gate import Gate, Judged, Outcome
 from tracekit.report import ci_results, comparison, phrases

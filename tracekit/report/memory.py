@@ -12,7 +12,8 @@ from tracekit.analysis.memory import allocations, growth, steady_state
 from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.model.memory_snapshot import MemorySnapshot
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
 from tracekit.replay.allocator.facts import double_buffering, snapshot_summary
 from tracekit.replay.allocator.playback import History, Outcome

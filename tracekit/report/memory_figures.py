@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import snapshot_timeline
 from tracekit.report import charts, memory

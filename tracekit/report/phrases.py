@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.time import breakdown
 from tracekit.model import escaping, units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.rules import all_rules
 from tracekit.rules.rule import Finding, Severity
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tracekit.analysis.time import summary
 from tracekit.model import escaping, units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report import phrases, text_layout
 from tracekit.rules.rule import Finding, Report
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tracekit.analysis.time import summary
 from tracekit.model import escaping, units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
 from tracekit.report import comparison as compared

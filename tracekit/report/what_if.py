@@ -13,7 +13,7 @@ from tracekit.replay.graph.what_if import Answer, Answers
 COLUMNS = {
     "cause": pl.String, "code": pl.String, "saved_ns": pl.Int64, "saved_ratio": pl.Float64, "without_ns": pl.Int64,
     "gpu_hours_per_day": pl.Float64, "money_per_day": pl.Float64, "confidence": pl.Float64, "summary": pl.String,
-    "basis": pl.String, "doubt": pl.String,
+    "basis": pl.String, "caveat": pl.String,
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def as_table(found: Answers) -> pl.DataFrame:
     return pl.DataFrame([_as_object(each) for each in found.answers], schema=COLUMNS)
 
 
-def doubt(found: Answers) -> str:
+def caveat(found: Answers) -> str:
     """Return what to say of a replay that does not reproduce the run; '' of one that does."""
     if found.is_reproduced:
         return ""
@@ -77,8 +77,8 @@ def _lines(
         f"{run}: a step takes {units.duration(found.step_ns)}; replayed with nothing changed "
         f"{units.duration(found.replayed_ns)} ({found.replay_error_ratio:+.1%})"
     )
-    if doubts := doubt(found):
-        yield doubts
+    if caveats := caveat(found):
+        yield caveats
     if not found.answers and not predictions:
         yield "no cause that can be taken away would make it shorter"
     for each in found.answers:
@@ -111,8 +111,8 @@ def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
         f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
         f"({_less(each.saved_ratio)}){_per_day(each.gpu_hours_per_day, price)}"
     )
-    if each.doubt:
-        yield f"  less sure: {each.doubt}"
+    if each.caveat:
+        yield f"  less sure: {each.caveat}"
 
 
 def _less(saved_ratio: float) -> str:
@@ -149,7 +149,7 @@ def _as_object(each: Answer) -> dict[str, object]:
         "confidence": each.confidence,
         "summary": each.cause.summary,
         "basis": each.basis,
-        "doubt": each.doubt,
+        "caveat": each.caveat,
     }
 
 

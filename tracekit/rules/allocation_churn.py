@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.memory import allocations, steady_state
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import double_buffering
 from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity

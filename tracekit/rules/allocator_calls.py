@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.memory import steady_state
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, Without
@@ -158,7 +159,7 @@ class AllocatorRetry(Rule):
         )
 
     def _in_snapshots(self, run: Run) -> Iterator[Finding]:
-        retried = run.across(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
+        retried = run.run_table(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
         if retried.is_empty():
             return
         worst = retried.sort("retries", "rank", descending=[True, False]).row(0, named=True)

@@ -10,7 +10,8 @@ from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import stragglers
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity
 from tracekit.rules.stragglers import Straggler
 
@@ -45,7 +46,7 @@ class UnevenRanks(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the typical step exceeds the threshold and no rank is to blame alone."""
-        pieces = run.across(compute_gap_causes.compute_gap_causes_across).filter(
+        pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
             pl.col("cause") == communication_gap_causes.PEER
         )
         steps = stragglers.steps(run)
@@ -54,7 +55,7 @@ class UnevenRanks(Rule):
         if (
             worst is None
             or worst["wait_ratio"] <= self.min_wait_ratio
-            or _has_one_to_blame(run.across(stragglers.accounts))
+            or _has_one_to_blame(run.run_table(stragglers.accounts))
         ):
             return
         quoted = pieces.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])

@@ -9,7 +9,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity
 
 _EVIDENCE_ROWS = 60
@@ -19,10 +20,10 @@ _DELAYED_RATIO = 0.1
 
 def _slowed(run: Run) -> pl.DataFrame:
     """Return `saves.slowed` with what is lost as shares: of the steps beside the save, and of the interval."""
-    often = run.across(saves.each).select("save", "interval_ns", "interval_steps")
+    often = run.run_table(saves.each).select("save", "interval_ns", "interval_steps")
     lost, beside = pl.col("lost_ns"), pl.col("steps") * pl.col("plain_ns")
     return (
-        run.across(saves.slowed)
+        run.run_table(saves.slowed)
         .join(often, on="save", how="left", maintain_order="left")
         .with_columns(
             (lost / beside).alias("slowdown_ratio"),
@@ -187,7 +188,7 @@ class BlockingBackgroundSave(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for calls that block, and one for uploads that are not finished in time."""
-        each = run.across(saves.each).filter("background")
+        each = run.run_table(saves.each).filter("background")
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         blocking = each.filter(long, costly).sort("blocked_ns", "save")
@@ -204,7 +205,9 @@ class BlockingBackgroundSave(Rule):
 
     def _call(self, run: Run, found: pl.DataFrame) -> Finding:
         row = found.row((found.height - 1) // 2, named=True)
-        parts = run.across(stalls.parts).filter((pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED))
+        parts = run.run_table(stalls.parts).filter(
+            (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
+        )
         part = parts.row(0, named=True) if parts.height else None
         what = f", most of it {part['kind']}, {units.duration(part['dur_ns'])} on rank {part['rank']}" if part else ""
         return Finding(
@@ -247,5 +250,5 @@ class BlockingBackgroundSave(Rule):
 
 
 def _lines(run: Run, save: str) -> pl.DataFrame:
-    own = run.across(saves.stages).filter(pl.col("save") == save)
+    own = run.run_table(saves.stages).filter(pl.col("save") == save)
     return own.sort(~pl.col("blocking"), "rank", "start_ns", "stage").drop("whole_bytes").head(_EVIDENCE_ROWS)

@@ -9,7 +9,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity
 
 _EVIDENCE_ROWS = 60
@@ -81,8 +82,8 @@ class BlockingCheckpoint(Rule):
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
         longest = _longest(stages)
-        blocking = run.across(saves.each).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
-        after_steps = saves.together(blocking, run.across(saves.clocks))
+        blocking = run.run_table(saves.each).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
+        after_steps = saves.together(blocking, run.run_table(saves.clocks))
         typical = after_steps.sort("blocked_ns", "start_ns").row((after_steps.height - 1) // 2, named=True)
         (quoted,) = longest.filter(pl.col("checkpoint") == typical["save"]).iter_rows(named=True)
         own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
@@ -135,7 +136,7 @@ class BlockingCheckpoint(Rule):
 
 def _stages(run: Run) -> pl.DataFrame:
     """Return the stages of saves that blocked training, one row per save, rank and stage."""
-    logged = run.across(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
+    logged = run.run_table(saves.stages).filter("blocking").drop("checkpoint").rename({"save": "checkpoint"})
     moved = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()).alias("bytes")
     return logged.group_by("window", "rank", "checkpoint", "stage", maintain_order=True).agg(
         pl.col("step", "start_ns").min(), pl.col("dur_ns").sum(), moved

@@ -9,7 +9,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import restores, save_stages, saves
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.plan import checkpoint as plan
 from tracekit.rules.rule import Finding, Rule, Severity
 
@@ -40,7 +41,7 @@ class AmplifiedRestore(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such loads."""
-        found = run.across(restores.restores).filter(pl.col("amplification") > self.max_amplification)
+        found = run.run_table(restores.restores).filter(pl.col("amplification") > self.max_amplification)
         if found.is_empty():
             return
         row = found.sort("dur_ns", "checkpoint", descending=[True, False]).row(0, named=True)
@@ -86,8 +87,8 @@ class UnwiseInterval(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding where the typical interval is far from the best."""
-        blocking = run.across(saves.each).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
-        each = saves.together(blocking, run.across(saves.clocks)).sort("blocked_ns", "start_ns")
+        blocking = run.run_table(saves.each).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
+        each = saves.together(blocking, run.run_table(saves.clocks)).sort("blocked_ns", "start_ns")
         if self.mtbf_s <= 0 or each.is_empty():
             return
         row = each.row((each.height - 1) // 2, named=True)
@@ -110,7 +111,7 @@ class UnwiseInterval(Rule):
             confidence=0.7,
             ranks=run.ranks,
             steps=tuple(each["step"].drop_nulls().unique().sort().to_list()),
-            evidence=run.across(saves.clocks)
+            evidence=run.run_table(saves.clocks)
             .filter(pl.col("save") == row["save"])
             .with_columns(pl.col("blocked_ns").alias("dur_ns")),
         )
@@ -137,7 +138,7 @@ class LostOnPowerFailure(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
-        found = run.across(saves.clocks).filter(~pl.col("durable"))
+        found = run.run_table(saves.clocks).filter(~pl.col("durable"))
         if found.is_empty():
             return
         number = found["save"].n_unique()
@@ -147,7 +148,7 @@ class LostOnPowerFailure(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{number} of {run.across(saves.clocks)['save'].n_unique()} saves need not be on disk when they end: "
+            f"{number} of {run.run_table(saves.clocks)['save'].n_unique()} saves need not be on disk when they end: "
             f"{what} ({first['save']}, rank {first['rank']}).",
             "After the save, os.fsync the metadata file and the folder."
             if synced
@@ -183,7 +184,7 @@ class UnverifiedShards(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all saves."""
         by_dcp = pl.col("call").is_in((conventions.DCP_SAVE, conventions.DCP_ASYNC_SAVE))
-        lines = run.across(saves.stages).filter(by_dcp & (pl.col("stage") == conventions.TOTAL))
+        lines = run.run_table(saves.stages).filter(by_dcp & (pl.col("stage") == conventions.TOTAL))
         arguments = run.manifest.get("arguments")
         sealed = isinstance(arguments, dict) and "checkpoint_every" in arguments
         if sealed or lines.is_empty():
@@ -226,7 +227,7 @@ class SeveralWriters(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such files."""
-        found = run.across(saves.repeated)
+        found = run.run_table(saves.repeated)
         if found.is_empty():
             return
         row = found.sort("repeated_bytes", "path", descending=[True, False]).row(0, named=True)

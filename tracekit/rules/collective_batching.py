@@ -12,7 +12,8 @@ from tracekit.analysis.parallelism import strategy
 from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
 from tracekit.analysis.time import backward_passes
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 from tracekit.sync import collective_matching
@@ -90,7 +91,7 @@ class SmallCollectives(Rule):
 
     def _lost(self, run: Run) -> pl.DataFrame:
         """Return what each burst, and each pool of gradients, loses to latency: joined, latency_ns, lost_ns."""
-        lines = run.across(latency.by_group).drop("sizes")
+        lines = run.run_table(latency.by_group).drop("sizes")
         hop_ns = pl.coalesce("hop_ns", pl.lit(self.assumed_hop_ns)).fill_nan(self.assumed_hop_ns)
         calls = (
             run.table(collective_bursts.bursts)

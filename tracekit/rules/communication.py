@@ -12,7 +12,8 @@ from tracekit.analysis.compute import compute_gap_causes, contention
 from tracekit.analysis.parallelism import strategy
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules import communication_fixes, representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 from tracekit.sync import collective_matching
@@ -167,7 +168,7 @@ def _exposed(run: Run) -> pl.DataFrame:
     """Return what of those steps is exposed communication; exposed_ratio leaves out waiting for other ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
-        run, run.across(exposed_communication.exposed_by_step).filter(pl.col("duration_ns") > 0)
+        run, run.run_table(exposed_communication.exposed_by_step).filter(pl.col("duration_ns") > 0)
     ).with_columns(ratio)
 
 
@@ -175,7 +176,7 @@ def _collectives(run: Run) -> pl.DataFrame:
     """Return the exposed collectives of those steps, the most exposed first; waiting for ranks is not in exposed_ns."""
     judged = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
-        run.across(exposed_communication.exposed_transfers)
+        run.run_table(exposed_communication.exposed_transfers)
         .filter(pl.col("exposed_ns") > 0)
         .drop("activity_id", "waited_ns")
         .join(judged, on=judged.columns, how="semi", nulls_equal=True)

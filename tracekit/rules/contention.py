@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.compute import collective_contention, concurrency, contention
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 from tracekit.sync.collective_matching import calls
@@ -134,12 +135,12 @@ class StarvedCollectives(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
-        found = run.across(collective_contention.by_step)
+        found = run.run_table(collective_contention.by_step)
         return _blind(run, found, "collectives ran beside compute", least_ratio=_MUCH_TOGETHER)
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
-        found = run.across(collective_contention.by_step)
+        found = run.run_table(collective_contention.by_step)
         slow = _slow(found, self.min_slowdown)
         lost = found.join(slow, on=["rank", "device"]).select(
             *representative_step.PLACE, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
@@ -150,7 +151,7 @@ class StarvedCollectives(Rule):
             return
         pair = _pair(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        each = run.across(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
+        each = run.run_table(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
         whole = bool(each.filter("judged")["whole"].all())
         yield Finding(
             self.code,
@@ -211,7 +212,7 @@ def _lost(worst: dict[str, Any]) -> str:
 def _bandwidth(run: Run) -> str:
     """Return the bus bandwidth of the collective with most time that is known alone and beside compute."""
     speeds = ("alone_bus_bytes_per_s", "beside_bus_bytes_per_s")
-    found = run.across(collective_contention.bandwidths).drop_nulls(speeds)
+    found = run.run_table(collective_contention.bandwidths).drop_nulls(speeds)
     if found.is_empty():
         return ""
     first = found.row(0, named=True)

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.compute import contention
 from tracekit.model import units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.replay.graph import savings, steps
 from tracekit.replay.graph.nodes import WORK
 from tracekit.rules.rule import Finding, Report, Severity, Without, in_order

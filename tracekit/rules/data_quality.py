@@ -8,7 +8,8 @@ import polars as pl
 
 from tracekit.analysis.quality import trace_quality
 from tracekit.model import units
-from tracekit.model.trace import RUN_DOUBTS, Fact, Run
+from tracekit.model.run import RUN_DATA_QUALITY, Run
+from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules.rule import Finding, Rule, Severity
 from tracekit.sync import alignment, collective_matching
@@ -18,7 +19,7 @@ class _Kind(NamedTuple):
     severity: Severity
     fix: str
     grows: bool = False
-    """Whether it becomes an error where more than `error_doubtful_ratio` is doubtful."""
+    """Whether it becomes an error where more than `error_affected_ratio` is doubtful."""
 
 
 _INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
@@ -103,8 +104,8 @@ class DoubtfulTrace(Rule):
     How it is measured: while reading and aligning, and by what the tables show: device work without a launch or
     launched outside steps, launches without device work, slices that share time on one stream, a first step that takes
     more than twice the median of the others, versions and devices that differ between ranks. Shares of less than
-    `min_doubtful_ratio` are not reported. One finding per kind; what makes a share of the data unusable is an error
-    where the share exceeds `error_doubtful_ratio`.
+    `min_affected_ratio` are not reported. One finding per kind; what makes a share of the data unusable is an error
+    where the share exceeds `error_affected_ratio`.
 
     How to fix: record again; each finding says how.
 
@@ -112,29 +113,35 @@ class DoubtfulTrace(Rule):
     """
 
     code: ClassVar[str] = "DATA001"
-    facts: ClassVar[tuple[Fact, ...]] = (trace_quality.doubts, trace_quality.versions, collective_matching.calls)
-    min_doubtful_ratio: float = 0.01
-    error_doubtful_ratio: float = 0.5
+    facts: ClassVar[tuple[Fact, ...]] = (trace_quality.data_quality, trace_quality.versions, collective_matching.calls)
+    min_affected_ratio: float = 0.01
+    error_affected_ratio: float = 0.5
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per kind of doubt."""
-        measured = RUN_DOUBTS.conform(run.table(trace_quality.doubts))
+        measured = RUN_DATA_QUALITY.conform(run.table(trace_quality.data_quality))
         versions = _mixed_versions(run.table(trace_quality.versions))
         every = pl.concat(
-            [RUN_DOUBTS.conform(run.doubts), measured, versions, alignment.doubts(run), run_snapshots.doubts(run)]
+            [
+                RUN_DATA_QUALITY.conform(run.data_quality),
+                measured,
+                versions,
+                alignment.data_quality(run),
+                run_snapshots.data_quality(run),
+            ]
         )
-        small = pl.col("kind").is_in(_MEASURED) & (pl.col("doubtful_ratio") < self.min_doubtful_ratio)
+        small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
         for (kind,), rows in every.filter(~small).group_by("kind", maintain_order=True):
-            yield self._finding(str(kind), rows.sort("doubtful_ratio", descending=True, nulls_last=True))
+            yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
 
     def _finding(self, kind: str, rows: pl.DataFrame) -> Finding:
         known = _KINDS.get(kind, _OTHER)
-        ratio = float(rows["doubtful_ratio"][0] or 0)
+        ratio = float(rows["affected_ratio"][0] or 0)
         more = f" And {rows.height - 1:,} more like it." if rows.height > 1 else ""
         doubtful = f" Doubtful: {units.share(ratio)}." if ratio else ""
         return Finding(
             self.code,
-            _ERROR if known.grows and ratio > self.error_doubtful_ratio else known.severity,
+            _ERROR if known.grows and ratio > self.error_affected_ratio else known.severity,
             str(rows["message"][0]) + doubtful + more,
             known.fix,
             ranks=tuple(rows["rank"].drop_nulls().unique().sort().to_list()),
@@ -153,7 +160,7 @@ def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:
         told = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.select("value", "rank").rows())
         share = 1 - values["n"][0] / values["n"].sum()
         rows.append((None, None, "mixed_versions", f"Ranks differ in {name}: {told}.", share))
-    return pl.DataFrame(rows, schema=RUN_DOUBTS.schema, orient="row")
+    return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -8,7 +8,8 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, steady_state
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules.rule import Finding, Rule, Severity
 
@@ -100,7 +101,7 @@ class FragmentedMemory(Rule):
         )
 
     def _cut_up(self, run: Run) -> Iterator[Finding]:
-        pools = run.across(run_snapshots.pools)
+        pools = run.run_table(run_snapshots.pools)
         cut = pools.filter(
             pl.col("free_bytes") >= self.min_bytes,
             pl.col("free_bytes") >= self.min_free_ratio * pl.col("total_bytes"),
@@ -155,7 +156,7 @@ class CrossStreamSlack(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the device with most of it."""
-        pools = run.across(run_snapshots.pools)
+        pools = run.run_table(run_snapshots.pools)
         of_stream = pools.group_by(*_DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
         main = pl.col("total_bytes") == pl.col("total_bytes").max().over(_DEVICE)
         told = of_stream.with_columns(aside_bytes=pl.when(main).then(0).otherwise("free_bytes"))

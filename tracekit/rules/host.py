@@ -11,7 +11,8 @@ from tracekit.analysis.compute import contention
 from tracekit.analysis.host import launch_delay
 from tracekit.analysis.time import host_activity
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 

@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import group_bandwidth
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 
 _EVIDENCE_ROWS = 40
@@ -57,13 +58,13 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        beside = _judged(run.across(group_bandwidth.beside_groups), durations)
+        beside = _judged(run.run_table(group_bandwidth.beside_groups), durations)
         found = [self._beside_groups(group) for _, group in beside.group_by(_GROUP, maintain_order=True)]
         told = [each for each in found if each is not None]
         for slow in told:
             yield self._finding(run, slow)
         if not told:
-            since = _judged(run.across(group_bandwidth.beside_steps), durations)
+            since = _judged(run.run_table(group_bandwidth.beside_steps), durations)
             later = [self._beside_steps(group) for _, group in since.group_by(_GROUP, maintain_order=True)]
             most = max((each for each in later if each is not None), key=lambda each: each["extra_ns"], default=None)
             if most is not None:
@@ -77,7 +78,7 @@ class SlowLink(Rule):
             .group_by("window", "step")
             .agg(pl.col("duration_ns").median().cast(pl.Int64))
         )
-        steady = run.across(group_bandwidth.spreads).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
+        steady = run.run_table(group_bandwidth.spreads).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return each.join(steady, on="window")
 
     def _beside_groups(self, group: pl.DataFrame) -> dict[str, Any] | None:
@@ -164,7 +165,7 @@ def _speed(worst: dict[str, Any], name: str) -> str:
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     here = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _GROUP)
-    mine = run.across(group_bandwidth.transfers).filter(here)
+    mine = run.run_table(group_bandwidth.transfers).filter(here)
     own = mine.filter(pl.col("step") == worst["step"]).sort("transfer_ns", descending=True)
     others = mine.filter(pl.col("step") != worst["step"]).sort("step", "start_ns")
     return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(

@@ -8,7 +8,8 @@ import polars as pl
 
 from tracekit.analysis.memory import allocations, growth
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity
 
 _WHERE = ("window", "rank")

@@ -10,7 +10,8 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import recomputation
 from tracekit.analysis.memory import allocations
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 

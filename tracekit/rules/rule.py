@@ -11,7 +11,8 @@ from typing import ClassVar
 import polars as pl
 
 from tracekit.model import escaping
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 
 
 class Severity(IntEnum):

@@ -8,7 +8,8 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity
 
 _EVIDENCE_ROWS = 60
@@ -26,12 +27,12 @@ class StalledSave(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all saves of this class."""
-        mine = run.across(stalls.dominant).filter(
+        mine = run.run_table(stalls.dominant).filter(
             (pl.col("clock") == stalls.BLOCKED) & (pl.col("kind") == self.kind), pl.col("dur_ns") > 0
         )
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
-        judged = run.across(saves.each).filter(~pl.col("background"), long, costly)
+        judged = run.run_table(saves.each).filter(~pl.col("background"), long, costly)
         found = mine.join(judged.drop("bytes"), on="save").sort("blocked_ns", "save")
         if found.is_empty():
             return
@@ -71,7 +72,7 @@ def took(row: dict[str, Any]) -> str:
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
     """Return the lines of that save, first those of the rank and stage that are blamed."""
-    own = run.across(saves.stages).filter(pl.col("save") == row["save"], "blocking")
+    own = run.run_table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
     blamed = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
     shown = own.sort(~blamed, "rank", "start_ns", "stage")
     return shown.select("save", *(name for name in own.columns if name not in ("save", "whole_bytes"))).head(

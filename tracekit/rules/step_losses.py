@@ -5,7 +5,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.analysis.time import breakdown
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.rules import representative_step
 
 

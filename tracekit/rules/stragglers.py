@@ -11,7 +11,8 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.parallelism import stragglers
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 from tracekit.sync import collective_matching
 
@@ -58,7 +59,7 @@ class Straggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
-        for (rank,), mine in run.across(stragglers.accounts).group_by("late_rank", maintain_order=True):
+        for (rank,), mine in run.run_table(stragglers.accounts).group_by("late_rank", maintain_order=True):
             worst = self._persists(mine.sort("order"))
             if worst is not None:
                 yield self._finding(run, int(str(rank)), worst)
@@ -81,7 +82,7 @@ class Straggler(Rule):
 
     def _finding(self, run: Run, rank: int, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
-        waits = run.across(stragglers.late_calls).filter(pl.col("late_rank") == rank)
+        waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == rank)
         quoted = waits.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
         others = waits.filter((pl.col("window") != worst["window"]) | (pl.col("step") != worst["step"]))
         shown = [each.sort("wait_ns", "start_ns", descending=[True, False]) for each in (quoted, others)]

@@ -10,7 +10,8 @@ from tracekit.analysis.communication import queueing
 from tracekit.analysis.compute import contention
 from tracekit.analysis.time import breakdown
 from tracekit.model import units
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, Without
 

@@ -23,8 +23,8 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
+from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run, RunFact, Source
 from tracekit.model.schema import Column, Table
-from tracekit.model.trace import OFFSETS, RUN_DOUBTS, Run, Source, Survey
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.sql import sandbox
 from tracekit.sync import alignment
@@ -67,7 +67,7 @@ BREAKDOWN = Table(
 _OF_SNAPSHOTS = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
 TABLES: Mapping[str, Table] = {
     **{t.name: replace(t, columns=(*_PLACE, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
-    **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DOUBTS)},
+    **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DATA_QUALITY)},
     **{
         name: replace(t, name=name, columns=(*_PLACE, *t.columns))
         for name, t in zip(_OF_SNAPSHOTS.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
@@ -75,13 +75,13 @@ TABLES: Mapping[str, Table] = {
 }
 """Every table that a query can name, with its columns as a query sees them."""
 
-_MEASURED: dict[str, Survey] = {
-    "doubts": lambda run: run.table(trace_quality.doubts),
+_MEASURED: dict[str, RunFact] = {
+    "data_quality": lambda run: run.table(trace_quality.data_quality),
     BREAKDOWN.name: lambda run: run.table(breakdown.by_step),
     OFFSETS.name: lambda run: run.offsets,
-    collective_instances.INSTANCES.name: lambda run: run.across(collective_instances.instances),
-    collective_instances.WAITS.name: lambda run: run.across(collective_instances.waits),
-    RUN_DOUBTS.name: lambda run: pl.concat([run.doubts, alignment.doubts(run)]),
+    collective_instances.INSTANCES.name: lambda run: run.run_table(collective_instances.instances),
+    collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
+    RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
     **{told: run_snapshots.table(name) for name, told in _OF_SNAPSHOTS.items()},
 }
 """Tables that are measured rather than read, and how."""
@@ -92,7 +92,7 @@ class Measured:
     """A table of another distribution, named by the entry point group ``tracekit.tables``: what it is, and of a run."""
 
     table: Table
-    measure: Survey
+    measure: RunFact
 
 
 def tables() -> Mapping[str, Table]:

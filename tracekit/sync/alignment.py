@@ -5,7 +5,7 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.model import units
-from tracekit.model.trace import OFFSETS, RUN_DOUBTS, Run
+from tracekit.model.run import OFFSETS, RUN_DATA_QUALITY, Run
 from tracekit.sync import clock_offsets, collective_matching
 
 RESIDUAL_QUANTILE = 0.9
@@ -26,7 +26,7 @@ def offsets(run: Run) -> pl.DataFrame:
     ranks' ends. Drift is fitted where a rank's collectives span 10 s or more. A rank that shares fewer than three
     collectives stays on its own clock: its residual is null.
     """
-    calls = run.across(collective_matching.matched)
+    calls = run.run_table(collective_matching.matched_calls)
     places = pl.DataFrame([(s.window, s.rank) for s in run.sources], schema=["window", "rank"], orient="row")
     parts = []
     for (window,), there in places.group_by("window", maintain_order=True):
@@ -39,7 +39,7 @@ def offsets(run: Run) -> pl.DataFrame:
     return OFFSETS.conform(pl.concat(parts)) if parts else OFFSETS.empty()
 
 
-def shifted(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[str, ...]) -> pl.DataFrame:
+def on_run_clock(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[str, ...]) -> pl.DataFrame:
     """Return `table`, which has columns window and rank, with the times in `columns` on the run's clock."""
     place = offsets.select("window", "rank", "offset_ns", "drift", "at_ns")
     joined = table.join(place, on=["window", "rank"], how="left", maintain_order="left")
@@ -49,19 +49,19 @@ def shifted(table: pl.DataFrame, offsets: pl.DataFrame, columns: tuple[str, ...]
     return joined.with_columns(drifted).drop("offset_ns", "drift", "at_ns")
 
 
-def doubts(run: Run) -> pl.DataFrame:
-    """Return what the run's clock makes doubtful, columns as RUN_DOUBTS: clock_skew, clock_unaligned.
+def data_quality(run: Run) -> pl.DataFrame:
+    """Return the data-quality issues of the run's clock, columns as RUN_DATA_QUALITY: clock_skew, clock_unaligned.
 
     The share of clock_skew is that of the calls shorter than the residual: who waited for whom in them, nobody can say.
     It is told where a clock is off by more than the residual, or where most calls are so short.
     """
     if len(run.ranks) < 2:
-        return RUN_DOUBTS.empty()
+        return RUN_DATA_QUALITY.empty()
     if run.table(collective_matching.calls).is_empty():
-        return RUN_DOUBTS.empty()  # nothing goes from rank to rank, so nothing rests on their clocks
+        return RUN_DATA_QUALITY.empty()  # nothing goes from rank to rank, so nothing rests on their clocks
     found = run.offsets
     rows = [*_skew(run, found), *_apart(found)]
-    return RUN_DOUBTS.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else RUN_DOUBTS.empty()
+    return RUN_DATA_QUALITY.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else RUN_DATA_QUALITY.empty()
 
 
 # Solving -------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def doubts(run: Run) -> pl.DataFrame:
 def _ends(calls: pl.DataFrame) -> pl.DataFrame:
     """Return the ends that align: of collectives that nobody leaves early, with two ranks or more, one end a rank."""
     return (
-        calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.TOGETHER))
+        calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
         .filter(pl.len().over("instance") > 1)
         .select("rank", "instance", "end_ns", "how")
     )
@@ -169,14 +169,14 @@ def _drifted(time: pl.Expr) -> pl.Expr:
     return (pl.col("drift") * (time - pl.col("at_ns"))).round().fill_null(0).cast(pl.Int64)
 
 
-# Doubts --------------------------------------------------------------------------------------------------------------
+# Data quality --------------------------------------------------------------------------------------------------------
 
 
 def _skew(run: Run, found: pl.DataFrame) -> list[dict[str, object]]:
     aligned = found.filter(pl.col("residual_ns").is_not_null())
     if aligned.is_empty():
         return []
-    calls = run.across(collective_matching.matched).filter(pl.col("instance").is_not_null())
+    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("instance").is_not_null())
     timed = calls.join(aligned.select("window", "rank", "residual_ns"), on=["window", "rank"])
     share = timed.select((pl.col("end_ns") - pl.col("start_ns") < pl.col("residual_ns")).mean()).item() or 0.0
     worst = aligned.sort(pl.col("offset_ns").abs(), descending=True).row(0, named=True)
@@ -192,7 +192,7 @@ def _skew(run: Run, found: pl.DataFrame) -> list[dict[str, object]]:
         f"By the ends of collectives, {told}, to within {_us(residual_ns)}. Nothing across ranks is told below that: "
         f"{share:.0%} of collectives are shorter."
     )
-    return [{"kind": "clock_skew", "message": message, "doubtful_ratio": float(share)}]
+    return [{"kind": "clock_skew", "message": message, "affected_ratio": float(share)}]
 
 
 def _apart(found: pl.DataFrame) -> list[dict[str, object]]:
@@ -201,14 +201,14 @@ def _apart(found: pl.DataFrame) -> list[dict[str, object]]:
     if alone.height:
         told = f"rank{'s' * (alone['rank'].n_unique() > 1)} {units.ranges(alone['rank'].unique())}"
         message = f"Too few collectives tie {told} to the clock of others; nothing is told across them."
-        rows.append({"kind": "clock_unaligned", "message": message, "doubtful_ratio": alone.height / found.height})
+        rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": alone.height / found.height})
     tied = found.filter(pl.col("residual_ns").is_not_null())
     parts = int(tied.group_by("window").agg(pl.col("part").n_unique())["part"].max() or 0)  # type: ignore[arg-type]
     if parts > 1:
         message = (
             f"{parts} sets of ranks share no collective, so each has a clock of its own; nothing is told across them."
         )
-        rows.append({"kind": "clock_unaligned", "message": message, "doubtful_ratio": 0.0})
+        rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": 0.0})
     return rows
 
 

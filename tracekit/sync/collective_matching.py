@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.sync.clock_offsets import UNKNOWN, Calls, Line, fit, pairs_by_seq
 
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _UNEQUAL = ("all_to_all", "gather", "scatter")  # each rank's part may be of a size of its own
 """Collectives that nobody can leave before everybody has come."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -75,7 +76,7 @@ def _with_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
     )
 
 
-def matched(run: Run) -> pl.DataFrame:
+def matched_calls(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with the instance that each is a part of.
 
     Columns window, rank, CALLS', instance (unique in the window; null where it cannot be told, and for sends and
@@ -128,7 +129,7 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the calls of each group with more than one rank here, those known best and largest first."""
     shared = (
         rows.with_row_index("at")
-        .filter(pl.col("op").is_in([*TOGETHER, *ROOTED]) | _is_paired())
+        .filter(pl.col("op").is_in([*SYNCHRONIZING, *ROOTED]) | _is_paired())
         .with_columns(pl.col("rank").n_unique().over("group", "members").alias("present"))
         # More ranks than the group has: several groups of one name, not to be told apart.
         .filter(
@@ -181,7 +182,7 @@ def _matched_group(group: pl.DataFrame, clocks: _Clocks) -> tuple[_Ints, _Ints, 
         pl.when(~pl.col("op").is_in(_UNEQUAL)).then(pl.col("bytes")).alias("bytes"),
         pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
         _token(),
-        pl.col("op").is_in(TOGETHER).alias("together"),
+        pl.col("op").is_in(SYNCHRONIZING).alias("together"),
     )
     sequenced = _has_seq(group)
     found = np.full(group.height, UNKNOWN, np.int64)

@@ -14,7 +14,7 @@ from tracekit.capture.optimizer_hooks import OptimizerSteps
 from tracekit.capture.recorder import WARMUP_STEPS, Recorder
 from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 
 class TraceRun:

@@ -12,7 +12,7 @@ import polars as pl
 from tracekit.cli import settings
 from tracekit.errors import TracekitError
 from tracekit.model import units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression import judgement
 from tracekit.regression.comparison import job_samples
 from tracekit.regression.gate import Budgeted, Gate, Outcome

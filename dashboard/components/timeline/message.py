@@ -288,7 +288,7 @@ def placed(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         lane.cast(pl.Int64).alias("lane"),
     )
-    return alignment.shifted(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+    return alignment.on_run_clock(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
 
 
 _MOMENTS: Mapping[str, type[pl.DataType]] = {

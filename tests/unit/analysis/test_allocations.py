@@ -13,7 +13,8 @@ from tests.support.rule_examples import metrics, ops
 from tracekit.analysis.memory import allocations, growth
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.replay.allocator import Settings, playback
 from tracekit.replay.allocator.facts import double_buffering
 from tracekit.replay.allocator.playback.recorded_history import ALLOC

@@ -120,7 +120,7 @@ def test_waiting_for_a_peer_is_told_from_the_transfer():
             for rank, text in enumerate((early, tardy))
         )
     )
-    causes = run.across(compute_gap_causes_across)
+    causes = run.run_table(compute_gap_causes_across)
     mine = causes.filter(pl.col("rank") == 0).group_by("cause", "peer_rank").agg(pl.col("dur_ns").sum()).sort("cause")
     assert mine.rows() == [("collective", None, 4 * drawn_hosts.UNIT_NS), ("peer", 1, 12 * drawn_hosts.UNIT_NS)]
     assert causes["dur_ns"].sum() == run.table(compute_gap_causes)["dur_ns"].sum()

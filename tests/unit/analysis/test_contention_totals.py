@@ -17,7 +17,7 @@ GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
 
 
 def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
-    row = GIVING_WAY.across(contention_totals.moments).filter(pl.col("of") == "preparation").row(0, named=True)
+    row = GIVING_WAY.run_table(contention_totals.moments).filter(pl.col("of") == "preparation").row(0, named=True)
     assert (row["name"], row["beside"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
     assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)
 
@@ -25,7 +25,7 @@ def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
 def test_time_together_is_added_up_by_phase_and_pair():
     # compute  a a a a a a a a .        beside p for 6 and beside x for 2
     # comm     p p p p p p x x x
-    rows = GIVING_WAY.across(contention_totals.by_phase)
+    rows = GIVING_WAY.run_table(contention_totals.by_phase)
     together = {(of, beside): ns for of, beside, ns in rows.select("of", "beside", "overlapped_ns").iter_rows()}
     assert together["compute", "preparation"] == together["preparation", "compute"] == 6 * UNIT
     assert together["compute", "communication"] == 2 * UNIT
@@ -59,7 +59,7 @@ def test_slowdowns_have_a_mark_per_rank_with_its_interval_and_a_line_at_one():
     assert list(marks.error_x.array) == pytest.approx([0.05, 0])
     assert list(marks.error_x.arrayminus) == pytest.approx([0.05, 0])
     assert figure.layout.shapes[0].x0 == 1
-    assert not charts.slowdowns(GIVING_WAY.across(collective_contention.all_pairs).clear()).data
+    assert not charts.slowdowns(GIVING_WAY.run_table(collective_contention.all_pairs).clear()).data
 
 
 def test_a_kernel_waits_from_the_end_of_its_launch():

@@ -22,7 +22,7 @@ def test_a_trace_is_counted_by_what_each_row_knows():
 def test_what_no_row_knows_is_missing_with_what_to_record():
     full = drawn_hosts.trace("step 00\ncompute aa", columns={"a": {"phase": "forward"}})
     bare = drawn_traces.trace("compute aa", rank=1)
-    table = drawn_traces.run(full, bare).across(contents.missing)
+    table = drawn_traces.run(full, bare).run_table(contents.missing)
     ranks = dict(table.select("missing", "ranks").iter_rows())
     assert ranks["steps"] == ranks["phases"] == [1]
     assert ranks["memory events"] == [0, 1]
@@ -31,7 +31,7 @@ def test_what_no_row_knows_is_missing_with_what_to_record():
 
 
 def test_only_what_applies_to_a_device_is_missed_there():
-    table = drawn_traces.run(drawn_traces.trace("compute aa", on_device=False)).across(contents.missing)
+    table = drawn_traces.run(drawn_traces.trace("compute aa", on_device=False)).run_table(contents.missing)
     assert not {"synchronization events", "memory snapshot"} & set(table["missing"])
 
 

@@ -20,19 +20,19 @@ RUNS = {
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
 def test_what_ranks_do_is_the_breakdown_with_exposed_communication_in_two(make):
     run = make()
-    doings = run.across(rank_timelines.doings)
+    doings = run.run_table(rank_timelines.doings)
     by_rank = {row["rank"]: row for row in run.table(breakdown.by_rank).iter_rows(named=True)}
     for rank, row in by_rank.items():
         mine = dict(doings.filter(pl.col("rank") == rank).group_by("doing").agg(pl.col("dur_ns").sum()).iter_rows())
         assert mine.get("compute", 0) == row["compute_ns"]
         assert mine.get("transfer", 0) + mine.get("waiting", 0) == row["exposed_communication_ns"]
-    split = run.across(exposed_communication.exposed_by_step)
+    split = run.run_table(exposed_communication.exposed_by_step)
     waited = doings.filter(pl.col("doing") == "waiting")["dur_ns"].sum()
     assert split["waited_ns"].sum() == waited
 
 
 def test_the_time_until_the_last_rank_comes_is_waiting_for_it():
-    doings = rule_examples.meeting(0, 3).across(rank_timelines.doings)
+    doings = rule_examples.meeting(0, 3).run_table(rank_timelines.doings)
     waits = doings.filter(pl.col("doing") == "waiting")
     assert waits.select("rank", "peer_rank", "dur_ns").unique().rows() == [(0, 1, 3 * drawn_hosts.UNIT_NS)]
     assert waits.height == 12
@@ -40,7 +40,7 @@ def test_the_time_until_the_last_rank_comes_is_waiting_for_it():
 
 
 def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
-    doings = rule_examples.meeting(0, 3).across(rank_timelines.doings)
+    doings = rule_examples.meeting(0, 3).run_table(rank_timelines.doings)
     start = doings["start_ns"].min()
     window = (start + drawn_hosts.UNIT_NS, start + 19 * drawn_hosts.UNIT_NS)
     table = rank_timelines.totals(doings, window)
@@ -51,7 +51,7 @@ def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
 
 
 def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
-    doings = rule_examples.meeting(0, 3).across(rank_timelines.doings)
+    doings = rule_examples.meeting(0, 3).run_table(rank_timelines.doings)
     window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
     figure = charts.ranks(doings, window)
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]
@@ -64,7 +64,7 @@ def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
 def test_a_crowded_figure_is_thinned_and_keeps_what_is_long():
     cells = "a." * 6500 + "c" * 4000
     run = drawn_traces.run(drawn_traces.trace(f"step {'0' * len(cells)}\ncompute {cells}"))
-    doings = run.across(rank_timelines.doings)
+    doings = run.run_table(rank_timelines.doings)
     assert doings.height > 6000
     window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
     bars = charts.ranks(doings, window).data[0]

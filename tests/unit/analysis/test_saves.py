@@ -11,11 +11,11 @@ from tests.support.rule_examples import MS, metrics, saves, stalling, writing
 from tracekit.analysis.checkpoint import restores, save_stages, stalls
 from tracekit.analysis.checkpoint import saves as analysis
 from tracekit.model import schema
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 
 def dominant(run: Run, clock: str = stalls.BLOCKED) -> tuple[str, int, str]:
-    found = run.across(stalls.dominant).filter(pl.col("clock") == clock)
+    found = run.run_table(stalls.dominant).filter(pl.col("clock") == clock)
     (row,) = found.select("kind", "rank", "stage").rows()
     return row
 
@@ -44,21 +44,21 @@ def test_a_save_in_the_background_has_two_clocks():
     ]
     table = schema.CHECKPOINTS.conform(pl.DataFrame(rows, infer_schema_length=None))
     table = table.with_columns(durable=pl.when(pl.col("bytes") > 0).then(True).otherwise("durable"))
-    (row,) = run_of(table, 10).across(analysis.clocks).iter_rows(named=True)
+    (row,) = run_of(table, 10).run_table(analysis.clocks).iter_rows(named=True)
     assert (row["blocked_ns"], row["told_ns"], row["written_ns"], row["durable_ns"]) == (2, 2, 8, 8)
     assert row["background"] is True
 
 
 def test_what_is_not_synced_is_not_durable_and_tells_no_rate_of_storage():
     run = stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}})
-    (row,) = run.across(analysis.clocks).iter_rows(named=True)
+    (row,) = run.run_table(analysis.clocks).iter_rows(named=True)
     assert (row["written_ns"], row["durable_ns"], row["storage_bytes_per_s"]) == (500 * MS, None, None)
 
 
 def test_the_rate_of_storage_is_of_writing_and_syncing_together():
     columns = {"write": {"bytes": 10**9}, "total": {"durable": True, "bytes": 10**9}}
     run = stalling({"write": 250, "fsync": 750, "total": 1000}, columns=columns)
-    (row,) = run.across(analysis.each).iter_rows(named=True)
+    (row,) = run.run_table(analysis.each).iter_rows(named=True)
     assert row["bytes_per_s"] == 10**9
     assert row["durable_ns"] == 1000 * MS
 
@@ -71,7 +71,7 @@ def test_the_files_of_one_save_are_one():
         line("ckpt-9/optimizer.pt", "total", 200, 10, call="torch.save", bytes=3, step=9),
     ]
     table = schema.CHECKPOINTS.conform(pl.DataFrame(rows, infer_schema_length=None))
-    each = run_of(table, 1).across(analysis.each)
+    each = run_of(table, 1).run_table(analysis.each)
     assert each.select("save", "blocked_ns", "written_ns", "bytes").rows() == [
         ("ckpt-5 (step 5)", 40, 40, 7),
         ("ckpt-9 (step 9)", 10, 10, 3),
@@ -81,13 +81,13 @@ def test_the_files_of_one_save_are_one():
 def test_windows_that_tell_the_same_log_are_counted_once():
     table = schema.CHECKPOINTS.conform(saves(write=5, total=5))
     run = drawn_traces.run(*(drawn_traces.trace("step 01\ncompute ab", window=w, checkpoints=table) for w in (0, 1)))
-    assert run.across(analysis.clocks)["blocked_ns"].to_list() == [5]
+    assert run.run_table(analysis.clocks)["blocked_ns"].to_list() == [5]
 
 
 def test_the_step_after_a_save_and_the_share_of_the_interval():
     # Steps of 100 ms, the save after two of them blocks 50 ms, and the next step takes 130 ms.
     run = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 130, 100, 100))
-    (row,) = run.across(analysis.each).iter_rows(named=True)
+    (row,) = run.run_table(analysis.each).iter_rows(named=True)
     assert (row["after_ns"], row["interval_ns"], row["overhead_ratio"]) == (30 * MS, 200 * MS, 0.2)
 
 
@@ -98,7 +98,7 @@ def test_of_a_single_save_the_interval_is_what_this_run_trained_before_it(first,
     later = pl.col("step") + first
     saved = trace.checkpoints.with_columns(step=pl.lit(min(first, 10_000) + 2))
     run = drawn_traces.run(replace(trace, checkpoints=saved, metrics=trace.metrics.with_columns(later)))
-    (row,) = run.across(analysis.each).iter_rows(named=True)
+    (row,) = run.run_table(analysis.each).iter_rows(named=True)
     assert (row["interval_steps"], row["overhead_ratio"]) == (steps, ratio)
 
 
@@ -119,7 +119,7 @@ def test_the_class_is_what_most_of_the_save_is_made_of(stages, kind):
 
 def test_the_parts_of_a_save_sum_to_its_length():
     run = stalling({"plan": 5, "stage": 5, "write": 60, "fsync": 10, "finish": 5, "wait": 15, "total": 100})
-    parts = run.across(stalls.parts)
+    parts = run.run_table(stalls.parts)
     assert parts["dur_ns"].sum() == 100 * MS
     assert parts["ratio"].sum() == pytest.approx(1)
 
@@ -127,7 +127,7 @@ def test_the_parts_of_a_save_sum_to_its_length():
 def test_waiting_is_a_lack_of_processors_as_far_as_a_rank_was_ready_and_did_not_run():
     stages = {"write": 10, "wait": 90, "total": 100}
     run = stalling(stages, columns={"total": {"run_delay_ns": 60 * MS}})
-    kinds = dict(run.across(stalls.parts).select("kind", "dur_ns").rows())
+    kinds = dict(run.run_table(stalls.parts).select("kind", "dur_ns").rows())
     assert kinds == {stalls.CROWDED: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
 
 
@@ -145,7 +145,7 @@ def test_a_rank_with_a_third_more_to_write_is_no_straggler():
 def test_a_rank_that_is_slow_for_its_bytes_straggles_and_its_excess_is_told():
     run = writing((10**9, 50), (10**9, 450))
     assert dominant(run) == (stalls.STRAGGLER, 1, "write")
-    (excess_ns,) = run.across(stalls.parts).filter(pl.col("kind") == stalls.STRAGGLER)["dur_ns"]
+    (excess_ns,) = run.run_table(stalls.parts).filter(pl.col("kind") == stalls.STRAGGLER)["dur_ns"]
     assert excess_ns == 400 * MS
 
 
@@ -164,13 +164,13 @@ def test_with_many_small_tensors_planning_counts_as_serializing():
     columns = {"stage": {"bytes": 40}, "write": {"bytes": 100}}
     run = stalling(stages | {"stage": 5}, columns=columns)
     assert dominant(run)[0] == stalls.SERIALIZE
-    (part,) = run.across(stalls.dominant).iter_rows(named=True)
+    (part,) = run.run_table(stalls.dominant).iter_rows(named=True)
     assert part["envelope_ratio"] == pytest.approx(0.6)
 
 
 def test_steps_beside_a_save_are_set_against_the_others():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
-    (row,) = rule_examples.beside().across(analysis.slowed).iter_rows(named=True)
+    (row,) = rule_examples.beside().run_table(analysis.slowed).iter_rows(named=True)
     assert (row["plain_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
 
 
@@ -206,26 +206,28 @@ def test_steps_beside_saves_are_those_that_going_through_them_one_by_one_finds(r
             if found and plain:
                 median = statistics.median(plain)
                 expected[f"{rank}-{n}"] = (len(found), round(median), round(sum(found) - len(found) * median))
-    told = drawn_traces.run(*traces).across(analysis.slowed)
+    told = drawn_traces.run(*traces).run_table(analysis.slowed)
     assert {save: row for save, *row in told.select("save", "steps", "plain_ns", "lost_ns").rows()} == {
         save: list(row) for save, row in expected.items()
     }
 
 
 def test_waiting_is_what_is_neither_running_nor_ready():
-    (row,) = rule_examples.beside(cpu_ns=900, run_delay_ns=500).across(analysis.slowed).iter_rows(named=True)
+    (row,) = rule_examples.beside(cpu_ns=900, run_delay_ns=500).run_table(analysis.slowed).iter_rows(named=True)
     assert (row["waited_ratio"], row["delayed_ratio"]) == (0.3, 0.25)
 
 
 def test_a_file_read_by_two_ranks_is_read_twice():
     (row,) = (
-        rule_examples.restoring(8, 8, whole_bytes=0, call="torch.load").across(restores.restores).iter_rows(named=True)
+        rule_examples.restoring(8, 8, whole_bytes=0, call="torch.load")
+        .run_table(restores.restores)
+        .iter_rows(named=True)
     )
     assert (row["unique_bytes"], row["amplification"]) == (8, 2.0)
 
 
 def test_without_metadata_nobody_knows_how_much_was_unique():
-    (row,) = rule_examples.restoring(8, 8, whole_bytes=0).across(restores.restores).iter_rows(named=True)
+    (row,) = rule_examples.restoring(8, 8, whole_bytes=0).run_table(restores.restores).iter_rows(named=True)
     assert row["amplification"] is None
 
 

@@ -12,7 +12,7 @@ from tracekit.analysis.checkpoint import saves
 from tracekit.analysis.checkpoint.planning_inputs import constants
 from tracekit.analysis.compute import unit_work
 from tracekit.model import schema
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression import baseline, budget_verdicts, judgement
 from tracekit.regression.budgets import parse
 from tracekit.regression.gate import Outcome
@@ -95,22 +95,22 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
 def test_without_step_times_training_is_what_lies_between_all_saves_of_two_steps(each: tuple[Saved, ...]) -> None:
     trace = saving(*each).trace(0)
     run = drawn_traces.run(replace(trace, metrics=trace.metrics.clear()))
-    found = run.across(saves.each)["interval_ns"].unique().to_list()
+    found = run.run_table(saves.each)["interval_ns"].unique().to_list()
     assert found == [pytest.approx(EVERY * STEP_MS * MS, rel=0.02)]
 
 
 def test_ranks_that_save_each_for_itself_do_so_at_one_time() -> None:
     own = [saving((f"rank{rank}/step-{{}}/a.pt", "torch.save", 500), count=1).trace(0) for rank in (0, 1)]
     run = drawn_traces.run(own[0], drawn_traces.trace("step 01\ncompute ab", rank=1, checkpoints=own[1].checkpoints))
-    each = run.across(saves.each)
+    each = run.run_table(saves.each)
     assert each["blocked_ns"].to_list() == [501 * MS] * 2
-    (row,) = saves.together(each, run.across(saves.clocks)).iter_rows(named=True)
+    (row,) = saves.together(each, run.run_table(saves.clocks)).iter_rows(named=True)
     assert (row["blocked_ns"], row["saves"]) == (501 * MS, 2)
 
 
 def test_saves_without_a_step_are_each_by_itself() -> None:
     run = saving(LARGE, TINY, count=3, step=None)
-    assert saves.together(run.across(saves.each), run.across(saves.clocks))["saves"].to_list() == [1] * 6
+    assert saves.together(run.run_table(saves.each), run.run_table(saves.clocks))["saves"].to_list() == [1] * 6
 
 
 @pytest.mark.parametrize("each", [(MODEL, OPTIMIZER), (MODEL, OPTIMIZER, TINY), (OPTIMIZER, LARGE)])

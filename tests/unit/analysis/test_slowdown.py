@@ -120,14 +120,14 @@ def test_kernels_without_shapes_are_told_apart_by_their_neighbours():
 
 def pair(trace, of, beside):
     run = drawn_traces.run(trace)
-    found = run.across(contention.pairs).filter(pl.col("of") == of, pl.col("beside") == beside)
+    found = run.run_table(contention.pairs).filter(pl.col("of") == of, pl.col("beside") == beside)
     return found.row(0, named=True) if found.height else None
 
 
 def test_a_kernel_that_takes_twice_as_long_beside_a_collective():
     # Beside x for 3 of its 4; of these the work takes 1 alone.
     run = PROOFS["STREAM003"].fires()
-    found = run.across(contention.pairs).row(0, named=True)
+    found = run.run_table(contention.pairs).row(0, named=True)
     assert (found["of"], found["beside"]) == (COMPUTE, COMMUNICATION)
     assert found["slowdown"] == 3.0
     assert found["judged_ns"] == 3 * 6  # without the first and last two, which have other neighbours
@@ -150,7 +150,7 @@ def test_never_alone_is_said_and_what_to_record():
     (note,) = report.notes
     assert "never alone" in note
     assert "CUDA_LAUNCH_BLOCKING=1" in note
-    assert run.across(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
+    assert run.run_table(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
 
 
 def test_work_beside_two_others_is_not_held_against_one_of_them():
@@ -173,9 +173,9 @@ def test_a_clock_that_falls_is_no_contention():
 
 def test_collectives_beside_compute_by_bus_bandwidth():
     run = carrying("aaa.b..", "xxxx.yy")
-    found = contention.pooled(run.across(collective_contention.by_step)).row(0, named=True)
+    found = contention.pooled(run.run_table(collective_contention.by_step)).row(0, named=True)
     assert found["slowdown"] == 3.0
-    (size,) = run.across(collective_contention.bandwidths).to_dicts()
+    (size,) = run.run_table(collective_contention.bandwidths).to_dicts()
     assert (size["alone_calls"], size["beside_calls"]) == (8, 8)
     assert (size["alone_ns"], size["beside_ns"]) == (2 * drawn_hosts.UNIT_NS, 4 * drawn_hosts.UNIT_NS)
     (told,) = check(run, [StarvedCollectives()]).findings
@@ -185,7 +185,7 @@ def test_collectives_beside_compute_by_bus_bandwidth():
 
 def test_collectives_that_nobody_waits_for_cost_nothing():
     run = carrying("aaaaaab..", "xxxx...yy")
-    assert contention.pooled(run.across(collective_contention.by_step))["slowdown"].item() > 1.9
+    assert contention.pooled(run.run_table(collective_contention.by_step))["slowdown"].item() > 1.9
     assert check(run, [StarvedCollectives()]).findings == ()
 
 
@@ -196,7 +196,7 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
         drawn_hosts.trace(f"step {'0' * 80}\ncompute {a * 8}\ncomm {x * 8}", {"a": 0, "b": 0}, rank=rank, groups=groups)
         for rank, (a, x) in enumerate((("aaaaaa.b..", "xxxxxx..yy"), ("aaaaaa.b..", "....xx..yy")))
     ]
-    found = drawn_traces.run(*traces).across(collective_contention.across)
+    found = drawn_traces.run(*traces).run_table(collective_contention.across)
     assert found.filter("beside")["transfer_ns"].unique().to_list() == [2 * drawn_hosts.UNIT_NS]
     assert found["excess_ns"].sum() == 0
 

@@ -20,7 +20,7 @@ def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
 
 def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
     for run in (MEETING, rule_examples.giving_way(rule_examples.GIVE_WAY)):
-        sums = run.across(stall_attribution.by_rank).group_by("rank", "of").agg(pl.col("dur_ns").sum())
+        sums = run.run_table(stall_attribution.by_rank).group_by("rank", "of").agg(pl.col("dur_ns").sum())
         told = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():
             idle, quiet = gaps.compute_gaps(trace), gaps.communication_gaps(trace)
@@ -31,7 +31,7 @@ def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
 def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_ranks():
     # rank 0   a a x x x x x .      x waits 3 for rank 1, then moves for 2; twelve times
     # rank 1   a a a a a x x .
-    rows = MEETING.across(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
+    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
     peer = rows.filter(pl.col("cause") == "peer")
     assert by(peer, "rank", "dur_ns") == [(0, 12 * 3 * UNIT)]
     moves = rows.filter(pl.col("cause") == "collective")
@@ -39,8 +39,8 @@ def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_r
 
 
 def test_idle_time_alone_is_that_part_of_all_causes():
-    whole = MEETING.across(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
-    assert MEETING.across(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
+    whole = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
+    assert MEETING.run_table(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
 
 
 def test_the_report_has_pictures_of_communication_where_there_is_some():
@@ -51,7 +51,7 @@ def test_the_report_has_pictures_of_communication_where_there_is_some():
 
 
 def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colour():
-    rows = MEETING.across(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
+    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
     figure = charts.standing(rows)
     label, colour = charts.CAUSES["peer"]
     waits = next(bar for bar in figure.data if bar.name == label)
@@ -62,7 +62,7 @@ def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colo
 
 
 def test_who_waits_for_whom_is_a_map_of_the_time_in_which_a_rank_stands_still():
-    waited = MEETING.across(rank_timelines.waited)
+    waited = MEETING.run_table(rank_timelines.waited)
     assert by(waited, "rank", "peer_rank", "waited_ns") == [(0, 1, 36 * UNIT)]
     cells = charts.waits(waited, [0, 1]).data[0]
     assert [list(line) for line in cells.z] == [[None, pytest.approx(36 * UNIT / 1e6)], [None, None]]
@@ -81,9 +81,9 @@ def test_where_it_is_not_known_who_came_last_the_map_has_a_column_for_it():
 def test_communication_is_hidden_moves_or_waits():
     # compute  a a a a a a . . . .
     # comm     . . . . . x x x x .      hidden 1, moving 3
-    table = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED)).across(exposed_communication.by_rank)
+    table = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED)).run_table(exposed_communication.by_rank)
     assert by(table, "communication_ns", "hidden_ns", "exposed_ns", "waited_ns") == [(4, 1, 3, 0)]
-    late_run = MEETING.across(exposed_communication.by_rank)
+    late_run = MEETING.run_table(exposed_communication.by_rank)
     parts = pl.sum_horizontal("hidden_ns", "exposed_ns", "waited_ns")
     assert late_run.select(parts - pl.col("communication_ns")).to_series().to_list() == [0, 0]
     assert late_run["waited_ns"].to_list() == [36 * UNIT, 0]
@@ -94,7 +94,7 @@ def test_communication_is_hidden_moves_or_waits():
 def test_a_rank_is_set_against_the_median_of_ranks_step_by_step():
     # step 0 takes 6 on rank 0 and 4 on rank 1: the median is 5
     first = drawn_traces.trace("step 0000001111\ncompute aaaa..bbbb", rank=0)
-    table = drawn_traces.run(first, drawn_traces.trace("step 0000111111\ncompute aaaabbbbbb", rank=1)).across(
+    table = drawn_traces.run(first, drawn_traces.trace("step 0000111111\ncompute aaaabbbbbb", rank=1)).run_table(
         exposed_communication.spread
     )
     assert by(table, "step", "rank", "duration_ns", "median_ns", "longer_ratio") == [
@@ -106,7 +106,7 @@ def test_a_rank_is_set_against_the_median_of_ranks_step_by_step():
 
 
 def test_the_map_of_ranks_and_steps_has_a_cell_for_each_and_says_which_it_is():
-    table = MEETING.across(exposed_communication.spread)
+    table = MEETING.run_table(exposed_communication.spread)
     bars = charts.spread(table, "waited_ratio").data[0]
     assert [tuple(cell[:2]) for cell in bars.customdata] == by(table, "rank", "step")
     assert list(bars.marker.color) == table["waited_ratio"].to_list()

@@ -12,7 +12,7 @@ from tests.support import drawn_traces
 from tracekit.cli import settings as config
 from tracekit.cli.settings import Config, Ignore
 from tracekit.errors import ConfigError
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.rules.rule import Finding, Report, Rule, Severity
 
 

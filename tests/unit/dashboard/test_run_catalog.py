@@ -38,7 +38,7 @@ HOSTILE_FOLDERS = (
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +241,8 @@ def _entry(name, *, step_ms=None, strategy="", age_s=0.0, **counts):
     summary = None
     if step_ms is not None:
         findings = {"error": 0, "warning": 0, "info": 0, **counts}
-        doubts = findings.pop("doubts", 0)
-        summary = Summary(findings, doubts, 2, step_ms * 1e6, (1, 2), 0.5, 0.1)
+        quality_issues = findings.pop("quality_issues", 0)
+        summary = Summary(findings, quality_issues, 2, step_ms * 1e6, (1, 2), 0.5, 0.1)
     created_ns = time.time_ns() - int(age_s * 1e9)
     return Entry(name, f"/{name}", strategy=strategy, created_ns=created_ns, summary=summary)
 
@@ -252,7 +252,7 @@ ENTRIES = (
     _entry("a", step_ms=10, strategy="fsdp2", warning=2, info=1, age_s=3600),
     _entry("c", age_s=10 * runs_table.DAY_S),
     _entry("d", step_ms=30, info=3),
-    _entry("e", step_ms=40, doubts=1),
+    _entry("e", step_ms=40, quality_issues=1),
     replace(_entry("f"), problem="gone"),
 )
 
@@ -269,7 +269,7 @@ ENTRIES = (
         (Wanted(text="fsdp2 error"), ""),
         (Wanted(text="not checked"), "c"),
         (Wanted(strategies=(runs_table.NOT_SAID,)), "cdef"),
-        (Wanted(verdicts=(runs_table.DOUBTFUL, runs_table.BROKEN)), "ef"),
+        (Wanted(verdicts=(runs_table.QUALITY_ISSUES, runs_table.BROKEN)), "ef"),
         (Wanted(since_s=runs_table.PERIODS["last week"]), "badef"),
         (Wanted(step_ms=(15.0, 30.0)), "bd"),
     ],
@@ -281,10 +281,10 @@ def test_runs_are_found_and_put_in_order(wanted, expected):
 
 def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
     verdicts = [runs_table.verdict(entry) for entry in ENTRIES]
-    assert verdicts == ["error", "warning", runs_table.UNCHECKED, "info", runs_table.DOUBTFUL, runs_table.BROKEN]
+    assert verdicts == ["error", "warning", runs_table.UNCHECKED, "info", runs_table.QUALITY_ISSUES, runs_table.BROKEN]
     assert runs_table.chips(ENTRIES[1]) == ["2 warnings", "1 info"]
     assert runs_table.chips(ENTRIES[3]) == [runs_table.GOOD, "3 info"]
-    assert runs_table.chips(ENTRIES[4]) == [runs_table.GOOD, runs_table.DOUBTFUL]
+    assert runs_table.chips(ENTRIES[4]) == [runs_table.GOOD, runs_table.QUALITY_ISSUES]
 
 
 def test_the_table_of_a_checked_run_tells_its_steps(runs):

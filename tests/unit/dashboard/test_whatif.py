@@ -141,9 +141,9 @@ def test_gpu_hours_and_money_are_those_of_the_command(simulated):
     expected = [(f"{each['gpu_hours_per_day']:,.1f}", f"{each['money_per_day']:,.2f}") for each in told["without"]]
     assert [tuple(row[6:]) for row in _table(shown)] == expected
     assert "2 of 16 ranks have a trace" in _said(shown)
-    doubts = {each["doubt"] for each in told["without"]} - {""}
-    assert doubts
-    assert all(each in _said(shown) for each in doubts)
+    caveats = {each["caveat"] for each in told["without"]} - {""}
+    assert caveats
+    assert all(each in _said(shown) for each in caveats)
     assert "shared-queue" in [row[0] for row in _table(shown)]
 
 

@@ -57,7 +57,7 @@ def test_work_of_every_device_is_linked_to_its_launch(tmp_path, device):
     ]
     assert trace.activities["bytes"].to_list() == [64] * 3
     assert trace.lanes.filter(pl.col("device") == 0).select("stream", "role").rows() == [(7, "compute")]
-    assert trace.doubts.is_empty()
+    assert trace.data_quality.is_empty()
 
 
 def test_a_kernels_grid_and_block_are_kept_however_they_are_written(tmp_path):

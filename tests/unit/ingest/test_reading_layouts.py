@@ -12,7 +12,7 @@ from tracekit.ingest import decompression
 from tracekit.ingest.readers.kineto import reader, scan
 
 CONTENT = trace(0, steps=3)
-TABLES = ("lanes", "steps", "ops", "activities", "collectives", "groups", "doubts")
+TABLES = ("lanes", "steps", "ops", "activities", "collectives", "groups", "data_quality")
 
 
 def header_and_events(content):
@@ -89,7 +89,7 @@ def test_every_layout_is_the_same_trace(tmp_path, layout):
     for table in TABLES:
         assert getattr(found, table).equals(getattr(expected, table)), table
     assert expected.activities.height == 6
-    assert expected.doubts.is_empty()
+    assert expected.data_quality.is_empty()
     for key, value in header_and_events(CONTENT)[0].items():
         assert found.header[key] == value
 
@@ -121,7 +121,7 @@ def test_a_bare_array_that_nobody_closed_is_read_and_told(tmp_path):
     for end in (b"", b",", b",\n"):
         found = read(tmp_path, json.dumps(CONTENT["traceEvents"]).encode()[:-1] + end)
         assert found.activities.height == 6
-        assert found.doubts["kind"].to_list() == ["truncated"]
+        assert found.data_quality["kind"].to_list() == ["truncated"]
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["before the events", "after the events"])
@@ -131,14 +131,14 @@ def test_a_header_of_megabytes_costs_no_event(tmp_path, last):
     found = read(tmp_path, json.dumps(content).encode())
     assert found.activities.equals(read(tmp_path, PLAIN).activities)
     assert found.header["moduleHierarchy"] == modules
-    assert found.doubts.is_empty()
+    assert found.data_quality.is_empty()
 
 
 def test_a_trace_without_events_is_read_as_empty(tmp_path):
     found = read(tmp_path, b'{"schemaVersion": 1, "traceEvents": []}')
     assert found.ops.is_empty()
     assert found.activities.is_empty()
-    assert found.doubts["kind"].to_list() == ["no_steps"]
+    assert found.data_quality["kind"].to_list() == ["no_steps"]
 
 
 def test_an_event_of_megabytes_is_an_event(tmp_path):
@@ -147,15 +147,15 @@ def test_an_event_of_megabytes_is_an_event(tmp_path):
     found = read(tmp_path, json.dumps(content).encode())
     assert found.ops["name"].to_list().count("aten::cat") == 1
     assert found.activities.height == 6
-    assert found.doubts.is_empty()
+    assert found.data_quality.is_empty()
 
 
 def test_a_second_array_of_events_is_left_out_aloud(tmp_path):
     again = json.dumps(CONTENT["traceEvents"][:4])
     found = read(tmp_path, PLAIN[:-1] + f', "traceEvents": {again}}}'.encode())
     assert found.activities.height == 6
-    assert found.doubts["kind"].to_list() == ["repeated_events"]
-    assert "4 events" in found.doubts["message"][0]
+    assert found.data_quality["kind"].to_list() == ["repeated_events"]
+    assert "4 events" in found.data_quality["message"][0]
 
 
 NOT_TRACES = {
@@ -188,7 +188,7 @@ def test_stray_bytes_cost_letters_of_a_name_and_no_event(tmp_path):
     found = read(tmp_path, PLAIN.replace(b"gemm", b"ge\xffmm", 1))
     assert found.activities["name"].to_list()[0] == "ge\ufffdmm"
     assert found.activities.height == 6
-    assert found.doubts["kind"].to_list() == ["stray_bytes"]
+    assert found.data_quality["kind"].to_list() == ["stray_bytes"]
 
 
 def test_letters_of_all_scripts_survive(tmp_path):
@@ -196,7 +196,7 @@ def test_letters_of_all_scripts_survive(tmp_path):
     for written in (json.dumps(name, ensure_ascii=False), json.dumps(name)):
         found = read(tmp_path, PLAIN.replace(b'"gemm"', written.encode()))
         assert found.activities["name"].to_list()[0] == name
-        assert found.doubts.is_empty()
+        assert found.data_quality.is_empty()
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
@@ -206,21 +206,21 @@ def test_a_cut_file_is_read_to_its_last_whole_event(tmp_path, pack):
         whole = b'{"traceEvents": ' + json.dumps(events[:kept]).encode()[:-1]
         found = read(tmp_path, pack(whole + b', {"ph": "X", "cat": "kernel", "name": "lost", "ts": 5'))
         assert len(found.ops) + len(found.activities) == kept
-        assert "truncated" in found.doubts["kind"].to_list()
-        assert f"{kept} whole events" in found.doubts["message"][0]
+        assert "truncated" in found.data_quality["kind"].to_list()
+        assert f"{kept} whole events" in found.data_quality["message"][0]
 
 
 def test_damage_in_the_middle_costs_the_event_it_hits(tmp_path):
     found = read(tmp_path, PLAIN.replace(b'"name": "gemm"', b'"name": "gemm', 1))
     assert found.activities.height == 5
-    doubt = found.doubts.row(0, named=True)
+    doubt = found.data_quality.row(0, named=True)
     assert doubt["kind"] == "damaged_events"
-    assert 0 < doubt["doubtful_ratio"] < 0.1
+    assert 0 < doubt["affected_ratio"] < 0.1
 
 
 def test_what_stands_among_the_events_and_is_none_is_told(tmp_path):
     odd = [*CONTENT["traceEvents"], 5, None, "event", [1]]
     found = read(tmp_path, json.dumps({"traceEvents": odd}).encode())
     assert found.activities.height == 6
-    assert found.doubts["kind"].to_list() == ["damaged_events"]
-    assert "4 or more events are lost" in found.doubts["message"][0]
+    assert found.data_quality["kind"].to_list() == ["damaged_events"]
+    assert "4 or more events are lost" in found.data_quality["message"][0]

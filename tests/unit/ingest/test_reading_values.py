@@ -30,11 +30,11 @@ def read(folder, *events, **header):
 
 
 def kinds(trace):
-    return set(trace.doubts["kind"]) - {"no_steps", "clock_resolution"}
+    return set(trace.data_quality["kind"]) - {"no_steps", "clock_resolution"}
 
 
 def resolution(trace):
-    return trace.doubts.filter(pl.col("kind") == "clock_resolution")["message"].to_list()
+    return trace.data_quality.filter(pl.col("kind") == "clock_resolution")["message"].to_list()
 
 
 # Times ----------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_an_event_without_a_usable_time_is_left_out_aloud(tmp_path, time):
         trace = read(tmp_path, good[0], event(text), *good[1:])
         assert trace.ops["start_ns"].to_list() == [500, 1_500, 2_500]
         assert kinds(trace) == {"bad_times"}
-        assert trace.doubts.filter(pl.col("kind") == "bad_times")["doubtful_ratio"].item() == 0.25
+        assert trace.data_quality.filter(pl.col("kind") == "bad_times")["affected_ratio"].item() == 0.25
 
 
 @pytest.mark.parametrize("dur", ["NaN", "Infinity", "-1.5", '"long"', "[]", "2000000000000000"])
@@ -269,7 +269,7 @@ def test_slices_of_kinds_that_nobody_knows_are_told(tmp_path):
     trace = read(tmp_path, event(), event(cat="quantum_op"), event(cat="quantum_op"), event(cat="gpu_user_annotation"))
     assert trace.ops.height == 1
     assert kinds(trace) == {"unknown_kinds"}
-    assert trace.doubts.filter(pl.col("kind") == "unknown_kinds")["doubtful_ratio"].item() == 0.5
+    assert trace.data_quality.filter(pl.col("kind") == "unknown_kinds")["affected_ratio"].item() == 0.5
 
 
 # Slices in two events -------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_slice_that_never_ends_or_began_is_left_out_aloud(tmp_path):
     trace = read(tmp_path, *events, event(ph="E", name="z", ts=4), event(ph="B", name="c", ts=5))
     assert trace.ops["name"].to_list() == ["a"]
     assert kinds(trace) == {"unmatched_pairs"}
-    assert trace.doubts.filter(pl.col("kind") == "unmatched_pairs")["doubtful_ratio"].item() == 3 / 5
+    assert trace.data_quality.filter(pl.col("kind") == "unmatched_pairs")["affected_ratio"].item() == 3 / 5
 
 
 def test_begin_and_end_on_an_epoch_clock_are_exact(tmp_path):

@@ -33,7 +33,7 @@ def test_a_step_ends_where_the_optimizers_does(tmp_path: Path) -> None:
     assert trace.steps["host_start_ns"].to_list() == [0, 7_000, 17_000]
     of_last = trace.ops.filter(trace.ops["name"] == "aten::add")["step"].to_list()
     assert of_last == [None]  # a step whose end is not there is none
-    assert trace.doubts["kind"].to_list() == ["steps_from_optimizer"]
+    assert trace.data_quality["kind"].to_list() == ["steps_from_optimizer"]
 
 
 def test_several_optimizers_with_no_backward_between_end_one_step(tmp_path: Path) -> None:
@@ -58,4 +58,4 @@ def test_without_backward_ops_every_optimizer_step_ends_one(tmp_path: Path) -> N
 def test_marks_of_the_profiler_go_before(tmp_path: Path, name: str) -> None:
     trace = read(tmp_path, ("aten::mul", 1.0, 1.0), (name, 0.0, 30.0), ("Optimizer.step#SGD.step", 2.0, 1.0))
     assert trace.steps["step"].to_list() == [int(name.partition("#")[2])]
-    assert trace.doubts.is_empty()
+    assert trace.data_quality.is_empty()

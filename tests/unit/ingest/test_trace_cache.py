@@ -16,9 +16,9 @@ import pytest
 from tests.support import drawn_traces
 from tracekit.errors import BadTraceError
 from tracekit.ingest import loader, trace_cache
-from tracekit.ingest.trace_cache import Cache
+from tracekit.ingest.trace_cache import TraceCache
 from tracekit.model import schema
-from tracekit.model.trace import Source
+from tracekit.model.run import Source
 
 TINY = {
     "traceEvents": [
@@ -31,8 +31,8 @@ TINY = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
-    monkeypatch.delenv(trace_cache.MAX_BYTES, raising=False)
+    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(trace_cache.MAX_BYTES_VARIABLE, raising=False)
     return tmp_path / "cache" / "traces"
 
 
@@ -84,7 +84,7 @@ def test_a_trace_from_the_cache_is_the_trace_that_was_read(folder, run):
 def test_a_table_is_read_when_it_is_asked_for_and_then_kept(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
     counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
-    source = trace_cache.cached(counted.source)
+    source = trace_cache.cached_source(counted.source)
     source.read()
     trace = source.read()
     assert counted.reads == 1
@@ -210,7 +210,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_stored(folder, tmp_path):
         path.write_text("{} ")
         return _drawn(path)
 
-    trace_cache.cached(Source(0, 0, str(path), 0, read)).read()
+    trace_cache.cached_source(Source(0, 0, str(path), 0, read)).read()
     assert not folder.exists()
 
 
@@ -219,7 +219,7 @@ def test_ranks_and_windows_of_one_file_are_entries_of_their_own(folder, tmp_path
     trace = _drawn(tmp_path / "t.json")
     for rank, window in ((0, 0), (1, 0), (0, 1)):
         placed = dataclasses.replace(trace, rank=rank, window=window)
-        trace_cache.cached(Counted(tmp_path / "t.json", placed).source).read()
+        trace_cache.cached_source(Counted(tmp_path / "t.json", placed).source).read()
     assert len(_entries(folder)) == 3
 
 
@@ -270,7 +270,7 @@ def test_an_entry_that_cannot_be_trusted_is_dropped_and_the_trace_read_again(fol
 
 
 def test_a_table_of_another_shape_is_not_believed(folder, tmp_path):
-    store = Cache(folder)
+    store = TraceCache(folder)
     trace = _drawn("t")
     store.put("key", dataclasses.replace(trace, lanes=trace.activities))
     stored = store.get("key", lambda: trace)
@@ -290,7 +290,7 @@ def test_what_somebody_else_owns_is_not_trusted(folder, run, whose):
 def test_an_entry_that_goes_while_its_trace_is_held_costs_a_second_reading(folder, tmp_path):
     (tmp_path / "t.json").write_text("{}")
     counted = Counted(tmp_path / "t.json", _drawn(tmp_path / "t.json"))
-    source = trace_cache.cached(counted.source)
+    source = trace_cache.cached_source(counted.source)
     source.read()
     held = source.read()
     _entries(folder)[0].unlink()
@@ -313,7 +313,7 @@ def test_a_file_that_changed_under_a_held_trace_is_not_mixed_with_it(folder, run
 
 def test_a_cache_that_cannot_be_written_is_gone_without_and_said_once(run, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
+    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     caplog.set_level(logging.DEBUG, "tracekit.ingest.disk_cache")
     for _ in range(3):
         assert loader.load(run).trace(0).ops.height == 2
@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file beyond 100 bytes: writing fails in the middle
     try:
-        Cache(folder).put("key", _drawn("t"))
+        TraceCache(folder).put("key", _drawn("t"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -336,7 +336,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
 
 
 def test_a_trace_with_more_than_json_can_say_is_not_stored(folder):
-    Cache(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
+    TraceCache(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
     assert list(folder.iterdir()) == []
 
 
@@ -345,7 +345,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert Cache.of_user({}) is None
+    assert TraceCache.of_user({}) is None
 
 
 @pytest.mark.parametrize(
@@ -357,26 +357,28 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     ],
 )
 def test_the_environment_names_the_folder(environment, folder):
-    assert Cache.of_user(environment) == Cache(folder)
+    assert TraceCache.of_user(environment) == TraceCache(folder)
 
 
 def test_the_environment_bounds_the_size():
-    assert Cache.of_user({"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}) == Cache(Path("/c/traces"), 5)
+    assert TraceCache.of_user({"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}) == TraceCache(
+        Path("/c/traces"), 5
+    )
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------
 
 
 def _size_of_one(folder):
-    Cache(folder).put("probe", _drawn("t"))
-    size = Cache(folder).size_bytes()
-    Cache(folder).clear()
+    TraceCache(folder).put("probe", _drawn("t"))
+    size = TraceCache(folder).size_bytes()
+    TraceCache(folder).clear()
     return size
 
 
 def test_the_least_recently_used_go_first(folder):
     size = _size_of_one(folder)
-    store = Cache(folder, max_bytes=3 * size + size // 2)
+    store = TraceCache(folder, max_bytes=3 * size + size // 2)
     for index, key in enumerate("abc"):
         store.put(key, _drawn("t"))
         os.utime(folder / f"{key}.trace", ns=(index, index))
@@ -387,21 +389,21 @@ def test_the_least_recently_used_go_first(folder):
 
 
 def test_what_is_larger_than_the_whole_cache_is_not_stored_and_evicts_nothing(folder):
-    Cache(folder).put("small", _drawn("t"))
-    Cache(folder, max_bytes=10).put("large", _drawn("t"))
+    TraceCache(folder).put("small", _drawn("t"))
+    TraceCache(folder, max_bytes=10).put("large", _drawn("t"))
     assert [entry.stem for entry in _entries(folder)] == []  # "small" is past the new bound as well
-    Cache(folder, max_bytes=0).put("none", _drawn("t"))
+    TraceCache(folder, max_bytes=0).put("none", _drawn("t"))
     assert list(folder.iterdir()) == []
 
 
 def test_clearing_frees_what_is_held(folder):
-    store = Cache(folder)
+    store = TraceCache(folder)
     store.put("a", _drawn("t"))
     size = store.size_bytes()
     assert size > 0
     assert store.clear() == size
     assert store.size_bytes() == 0
-    assert Cache(folder / "missing").clear() == 0
+    assert TraceCache(folder / "missing").clear() == 0
 
 
 # Writers side by side -------------------------------------------------------------------------------------------------
@@ -409,7 +411,7 @@ def test_clearing_frees_what_is_held(folder):
 
 def _write_over_and_over(folder, barrier):
     barrier.wait()
-    store = Cache(Path(folder))
+    store = TraceCache(Path(folder))
     for index in range(30):
         store.put(f"key{index % 3}", _drawn("t"))
         found = store.get(f"key{(index + 1) % 3}", lambda: _drawn("t"))
@@ -428,12 +430,12 @@ def test_writers_side_by_side_leave_whole_entries(folder):
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert [entry.name for entry in sorted(folder.iterdir())] == ["key0.trace", "key1.trace", "key2.trace"]
     for key in ("key0", "key1", "key2"):
-        found = Cache(folder).get(key, lambda: pytest.fail("read again"))
+        found = TraceCache(folder).get(key, lambda: pytest.fail("read again"))
         assert _tables(found) == _tables(_drawn("t"))
 
 
 def _write_until_killed(folder):
-    store, trace = Cache(Path(folder)), _large()
+    store, trace = TraceCache(Path(folder)), _large()
     while True:
         store.put("key", trace)
 
@@ -453,12 +455,12 @@ def test_a_writer_that_is_killed_breaks_nothing(folder):
         writer.kill()
         writer.join()
         assert writer.exitcode == -signal.SIGKILL
-    found = Cache(folder).get("key", lambda: pytest.fail("read again"))
+    found = TraceCache(folder).get("key", lambda: pytest.fail("read again"))
     assert _tables(found)["allocations"] == _tables(_large())["allocations"]
 
 
 def test_what_a_dead_writer_left_is_swept_once_it_is_old(folder):
-    store = Cache(folder)
+    store = TraceCache(folder)
     store.put("a", _drawn("t"))
     old, new = folder / "a.dead.partial", folder / "a.busy.partial"
     for path in (old, new):

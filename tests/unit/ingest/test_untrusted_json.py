@@ -65,5 +65,5 @@ def test_a_manifest_with_halves_of_characters_goes_through_every_command(run, tm
 
 def test_a_manifest_nested_too_deeply_is_a_doubt(run):
     (run / "run.json").write_text("[" * 100_000)
-    doubts = tracekit.load(run).doubts
-    assert doubts.filter(doubts["kind"] == "bad_manifest").height == 1
+    issues = tracekit.load(run).data_quality
+    assert issues.filter(issues["kind"] == "bad_manifest").height == 1

@@ -4,7 +4,8 @@ import polars as pl
 import pytest
 
 from tracekit.model import schema
-from tracekit.model.trace import LazyTrace, Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import LazyTrace, Trace
 
 STEPS = schema.STEPS.empty()
 
@@ -42,7 +43,7 @@ def test_a_run_counts_what_tables_not_yet_made_hold_in_memory():
 
         return Source(rank, 0, f"rank{rank}", 1, of_rank)
 
-    run = Run("run", [source(0), source(1)], keep_bytes=1500)
+    run = Run("run", [source(0), source(1)], cache_bytes=1500)
     for rank in (0, 1, 1, 0):
         run.trace(rank)
     assert read == [0, 1, 0]  # both together are too much to keep
@@ -50,6 +51,6 @@ def test_a_run_counts_what_tables_not_yet_made_hold_in_memory():
 
 def test_a_trace_whose_tables_are_all_made_holds_nothing_more():
     trace = _lazy([], held_bytes=1000)
-    assert trace.held_bytes == 1000
+    assert trace.deferred_bytes == 1000
     assert len(trace.ops) == 1
-    assert trace.held_bytes == 0
+    assert trace.deferred_bytes == 0

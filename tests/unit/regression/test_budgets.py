@@ -5,7 +5,7 @@ import pytest
 
 from tests.support import drawn_traces, sample_report
 from tracekit.errors import ConfigError
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression import budget_verdicts, quantities
 from tracekit.regression.budgets import Budget, Budgets, parse
 from tracekit.regression.gate import Outcome

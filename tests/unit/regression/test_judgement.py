@@ -9,7 +9,7 @@ import pytest
 from tests.support import sample_baselines, sample_report
 from tracekit.cli.settings import Against
 from tracekit.errors import ConfigError, NotComparableError
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import judgement, root_cause
 from tracekit.regression.baseline import Baseline, Recording

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from tests.support import drawn_traces, sample_gates
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report import code_locations
 from tracekit.report.code_locations import Checkout, Kind
 from tracekit.rules.rule import Finding, Severity

@@ -11,7 +11,7 @@ import tracekit
 from tests.support import drawn_traces, perfetto_reader
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
 from tracekit.rules import engine

@@ -7,7 +7,7 @@ import pytest
 
 import tracekit
 from tests.support import drawn_traces
-from tests.support.rule_examples import HIDDEN, doubtful, ops
+from tests.support.rule_examples import HIDDEN, data_quality_issues, ops
 from tracekit.analysis.quality import trace_quality
 from tracekit.model import schema
 from tracekit.rules import data_quality
@@ -17,7 +17,7 @@ from tracekit.rules.rule import Severity
 
 SOURCES = Path(tracekit.__file__).parent
 RAISED = re.compile(
-    r'(?:Doubt\(|yield \(?|"kind": |append\(\(|None, |each\.path, |\[\(|row = \()\s*"([a-z]+_?[a-z_]*)",'
+    r'(?:QualityIssue\(|yield \(?|"kind": |append\(\(|None, |each\.path, |\[\(|row = \()\s*"([a-z]+_?[a-z_]*)",'
 )
 
 
@@ -37,7 +37,7 @@ def judge(run, **thresholds):
 
 
 def of_trace(trace):
-    return dict(trace_quality.doubts(trace).select("kind", "doubtful_ratio").rows())
+    return dict(trace_quality.data_quality(trace).select("kind", "affected_ratio").rows())
 
 
 def test_the_kinds_of_doubt_that_are_raised_are_those_that_the_rule_knows():
@@ -46,29 +46,29 @@ def test_the_kinds_of_doubt_that_are_raised_are_those_that_the_rule_knows():
 
 @pytest.mark.parametrize("kind", data_quality._KINDS)
 def test_every_kind_of_doubt_has_a_severity_and_a_fix_of_its_own(kind):
-    found = judge(doubtful((kind, 0.3)))[kind]
+    found = judge(data_quality_issues((kind, 0.3)))[kind]
     assert found.severity is data_quality._KINDS[kind].severity
     assert found.fix == data_quality._KINDS[kind].fix != data_quality._OTHER.fix
     assert "Doubtful: 30.0%." in found.message
 
 
 def test_a_kind_that_nobody_foresaw_is_still_told():
-    assert judge(doubtful(("haunted", 0.1)))["haunted"].severity is Severity.WARNING
+    assert judge(data_quality_issues(("haunted", 0.1)))["haunted"].severity is Severity.WARNING
 
 
 @pytest.mark.parametrize(("ratio", "severity"), [(0.5, Severity.WARNING), (0.51, Severity.ERROR)])
 def test_what_spoils_more_than_half_is_an_error(ratio, severity):
-    assert judge(doubtful(("truncated", ratio)))["truncated"].severity is severity
+    assert judge(data_quality_issues(("truncated", ratio)))["truncated"].severity is severity
 
 
 def test_ranks_left_out_on_purpose_are_no_error():
-    assert judge(doubtful(("missing_ranks", 0.99)))["missing_ranks"].severity is Severity.WARNING
+    assert judge(data_quality_issues(("missing_ranks", 0.99)))["missing_ranks"].severity is Severity.WARNING
 
 
 def test_doubts_of_one_kind_are_one_finding_led_by_the_worst():
-    found = judge(doubtful(("truncated", 0.1), ("truncated", 0.4), ("truncated", 0.2)))["truncated"]
+    found = judge(data_quality_issues(("truncated", 0.1), ("truncated", 0.4), ("truncated", 0.2)))["truncated"]
     assert "Doubtful: 40.0%. And 2 more like it." in found.message
-    assert found.evidence["doubtful_ratio"].to_list() == [0.4, 0.2, 0.1]
+    assert found.evidence["affected_ratio"].to_list() == [0.4, 0.2, 0.1]
 
 
 def test_a_sound_drawn_trace_has_no_doubts():
@@ -111,9 +111,9 @@ def test_touching_slices_and_other_streams_share_nothing():
 
 
 def test_small_shares_are_not_reported():
-    run = doubtful(("overlapping_slices", 0.009), ("unlinked", 0.01), ("truncated", 0.001))
+    run = data_quality_issues(("overlapping_slices", 0.009), ("unlinked", 0.01), ("truncated", 0.001))
     assert set(judge(run)) == {"unlinked", "truncated"}
-    assert set(judge(run, min_doubtful_ratio=0.0)) == {"overlapping_slices", "unlinked", "truncated"}
+    assert set(judge(run, min_affected_ratio=0.0)) == {"overlapping_slices", "unlinked", "truncated"}
 
 
 def launches(*names):
@@ -144,7 +144,7 @@ def test_what_the_profiler_says_it_dropped_is_told():
     full = dataclasses.replace(
         trace, header={"WARNING": ["Exceeded max GPU buffer count (2 > 1) - terminating tracing"]}
     )
-    assert "once its buffers were full" in trace_quality.doubts(full)["message"][0]
+    assert "once its buffers were full" in trace_quality.data_quality(full)["message"][0]
     assert of_trace(dataclasses.replace(trace, header={"WARNING": "Dropped 2 activity records", "INFO": [1]})) == {}
 
 
@@ -177,7 +177,7 @@ def test_versions_and_devices_that_differ_are_told_with_their_ranks():
     messages = found.evidence["message"].to_list()
     assert "Ranks differ in cuda_driver_version: 12080 on ranks 0–1, 12040 on rank 2." in messages
     assert "Ranks differ in device: H100 on ranks 0, 2, H200 on rank 1." in messages
-    assert found.evidence["doubtful_ratio"].to_list() == pytest.approx([1 / 3, 1 / 3])
+    assert found.evidence["affected_ratio"].to_list() == pytest.approx([1 / 3, 1 / 3])
 
 
 def test_like_versions_or_headers_that_tell_none_are_no_doubt():
@@ -191,6 +191,6 @@ def test_like_versions_or_headers_that_tell_none_are_no_doubt():
 
 def test_the_doubts_of_reading_are_passed_on():
     noted = pl.DataFrame(
-        [("bad_times", "3 events have no usable time.", 0.25)], schema=schema.DOUBTS.schema, orient="row"
+        [("bad_times", "3 events have no usable time.", 0.25)], schema=schema.DATA_QUALITY.schema, orient="row"
     )
-    assert of_trace(drawn_traces.trace(HIDDEN, doubts=noted)) == {"bad_times": 0.25}
+    assert of_trace(drawn_traces.trace(HIDDEN, data_quality=noted)) == {"bad_times": 0.25}

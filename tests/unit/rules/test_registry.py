@@ -72,7 +72,7 @@ def test_a_rule_is_silent_where_nothing_is_wrong(rule):
 def test_all_facts_that_a_rule_reads_are_declared(rule):
     run = PROOFS[rule.code].fires()
     run.measure(rule.facts)
-    run._kept.clear()
+    run._cached_traces.clear()
     run.sources = tuple(dataclasses.replace(source, read=again) for source in run.sources)
     assert run.table(rule.facts[0]).height >= 0
     assert list(made(rule).check(run))
@@ -136,7 +136,7 @@ def test_a_run_that_only_computes_has_nothing_to_fix(lengths, hidden):
 
 def test_findings_come_by_severity_then_impact():
     run = drawn_traces.run(drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm .....xxxx."), strategy="ddp")
-    run._doubts = pl.concat([run.doubts, PROOFS["DATA001"].fires().doubts])
+    run._data_quality = pl.concat([run.data_quality, PROOFS["DATA001"].fires().data_quality])
     found = findings(run)
     assert [finding.code for finding in found] == ["COMM001", "DATA001"]
     assert found[0].severity >= found[1].severity

@@ -20,7 +20,7 @@ from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest import loader, trace_cache
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.regression import samples
 from tracekit.report import html
 from tracekit.report import json as report_json
@@ -35,8 +35,8 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 
 @pytest.fixture(autouse=True)
 def reports(tmp_path, monkeypatch):
-    monkeypatch.setenv(trace_cache.DIRECTORY, str(tmp_path / "cache"))
-    monkeypatch.delenv(trace_cache.MAX_BYTES, raising=False)
+    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(trace_cache.MAX_BYTES_VARIABLE, raising=False)
     return tmp_path / "cache" / "reports"
 
 
@@ -61,7 +61,7 @@ def _same(report, other):
         assert getattr(report, name) == getattr(other, name)
     for a, b in zip(report.findings, other.findings, strict=True):
         _same_finding(a, b)
-    assert_frame_equal(report.run.doubts, other.run.doubts)
+    assert_frame_equal(report.run.data_quality, other.run.data_quality)
     assert report.run.manifest == other.run.manifest
     assert [(s.rank, s.window, s.path, s.size_bytes) for s in report.run.sources] == [
         (s.rank, s.window, s.path, s.size_bytes) for s in other.run.sources
@@ -101,7 +101,7 @@ def test_a_kept_report_asks_for_no_trace_until_a_new_fact_is_asked_for(run, monk
     made = loader.load(str(run))
     for fact in (*FACTS, *ExposedCommunication.facts):
         assert_frame_equal(kept.table(fact), made.table(fact))
-    assert_frame_equal(kept.across(collective_instances.instances), made.across(collective_instances.instances))
+    assert_frame_equal(kept.run_table(collective_instances.instances), made.run_table(collective_instances.instances))
     assert_frame_equal(kept.offsets, made.offsets)
     assert reads == []
     assert_frame_equal(kept.table(_names), made.table(_names))
@@ -129,7 +129,7 @@ def test_the_summary_is_that_of_the_report(run):
     told = report_cache.summary(str(run))
     assert told is not None
     assert (told.ranks, told.step_time_ns, len(told.steps_ns)) == (2, 10_000_000, len(recorded.STEPS))
-    assert sum(told.findings.values()) + told.doubts <= len(report.findings)
+    assert sum(told.findings.values()) + told.quality_issues <= len(report.findings)
     assert told.exposed_communication_ratio == pytest.approx(0.4, abs=0.05)
 
 
@@ -270,7 +270,7 @@ def test_traces_of_a_run_that_changed_are_not_mixed_with_its_report(run):
         with pytest.raises(InputError, match="changed since it was checked; open it again"):
             ask()
     assert kept.run.ranks == (0, 1)  # others look at it, too: no rank is taken for unreadable
-    assert kept.run.doubts.is_empty()
+    assert kept.run.data_quality.is_empty()
 
 
 # What cannot be trusted, and bounds -----------------------------------------------------------------------------------
@@ -327,10 +327,10 @@ def test_large_facts_are_left_out_and_measured_again(run, monkeypatch):
 
 
 def test_the_shelf_has_a_bound_and_a_bound_of_nothing_keeps_nothing(run, reports, monkeypatch):
-    monkeypatch.setenv(trace_cache.MAX_BYTES, "0")
+    monkeypatch.setenv(trace_cache.MAX_BYTES_VARIABLE, "0")
     report_cache.report(str(run))
     assert not reports.exists()
-    monkeypatch.setenv(trace_cache.MAX_BYTES, "10000")
+    monkeypatch.setenv(trace_cache.MAX_BYTES_VARIABLE, "10000")
     report_cache.report(str(run))
     assert _entries(reports) == []
 

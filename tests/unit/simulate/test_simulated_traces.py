@@ -12,7 +12,7 @@ import tracekit
 from tests.unit.simulate.jobs import job, written
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.rules.data_quality import DoubtfulTrace
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Severity

@@ -15,7 +15,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tracekit.errors import InputError
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.sql import run_query, sandbox
 
 SECRET = "hunter2"

@@ -14,7 +14,7 @@ from tracekit.analysis.quality import trace_quality
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.model import schema
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.report import query_rows
 from tracekit.sql import run_query
 from tracekit.sync import alignment
@@ -114,9 +114,9 @@ def test_values_of_any_type_come_back_and_can_be_written(run):
 def test_doubts_are_those_that_reports_tell_measured_ones_and_clocks_included():
     drawn_ranks = [drawn_traces.trace("compute aab.cc\ncomm ..xxx.", rank=rank) for rank in (0, 1)]
     run = drawn_traces.run(*drawn_ranks)
-    assert set(tracekit.query(run, "FROM doubts")["kind"]) == set(run.table(trace_quality.doubts)["kind"])
-    alone = tracekit.query(run, "FROM run_doubts")
-    assert alone.equals(alignment.doubts(run))
+    assert set(tracekit.query(run, "FROM data_quality")["kind"]) == set(run.table(trace_quality.data_quality)["kind"])
+    alone = tracekit.query(run, "FROM run_data_quality")
+    assert alone.equals(alignment.data_quality(run))
 
 
 def test_offsets_instances_and_waits_can_be_asked_for():
@@ -129,8 +129,8 @@ def test_offsets_instances_and_waits_can_be_asked_for():
     ]
     run = drawn_traces.run(*traces)
     assert tracekit.query(run, "FROM offsets").equals(run.offsets)
-    assert tracekit.query(run, "FROM instances").equals(run.across(collective_instances.instances))
-    assert tracekit.query(run, "FROM waits").equals(run.across(collective_instances.waits))
+    assert tracekit.query(run, "FROM instances").equals(run.run_table(collective_instances.instances))
+    assert tracekit.query(run, "FROM waits").equals(run.run_table(collective_instances.waits))
     found = tracekit.query(
         run, "SELECT instance, last_rank, max_wait_ns FROM instances ORDER BY max_wait_ns DESC LIMIT 1"
     )

@@ -25,8 +25,8 @@ def world(size, steps=6, seed=0):
 
 def is_right(run, *, of=None):
     """Whether each instance holds calls of one true collective only, and no true collective lies in two instances."""
-    rows = run.across(collective_matching.matched).filter(
-        pl.col("op").is_in([*collective_matching.TOGETHER, *collective_matching.ROOTED])
+    rows = run.run_table(collective_matching.matched_calls).filter(
+        pl.col("op").is_in([*collective_matching.SYNCHRONIZING, *collective_matching.ROOTED])
     )
     rows = rows.drop_nulls("instance") if of is None else rows
     pairs = rows.select("instance", "activity_id").unique()
@@ -84,7 +84,7 @@ def test_dropped_events_lose_only_themselves():
         job.trace(2, behind_ns=CLOCKS[2], jitter_ns=3 * US),
         job.trace(3, behind_ns=CLOCKS[3], drop=(9, 23), jitter_ns=3 * US),
     )
-    rows = run.across(collective_matching.matched)
+    rows = run.run_table(collective_matching.matched_calls)
     assert is_right(run, of="all")
     assert rows["instance"].n_unique() == 24
     assert rows.filter(pl.col("activity_id") == 9)["rank"].to_list() == [1, 2]
@@ -94,7 +94,7 @@ def test_dropped_events_lose_only_themselves():
 def test_sends_to_others_are_no_collectives():
     job = world(2)
     run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r], sends=40) for r in job.ranks))
-    rows = run.across(collective_matching.matched)
+    rows = run.run_table(collective_matching.matched_calls)
     assert rows.filter(pl.col("op") == "send")["instance"].null_count() == 80
     assert is_right(run)
     assert error_ns(run, CLOCKS) == 0
@@ -133,7 +133,7 @@ def test_ranks_without_a_common_collective_are_not_on_one_clock():
     rows = run.offsets
     assert rows["part"].n_unique() == 2
     assert rows["offset_ns"].to_list() == [0, CLOCKS[1], 0, CLOCKS[3] - CLOCKS[2]]
-    assert "2 sets of ranks share no collective" in " ".join(alignment.doubts(run)["message"])
+    assert "2 sets of ranks share no collective" in " ".join(alignment.data_quality(run)["message"])
 
 
 def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_aloud():
@@ -142,7 +142,7 @@ def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_aloud():
     run = drawn_traces.run(job.trace(0), job.trace(1, behind_ns=MS), job.trace(2, behind_ns=MS, drop=few))
     last = run.offsets.filter(pl.col("rank") == 2).row(0, named=True)
     assert (last["offset_ns"], last["residual_ns"], last["how"]) == (0, None, "none")
-    assert "rank 2" in alignment.doubts(run).filter(pl.col("kind") == "clock_unaligned")["message"][0]
+    assert "rank 2" in alignment.data_quality(run).filter(pl.col("kind") == "clock_unaligned")["message"][0]
 
 
 def test_traces_without_groups_match_by_order_and_op():
@@ -163,7 +163,7 @@ def test_one_rank_that_leaves_late_now_and_then_does_not_move_the_clock():
     )
     run = drawn_traces.run(job.trace(0), type(late)(**(vars(late) | {"activities": slow})))
     assert is_right(run, of="all")
-    assert run.across(collective_matching.matched)["instance"].n_unique() == 48
+    assert run.run_table(collective_matching.matched_calls)["instance"].n_unique() == 48
     assert error_ns(run, {0: 0, 1: 40 * MS}) == 0
 
 
@@ -178,7 +178,7 @@ def test_drift_is_fitted_over_ten_seconds_and_more(drift):
     )
     rows = run.offsets
     assert rows["drift"][1] - rows["drift"][0] == pytest.approx(drift, rel=0.02)
-    ends = alignment.shifted(run.across(collective_matching.matched), rows, ("end_ns",))
+    ends = alignment.on_run_clock(run.run_table(collective_matching.matched_calls), rows, ("end_ns",))
     apart = ends.group_by("instance").agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart_ns"))
     assert apart["apart_ns"].max() <= 8 * US
     assert rows["residual_ns"].max() <= 8 * US
@@ -196,16 +196,16 @@ def test_skew_is_a_doubt_with_the_share_of_collectives_below_the_residual():
         job.run("world", "all_reduce", 64, spread_ns=2 * US, transfer_ns=10 * US)
         job.run("world", "all_gather", 4096, spread_ns=2 * US, transfer_ns=5 * MS)
     run = drawn_traces.run(job.trace(0, jitter_ns=100 * US), job.trace(1, behind_ns=7 * MS, jitter_ns=100 * US))
-    row = alignment.doubts(run).row(0, named=True)
+    row = alignment.data_quality(run).row(0, named=True)
     assert row["kind"] == "clock_skew"
-    assert row["doubtful_ratio"] == pytest.approx(0.5, abs=0.1)
+    assert row["affected_ratio"] == pytest.approx(0.5, abs=0.1)
     assert "rank 1" in row["message"]
 
 
 def test_offsets_of_one_rank_are_zero_and_without_doubt():
     run = drawn_traces.run(world(2).trace(0))
     assert run.offsets.select("offset_ns", "residual_ns", "how").row(0) == (0, None, "none")
-    assert alignment.doubts(run).is_empty()
+    assert alignment.data_quality(run).is_empty()
 
 
 @settings(max_examples=40, deadline=None)

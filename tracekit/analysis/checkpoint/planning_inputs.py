@@ -8,7 +8,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves as of_saves
 from tracekit.errors import InputError
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 
 _MOVED = (conventions.WRITE, conventions.FSYNC)
 
@@ -39,7 +40,7 @@ class Constants:
 
 def constants(run: Run) -> Constants:
     """Return what the run's checkpoint logs, metrics and manifest tell. Raises InputError where no save is recorded."""
-    saves = _by_save(run.across(of_saves.stages).with_columns(of_saves.uncounted("save")))
+    saves = _by_save(run.run_table(of_saves.stages).with_columns(of_saves.uncounted("save")))
     if saves.is_empty():
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
     model = run.manifest.get("model")

@@ -4,7 +4,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 COLUMNS = {
     "checkpoint": pl.String, "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "start_ns": pl.Int64,

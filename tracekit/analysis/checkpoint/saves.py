@@ -9,7 +9,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 # Of these one call writes one file, and a checkpoint is a folder of several.
 _FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
@@ -47,7 +47,7 @@ def clocks(run: Run) -> pl.DataFrame:
     time in writing and syncing and `storage_bytes_per_s` the rate of both together: null where nothing was synced,
     since a page cache takes bytes faster than storage does.
     """
-    lines = run.across(stages)
+    lines = run.run_table(stages)
     if lines.is_empty():
         return pl.DataFrame(schema=CLOCKS)
     stage, blocking, dur_ns = pl.col("stage"), pl.col("blocking"), pl.col("dur_ns")
@@ -98,7 +98,7 @@ def each(run: Run) -> pl.DataFrame:
     all work of that one took). The save before is the last of those in the background where this one is, else the last
     of the others.
     """
-    by_rank = run.across(clocks)
+    by_rank = run.run_table(clocks)
     durable = pl.col("durable").all(ignore_nulls=False)
     table = by_rank.group_by("save", maintain_order=True).agg(
         pl.col("step", "start_ns").min(),
@@ -177,7 +177,7 @@ def repeated(run: Run) -> pl.DataFrame:
     repeated_bytes (of all but one).
     """
     whole = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
-    written = run.across(stages).filter(whole).sort("dur_ns", "rank", descending=[True, False])
+    written = run.run_table(stages).filter(whole).sort("dur_ns", "rank", descending=[True, False])
     return (
         written.group_by("save", "checkpoint", "path", maintain_order=True)
         .agg(
@@ -204,7 +204,7 @@ def slowed(run: Run) -> pl.DataFrame:
     training thread neither ran nor could have) and delayed_ratio (in which it could have and got no processor); null
     where the log has no such counters.
     """
-    lines, table = run.across(stages), run.across(clocks).filter("background")
+    lines, table = run.run_table(stages), run.run_table(clocks).filter("background")
     if table.is_empty():
         return pl.DataFrame(schema=_SLOWED)
     stage = pl.col("stage")

@@ -13,7 +13,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 SERIALIZE, STAGING, WRITE, SYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CROWDED = KINDS = (
     "serialize",
@@ -62,7 +62,7 @@ def parts(run: Run) -> pl.DataFrame:
     share of what was written that is no tensor, and `bytes` what that rank wrote. With many small tensors, planning
     and waiting count as serializing: both grow with their number.
     """
-    lines = run.across(saves.stages)
+    lines = run.run_table(saves.stages)
     if lines.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     clock = pl.when("blocking").then(pl.lit(BLOCKED)).otherwise(pl.lit(BACKGROUND)).alias("clock")
@@ -83,7 +83,7 @@ def parts(run: Run) -> pl.DataFrame:
 
 def dominant(run: Run) -> pl.DataFrame:
     """Return the class of each save's stall: of `parts`, the largest row of each save and clock."""
-    largest = run.across(parts)
+    largest = run.run_table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
 
 

@@ -4,7 +4,8 @@ import polars as pl
 
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.analysis.time import breakdown
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 
 FACTS: tuple[Fact, ...] = (breakdown.by_step, save_stages.save_spans)
 """What a rule that reads plain steps lists among its facts."""

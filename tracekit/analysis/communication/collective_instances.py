@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import polars as pl
 
+from tracekit.model.run import Run
 from tracekit.model.schema import Column, Table
-from tracekit.model.trace import Run
 from tracekit.sync import alignment, collective_matching
 
 BUS_FACTORS: Mapping[str, tuple[float, float]] = {
@@ -89,7 +89,7 @@ WAITS = Table(
 
 
 def instances(run: Run) -> pl.DataFrame:
-    """Return the collectives of the run that several ranks recorded; ask for it by ``run.across(instances)``.
+    """Return the collectives of the run that several ranks recorded; ask for it by ``run.run_table(instances)``.
 
     Columns as INSTANCES; one row per window and instance. Times are on the run's clock. An arrival is the start of the
     kernel, or of the gloo slice. last_rank is null where it came less than residual_ns (the greatest of its ranks')
@@ -97,7 +97,7 @@ def instances(run: Run) -> pl.DataFrame:
     null where a rank of the group has no trace, and a bandwidth where the transfer is no longer than the residual.
     bytes is the size that nccl-tests calls so.
     """
-    found = run.across(waits)
+    found = run.run_table(waits)
     if found.is_empty():
         return INSTANCES.empty()
     arrival, end = pl.col("arrival_ns"), pl.col("end_ns")
@@ -137,16 +137,16 @@ def instances(run: Run) -> pl.DataFrame:
 
 
 def waits(run: Run) -> pl.DataFrame:
-    """Return what each rank did in each collective that several ranks recorded; ask by ``run.across(waits)``.
+    """Return what each rank did in each collective that several ranks recorded; ask by ``run.run_table(waits)``.
 
     Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last one known, or
     until it leaves; 0 where that is less than the residual, below which nothing is told. Where a rank of the group has
     no trace, it waited at least so long.
     """
-    calls = run.across(collective_matching.matched).drop_nulls("instance")
+    calls = run.run_table(collective_matching.matched_calls).drop_nulls("instance")
     clocks = run.offsets.select("window", "rank", "residual_ns")
     placed = (
-        alignment.shifted(calls, run.offsets, ("start_ns", "end_ns"))
+        alignment.on_run_clock(calls, run.offsets, ("start_ns", "end_ns"))
         .join(clocks, on=["window", "rank"], maintain_order="left")
         .filter(pl.col("residual_ns").is_not_null())
         .filter(pl.len().over(*_KEY) > 1)
@@ -176,14 +176,14 @@ def by_collective(run: Run) -> pl.DataFrame:
     null where these last no longer than the residual on average.
     """
     sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & bus_factor().is_not_null()
-    told = run.across(instances).select(
+    told = run.run_table(instances).select(
         *_KEY,
         "last_rank",
         pl.when(sized).then("transfer_ns").alias("transfer_ns"),
         pl.when(sized).then("bytes").alias("told_bytes"),
         pl.when(sized).then(pl.col("bytes") * bus_factor()).alias("bus_bytes"),
     )
-    rows = run.across(waits).join(told, on=_KEY)
+    rows = run.run_table(waits).join(told, on=_KEY)
     return (
         rows.group_by("op", "group", "rank")
         .agg(

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.time import breakdown, gaps, host_activity, launches
 from tracekit.model import intervals, sweep_line
 from tracekit.model.intervals import Spans
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, Pieces
 from tracekit.model.trace import Trace
 
@@ -34,7 +34,7 @@ NEAR_NS = 20_000
 _NEVER = np.iinfo(np.int64).min // 2
 
 
-@once
+@memoize
 def gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each communication gap with the cause of each; of a gap they tile it, so they sum to it.
 

@@ -6,7 +6,8 @@ from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 
 COLUMNS = {
     "activity_id": pl.Int64, "step": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "name": pl.String, "op": pl.String,
@@ -48,7 +49,7 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     Columns window, rank, those of `exposed`, waited_ns (from its start until the last known rank has come, whether
     anything hides it or not); exposed_ns is that of the rest.
     """
-    waits = run.across(collective_instances.waits).select(
+    waits = run.run_table(collective_instances.waits).select(
         "window", "rank", "activity_id", pl.col("wait_ns").alias("waited_ns")
     )
     calls = run.table(exposed).join(
@@ -73,7 +74,7 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     which every collective that runs waits for a rank; they sum to exposed_communication_ns. What waits cannot be told
     of, for want of traces or clocks, counts as exposed_ns.
     """
-    calls = run.across(exposed_transfers).partition_by(_OF, as_dict=True)
+    calls = run.run_table(exposed_transfers).partition_by(_OF, as_dict=True)
     saves = run.table(saving).partition_by(_OF, as_dict=True)
     alone = _exposed_spans(run)
     parts = []
@@ -88,12 +89,12 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
 
 
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return how much of each rank's communication in steps is hidden, moves unhidden or waits; by ``run.across``.
+    """Return how much of each rank's communication in steps is hidden, moves unhidden or waits; by ``run.run_table``.
 
     Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (something
     computes meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Of several devices all are summed.
     """
-    steps = run.across(exposed_by_step)
+    steps = run.run_table(exposed_by_step)
     sums = steps.group_by("rank").agg(
         pl.col("duration_ns", "communication_ns").sum(),
         pl.col("overlapped_ns").sum().alias("hidden_ns"),
@@ -103,14 +104,14 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 
 def spread(run: Run) -> pl.DataFrame:
-    """Return each rank's steps beside those of the other ranks; ask by ``run.across``.
+    """Return each rank's steps beside those of the other ranks; ask by ``run.run_table``.
 
     Columns window, step, rank, start_ns, duration_ns (of its slowest device), median_ns (over ranks), longer_ratio
     (by how much of that it takes longer than the median), exposed_ratio and waited_ratio (shares of the step in which
     communication moves unhidden, and waits for a rank); one row per step and rank.
     """
     slowest = pl.col("duration_ns").arg_max()
-    steps = run.across(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
+    steps = run.run_table(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
     each = steps.group_by("window", "step", "rank").agg(
         pl.col("start_ns", "duration_ns", "exposed_ns", "waited_ns").get(slowest)
     )

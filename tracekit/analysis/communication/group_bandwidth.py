@@ -5,7 +5,8 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import exposure
-from tracekit.model.trace import Fact, Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact, Trace
 from tracekit.sync import collective_matching
 
 DESCRIBED_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl.Int64)}
@@ -34,14 +35,14 @@ FACTS: tuple[Fact, ...] = (collective_matching.calls, described, exposures)
 
 
 def transfers(run: Run) -> pl.DataFrame:
-    """Return how long each group took to move the data of each collective, at most; ask by ``run.across``.
+    """Return how long each group took to move the data of each collective, at most; ask by ``run.run_table``.
 
     Columns window, group, members, axis, group_size, ranks (those that have a trace), step, op, dtype, bytes, nth (of
     its op, type and size in the step and group), transfer_ns, exposed_ns (the longest over ranks), start_ns, dur_ns,
     rank and activity_id (of the rank that waited least); one row per collective of a step. transfer_ns is the shortest
     over ranks of the time from the last known arrival to the end: ranks without a trace may still have come later.
     """
-    waits = run.across(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     one = [*_GROUP, "step", *_WHAT]
     calls = (
         run.table(collective_matching.calls)
@@ -87,7 +88,9 @@ def beside_groups(run: Run) -> pl.DataFrame:
     null where not told); one row per group and step. Only messages of a quarter of the group's largest and up count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
-    each = _large(run.across(transfers)).with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
+    each = (
+        _large(run.run_table(transfers)).with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
+    )
     # Of two, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
     usual = pl.when(pl.col("groups") == 2).then(other).otherwise(pl.col("transfer_ns").median().over(place))
@@ -100,7 +103,7 @@ def beside_steps(run: Run) -> pl.DataFrame:
     Columns as `beside_groups`, without groups; one row per group and step.
     """
     usual = pl.col("transfer_ns").median().over(*_GROUP, *_WHAT).cast(pl.Int64)
-    each = _large(run.across(transfers)).with_columns(usual.alias("usual_ns"))
+    each = _large(run.run_table(transfers)).with_columns(usual.alias("usual_ns"))
     return _summed(each, [*_GROUP, "step"])
 
 
@@ -111,7 +114,7 @@ def spreads(run: Run) -> pl.DataFrame:
     times, as a share of their median); one row per group.
     """
     usual = pl.col("transfer_ns").median()
-    each = _large(run.across(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
+    each = _large(run.run_table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
     level = (pl.col("transfer_ns") / pl.col("usual_ns")).median().over(*_GROUP, "step")
     freed = each.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
     times = pl.col("freed_ns")

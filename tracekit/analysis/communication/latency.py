@@ -7,7 +7,8 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.analysis.communication import collective_bursts, collective_instances
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 
 COLUMNS = {
     "group": pl.String, "group_size": pl.Int64, "hop_ns": pl.Float64, "bytes_per_ns": pl.Float64,
@@ -28,7 +29,7 @@ class Line(NamedTuple):
 
 
 def by_group(run: Run) -> pl.DataFrame:
-    """Return latency and bandwidth of each group's ring collectives; ask by ``run.across``.
+    """Return latency and bandwidth of each group's ring collectives; ask by ``run.run_table``.
 
     Columns group, group_size, hop_ns (latency of one of the ring's hops), bytes_per_ns (what a rank sends), is_fitted
     (null hop_ns where not: sizes lie too close together, or on no line), lever (largest over smallest size of what a
@@ -86,7 +87,7 @@ def fitted(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> Line | 
 
 def _points(run: Run) -> pl.DataFrame:
     """Return the typical time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
-    waits = run.across(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
+    waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     place = ["window", "rank", "activity_id"]
     calls = (
         run.table(collective_bursts.bursts)

@@ -6,7 +6,7 @@ import polars as pl
 from tracekit.analysis.communication.communication_gap_causes import NEAR_NS
 from tracekit.analysis.time import launches
 from tracekit.model import intervals, sweep_line
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
@@ -23,7 +23,7 @@ ORDER, COMMUNICATOR = "launch order", "communicator"
 _NEVER = np.iinfo(np.int64).min // 2
 
 
-@once
+@memoize
 def held(trace: Trace) -> pl.DataFrame:
     """Return the kernels that were held up although their lane was free and they had been launched.
 
@@ -38,7 +38,7 @@ def held(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-@once
+@memoize
 def order(trace: Trace) -> pl.DataFrame:
     """Return how often kernels could have begun before others that were launched earlier on other lanes, and did.
 
@@ -62,7 +62,7 @@ def order(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-@once
+@memoize
 def _queues(trace: Trace) -> "list[_Queue]":
     return [_Queue(trace, device) for device in trace.lanes["device"].drop_nulls().unique().sort()]
 

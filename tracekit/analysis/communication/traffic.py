@@ -3,7 +3,8 @@
 import polars as pl
 
 from tracekit.analysis.communication import collective_instances, group_bandwidth
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 from tracekit.sync import collective_matching
 
 _SECOND_NS = 1_000_000_000
@@ -24,19 +25,19 @@ _PLACE = ["window", "rank", "activity_id"]
 
 
 def speeds(run: Run) -> pl.DataFrame:
-    """Return how fast each message of known size moved; ask by ``run.across``.
+    """Return how fast each message of known size moved; ask by ``run.run_table``.
 
     Columns SPEED_COLUMNS; one row per collective. Where every rank of the group has a trace, they are those of
     `instances.instances`: size over the time from the last arrival to the end (is_whole), and nothing is told of
     transfers no longer than the clocks' residual. Where ranks are missing, the time on the rank that waited least
     counts, so that the message moved at least so fast. bus_bytes_per_s is what nccl-tests calls bus bandwidth.
     """
-    found = run.across(collective_instances.instances)
+    found = run.run_table(collective_instances.instances)
     named = (
         run.table(group_bandwidth.described).select("window", "group", "axis").unique(["window", "group"], keep="first")
     )
     whole = found.drop_nulls("bus_bytes_per_s").join(named, on=["window", "group"], how="left", maintain_order="left")
-    each = run.across(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
+    each = run.run_table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
     known = found.select("window", "group").unique()
     lone = each.join(known, on=["window", "group"], how="anti", nulls_equal=True)
     partly = each.join(known, on=["window", "group"], how="semi", nulls_equal=True)
@@ -57,13 +58,13 @@ def speeds(run: Run) -> pl.DataFrame:
 
 
 def by_kind(run: Run) -> pl.DataFrame:
-    """Return the collectives added up by op, group, element type and size, most time first; ask by ``run.across``.
+    """Return the collectives added up by op, group, element type and size, most time first; ask by ``run.run_table``.
 
     Columns KIND_COLUMNS: ranks (that have a trace of it), calls and total_ns (of all ranks), p50_ns (of one call),
     waited_ns (until the last known rank came), exposed_ns (while its device computed nothing; of several at once each
     counts it), and the medians of `speeds`.
     """
-    waits = run.across(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
+    waits = run.run_table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
     named = run.table(group_bandwidth.described).select("group", "axis").unique("group", keep="first")
     key = ["op", "group", "group_size", "dtype", "bytes"]
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
@@ -82,7 +83,7 @@ def by_kind(run: Run) -> pl.DataFrame:
         )
     )
     kind = ["op", "group", "group_size", "bytes"]
-    told = run.across(speeds).group_by(kind).agg(
+    told = run.run_table(speeds).group_by(kind).agg(
         pl.col("algorithm_bytes_per_s", "bus_bytes_per_s").median(), pl.col("is_whole").all()
     )  # fmt: skip
     return (

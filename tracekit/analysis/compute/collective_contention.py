@@ -6,8 +6,9 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes, concurrency, contention, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, KINDS
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Ints
-from tracekit.model.trace import Run, Trace
+from tracekit.model.trace import Trace
 
 CALL_COLUMNS = {
     "activity_id": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "step": pl.Int64, "phase": pl.String,
@@ -73,7 +74,7 @@ COLUMNS = {
 
 
 def across(run: Run) -> pl.DataFrame:
-    """Return the collectives of all ranks, each against the same alone; ask by ``run.across``.
+    """Return the collectives of all ranks, each against the same alone; ask by ``run.run_table``.
 
     Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS', transfer_ns (from
     the arrival of the last known rank, its duration on that rank), whole (every rank of the group has a trace),
@@ -125,9 +126,9 @@ def by_step(run: Run) -> pl.DataFrame:
 
     Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (what the time together that has no sample alone would
     have lost at the slowdown of the rest of the rank), waited_ns (how much of both made compute wait, within each chain
-    of collectives without a gap: no wait is saved before the loss). Ask by ``run.across``.
+    of collectives without a gap: no wait is saved before the loss). Ask by ``run.run_table``.
     """
-    found = _inferred(run.across(across)).sort("window", "rank", "start_ns")
+    found = _inferred(run.run_table(across)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     columns = {"window": pl.Int64, "rank": pl.Int64, **contention.STEP_COLUMNS, "inferred_ns": pl.Int64}
@@ -173,19 +174,19 @@ def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def all_pairs(run: Run) -> pl.DataFrame:
-    """Return `contention.pairs` with collectives beside compute among them; ask by ``run.across``."""
-    found = pl.concat([run.across(contention.pairs), contention.pooled(run.across(by_step))])
+    """Return `contention.pairs` with collectives beside compute among them; ask by ``run.run_table``."""
+    found = pl.concat([run.run_table(contention.pairs), contention.pooled(run.run_table(by_step))])
     return found.sort("rank", "device", "of", "beside")
 
 
 def bandwidths(run: Run) -> pl.DataFrame:
-    """Return the bus bandwidth of collectives of one kind and size, alone and beside compute; ask by ``run.across``.
+    """Return the bus bandwidth of collectives of one kind and size, alone and beside compute; ask by ``run.run_table``.
 
     Columns op, group, group_size, dtype, bytes, alone_calls, beside_calls, alone_ns, beside_ns (median transfers),
     alone_bus_bytes_per_s, beside_bus_bytes_per_s (as nccl-tests counts it; null where the op is not known), whole. One
     row per kind and size, the one with most time first.
     """
-    found = run.across(across).unique(["window", "instance"])
+    found = run.run_table(across).unique(["window", "instance"])
     transfer = pl.col("transfer_ns")
     sums = found.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
         pl.col("alone").sum().cast(pl.Int64).alias("alone_calls"),
@@ -205,7 +206,7 @@ _HOW = ("alone", "beside")
 
 def _with_transfer(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with their instance; one that no other rank is known to share is its own."""
-    known = run.across(collective_instances.waits).select("window", "rank", "activity_id", "instance")
+    known = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "instance")
     known = known.unique(["window", "rank", "activity_id"])
     found = run.table(calls).join(known, on=["window", "rank", "activity_id"], how="left", maintain_order="left")
     own = -1 - pl.int_range(pl.len()).cast(pl.Int64)

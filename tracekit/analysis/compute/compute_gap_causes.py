@@ -22,9 +22,10 @@ from tracekit.analysis.communication.communication_gap_causes import (
 )
 from tracekit.analysis.time import breakdown, gaps, host_activity, launches
 from tracekit.model import intervals, sweep_line
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints, Pieces
-from tracekit.model.trace import Run, Trace
+from tracekit.model.trace import Trace
 
 COLUMNS = {
     "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
@@ -41,7 +42,7 @@ CHAIN_COLUMNS = {
 _NEVER = np.iinfo(np.int64).min // 2
 
 
-@once
+@memoize
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
     """Return the pieces of each compute gap with the cause of each; of a gap they tile it, so they sum to it.
 
@@ -64,15 +65,15 @@ def compute_gap_causes(trace: Trace) -> pl.DataFrame:
 
 
 def compute_gap_causes_across(run: Run) -> pl.DataFrame:
-    """Return `compute_gap_causes` of all ranks with waiting for peers told apart; ask by ``run.across``.
+    """Return `compute_gap_causes` of all ranks with waiting for peers told apart; ask by ``run.run_table``.
 
     Columns window, rank, COLUMNS', peer_rank (who came last of the ranks that have a trace; null where not known). The
     time of a collective until that rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
     """
     pieces = run.table(compute_gap_causes)
     key = ["window", "instance"]
-    last = run.across(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
-    waits = run.across(collective_instances.waits).join(last, on=key, how="left")
+    last = run.run_table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("peer_rank"))
+    waits = run.run_table(collective_instances.waits).join(last, on=key, how="left")
     waits = waits.select("window", "rank", pl.col("activity_id").alias("collective_id"), "wait_ns", "peer_rank")
     waits = waits.unique(["window", "rank", "collective_id"])
     joined = pieces.join(waits, on=["window", "rank", "collective_id"], how="left", maintain_order="left")

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
@@ -41,7 +41,7 @@ class Residents:
         return self.spans[:, 1] - self.spans[:, 0]
 
 
-@once
+@memoize
 def residents(trace: Trace) -> tuple[Residents, ...]:
     """Return the work of each device; nothing for a CPU run, whose lanes are threads that wait for each other."""
     return tuple(_of_device(trace, device) for device in breakdown.devices(trace) if device is not None)

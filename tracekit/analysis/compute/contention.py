@@ -10,9 +10,10 @@ import polars as pl
 from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, Residents
 from tracekit.analysis.time import launches
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.model.trace import Run, Trace
+from tracekit.model.trace import Trace
 
 PAIRS = (
     (COMPUTE, COMMUNICATION),
@@ -48,7 +49,7 @@ RECORD = f"record steps with {ALONE}; and record_shapes=True, so that products o
 """What to do where the same work was never seen alone."""
 
 
-@once
+@memoize
 def by_step(trace: Trace) -> pl.DataFrame:
     """Return how long each kind of work ran beside another in each step and unit, and how much longer it took for that.
 
@@ -63,7 +64,7 @@ def by_step(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-@once
+@memoize
 def by_kernel(trace: Trace) -> pl.DataFrame:
     """Return how much longer each kernel takes beside another kind of work than alone.
 
@@ -98,7 +99,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
 
 
 def pairs(run: Run) -> pl.DataFrame:
-    """Return each pair of kinds of work by rank: how much slower the one goes beside the other; ask by ``run.across``.
+    """Return each pair of kinds of work by rank: how much slower the one is beside the other; ask by ``run.run_table``.
 
     Columns rank, device, of, beside, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (a 95% interval: percentile
     bootstrap over steps and units; null for fewer than six), unknown (why it cannot be told; null where it can) and
@@ -153,7 +154,7 @@ class _Rows:
         self.judged: Flags = self.told.judged & plain & ~self.alone
 
 
-@once
+@memoize
 def _all_compared(trace: Trace) -> list[tuple[_Rows, Residents, str, str]]:
     made = [(here, *pair, _compared(here, *pair)) for here in concurrency.residents(trace) for pair in PAIRS]
     return [(rows, here, of, beside) for here, of, beside, rows in made if rows is not None]

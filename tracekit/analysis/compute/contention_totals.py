@@ -4,7 +4,8 @@ import polars as pl
 
 from tracekit.analysis.compute import collective_contention, contention
 from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, PREPARATION
-from tracekit.model.trace import Fact, Run
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
 
 PHASE_COLUMNS = {
     "rank": pl.Int64, "phase": pl.String, "of": pl.String, "beside": pl.String, "calls": pl.Int64,
@@ -26,19 +27,19 @@ def by_phase(run: Run) -> pl.DataFrame:
     """Return how long each kind of work of a rank ran beside another in each phase, and what it lost by that.
 
     Columns PHASE_COLUMNS, as those of `contention.by_step`, collectives beside compute among them; summed over steps,
-    units, devices and windows. Ask by ``run.across``.
+    units, devices and windows. Ask by ``run.run_table``.
     """
     key = ["rank", "phase", "of", "beside"]
     both = pl.concat(
         part.select(*key, "calls", "overlapped_ns", "judged_ns", "lost_ns")
-        for part in (run.table(contention.by_step), run.across(collective_contention.by_step))
+        for part in (run.table(contention.by_step), run.run_table(collective_contention.by_step))
     )
     summed = both.group_by(key).agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
     return summed.select(pl.col(name).cast(dtype) for name, dtype in PHASE_COLUMNS.items()).sort(key)
 
 
 def moments(run: Run) -> pl.DataFrame:
-    """Return the calls that took most longer beside other work than alone, at most MOST; ask by ``run.across``.
+    """Return the calls that took most longer beside other work than alone, at most MOST; ask by ``run.run_table``.
 
     Columns MOMENT_COLUMNS: of and beside (kinds of `overlap.KINDS`), lost_ns (its duration less alone_ns, what the same
     work takes alone), start_ns (on the clock of the rank's trace). Of each kernel that computes the costliest call
@@ -50,7 +51,7 @@ def moments(run: Run) -> pl.DataFrame:
     )
     kernels = run.table(contention.by_kernel).filter(pl.col("of") == COMPUTE)
     calls = (
-        run.across(collective_contention.across)
+        run.run_table(collective_contention.across)
         .filter("judged")
         .sort("dur_ns", "rank")
         .unique(["window", "instance"], keep="first", maintain_order=True)

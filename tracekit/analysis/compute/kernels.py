@@ -9,7 +9,8 @@ import polars as pl
 from tracekit.analysis.compute import totals
 from tracekit.analysis.time import breakdown
 from tracekit.model import nesting
-from tracekit.model.trace import Fact, Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "op", "shapes", "unit", "phase", "span", "step", "device", "stream", "rank")
 """What kernels can be told apart by; kind is always among it, so that nothing merges work of two kinds."""

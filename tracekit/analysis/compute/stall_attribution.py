@@ -4,7 +4,8 @@ import polars as pl
 
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 
 COMMUNICATION, COMPUTE = OF = ("communication", "compute")
 COLUMNS = {
@@ -20,7 +21,7 @@ def of_communication(trace: Trace) -> pl.DataFrame:
 
 
 def by_cause(run: Run) -> pl.DataFrame:
-    """Return how long each rank stood still in each step, by what and why; ask by ``run.across``.
+    """Return how long each rank stood still in each step, by what and why; ask by ``run.run_table``.
 
     Columns COLUMNS; `of` is communication (gaps in which no collective runs although more of the phase are to come:
     `gaps.communication_gaps`) or compute (those in which nothing computes: `gaps.compute_gaps`, waiting for peers told
@@ -28,19 +29,19 @@ def by_cause(run: Run) -> pl.DataFrame:
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(of_communication).with_columns(of=pl.lit(COMMUNICATION))
-    idle = _summed(run.across(compute_gap_causes.compute_gap_causes_across), place).with_columns(of=pl.lit(COMPUTE))
+    idle = _summed(run.run_table(compute_gap_causes.compute_gap_causes_across), place).with_columns(of=pl.lit(COMPUTE))
     both = pl.concat(part.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()) for part in (quiet, idle))
     return both.sort("of", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
 
 
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return `by_cause` over all steps: columns rank, of, cause, pieces, dur_ns; ask by ``run.across``."""
-    return _of_ranks(run.across(by_cause))
+    """Return `by_cause` over all steps: columns rank, of, cause, pieces, dur_ns; ask by ``run.run_table``."""
+    return _of_ranks(run.run_table(by_cause))
 
 
 def idle_by_rank(run: Run) -> pl.DataFrame:
-    """Return the part of `by_rank` in which nothing computes, which asks for less; ask by ``run.across``."""
-    pieces = run.across(compute_gap_causes.compute_gap_causes_across)
+    """Return the part of `by_rank` in which nothing computes, which asks for less; ask by ``run.run_table``."""
+    pieces = run.run_table(compute_gap_causes.compute_gap_causes_across)
     return _of_ranks(pieces.with_columns(of=pl.lit(COMPUTE), pieces=pl.lit(1, pl.Int64)))
 
 

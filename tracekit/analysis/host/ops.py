@@ -7,7 +7,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import kernels, totals
-from tracekit.model.trace import Fact, Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "shapes", "unit", "phase", "span", "step", "thread", "rank")
 KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 MAX_TOTAL_BYTES = 128 << 20
 """Total size of the snapshots that are read without an explicit request, for example by a rule."""
@@ -43,7 +43,7 @@ def first_files(run: Run) -> tuple[SnapshotFile, ...]:
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:
-    """Return a row of RUN_DOUBTS for each snapshot file that cannot be accessed."""
+    """Return a row of RUN_DATA_QUALITY for each snapshot file that cannot be accessed."""
     return _scan(run)[1]
 
 

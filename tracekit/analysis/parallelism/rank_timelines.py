@@ -5,7 +5,7 @@ import polars as pl
 from tracekit.analysis.communication import collective_instances, exposed_communication
 from tracekit.analysis.time import breakdown
 from tracekit.model import intervals
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.sync import alignment
 
 COMPUTE, TRANSFER, WAITING, COPY = DOINGS = ("compute", "transfer", "waiting", "copy")
@@ -18,7 +18,7 @@ _KEY = ["window", "rank", "activity_id"]
 
 
 def doings(run: Run) -> pl.DataFrame:
-    """Return what each rank does when, on the run's clock; ask by ``run.across``.
+    """Return what each rank does when, on the run's clock; ask by ``run.run_table``.
 
     Columns COLUMNS; one row per span, disjoint on a device, by start. doing: compute; transfer (a collective runs that
     nothing hides, and all its known ranks have come); waiting (all collectives that run wait for a rank); copy. What
@@ -32,7 +32,7 @@ def doings(run: Run) -> pl.DataFrame:
         where = zip(_OF, place, strict=True)
         told = _told(mine, calls.get(place)).with_columns(pl.lit(value, pl.Int64).alias(name) for name, value in where)
         parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
-    shifted = alignment.shifted(pl.concat(parts), run.offsets, ("start_ns",))
+    shifted = alignment.on_run_clock(pl.concat(parts), run.offsets, ("start_ns",))
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
 
 
@@ -62,22 +62,24 @@ def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
 
 
 def waited(run: Run) -> pl.DataFrame:
-    """Return how long each rank stood still for which other; ask by ``run.across``.
+    """Return how long each rank stood still for which other; ask by ``run.run_table``.
 
     Columns rank, peer_rank (who came last; null where that is not known), waited_ns: the doings of kind waiting, so
     that no moment counts twice and what compute hides counts for nothing. One row per pair that occurs.
     """
-    waits = run.across(doings).filter(pl.col("doing") == WAITING)
+    waits = run.run_table(doings).filter(pl.col("doing") == WAITING)
     return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
 
 
 def _calls(run: Run) -> pl.DataFrame:
     key = ["window", "instance"]
-    last = run.across(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
+    last = run.run_table(collective_instances.instances).select(*key, pl.col("last_rank").alias("peer_rank"))
     peers = (
-        run.across(collective_instances.waits).join(last, on=key, how="left").select(*_KEY, "peer_rank").unique(_KEY)
+        run.run_table(collective_instances.waits).join(last, on=key, how="left").select(*_KEY, "peer_rank").unique(_KEY)
     )
-    return run.across(exposed_communication.exposed_transfers).join(peers, on=_KEY, how="left", maintain_order="left")
+    return run.run_table(exposed_communication.exposed_transfers).join(
+        peers, on=_KEY, how="left", maintain_order="left"
+    )
 
 
 def _told(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:

@@ -6,7 +6,7 @@ from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.communication import collective_instances, communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
 from tracekit.analysis.time import breakdown
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.sync import collective_matching
 
 _KEY = ("window", "step")
@@ -14,22 +14,22 @@ _ACTIVITY = ("window", "rank", "activity_id")
 
 
 def late_calls(run: Run) -> pl.DataFrame:
-    """Return the waiting of ranks in collectives for a rank that came later; ask by ``run.across``.
+    """Return the waiting of ranks in collectives for a rank that came later; ask by ``run.run_table``.
 
     Columns window, rank, step, phase, unit, op, instance, late_rank (who came last of the ranks with a trace),
     start_ns and dur_ns (on the clock of the rank's trace), wait_ns; one row per rank and collective it waited in.
     """
     key = ["window", "instance"]
-    last = run.across(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("late_rank"))
+    last = run.run_table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("late_rank"))
     starts = run.table(collective_matching.calls).select(*_ACTIVITY, "start_ns").unique(_ACTIVITY)
-    waits = run.across(collective_instances.waits).filter(pl.col("wait_ns") > 0).join(last.drop_nulls(), on=key)
+    waits = run.run_table(collective_instances.waits).filter(pl.col("wait_ns") > 0).join(last.drop_nulls(), on=key)
     return waits.join(starts, on=_ACTIVITY, how="left", maintain_order="left").select(
         "window", "rank", "step", "phase", "unit", "op", "instance", "late_rank", "start_ns", "dur_ns", "wait_ns"
     )
 
 
 def accounts(run: Run) -> pl.DataFrame:
-    """Return what other ranks lose in each step to each rank that ever came last; ask by ``run.across``.
+    """Return what other ranks lose in each step to each rank that ever came last; ask by ``run.run_table``.
 
     Columns window, step, order (number of the step among those judged), late_rank, duration_ns (the median over ranks),
     waited_ns (in collectives for it, hidden by compute or not: the median over the other ranks), idle_ns (the part of
@@ -39,7 +39,7 @@ def accounts(run: Run) -> pl.DataFrame:
     waiting in the step), late_calls and calls (collectives to which it came last, and all of the step), is_whole
     (whether all ranks of those have a trace); one row per step and rank. Steps that save are left out.
     """
-    waits = run.across(late_calls)
+    waits = run.run_table(late_calls)
     judged = steps(run)
     per_rank = waits.group_by(*_KEY, "late_rank", "rank").agg(pl.col("wait_ns").sum())
     share = pl.col("all_ns") / pl.col("all_ns").sum().over(_KEY)
@@ -90,7 +90,7 @@ def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
 
 def _idle(run: Run) -> pl.DataFrame:
     """Return how long each rank computed nothing while it waited for another: columns late_rank, wait_ns and place."""
-    pieces = run.across(compute_gap_causes.compute_gap_causes_across).filter(
+    pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
         pl.col("cause") == communication_gap_causes.PEER
     )
     named = pieces.drop_nulls("peer_rank").rename({"peer_rank": "late_rank"})
@@ -122,7 +122,7 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
 def _calls(run: Run) -> pl.DataFrame:
     """Return for each step and rank to how many collectives it came last: late_calls, calls, is_whole."""
-    found = run.across(collective_instances.instances).drop_nulls("step")
+    found = run.run_table(collective_instances.instances).drop_nulls("step")
     whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
     counted = found.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), whole.alias("is_whole"))
     return (

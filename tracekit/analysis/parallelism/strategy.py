@@ -2,7 +2,8 @@
 
 import polars as pl
 
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 
 DDP, FSDP1, FSDP2, YAFSDP = "ddp", "fsdp1", "fsdp2", "yafsdp"
 _MARKS = {

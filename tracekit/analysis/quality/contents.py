@@ -3,7 +3,8 @@
 import polars as pl
 
 from tracekit.analysis.memory import snapshot_files
-from tracekit.model.trace import Fact, Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact, Trace
 
 COLUMNS = {
     "on_device": pl.Boolean, "steps": pl.Int64, "first_step": pl.Int64, "last_step": pl.Int64,
@@ -102,7 +103,7 @@ _SPOKEN = {
 
 
 def missing(run: Run) -> pl.DataFrame:
-    """Return what some ranks did not record at all; ask by ``run.across``.
+    """Return what some ranks did not record at all; ask by ``run.run_table``.
 
     Columns missing, ranks (which lack it), without_it (what cannot be told), to_record (how to have it next time).
     """

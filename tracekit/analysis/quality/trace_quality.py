@@ -21,14 +21,14 @@ _DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu b
 _WARM_UP = 2.0  # times the median of the other steps: only what a first step does takes that long
 
 
-def doubts(trace: Trace) -> pl.DataFrame:
+def data_quality(trace: Trace) -> pl.DataFrame:
     """Return the reasons to doubt this trace: those of its reading, and those that its tables show.
 
-    Columns of `schema.DOUBTS`; one row per reason, however small its share.
+    Columns of `schema.DATA_QUALITY`; one row per reason, however small its share.
     """
     found = (*_nothing(trace), *_launches(trace), *_overlaps(trace), *_dropped(trace), *_warm_up(trace))
-    measured = pl.DataFrame(found, schema=schema.DOUBTS.schema, orient="row")
-    return pl.concat([trace.doubts, measured])
+    measured = pl.DataFrame(found, schema=schema.DATA_QUALITY.schema, orient="row")
+    return pl.concat([trace.data_quality, measured])
 
 
 def versions(trace: Trace) -> pl.DataFrame:

@@ -4,7 +4,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.time import breakdown, exposure, launches
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 BEGIN_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
@@ -19,7 +19,7 @@ _PASSING = 0.05
 """A forward pass takes more than this share of the step's compute; what is less lies within a backward pass."""
 
 
-@once
+@memoize
 def begins(trace: Trace) -> pl.DataFrame:
     """Return when the first work of each backward pass was launched.
 
@@ -44,7 +44,7 @@ def begins(trace: Trace) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-@once
+@memoize
 def reductions(trace: Trace) -> pl.DataFrame:
     """Return the collectives that reduce gradients, each with the backward pass that it belongs to.
 

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.time import inferred_dependencies
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.schema import Column, Table
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
@@ -85,7 +85,7 @@ def dependencies(trace: Trace) -> pl.DataFrame:
     return DEPENDENCIES.conform(every.unique(maintain_order=True))
 
 
-@once
+@memoize
 def lane_items(trace: Trace) -> pl.DataFrame:
     """Return what a device's streams hold, in their order: activities, and waits for events where the trace tells them.
 
@@ -113,7 +113,7 @@ def lane_items(trace: Trace) -> pl.DataFrame:
     )
 
 
-@once
+@memoize
 def item_waits(trace: Trace) -> pl.DataFrame:
     """Return the waits between items of different lanes, order of lanes apart.
 
@@ -126,7 +126,7 @@ def item_waits(trace: Trace) -> pl.DataFrame:
     return pl.concat([part.select(pl.col(n).cast(t) for n, t in WAIT_COLUMNS.items()) for part in parts])
 
 
-@once
+@memoize
 def reached_ns(trace: Trace) -> Ints:
     """Return when each item had ended: work as recorded, a wait once what it waits for and its lane's work had."""
     items, waits = lane_items(trace), item_waits(trace).filter(pl.col("how") == EVENT)

@@ -7,7 +7,7 @@ from tracekit import conventions
 from tracekit.analysis.time import breakdown, launches
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 COMMUNICATION_COLUMNS = {
@@ -20,7 +20,7 @@ COMPUTE_COLUMNS = {
 }  # fmt: skip
 
 
-@once
+@memoize
 def communication_gaps(trace: Trace) -> pl.DataFrame:
     """Return the spans of a phase in which no collective runs on the device although more of the phase are to come.
 
@@ -41,7 +41,7 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
     return _numbered(parts, COMMUNICATION_COLUMNS)
 
 
-@once
+@memoize
 def compute_gaps(trace: Trace) -> pl.DataFrame:
     """Return the spans of each step's device window in which the device computes nothing.
 

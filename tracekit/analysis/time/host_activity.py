@@ -6,7 +6,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.model import intervals
 from tracekit.model.intervals import Spans
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, running
 from tracekit.model.trace import Trace
 
@@ -63,7 +63,7 @@ def is_synchronizing(doing_at: Ints) -> Flags:
     return np.isin(doing_at, [DOINGS.index(SYNCHRONIZE), DOINGS.index(RATE_LIMITER)])
 
 
-@once
+@memoize
 def _spans(trace: Trace) -> list[Spans]:
     """Return when the launching threads did each of DOINGS but the last."""
     ops = trace.ops.join(launching(trace), on="lane", how="semi")

@@ -5,7 +5,7 @@ import math
 import polars as pl
 
 from tracekit.model import intervals
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
 _SPANS_OF_COLLECTIVES = r"all_gather|unshard|reduce|post_backward|pre_forward|pre_backward"
@@ -22,7 +22,7 @@ def work(trace: Trace, device: int | None) -> pl.DataFrame:
     return _all_work(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
 
-@once
+@memoize
 def _all_work(trace: Trace) -> pl.DataFrame:
     lanes = trace.lanes.select("lane", "role", "device")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("at_ns"), pl.col("dur_ns"))
@@ -49,7 +49,7 @@ def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
     return _all_preparation(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
 
-@once
+@memoize
 def _all_preparation(trace: Trace) -> pl.DataFrame:
     whole = _all_work(trace)
     parts = [_prepares(own, trace.collectives) for own in whole.partition_by("device", maintain_order=True)]

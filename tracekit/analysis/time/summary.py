@@ -3,7 +3,7 @@
 import polars as pl
 
 from tracekit.analysis.time import breakdown
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 
 COLUMNS = (
     "rank",

@@ -12,7 +12,7 @@ from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from tracekit.cli.settings import Config
-    from tracekit.model.trace import Run
+    from tracekit.model.run import Run
     from tracekit.regression.baseline import Baseline
     from tracekit.rules.rule import Report
 

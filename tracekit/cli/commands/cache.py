@@ -24,15 +24,15 @@ def cache(what: Annotated[What, typer.Argument(help="Show its size or its path, 
     the dashboard keeps lies beside them, and is removed with them: timelines, bound to as much again, and reports, to a
     tenth of it.
     """
-    from tracekit.ingest.trace_cache import Cache
+    from tracekit.ingest.trace_cache import TraceCache
     from tracekit.model import units
     from tracekit.report import timeline
     from tracekit.rules.report_cache import store
 
-    found = Cache.of_user()
+    found = TraceCache.of_user()
     if found is None:
         raise InputError("there is no home directory to keep a cache in; name a folder by TRACEKIT_CACHE_DIR")
-    beside = {"timelines": timeline.shelf(), "reports": store.shelf()}
+    beside = {"timelines": timeline.scene_cache(), "reports": store.report_cache()}
     if what is What.PATH:
         output.emit(f"{found.folder}\n")
     elif what is What.CLEAR:

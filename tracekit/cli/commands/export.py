@@ -13,7 +13,7 @@ from tracekit.cli.run_loading import RunArgument, UseCache
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tracekit.model.trace import Run, Source
+    from tracekit.model.run import Run, Source
     from tracekit.rules.rule import Finding
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")

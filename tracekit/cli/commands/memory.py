@@ -13,7 +13,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.model.memory_snapshot import MemorySnapshot
-    from tracekit.model.trace import Run
+    from tracekit.model.run import Run
     from tracekit.replay.allocator.playback import History
     from tracekit.report.memory import Memory
 

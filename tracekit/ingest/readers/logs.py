@@ -15,7 +15,7 @@ _PLACE = ("step", "rank")
 
 
 def read_beside(trace_path: str, rank: int) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Return checkpoints, metrics and doubts from the logs in the folder of a trace (for a window, the one above)."""
+    """Return checkpoints, metrics and data-quality issues from the logs beside a trace (of a window: one folder up)."""
     bad: list[str] = []
     checkpoints = list(_lines(trace_path, rank, conventions.CHECKPOINT_LOG_SUFFIX, bad))
     metrics = [
@@ -24,8 +24,10 @@ def read_beside(trace_path: str, rank: int) -> tuple[pl.DataFrame, pl.DataFrame,
         for name, value in line.items()
         if name not in _PLACE and isinstance(line.get("step"), int) and _is_number(value)
     ]
-    doubts = pl.DataFrame([("bad_log", message, 0.0) for message in bad], schema=schema.DOUBTS.schema, orient="row")
-    return _conform(schema.CHECKPOINTS, checkpoints), _conform(schema.METRICS, metrics), doubts
+    issues = pl.DataFrame(
+        [("bad_log", message, 0.0) for message in bad], schema=schema.DATA_QUALITY.schema, orient="row"
+    )
+    return _conform(schema.CHECKPOINTS, checkpoints), _conform(schema.METRICS, metrics), issues
 
 
 def _lines(trace_path: str, rank: int, suffix: str, bad: list[str]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tracekit.model.trace import Run, created_ns
+from tracekit.model.run import Run, created_ns
 from tracekit.regression import baseline
 from tracekit.regression.change import Values
 from tracekit.regression.comparison import Side, job_samples

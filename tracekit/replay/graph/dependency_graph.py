@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from tracekit.model.run import Run
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.model.trace import Run
 from tracekit.replay.graph import trace_graph
 from tracekit.replay.graph.nodes import WORK
 from tracekit.sync import alignment, collective_matching
@@ -106,7 +106,7 @@ FACTS = (trace_graph.nodes, trace_graph.edges, trace_graph.windows, trace_graph.
 def graphs(run: Run) -> list[Graph]:
     """Return the graph of each window of a run."""
     run.measure(FACTS)
-    nodes = alignment.shifted(run.table(trace_graph.nodes), run.offsets, ("start_ns", "end_ns"))
+    nodes = alignment.on_run_clock(run.table(trace_graph.nodes), run.offsets, ("start_ns", "end_ns"))
     edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
     found = []
     for (window,), mine in nodes.group_by("window", maintain_order=True):
@@ -278,7 +278,7 @@ def _joints(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.DataF
     A rank that came last only transfers, the others wait before.
     """
     told = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
-    calls = run.across(collective_matching.matched).filter(pl.col("window") == window).drop_nulls("instance")
+    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
     calls = calls.join(told.select("rank"), on="rank", how="semi")
     several = calls.filter(pl.len().over("instance") > 1).select("rank", pl.col("activity_id").alias("ref"), "instance")
     work = placed.with_row_index("at").filter(pl.col("what") == WORK).select("at", "rank", "ref", "own_ns")

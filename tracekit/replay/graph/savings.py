@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import polars as pl
 
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, steps
 from tracekit.replay.graph.dependency_graph import Graph, Replayed
 from tracekit.replay.graph.transforms import AS_MEASURED, CHANGES, in_order

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.communication import latency
 from tracekit.errors import InputError
 from tracekit.model import units
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.replay.graph import (
     contention_update,
     earlier_collectives,
@@ -76,7 +76,7 @@ def _hsdp(run: Run, node: Node | None) -> Prediction:
             "--strategy hsdp: what a ring inside a node carries is not in this recording; say it by --node-bandwidth, "
             "such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
         )
-    lines = run.across(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
+    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
     known = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
     assumed = (
         f"{node.gpus} GPUs a node, whose rings carry {units.rate(node.bytes_per_s)}",
@@ -109,7 +109,7 @@ def other_network(run: Run, times: float) -> Prediction:
     """
     if not _SLOWEST <= times <= 1 / _SLOWEST:
         raise InputError(f"--network-times is {times}; it must be from {_SLOWEST:g} to {1 / _SLOWEST:g}")
-    lines = run.across(latency.by_group).select("group", "group_size", "hop_ns")
+    lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
     known = lines["hop_ns"].is_not_null().any()
     assumed = (
         f"every link, inside nodes and between them, carries {times:g} times as many bytes a second",

@@ -9,7 +9,7 @@ import polars as pl
 
 from tracekit.analysis.compute import concurrency, recomputation
 from tracekit.analysis.time import breakdown, dependencies, launches
-from tracekit.model.memoize import once
+from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import cpu_run, host_time
@@ -46,7 +46,7 @@ def edges(trace: Trace) -> pl.DataFrame:
     return built(trace).edges
 
 
-@once
+@memoize
 def built(trace: Trace) -> Built:
     """Return nodes and edges of a trace."""
     return _on_device(trace) if trace.on_device else cpu_run.built(trace)

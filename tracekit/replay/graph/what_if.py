@@ -6,7 +6,7 @@ import polars as pl
 
 from tracekit.analysis.compute import contention
 from tracekit.errors import InputError
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.replay.graph import causes, savings, steps
 from tracekit.replay.graph.causes import Cause
 from tracekit.replay.graph.savings import Saving
@@ -23,7 +23,7 @@ class Answer:
     """What one cause costs: of a step in ns and as a share, and of a day of training in GPU-hours and money.
 
     `gpu_hours_per_day` is null for runs on CPUs, `per_day` also without a price. `confidence` runs from 0 to 1; `basis`
-    says what the answer rests on, `doubt` what makes it less sure, `why_not` why there is none.
+    says what the answer rests on, `caveat` what makes it less sure, `why_not` why there is none.
     """
 
     cause: Cause
@@ -34,7 +34,7 @@ class Answer:
     per_day: float | None
     confidence: float
     basis: str
-    doubt: str = ""
+    caveat: str = ""
     why_not: str = ""
 
     @property

@@ -94,11 +94,11 @@ def _kind(code: str) -> tuple[str, str]:
 
 
 def _told(row: dict[str, object]) -> str:
-    doubt = f"<br>less sure: {escaping.escape(str(row['doubt']), 160)}" if row["doubt"] else ""
+    caveat = f"<br>less sure: {escaping.escape(str(row['caveat']), 160)}" if row["caveat"] else ""
     return (
         f"<b>without {escaping.escape(str(row['cause']))}</b>: a step takes {units.duration(int(str(row['without_ns'])))}"
         f"<br>saves {units.duration(int(str(row['saved_ns'])))} ({units.share(float(str(row['saved_ratio'])))}), "
-        f"confidence {float(str(row['confidence'])):.0%}{doubt}"
+        f"confidence {float(str(row['confidence'])):.0%}{caveat}"
     )
 
 

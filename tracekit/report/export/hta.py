@@ -16,7 +16,8 @@ import polars as pl
 
 from tracekit.errors import InputError, MissingExtraError
 from tracekit.model import units
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,8 @@ import numpy as np
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.model.trace import Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Trace
 from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import Exported
 from tracekit.report.export.protobuf_wire import Ints

@@ -6,7 +6,7 @@ tiles.view(scene, scene.span, pixels=1400)
 
 from tracekit.report.timeline.arrow_search import ARROWS, HOWS, arrows
 from tracekit.report.timeline.name_search import Matches, find
-from tracekit.report.timeline.scene import KINDS, Scene, open_scene, shelf
+from tracekit.report.timeline.scene import KINDS, Scene, open_scene, scene_cache
 from tracekit.report.timeline.slice_details import Details, Told, details
 from tracekit.report.timeline.viewport import VIEW, names, view
 
@@ -24,6 +24,6 @@ __all__ = [
     "find",
     "names",
     "open_scene",
-    "shelf",
+    "scene_cache",
     "view",
 ]

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 import polars as pl
 
 from tracekit.analysis.time import dependencies
-from tracekit.model.memoize import once
-from tracekit.model.trace import Run, Trace
+from tracekit.model.memoize import memoize
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.report.timeline import lookup
 from tracekit.report.timeline.collective_peers import peers
 from tracekit.report.timeline.scene import Scene
@@ -90,7 +91,7 @@ def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
     ]
 
 
-_dependencies = once(dependencies.dependencies)
+_dependencies = memoize(dependencies.dependencies)
 
 
 def _own(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:

@@ -2,7 +2,7 @@
 
 import polars as pl
 
-from tracekit.model.trace import Run
+from tracekit.model.run import Run
 from tracekit.report.timeline import lookup
 from tracekit.report.timeline.scene import Scene
 from tracekit.sync import alignment, collective_matching
@@ -20,12 +20,12 @@ def peers(run: Run, scene: Scene, rank: int, activity_id: int) -> pl.DataFrame:
     Columns PEERS, times on the run's clock, by rank; no rows where no other rank is known to have it. wait_ns is from a
     rank's start to the last rank's. Of a large group the MAX_PEERS that came last are told.
     """
-    calls = run.across(collective_matching.matched).filter(pl.col("window") == scene.window)
+    calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == scene.window)
     own = calls.filter(pl.col("rank") == rank, pl.col("activity_id") == activity_id).drop_nulls("instance")
     there = calls.join(own.select("instance"), on="instance", how="semi")
     if there.height < 2:
         return pl.DataFrame(schema=PEERS)
-    placed = alignment.shifted(there, run.offsets, ("start_ns", "end_ns"))
+    placed = alignment.on_run_clock(there, run.offsets, ("start_ns", "end_ns"))
     last_ns = pl.col("start_ns").max()
     timed = placed.with_columns(pl.min_horizontal(last_ns, "end_ns").alias("until_ns"))
     rows = []

@@ -16,11 +16,10 @@ import numpy.typing as npt
 import polars as pl
 
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import disk_cache as shelves
-from tracekit.ingest import trace_cache
-from tracekit.ingest.disk_cache import Shelf
+from tracekit.ingest import disk_cache, trace_cache
+from tracekit.ingest.disk_cache import DiskCache
 from tracekit.model.intervals import Window
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
 from tracekit.report.timeline import layout
@@ -56,7 +55,7 @@ class Scene:
     GPU 0), label, role (compute, communication, copy, checkpoint, host), source (the table that its slices are rows of:
     activities, checkpoints, ops), lane (of its trace; null for checkpoints) and rows (how deep its slices nest).
     `bands` has columns rank, kind (step, unit), name, start_ns, end_ns. `offsets` are the rows of `Run.offsets` of the
-    window: `align.shifted` takes other times of a trace, such as a finding's, to the clock of the scene with them.
+    window: `alignment.on_run_clock` takes other times of a trace, such as a finding's, to the clock of the scene with them.
     """
 
     key: str
@@ -100,7 +99,7 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
     if not sources:
         known = sorted({source.window for source in run.sources})
         raise InputError(f"{run.path}: no trace of window {window}; there are {', '.join(map(str, known))}")
-    kept = shelf(folder)
+    kept = scene_cache(folder)
     key = _key(sources)
     if kept is None or key is None:
         return _temporary(run, window, on_progress)
@@ -110,14 +109,14 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
     try:
         return _kept(run, window, kept, key, on_progress)
     except OSError as error:
-        kept.complain(error)
+        kept.log_unusable(error)
         return _temporary(run, window, on_progress)
 
 
-def shelf(folder: Path | None = None) -> Shelf | None:
+def scene_cache(folder: Path | None = None) -> DiskCache | None:
     """Return where scenes are kept: in `folder`, or beside the user's parsed traces; None for a user without a home."""
-    place = folder or shelves.folder("tiles", os.environ)
-    return None if place is None else Shelf(place, SUFFIX, trace_cache.bound())
+    place = folder or disk_cache.folder("tiles", os.environ)
+    return None if place is None else DiskCache(place, SUFFIX, trace_cache.max_cache_bytes())
 
 
 def _key(sources: Sequence[Source]) -> str | None:
@@ -130,10 +129,10 @@ def _key(sources: Sequence[Source]) -> str | None:
 
 @functools.cache
 def _code() -> str:
-    return shelves.hash_of_code(Path(__file__).parents[2], _CODE)
+    return disk_cache.code_hash(Path(__file__).parents[2], _CODE)
 
 
-def _kept(run: Run, window: int, kept: Shelf, key: str, on_progress: Progress | None) -> Scene:
+def _kept(run: Run, window: int, kept: DiskCache, key: str, on_progress: Progress | None) -> Scene:
     named = [source for source in run.sources if source.window == window]
     with kept.writing(key) as file:
         found = _made(run, window, file, key, on_progress)
@@ -165,7 +164,7 @@ def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress
 
 def _laid(run: Run, source: Source, moved: layout.Moved, *, is_only: bool) -> Laid | None:
     try:
-        return layout.laid(run.once(source), moved)
+        return layout.laid(run.read(source), moved)
     except BadTraceError:
         if is_only:
             raise

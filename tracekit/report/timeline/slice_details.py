@@ -7,7 +7,8 @@ from typing import Any
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.model.trace import Run, Trace
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.report.timeline import lookup
 from tracekit.report.timeline.collective_peers import PEERS, peers
 from tracekit.report.timeline.scene import Scene

@@ -11,7 +11,8 @@ line names them, and what fails a build must rest on the files that lie there, n
 from collections.abc import Callable, Iterable
 
 from tracekit.ingest import loader
-from tracekit.model.trace import Fact, Source, Survey
+from tracekit.model.run import RunFact, Source
+from tracekit.model.trace import Fact
 from tracekit.rules import engine
 from tracekit.rules.report_cache import entry, keys, store
 from tracekit.rules.report_cache.summary import Summary
@@ -24,7 +25,7 @@ def report(
     path: str,
     *,
     facts: Iterable[Fact] = (),
-    surveys: Iterable[Survey] = (),
+    surveys: Iterable[RunFact] = (),
     on_progress: Callable[[Source], None] | None = None,
 ) -> Report:
     """Return the report of a run by all rules with their default thresholds, kept or made now and then kept.
@@ -39,7 +40,7 @@ def report(
     run = loader.load(path)
     made = engine.check(run, facts=facts, on_progress=on_progress)
     for survey in surveys:
-        run.across(survey)
+        run.run_table(survey)
     if key is not None and keys.of_run(path) == key:  # else it was written to while it was read
         store.put(key, made)
     return made
@@ -51,4 +52,4 @@ def summary(path: str, state: keys.State | None = None) -> Summary | None:
     `state` is that of its files where a caller knows it already.
     """
     key = keys.of_run(path, state)
-    return None if key is None else store.shelf().get(key, entry.read_summary)
+    return None if key is None else store.report_cache().get(key, entry.read_summary)

@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
-from tracekit.model.trace import Run, Source, Trace
+from tracekit.model.run import Run, Source
+from tracekit.model.trace import Trace
 from tracekit.rules.report_cache.summary import Summary, of_report
 from tracekit.rules.rule import Finding, Input, Report, Severity, Without
 from tracekit.sync import alignment
@@ -23,7 +24,7 @@ MOST_BYTES = 64 << 20
 """Of all facts of a run together; what goes beyond is measured anew where a page asks for it."""
 UNSAYABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 """What is raised where a manifest or a table holds what JSON or Arrow cannot say."""
-_REPORT, _DOUBTS = "report.json", "doubts.arrow"
+_REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
 _MAX_LINE_BYTES = 1 << 16
 
 Reader = Callable[[int, int, str], Callable[[], Trace]]
@@ -32,7 +33,7 @@ Reader = Callable[[int, int, str], Callable[[], Trace]]
 
 def write(report: Report, file: BinaryIO) -> None:
     """Write a report, its summary, and the facts of its run."""
-    facts = dict(_to_keep(report.run.measured))
+    facts = dict(_to_keep(report.run.measured_tables))
     run = {
         "path": report.run.path,
         "manifest": report.run.manifest,
@@ -52,7 +53,7 @@ def write(report: Report, file: BinaryIO) -> None:
     file.write(b"%08x %s\n" % (zlib.crc32(line), line))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(_REPORT, json.dumps(told))
-        archive.writestr(_DOUBTS, _packed(report.run.doubts))
+        archive.writestr(_DATA_QUALITY, _packed(report.run.data_quality))
         for number, found in enumerate(report.findings):
             archive.writestr(f"evidence{number}.arrow", _packed(found.evidence))
         for number, table in enumerate(facts.values()):
@@ -75,12 +76,18 @@ def read(file: BinaryIO, reader: Reader, recall: Callable[[int], pl.DataFrame | 
     """
     with zipfile.ZipFile(file) as archive:
         told = json.loads(archive.read(_REPORT))
-        doubts = _table(archive, _DOUBTS)
+        data_quality = _table(archive, _DATA_QUALITY)
         evidence = [_table(archive, f"evidence{number}.arrow") for number in range(len(told["findings"]))]
     sources = [Source(r, w, path, size, reader(w, r, path)) for r, w, path, size in told["run"]["sources"]]
-    run = Run(told["run"]["path"], sources, manifest=told["run"]["manifest"], doubts=doubts, align=alignment.offsets)
+    run = Run(
+        told["run"]["path"],
+        sources,
+        manifest=told["run"]["manifest"],
+        data_quality=data_quality,
+        align=alignment.offsets,
+    )
     numbers = {name: number for number, name in enumerate(told["facts"])}
-    run.recall(lambda name: recall(numbers[name]) if name in numbers else None)
+    run.use_cached_tables(lambda name: recall(numbers[name]) if name in numbers else None)
     return Report(
         run,
         tuple(_finding(each, rows) for each, rows in zip(told["findings"], evidence, strict=True)),

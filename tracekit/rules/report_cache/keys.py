@@ -140,7 +140,7 @@ def _judging() -> str:
     package = Path(conventions.__file__).parent
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
     told = {
-        "code": disk_cache.hash_of_code(package, ("**/*.py",)),
+        "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],
         "rules": rules,
         "plugins": sorted({_plugin(rule) for rule in all_rules() if rule not in RULES}),
@@ -155,4 +155,4 @@ def _plugin(rule: type) -> str:
     except (TypeError, OSError):
         return f"{rule.__module__} of unknown source"
     is_package = (source.parent / "__init__.py").exists()
-    return disk_cache.hash_of_code(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))
+    return disk_cache.code_hash(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))

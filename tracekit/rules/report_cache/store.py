@@ -9,10 +9,10 @@ from threading import Lock
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.ingest import disk_cache as shelves
-from tracekit.ingest import loader, trace_cache
-from tracekit.ingest.disk_cache import Shelf
-from tracekit.model.trace import Run, Trace
+from tracekit.ingest import disk_cache, loader, trace_cache
+from tracekit.ingest.disk_cache import DiskCache
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
 from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Report
 
@@ -20,17 +20,17 @@ _SUFFIX = ".report"
 _SHARE_OF_CACHE = 10
 
 
-def shelf() -> Shelf:
+def report_cache() -> DiskCache:
     """Return the user's shelf of kept reports; for a user without a home, one that holds nothing."""
-    folder = shelves.folder("reports", os.environ)
+    folder = disk_cache.folder("reports", os.environ)
     if folder is None:
-        return Shelf(Path(os.devnull), _SUFFIX, 0)
-    return Shelf(folder, _SUFFIX, trace_cache.bound() // _SHARE_OF_CACHE)
+        return DiskCache(Path(os.devnull), _SUFFIX, 0)
+    return DiskCache(folder, _SUFFIX, trace_cache.max_cache_bytes() // _SHARE_OF_CACHE)
 
 
 def get(key: str, path: str) -> Report | None:
     """Return the report kept under `key` of the run at `path`; None where there is none to trust."""
-    held, again = shelf(), _Again(path, key)
+    held, again = report_cache(), _Again(path, key)
 
     def recall(number: int) -> pl.DataFrame | None:
         return held.get(key, partial(entry.read_fact, number))
@@ -40,7 +40,7 @@ def get(key: str, path: str) -> Report | None:
 
 def put(key: str, report: Report) -> None:
     """Keep a report; one that cannot be written is not kept."""
-    shelf().put(key, partial(entry.write, report), unless=entry.UNSAYABLE)
+    report_cache().put(key, partial(entry.write, report), unless=entry.UNSAYABLE)
 
 
 class _Again:

@@ -16,7 +16,7 @@ class Summary:
 
     findings: Mapping[str, int]
     """How many there are of each severity, by label; without those of doubtful data."""
-    doubts: int
+    quality_issues: int
     """How many findings of doubtful data there are that are more than information."""
     ranks: int
     step_time_ns: float | None
@@ -30,11 +30,11 @@ class Summary:
 def of_report(report: Report) -> Summary:
     """Return a report in short; its run's facts have been measured."""
     judged = [found for found in report.findings if not is_of_data(found.code)]
-    doubts = [found for found in report.findings if is_of_data(found.code) and found.severity > Severity.INFO]
+    issues = [found for found in report.findings if is_of_data(found.code) and found.severity > Severity.INFO]
     steps = facts.step_times(report.run)
     return Summary(
         {severity.label: sum(found.severity is severity for found in judged) for severity in Severity},
-        len(doubts),
+        len(issues),
         len(report.run.ranks),
         facts.step_time_ns(report.run),
         tuple(steps["duration_ns"].tail(MOST_STEPS).to_list()),

@@ -40,7 +40,7 @@ def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure()
         {"cause": "communication", "code": "COMM001", "saved_ns": MS, "saved_ratio": 0.1, "confidence": 1.0},
     ]
     empty = {"without_ns": 0, "gpu_hours_per_day": None, "money_per_day": None}
-    texts = {"summary": "", "basis": "", "doubt": "<b>"}
+    texts = {"summary": "", "basis": "", "caveat": "<b>"}
     figure = charts.savings(pl.DataFrame([row | empty | texts for row in rows], schema=told.COLUMNS))
     assert figure.layout.yaxis.ticktext == ("late-gathers", "straggler", "communication")
     first, second = figure.data

@@ -16,7 +16,7 @@ from tests.support import drawn_traces
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import trace_cache
 from tracekit.model import schema
-from tracekit.model.trace import Run, Source
+from tracekit.model.run import Run, Source
 from tracekit.report import timeline
 from tracekit.report.timeline import level_of_detail
 from tracekit.report.timeline import scene as scenes
@@ -144,8 +144,8 @@ def test_a_cache_that_is_no_folder_costs_the_file_only(run, folder):
 
 
 def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypatch):
-    monkeypatch.setenv(trace_cache.DIRECTORY, str(folder))
-    monkeypatch.setenv(trace_cache.MAX_BYTES, "0")
+    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(folder))
+    monkeypatch.setenv(trace_cache.MAX_BYTES_VARIABLE, "0")
     assert len(seen(timeline.open_scene(tracekit.load(run)))) == 4
     assert files(folder / "tiles") == []
 
@@ -153,7 +153,7 @@ def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypa
 def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder):
     opened(run, folder)
     (file,) = files(folder)
-    kept = timeline.shelf(folder)
+    kept = timeline.scene_cache(folder)
     assert kept.size_bytes() == file.stat().st_size == kept.clear()
     made: list = []
     opened(run, folder, made)
@@ -163,7 +163,7 @@ def test_scenes_are_part_of_the_cache_that_a_user_can_size_and_clear(run, folder
 def test_the_scene_used_least_goes_first_where_the_cache_is_full(run, folder):
     opened(run, folder)
     (old,) = files(folder)
-    with dataclasses.replace(timeline.shelf(folder), max_bytes=old.stat().st_size).writing("new") as file:
+    with dataclasses.replace(timeline.scene_cache(folder), max_bytes=old.stat().st_size).writing("new") as file:
         file.write(b"x")
     assert [each.name for each in files(folder)] == ["new.tiles"]
 

@@ -14,9 +14,9 @@ _ENOUGH_TIMES = 64
 
 
 def table(events: Events, steps: Steps, *, bad_times: int) -> pl.DataFrame:
-    """Return the doubts that reading raises: one row per kind."""
+    """Return the data-quality issues that reading raises: one row per kind."""
     rows = [*_damage(events), *_content(events, steps, bad_times)]
-    return pl.DataFrame(rows, schema=schema.DOUBTS.schema, orient="row")
+    return pl.DataFrame(rows, schema=schema.DATA_QUALITY.schema, orient="row")
 
 
 def _damage(events: Events) -> Iterator[Row]:

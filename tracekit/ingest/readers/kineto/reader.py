@@ -33,8 +33,8 @@ from tracekit.model.trace import LazyTrace, Trace
 def read(path: str, *, rank: int, window: int = 0) -> Trace:
     """Read one trace file and the logs that lie beside it.
 
-    A file that is cut or damaged is read as far as it goes, and `doubts` says what is missing. Raises BadTraceError if
-    the file is missing, empty, no trace, or holds not one whole event.
+    A truncated or damaged file is read as far as possible; `data_quality` states what is missing. Raises BadTraceError
+    if the file is missing, empty, not a trace, or has no complete event.
     """
     return read_counted(path, rank=rank, window=window)[0]
 
@@ -48,16 +48,16 @@ def read_counted(path: str, *, rank: int, window: int = 0) -> tuple[Trace, Count
 def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
     """Read a file into which the traces of several ranks were merged: a trace for each, by rank.
 
-    Events without a rank of their own are left out, and counted in a doubt. Raises BadTraceError as `read` does.
+    Events without a rank are left out and counted in `data_quality`. Raises BadTraceError as `read` does.
     """
     events = stream.read_events(path)
     found = sorted(_ranks(events))
     rankless = sum(frame["rank"].null_count() for frame in (events.host, events.device) if "rank" in frame.columns)
-    further = schema.DOUBTS.empty()
+    further = schema.DATA_QUALITY.empty()
     if rankless:
         message = f"{rankless:,} events of the merged file name no rank and were left out."
         row = ("rankless_events", message, rankless / sum(events.counts.values()))
-        further = pl.DataFrame([row], schema.DOUBTS.schema, orient="row")
+        further = pl.DataFrame([row], schema.DATA_QUALITY.schema, orient="row")
     return {rank: _trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found}
 
 
@@ -86,7 +86,7 @@ def rank_of(header: Mapping[str, Any]) -> int | None:
 
 
 def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
-    """Return the trace that `events` tell, with `further` doubts; tables that few ask for are made when they are."""
+    """Return the trace of `events`, with `further` data-quality issues; rarely used tables are built on access."""
     base_ns = _base_ns(events.header)
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
@@ -119,7 +119,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         groups=collectives.groups(events.header, speaking),
         checkpoints=checkpoints,
         metrics=metrics,
-        doubts=pl.concat([bad_logs, found, further]),
+        data_quality=pl.concat([bad_logs, found, further]),
         header=events.header,
     )
     return LazyTrace.of(
@@ -130,7 +130,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
             "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
             "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, events.names, built)),
         },
-        held_bytes=built.size_bytes + int(memory.estimated_size()),
+        deferred_bytes=built.size_bytes + int(memory.estimated_size()),
     )
 
 
@@ -201,6 +201,6 @@ def _moved(spoken: list[Spoken], rows: Ints) -> list[Spoken]:
 def _several_ranks(events: Events) -> pl.DataFrame:
     found = sorted(_ranks(events))
     if len(found) < 2:
-        return schema.DOUBTS.empty()
+        return schema.DATA_QUALITY.empty()
     message = f"The file holds events of {len(found)} ranks ({found[0]} to {found[-1]}), read as one: split it."
-    return pl.DataFrame([("several_ranks", message, 1.0)], schema=schema.DOUBTS.schema, orient="row")
+    return pl.DataFrame([("several_ranks", message, 1.0)], schema=schema.DATA_QUALITY.schema, orient="row")

@@ -11,7 +11,7 @@ from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import schema
 from tracekit.model.memory_snapshot import MemorySnapshot
-from tracekit.model.trace import RUN_DOUBTS, Run
+from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import snapshot_summary
 from tracekit.replay.allocator.settings import SMALL_BYTES
@@ -31,7 +31,7 @@ def pools(run: Run) -> pl.DataFrame:
 
     Columns window, rank and those of `snapshots.fragmentation`, waiting_bytes (freed, but another stream uses it) and
     largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
-    the first 128 MiB of snapshots are read, and those that cannot be read are left to `doubts`.
+    the first 128 MiB of snapshots are read, and those that cannot be read are left to `data_quality`.
     """
     return _looked_at(run)[0]
 
@@ -45,8 +45,8 @@ def histories(run: Run) -> pl.DataFrame:
     return _looked_at(run)[1]
 
 
-def doubts(run: Run) -> pl.DataFrame:
-    """Return a row for each snapshot beside the run's traces that cannot be read: columns as RUN_DOUBTS."""
+def data_quality(run: Run) -> pl.DataFrame:
+    """Return a row for each snapshot beside the run's traces that cannot be read: columns as RUN_DATA_QUALITY."""
     return _looked_at(run)[2]
 
 
@@ -72,7 +72,7 @@ _KNOWN: WeakKeyDictionary[Run, tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]] 
 
 
 def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Return pools, histories and doubts: each snapshot is read once for all."""
+    """Return pools, histories and data-quality issues: each snapshot is read once for all."""
     if run not in _KNOWN:
         found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
         told: list[tuple[object, ...]] = []
@@ -89,7 +89,7 @@ def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
                 counts = (len(history.action), history.retries, len(history.taken))
                 told.append((each.window, each.rank, device, *counts, each.path))
         histories = pl.DataFrame(told, schema=HISTORY_COLUMNS, orient="row")
-        _KNOWN[run] = pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DOUBTS.schema, orient="row")
+        _KNOWN[run] = pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
     return _KNOWN[run]
 
 
