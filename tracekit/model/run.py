@@ -49,8 +49,8 @@ class Run:
     ) -> None:
         """Build a run from `sources`; `data_quality` has the issues of the run itself, columns as RUN_DATA_QUALITY.
 
-        `align` computes each trace's offset to the run's clock. Traces are cached in memory up to `cache_bytes`. At most
-        `max_concurrent_reads` are read at a time; by default the number of processors, at most four.
+        `align` computes each trace's offset to the run's clock. Traces are cached in memory up to `cache_bytes`, and
+        at most `max_concurrent_reads` are read at a time: by default one per processor, at most four.
         """
         self.path = path
         self.sources = tuple(sorted(sources, key=lambda s: (s.window, s.rank)))
