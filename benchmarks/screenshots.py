@@ -164,7 +164,7 @@ def served(*runs: Path) -> Iterator[tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "streamlit", "run", str(ROOT / "dashboard" / "app.py")]
+    command = [sys.executable, "-m", "streamlit", "run", str(ROOT / "dashboard" / "server" / "app.py")]
     command += ["--server.port", str(port), "--", *map(str, runs)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment())
     try:

@@ -23,7 +23,7 @@ from tracekit.regression.history.entry import entry
 from tracekit.report import json as report_json
 
 caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
-APP = str(Path(__file__).parents[3] / "dashboard" / "app.py")
+APP = str(Path(__file__).parents[3] / "dashboard" / "server" / "app.py")
 FAULTS = Path(__file__).parents[3] / "sample_traces" / "faults"
 SAMPLE = Path(__file__).parents[3] / "sample_traces" / "demo-fsdp2"
 runs, _keep_main = dashboard_pages.runs, dashboard_pages.keep_main

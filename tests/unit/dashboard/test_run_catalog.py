@@ -380,7 +380,7 @@ def test_the_command_listens_to_this_machine_only_unless_told(monkeypatch, runs,
 def test_the_dashboards_own_settings_keep_its_protections():
     import tomllib
 
-    settings = tomllib.loads((Path(run_catalog.__file__).parent / ".streamlit" / "config.toml").read_text())
+    settings = tomllib.loads((Path(run_catalog.__file__).parent / "server" / ".streamlit" / "config.toml").read_text())
     server = settings["server"]
     assert server["enableXsrfProtection"]
     assert server["enableCORS"]

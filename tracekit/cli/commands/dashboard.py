@@ -110,7 +110,7 @@ def _listen(host: str, port: int) -> None:
 
 def _server() -> Path:
     found = importlib.util.find_spec("dashboard")
-    server = Path(found.origin).parent / "serve.py" if found and found.origin else None
+    server = Path(found.origin).parent / "server" / "serve.py" if found and found.origin else None
     if server is None or not server.is_file():
         raise MissingExtraError("the dashboard's pages are not installed: pip install 'torch-tracekit[dashboard]'")
     return server

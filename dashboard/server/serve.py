@@ -16,7 +16,7 @@ def main() -> None:
 
     _answer_at_once()
     # The first visit would wait for it; a browser takes longer to start.
-    threading.Thread(target=importlib.import_module, args=("dashboard.app",), daemon=True).start()
+    threading.Thread(target=importlib.import_module, args=("dashboard.server.app",), daemon=True).start()
     cli.main(["run", str(APP), *sys.argv[1:]], prog_name="streamlit")
 
 
@@ -42,5 +42,5 @@ def _answer_at_once() -> None:
 
 if __name__ == "__main__":
     # Run by its path, for -m would take a folder named dashboard where one is for this one.
-    sys.path.append(str(APP.parents[1]))
+    sys.path.append(str(APP.parents[2]))
     main()

@@ -1,6 +1,6 @@
 """The dashboard's frame: the runs it was opened on, the choice of one, the pages.
 
-`tracekit dashboard RUN…` runs this file under Streamlit; ``streamlit run dashboard/app.py -- RUN…`` does the same.
+`tracekit dashboard RUN…` runs this file under Streamlit; ``streamlit run dashboard/server/app.py -- RUN…`` does the same.
 """
 
 import operator
