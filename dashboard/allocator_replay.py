@@ -3,7 +3,7 @@
 import streamlit as st
 
 from dashboard import run_facts, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.report import charts
@@ -16,14 +16,14 @@ THRESHOLDS = (NO_LIMIT, 0.6, 0.7, 0.8, 0.9)
 DIVISIONS = (AS_IS, 2, 4, 8, 16)
 
 
-def of_trace(entry: Entry, rank: int, window: int) -> None:
+def of_trace(entry: RunEntry, rank: int, window: int) -> None:
     """Replay what a trace tells of the allocator: what was cached at its start is inferred."""
     _section(
         f"{entry.name}-{rank}-{window}", lambda text, gib: run_facts.replay_of_trace(entry, rank, window, text, gib)
     )
 
 
-def of_snapshot(entry: Entry, found: SnapshotFile, device: int) -> None:
+def of_snapshot(entry: RunEntry, found: SnapshotFile, device: int) -> None:
     """Replay the history in a memory snapshot."""
     _section(
         f"{entry.name}-{found.path}-{device}",

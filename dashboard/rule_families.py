@@ -7,7 +7,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.rules import all_rules
 from tracekit.rules.rule import Finding, Report
 
@@ -47,7 +47,7 @@ def of_families(findings: Sequence[Finding], families: Sequence[str]) -> dict[st
     return {key: found for key, found in widgets.finding_keys(findings).items() if family(found.code) in families}
 
 
-def show(held: run_store.Opened, *families: str) -> None:
+def show(held: run_store.OpenRun, *families: str) -> None:
     """Show the findings of some families, folded: what they cost stands on the overview too."""
     found = of_families(held.report.findings, families)
     if not found:
@@ -58,7 +58,7 @@ def show(held: run_store.Opened, *families: str) -> None:
             widgets.finding(each, held, key=key)
 
 
-def begin(entry: Entry) -> run_store.Opened | None:
+def begin(entry: RunEntry) -> run_store.OpenRun | None:
     """Begin a page about the work in a run as `parts.begin` does; None, and said, where the traces hold none."""
     held = widgets.begin(entry)
     if held is None or run_store.by_rank(entry).height:

@@ -21,21 +21,21 @@ from tracekit.rules.report_cache.keys import File, State
 HISTORY = "--history="
 MAX_DEPTH = 3
 MAX_ENTRIES = 2000
-LISTING_LIVES_S = 2.0
+LISTING_TTL_S = 2.0
 """A listing is taken for true for so long, and for 20 times as long as it took."""
 LIVE_S = 20.0
 """A run whose files changed so lately is taken as being recorded."""
-WHOLE_S = 2.0
+SETTLED_S = 2.0
 """A trace that did not change for so long is taken as written to its end."""
 _MAX_MANIFEST_BYTES = 1 << 20
-_LIVES_TIMES = 20
+_TTL_FACTOR = 20
 _MAX_WORLD_SIZE = 1 << 31
 _WINDOW = re.compile(r"window\d+")
 _LOGS = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX)
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """One run as it lies on disk: `name` is unique in the catalog, `stamp` changes when a file of the run does."""
 
     name: str
@@ -63,11 +63,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listing:
     """Runs as they lie there: of more than MAX_ENTRIES the newest, in the order of their names."""
 
-    entries: tuple[Entry, ...]
-    left_out: int = 0
+    entries: tuple[RunEntry, ...]
+    omitted: int = 0
 
 
 class Catalog:
@@ -80,17 +80,17 @@ class Catalog:
         """Take the paths; runs are looked for when they are asked for."""
         self._paths, self._clock_s = tuple(paths), clock_s
         self._lock = threading.Lock()
-        self._last: Listed | None = None
+        self._last: Listing | None = None
         self._until_s = 0.0
 
-    def listed(self) -> Listed:
+    def listing(self) -> Listing:
         """Return the runs as they are now, or were a moment ago."""
         with self._lock:
             began_s = self._clock_s()
             if self._last is None or began_s >= self._until_s:
-                self._last = listed(self._paths)
+                self._last = list_runs(self._paths)
                 ended_s = self._clock_s()
-                self._until_s = ended_s + max(LISTING_LIVES_S, _LIVES_TIMES * (ended_s - began_s))
+                self._until_s = ended_s + max(LISTING_TTL_S, _TTL_FACTOR * (ended_s - began_s))
             return self._last
 
     def forget(self) -> None:
@@ -98,12 +98,12 @@ class Catalog:
         self._until_s = 0.0
 
 
-def entries(paths: Iterable[str]) -> tuple[Entry, ...]:
+def entries(paths: Iterable[str]) -> tuple[RunEntry, ...]:
     """Return the entries of `listed`."""
-    return listed(paths).entries
+    return list_runs(paths).entries
 
 
-def listed(paths: Iterable[str]) -> Listed:
+def list_runs(paths: Iterable[str]) -> Listing:
     """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of them, up to three deep.
 
     A path that is neither becomes an entry with a `problem`, and so does a run with a file that is a link to a place
@@ -112,26 +112,26 @@ def listed(paths: Iterable[str]) -> Listed:
     named = [Path(text) for text in paths]
     roots = tuple({os.path.realpath(path if _is_dir(path) else path.parent): None for path in named})
     places = [place for root in named for place in _runs_at(root, roots)]
-    found: dict[str, Entry] = {}
-    for name, path in _newest(places):
-        name = _unused(name, found)
+    found: dict[str, RunEntry] = {}
+    for name, path in _newest_runs(places):
+        name = _unique_name(name, found)
         found[name] = entry(name, path, roots)
-    return Listed(tuple(found.values()), len(places) - len(found))
+    return Listing(tuple(found.values()), len(places) - len(found))
 
 
-def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> Entry:
+def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> RunEntry:
     """Return what is known of one run without reading a trace of it."""
     if not _is_dir(path) and not _is_file(path):
-        return Entry(name, str(path), problem=f"{path}: there is no such file or folder that can be looked into")
+        return RunEntry(name, str(path), problem=f"{path}: there is no such file or folder that can be looked into")
     state = keys.state(str(path))
     held = state.files if state else ()
     traces = [file for file in held if _may_be_trace(_name_of(file))]
     changed_ns = max((file.changed_ns for file in held), default=None)
-    manifest = _manifest(path / conventions.MANIFEST_FILE) if _is_dir(path) and not outside(state, roots) else {}
+    manifest = _manifest(path / conventions.MANIFEST_FILE) if _is_dir(path) and not link_outside(state, roots) else {}
     model = manifest.get("model")
     is_live = not is_private and _changed_within(held, LIVE_S)
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
-    return Entry(
+    return RunEntry(
         name,
         str(path),
         stamp=_stamp(path, state),
@@ -150,7 +150,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     )
 
 
-def outside(state: State | None, roots: Sequence[str]) -> str:
+def link_outside(state: State | None, roots: Sequence[str]) -> str:
     """Return the file of a run that is a link to a place outside of `roots`; '' where none is."""
     links = [file for file in (state.files if state else ()) if file.links_to is not None]
     for file in links:
@@ -170,7 +170,7 @@ def history_file(words: Iterable[str]) -> Path | None:
     return next((path for path in beside if _is_file(path) and not path.is_symlink()), None)
 
 
-def _newest(places: Sequence[tuple[str, Path]]) -> Sequence[tuple[str, Path]]:
+def _newest_runs(places: Sequence[tuple[str, Path]]) -> Sequence[tuple[str, Path]]:
     """Return the MAX_ENTRIES places that changed last, in the order that they came in."""
     if len(places) <= MAX_ENTRIES:
         return places
@@ -203,7 +203,7 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     except OSError:
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
-    sure = _holds_traces(children, _is_trace_by_name)
+    sure = _contains_traces(children, _is_trace_by_name)
     if sure:
         yield name, folder
         return
@@ -211,16 +211,16 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     folders.sort(key=lambda each: files.natural_key(each.name))
     some = False
     for child in folders:
-        if not child.is_symlink() or _leads_inside(Path(child.path), roots):
+        if not child.is_symlink() or _is_link_inside(Path(child.path), roots):
             for found in _runs_below(Path(child.path), root, roots, depth=depth + 1):
                 some = True
                 yield found
     # Any JSON file may be a trace, unless there are runs below; without one a training may not have written it yet.
-    if not some and (_holds_traces(children, _may_be_trace) or (depth and _logs(children))):
+    if not some and (_contains_traces(children, _may_be_trace) or (depth and _has_logs(children))):
         yield name, folder
 
 
-def _holds_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
+def _contains_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
     if any(is_trace(each.name) and _is_file(each) for each in children):
         return True
     windows = (each for each in children if _WINDOW.fullmatch(each.name) and _is_dir(each) and not each.is_symlink())
@@ -248,7 +248,7 @@ def _names_in(folder: str) -> Sequence[str]:
         return ()
 
 
-def _logs(children: Sequence[os.DirEntry[str]]) -> bool:
+def _has_logs(children: Sequence[os.DirEntry[str]]) -> bool:
     return any(each.name.endswith(_LOGS) for each in children)
 
 
@@ -261,14 +261,14 @@ def _may_be_trace(name: str) -> bool:
     return name.lower().endswith(files.TRACE_SUFFIXES) and not name.startswith(".") and name not in other
 
 
-def _leads_inside(link: Path, roots: Sequence[str]) -> bool:
+def _is_link_inside(link: Path, roots: Sequence[str]) -> bool:
     """Return whether a linked folder lies in what was named, and not above itself."""
     real = link.resolve()
     return any(real.is_relative_to(root) for root in roots) and not link.parent.resolve().is_relative_to(real)
 
 
 def _problem(path: Path, state: State | None, roots: Sequence[str], *, has_traces: bool, is_live: bool) -> str:
-    linked = outside(state, roots)
+    linked = link_outside(state, roots)
     if linked:
         return (
             f"{path}: {linked} is a link to a place that the dashboard was not opened on, so nothing of this run is "
@@ -291,7 +291,7 @@ def _stamp(path: Path, state: State | None) -> str:
 
 def _traces_stamp(held: Sequence[File]) -> str:
     told = tuple(file for file in held if _may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE)
-    return "" if _changed_within(told, WHOLE_S) else State(told).stamp
+    return "" if _changed_within(told, SETTLED_S) else State(told).stamp
 
 
 def _changed_within(held: Iterable[File], seconds: float) -> bool:
@@ -320,7 +320,7 @@ def _world_size(manifest: Mapping[str, Any]) -> int | None:
     return told if is_count else None
 
 
-def _unused(name: str, taken: Iterable[str]) -> str:
+def _unique_name(name: str, taken: Iterable[str]) -> str:
     # A name that is no text (bytes of another time's encoding) cannot be sent to a browser.
     name = name.encode("utf-8", "replace").decode()
     names, number, chosen = set(taken), 2, name

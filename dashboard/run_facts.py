@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import polars as pl
 
 from dashboard import run_store
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.compute import kernels as kernels_of
 from tracekit.analysis.host import ops as ops_of
 from tracekit.analysis.memory import allocations, usage
@@ -27,22 +27,22 @@ _Made = TypeVar("_Made")
 _KEPT: WeakKeyDictionary[Run, dict[Hashable, object]] = WeakKeyDictionary()
 
 
-def across(entry: Entry, survey: RunFact, facts: Sequence[Fact] = ()) -> pl.DataFrame:
+def across(entry: RunEntry, survey: RunFact, facts: Sequence[Fact] = ()) -> pl.DataFrame:
     """Return a survey of the run, `facts` measured for it in one pass over the traces. Raises TracekitError."""
-    held = run_store.opened(entry)
+    held = run_store.open_run(entry)
     with held.lock:
         held.run.measure(facts)
         return held.run.run_table(survey)
 
 
-def table(entry: Entry, fact: Fact) -> pl.DataFrame:
+def table(entry: RunEntry, fact: Fact) -> pl.DataFrame:
     """Return a fact of all traces of the run. Raises TracekitError."""
-    held = run_store.opened(entry)
+    held = run_store.open_run(entry)
     with held.lock:
         return held.run.table(fact)
 
 
-def kernels(entry: Entry, by: tuple[str, ...]) -> pl.DataFrame:
+def kernels(entry: RunEntry, by: tuple[str, ...]) -> pl.DataFrame:
     """Return `analysis.kernels.kernels` with `launch_delays` where launches are known. Raises TracekitError."""
 
     def made(run: Run) -> pl.DataFrame:
@@ -55,12 +55,12 @@ def kernels(entry: Entry, by: tuple[str, ...]) -> pl.DataFrame:
     return kept(entry, ("kernels", by), made)
 
 
-def ops(entry: Entry, by: tuple[str, ...], kinds: tuple[str, ...]) -> pl.DataFrame:
+def ops(entry: RunEntry, by: tuple[str, ...], kinds: tuple[str, ...]) -> pl.DataFrame:
     """Return `analysis.ops.ops`. Raises TracekitError."""
     return kept(entry, ("ops", by, kinds), lambda run: ops_of.ops(run, by, kinds))
 
 
-def memory(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
+def memory(entry: RunEntry, rank: int, window: int) -> dict[str, pl.DataFrame]:
     """Return the tables of one trace that pictures of memory are drawn from, by name. Raises TracekitError."""
 
     def made(run: Run) -> dict[str, pl.DataFrame]:
@@ -70,7 +70,7 @@ def memory(entry: Entry, rank: int, window: int) -> dict[str, pl.DataFrame]:
     return kept(entry, ("memory", rank, window), made)
 
 
-def replay_of_trace(entry: Entry, rank: int, window: int, text: str, device_gib: float | None) -> Memory:
+def replay_of_trace(entry: RunEntry, rank: int, window: int, text: str, device_gib: float | None) -> Memory:
     """Return what a trace's allocator events come to under the settings that `text` writes. Raises TracekitError."""
 
     def made(run: Run) -> Memory:
@@ -83,7 +83,9 @@ def replay_of_trace(entry: Entry, rank: int, window: int, text: str, device_gib:
     return kept(entry, ("replay", rank, window, text, device_gib), made)
 
 
-def replay_of_snapshot(entry: Entry, found: SnapshotFile, device: int, text: str, device_gib: float | None) -> Memory:
+def replay_of_snapshot(
+    entry: RunEntry, found: SnapshotFile, device: int, text: str, device_gib: float | None
+) -> Memory:
     """Return what a snapshot's history comes to under the settings that `text` writes. Raises TracekitError."""
 
     def made(_run: Run) -> Memory:
@@ -96,9 +98,9 @@ def replay_of_snapshot(entry: Entry, found: SnapshotFile, device: int, text: str
     return kept(entry, ("replay", found, device, text, device_gib), made)
 
 
-def kept(entry: Entry, key: Hashable, make: Callable[[Run], _Made]) -> _Made:
+def kept(entry: RunEntry, key: Hashable, make: Callable[[Run], _Made]) -> _Made:
     """Return what was made of the run by this key before, or make it; of many the oldest are let go."""
-    held = run_store.opened(entry)
+    held = run_store.open_run(entry)
     with held.lock:
         kept = _KEPT.setdefault(held.run, {})
         if key not in kept:

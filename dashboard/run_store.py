@@ -15,7 +15,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import run_catalog
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
@@ -39,7 +39,7 @@ _SEEN = "entries_seen"
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class OpenRun:
     """A run and its report. `lock` is held around whatever reads traces: a Run itself serves one thread."""
 
     run: Run
@@ -49,40 +49,40 @@ class Opened:
     """When it was opened, Unix time in seconds."""
 
 
-def opened(entry: Entry) -> Opened:
+def open_run(entry: RunEntry) -> OpenRun:
     """Return the run, loaded and checked. Raises TracekitError where that cannot be."""
     return _open_private(entry, entry.stamp) if entry.is_private else _open(entry, stamp_seen(entry))
 
 
-def check(entry: Entry, on_progress: Callable[[Source], None] | None = None) -> None:
+def check(entry: RunEntry, on_progress: Callable[[Source], None] | None = None) -> None:
     """Check a run and keep its report, without holding it open. Raises TracekitError."""
     refuse_links(entry)
     report_cache.report(entry.path, facts=_FACTS, surveys=_SURVEYS, on_progress=on_progress)
 
 
-def read_again(entry: Entry) -> None:
+def read_again(entry: RunEntry) -> None:
     """From now on show a run that is being recorded as it is now."""
     st.session_state.get(_SEEN, {}).pop(entry.path, None)
 
 
-def follow(entry: Entry) -> None:
+def follow(entry: RunEntry) -> None:
     """From now on show a run that is being recorded with the traces that it has now, once they are whole."""
-    seen: Entry | None = st.session_state.get(_SEEN, {}).get(entry.path)
+    seen: RunEntry | None = st.session_state.get(_SEEN, {}).get(entry.path)
     if seen is not None and entry.traces_stamp not in ("", seen.traces_stamp):
         read_again(entry)
 
 
-def by_step(entry: Entry) -> pl.DataFrame:
+def by_step(entry: RunEntry) -> pl.DataFrame:
     """Return the run's breakdown by step. Raises TracekitError."""
     return _table(entry, "by_step")
 
 
-def by_rank(entry: Entry) -> pl.DataFrame:
+def by_rank(entry: RunEntry) -> pl.DataFrame:
     """Return the run's breakdown by rank. Raises TracekitError."""
     return _table(entry, "by_rank")
 
 
-def measured(entry: Entry) -> pl.DataFrame:
+def measured(entry: RunEntry) -> pl.DataFrame:
     """Return the run's per-step samples. Raises TracekitError."""
     return _table(entry, "samples")
 
@@ -96,45 +96,45 @@ def memory_of_snapshot(found: SnapshotFile, device: int | None) -> dict[str, pl.
 
 
 @st.cache_resource(max_entries=MAX_OPEN_RUNS, show_spinner=False)
-def _open(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
+def _open(_entry: RunEntry, stamp: str) -> OpenRun:  # noqa: ARG001  # the stamp is the cache's key
     refuse_links(_entry)
     report = report_cache.report(_entry.path, facts=_FACTS, surveys=_SURVEYS)
-    return Opened(report.run, report)
+    return OpenRun(report.run, report)
 
 
 @st.cache_resource(max_entries=1, show_spinner=False, scope="session")
-def _open_private(_entry: Entry, stamp: str) -> Opened:  # noqa: ARG001  # the stamp is the cache's key
+def _open_private(_entry: RunEntry, stamp: str) -> OpenRun:  # noqa: ARG001  # the stamp is the cache's key
     run = loader.load(_entry.path, cache=False)
-    return Opened(run, engine.check(run, facts=_FACTS))
+    return OpenRun(run, engine.check(run, facts=_FACTS))
 
 
-def stamp_seen(entry: Entry) -> str:
+def stamp_seen(entry: RunEntry) -> str:
     """Return the stamp of what this person sees of a run: while it is being recorded, that of when it was opened."""
-    seen: dict[str, Entry] = st.session_state.setdefault(_SEEN, {})
+    seen: dict[str, RunEntry] = st.session_state.setdefault(_SEEN, {})
     if not entry.is_live:
         seen.pop(entry.path, None)
         return entry.stamp
     return seen.setdefault(entry.path, entry).stamp
 
 
-def refuse_links(entry: Entry) -> None:
+def refuse_links(entry: RunEntry) -> None:
     """Raise InputError where a file of the run is a link to a place that the dashboard was not opened on."""
     # Also here, for a file may have become a link after the run was listed.
-    linked = run_catalog.outside(keys.state(entry.path), entry.roots)
+    linked = run_catalog.link_outside(keys.state(entry.path), entry.roots)
     if linked:
         raise InputError(
             f"{linked} is a link to a place that the dashboard was not opened on; put the file itself there"
         )
 
 
-def _table(entry: Entry, name: str) -> pl.DataFrame:
+def _table(entry: RunEntry, name: str) -> pl.DataFrame:
     if entry.is_private:
-        return _measured(opened(entry).run)[name]
+        return _measured(open_run(entry).run)[name]
     return _tables(entry, stamp_seen(entry))[name]
 
 
 @st.cache_resource(max_entries=200, show_spinner=False)
-def _tables(_entry: Entry, stamp: str) -> dict[str, pl.DataFrame]:
+def _tables(_entry: RunEntry, stamp: str) -> dict[str, pl.DataFrame]:
     return _measured(_open(_entry, stamp).run)  # its facts are measured: no lock is needed to read them
 
 

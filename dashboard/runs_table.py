@@ -8,18 +8,25 @@ from typing import Any
 
 import polars as pl
 
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.model import escaping
 from tracekit.rules.rule import Severity
 
 UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "doubtful data"
-AWAITED = "no trace yet"
-VERDICTS = (*(severity.label for severity in sorted(Severity)[::-1]), GOOD, QUALITY_ISSUES, UNCHECKED, AWAITED, BROKEN)
+NO_TRACE_YET = "no trace yet"
+VERDICTS = (
+    *(severity.label for severity in sorted(Severity)[::-1]),
+    GOOD,
+    QUALITY_ISSUES,
+    UNCHECKED,
+    NO_TRACE_YET,
+    BROKEN,
+)
 """What a run can come to: the gravest of its findings that are not of the data, or why there is none."""
-NOT_SAID = "not said"
+UNKNOWN = "not said"
 DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
-ORDERS: Mapping[str, tuple[Callable[[Entry], Any], bool]] = {
+ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "name": (lambda entry: entry.name, False),
     "newest first": (lambda entry: entry.created_ns, True),
     "slowest step first": (lambda entry: entry.summary and entry.summary.step_time_ns, True),
@@ -37,7 +44,7 @@ ORDERS: Mapping[str, tuple[Callable[[Entry], Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunFilter:
     """What a person looks for; empty means all."""
 
     text: str = ""
@@ -49,10 +56,10 @@ class Wanted:
     order: str = "name"
 
 
-def verdict(entry: Entry) -> str:
+def verdict(entry: RunEntry) -> str:
     """Return one of VERDICTS."""
     if entry.problem:
-        return AWAITED if entry.is_live and not entry.files else BROKEN
+        return NO_TRACE_YET if entry.is_live and not entry.files else BROKEN
     if entry.summary is None:
         return UNCHECKED
     worst = next((label for label in VERDICTS[: len(Severity)] if entry.summary.findings.get(label)), None)
@@ -61,7 +68,7 @@ def verdict(entry: Entry) -> str:
     return worst or GOOD
 
 
-def chips(entry: Entry) -> list[str]:
+def chips(entry: RunEntry) -> list[str]:
     """Return the verdict as its counts: "1 error", "3 warnings", or in a word."""
     summary = entry.summary
     if entry.problem or summary is None:
@@ -73,7 +80,7 @@ def chips(entry: Entry) -> list[str]:
     return told + [QUALITY_ISSUES] * bool(summary.quality_issues)
 
 
-def found(listed: Sequence[Entry], wanted: Wanted) -> list[Entry]:
+def filter_runs(listed: Sequence[RunEntry], wanted: RunFilter) -> list[RunEntry]:
     """Return the runs that are looked for, in the order wanted; what the order cannot tell comes last."""
     kept = [entry for entry in listed if _is_wanted(entry, wanted)]
     by, largest_first = ORDERS[wanted.order]
@@ -84,7 +91,7 @@ def found(listed: Sequence[Entry], wanted: Wanted) -> list[Entry]:
     return sorted(known, key=by, reverse=largest_first) + rest
 
 
-def table(listed: Sequence[Entry]) -> pl.DataFrame:
+def table(listed: Sequence[RunEntry]) -> pl.DataFrame:
     """Return the runs as a page shows them, one row each; a column that says nothing of any is left out."""
     summaries = [entry.summary for entry in listed]
     frame = pl.DataFrame(
@@ -115,28 +122,28 @@ def table(listed: Sequence[Entry]) -> pl.DataFrame:
     return frame.select(name for name in frame.columns if name not in ("now", "problem") or frame[name].count())
 
 
-def _is_wanted(entry: Entry, wanted: Wanted) -> bool:
+def _is_wanted(entry: RunEntry, wanted: RunFilter) -> bool:
     words = wanted.text.casefold().split()
     told = f"{entry.name} {entry.strategy} {entry.model} {verdict(entry)} {entry.problem}".casefold()
     step_ns = entry.summary.step_time_ns if entry.summary else None
     left_ns, right_ns = (ms * 1e6 for ms in wanted.step_ms or (0.0, 0.0))
     return (
         all(word in told for word in words)
-        and (not wanted.strategies or (entry.strategy or NOT_SAID) in wanted.strategies)
-        and (not wanted.models or (entry.model or NOT_SAID) in wanted.models)
+        and (not wanted.strategies or (entry.strategy or UNKNOWN) in wanted.strategies)
+        and (not wanted.models or (entry.model or UNKNOWN) in wanted.models)
         and (not wanted.verdicts or verdict(entry) in wanted.verdicts)
         and (wanted.since_s is None or time.time() - (entry.created_ns or 0) / 1e9 <= wanted.since_s)
         and (wanted.step_ms is None or (step_ns is not None and left_ns <= step_ns <= right_ns))
     )
 
 
-def _weight(entry: Entry) -> tuple[int, ...] | None:
+def _weight(entry: RunEntry) -> tuple[int, ...] | None:
     if entry.summary is None:
         return None
     return tuple(entry.summary.findings.get(label, 0) for label in VERDICTS[: len(Severity)])
 
 
-def _ranks(entry: Entry) -> int | None:
+def _ranks(entry: RunEntry) -> int | None:
     return entry.world_size if entry.world_size is not None else (entry.summary.ranks if entry.summary else None)
 
 

@@ -7,10 +7,10 @@ import polars as pl
 import streamlit as st
 
 from dashboard import widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 
 
-def table(entry: Entry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) -> None:
+def table(entry: RunEntry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) -> None:
     """Show a table whose rows lead to the timeline: `rows` has window, rank, start_ns and dur_ns of each of `shown`."""
     chosen = widgets.frame(shown, on_select="rerun", selection_mode="single-row", key=key)
     picked = chosen["selection"]["rows"] if chosen else []
@@ -20,7 +20,7 @@ def table(entry: Entry, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) ->
         show(entry, row)
 
 
-def show(entry: Entry, row: Mapping[str, Any]) -> None:
+def show(entry: RunEntry, row: Mapping[str, Any]) -> None:
     """Turn to the timeline at a moment: window, rank, start_ns (on the clock of the rank's trace) and dur_ns."""
     st.session_state[widgets.SHOWN_MOMENT] = {"run": entry.name} | {
         name: row[name] for name in ("window", "rank", "start_ns", "dur_ns")

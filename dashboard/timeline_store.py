@@ -15,7 +15,7 @@ import streamlit as st
 
 from dashboard import run_store as runs
 from dashboard.components.timeline import message
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.ingest import loader
 from tracekit.model.run import Run
 from tracekit.report import timeline
@@ -49,7 +49,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class OpenTimeline:
     """A run, of which no trace was read, and the scene of one window. `lock` is held around what reads traces."""
 
     run: Run
@@ -93,12 +93,12 @@ class Opened:
         return {"details": message.details(self.scene, told), "arrows": message.arrows(self.scene, arrows)}
 
 
-def run_of(entry: Entry) -> Run:
+def run_of(entry: RunEntry) -> Run:
     """Return the run with its files listed and no trace of several read. Raises TracekitError."""
     return _run_of(entry).run
 
 
-def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -> Opened:
+def open_timeline(entry: RunEntry, window: int, on_progress: Callable[[int, int], None]) -> OpenTimeline:
     """Return the scene of a window: mapped where it was laid out before, else laid out now. Raises TracekitError.
 
     `on_progress(done, total)` is called for each trace that is laid out.
@@ -106,12 +106,12 @@ def opened(entry: Entry, window: int, on_progress: Callable[[int, int], None]) -
     shelf = st.session_state.setdefault("own_scenes", _SceneCache()) if entry.is_private else _scene_cache()
     key = (entry.path, runs.stamp_seen(entry), window)
     with shelf.lock_of(key):
-        found: Opened | None = shelf.get(key)
+        found: OpenTimeline | None = shelf.get(key)
         if found is None:
             loaded = _run_of(entry)
             with loaded.lock:
                 scene = _laid_out(loaded.run, window, on_progress, is_private=entry.is_private)
-            found = Opened(loaded.run, scene, window, loaded.lock)
+            found = OpenTimeline(loaded.run, scene, window, loaded.lock)
             shelf.put(key, found)
         return found
 
@@ -132,7 +132,7 @@ class _Loaded:
     lock: Any = field(default_factory=threading.RLock)
 
 
-def _run_of(entry: Entry) -> _Loaded:
+def _run_of(entry: RunEntry) -> _Loaded:
     if entry.is_private:
         return _loaded_private(entry, entry.stamp)
     runs.refuse_links(entry)
@@ -140,12 +140,12 @@ def _run_of(entry: Entry) -> _Loaded:
 
 
 @st.cache_resource(max_entries=20, show_spinner=False)
-def _loaded(_entry: Entry, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is the cache's key
+def _loaded(_entry: RunEntry, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is the cache's key
     return _Loaded(loader.load(_entry.path))
 
 
 @st.cache_resource(max_entries=1, show_spinner=False, scope="session")
-def _loaded_private(_entry: Entry, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is the cache's key
+def _loaded_private(_entry: RunEntry, stamp: str) -> _Loaded:  # noqa: ARG001  # the stamp is the cache's key
     return _Loaded(loader.load(_entry.path, cache=False))
 
 
@@ -153,7 +153,7 @@ class _SceneCache:
     """The scenes used last, by key. Streamlit's cache would not let a function that it keeps report its progress."""
 
     def __init__(self) -> None:
-        self._scenes: OrderedDict[Any, Opened] = OrderedDict()
+        self._scenes: OrderedDict[Any, OpenTimeline] = OrderedDict()
         self._locks: dict[Any, threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -161,13 +161,13 @@ class _SceneCache:
         with self._lock:
             return self._locks.setdefault(key, threading.Lock())
 
-    def get(self, key: Any) -> Opened | None:
+    def get(self, key: Any) -> OpenTimeline | None:
         with self._lock:
             if key in self._scenes:
                 self._scenes.move_to_end(key)
             return self._scenes.get(key)
 
-    def put(self, key: Any, scene: Opened) -> None:
+    def put(self, key: Any, scene: OpenTimeline) -> None:
         with self._lock:
             self._scenes[key] = scene
             while len(self._scenes) > MAX_SCENES:

@@ -15,7 +15,7 @@ import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from dashboard import run_catalog
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.decompression import Blocks
 from tracekit.model import units
@@ -33,7 +33,7 @@ _MAX_NAME = 120
 
 
 @dataclass
-class Dropped:
+class UploadFolder:
     """The folder of one session and what lies in it: the name of each file by the id of its upload."""
 
     folder: Path
@@ -66,7 +66,7 @@ class Dropped:
         try:
             with place.open("xb") as file:
                 shutil.copyfileobj(upload, file)
-            refuse_bomb(place)
+            refuse_decompression_bomb(place)
         except BaseException:
             place.unlink(missing_ok=True)
             raise
@@ -86,7 +86,7 @@ def safe_name(name: str) -> str:
     return f"{stem[-_MAX_NAME:] or 'trace'}.json{ending}"
 
 
-def refuse_bomb(path: Path, most_bytes: int = MAX_UNPACKED_BYTES) -> None:
+def refuse_decompression_bomb(path: Path, most_bytes: int = MAX_UNPACKED_BYTES) -> None:
     """Raise InputError where a file unpacks to more than `most_bytes`, as soon as that shows."""
     unpacked = 0
     for block in Blocks(str(path)):
@@ -98,7 +98,7 @@ def refuse_bomb(path: Path, most_bytes: int = MAX_UNPACKED_BYTES) -> None:
             )
 
 
-def choose() -> Entry | None:
+def choose() -> RunEntry | None:
     """Show where to drop traces; return the run that they make, None where there are none."""
     with st.expander("Drop a trace here"):
         uploads = st.file_uploader(
@@ -130,13 +130,13 @@ def _plain(text: str) -> str:
     return widgets.plain(text)
 
 
-def _remove(dropped: Dropped) -> None:
+def _remove(dropped: UploadFolder) -> None:
     shutil.rmtree(dropped.folder, ignore_errors=True)
 
 
 @st.cache_resource(scope="session", on_release=_remove, show_spinner=False)
-def _of_session() -> Dropped:
-    dropped = Dropped(Path(tempfile.mkdtemp(prefix=_PREFIX)))
+def _of_session() -> UploadFolder:
+    dropped = UploadFolder(Path(tempfile.mkdtemp(prefix=_PREFIX)))
     # Where the server stops before the session does.
     weakref.finalize(dropped, shutil.rmtree, dropped.folder, ignore_errors=True)
     return dropped

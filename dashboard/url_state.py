@@ -3,7 +3,7 @@
 Each function binds one widget to the parameter of its name and returns the key to give to the widget, which then needs
 no value of its own:
 
-    rank = st.selectbox("Rank", ranks, key=address.kept("rank", ranks))
+    rank = st.selectbox("Rank", ranks, key=url_state.bind("rank", ranks))
 
 Pages may share a name: what is chosen on one holds on the other where it is a choice there. A text in an address is
 looked up among the choices, never used as it stands. What differs from the first choice is written to the address.
@@ -27,7 +27,7 @@ Texts: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Binding:
     """What a parameter was when a page was last made."""
 
     value: Any
@@ -37,7 +37,7 @@ class _Told:
     at_s: float
 
 
-def kept(name: str, options: Sequence[Any], default: Any = None) -> str:
+def bind(name: str, options: Sequence[Any], default: Any = None) -> str:
     """Return the key of a widget that takes one of `options`: at first `default`, or the first where it is none."""
     by_text = {str(option): option for option in options}
     first = default if default in options else next(iter(options), None)
@@ -50,7 +50,7 @@ def kept(name: str, options: Sequence[Any], default: Any = None) -> str:
     )
 
 
-def kept_several(name: str, options: Sequence[Any], default: Sequence[Any] = (), *, at_most: int | None = None) -> str:
+def bind_several(name: str, options: Sequence[Any], default: Sequence[Any] = (), *, at_most: int | None = None) -> str:
     """Return the key of a widget that takes several of `options`, the first `at_most` of those that are asked for.
 
     What is no option any more is dropped.
@@ -69,7 +69,7 @@ def kept_several(name: str, options: Sequence[Any], default: Sequence[Any] = (),
     )
 
 
-def kept_number(name: str, low: float, high: float, default: Any) -> str:
+def bind_number(name: str, low: float, high: float, default: Any) -> str:
     """Return the key of a widget that takes a number from `low` to `high`, or two where `default` is a pair."""
     kind: type = type(default[0] if isinstance(default, tuple) else default)
 
@@ -93,7 +93,7 @@ def kept_number(name: str, low: float, high: float, default: Any) -> str:
     )
 
 
-def kept_text(name: str, default: str = "", max_characters: int = MAX_TEXT) -> str:
+def bind_text(name: str, default: str = "", max_characters: int = MAX_TEXT) -> str:
     """Return the key of a widget that takes text, of at most so many characters."""
     return _bound(
         name,
@@ -104,12 +104,12 @@ def kept_text(name: str, default: str = "", max_characters: int = MAX_TEXT) -> s
     )
 
 
-def kept_flag(name: str, default: bool = False) -> str:  # noqa: FBT001, FBT002, RUF100  # a flag's own value
+def bind_flag(name: str, default: bool = False) -> str:  # noqa: FBT001, FBT002, RUF100  # a flag's own value
     """Return the key of a widget that is on or off."""
-    return kept(name, (False, True), default)
+    return bind(name, (False, True), default)
 
 
-def choices() -> dict[str, list[str]]:
+def parameters() -> dict[str, list[str]]:
     """Return all that the address says now, as `st.switch_page` takes it."""
     return {name: st.query_params.get_all(name) for name in st.query_params}
 
@@ -124,7 +124,7 @@ def _bound(
 ) -> str:
     state, page = st.session_state, st.session_state.get(PAGE, "")
     asked: Texts = tuple(st.query_params.get_all(name))
-    last: _Told | None = state.get(f"told-{name}")
+    last: _Binding | None = state.get(f"told-{name}")
     value = _value(name, default, asked, last, parse=parse)
     if not is_choice(value):
         value = last.value if last is not None and is_choice(last.value) else default
@@ -135,7 +135,7 @@ def _bound(
     if texts != asked:
         st.query_params[name] = texts[0] if len(texts) == 1 else list(texts)
     is_same = last is not None and last.texts == texts
-    state[f"told-{name}"] = _Told(
+    state[f"told-{name}"] = _Binding(
         value,
         texts,
         before=last.before if is_same and last else (last.texts if last else ()),
@@ -145,7 +145,7 @@ def _bound(
     return name
 
 
-def _value(name: str, default: Any, asked: Texts, last: _Told | None, *, parse: Callable[[Texts], Any]) -> Any:
+def _value(name: str, default: Any, asked: Texts, last: _Binding | None, *, parse: Callable[[Texts], Any]) -> Any:
     """Return what was chosen: by the widget, else by the address, else before on another page, else `default`."""
     state = st.session_state
     has_widget = name in state
@@ -164,6 +164,6 @@ def _value(name: str, default: Any, asked: Texts, last: _Told | None, *, parse: 
     return last.value if last is not None else default
 
 
-def _is_stale(asked: Texts, last: _Told) -> bool:
+def _is_stale(asked: Texts, last: _Binding) -> bool:
     went_back = getattr(get_script_run_ctx(suppress_warning=True), "is_history_navigation", False)
     return not went_back and asked == last.before and time.monotonic() - last.at_s < _STALE_S

@@ -13,14 +13,14 @@ import polars as pl
 import streamlit as st
 
 from dashboard import downloads, run_store, url_state
-from dashboard.run_catalog import Entry
-from dashboard.url_state import kept, kept_flag, kept_number, kept_several, kept_text
+from dashboard.run_catalog import RunEntry
+from dashboard.url_state import bind, bind_flag, bind_number, bind_several, bind_text
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping
 from tracekit.report import charts, html_fragments, phrases
 from tracekit.rules.rule import Finding
 
-__all__ = ["kept", "kept_flag", "kept_number", "kept_several", "kept_text"]
+__all__ = ["bind", "bind_flag", "bind_number", "bind_several", "bind_text"]
 
 PAGES = "pages"
 RUN = "run"
@@ -56,16 +56,16 @@ def nothing_opened() -> None:
     st.code("tracekit dashboard runs/", language=None)
 
 
-def choose(listed: Sequence[Entry]) -> tuple[Entry, tuple[Entry, ...]]:
+def choose(listed: Sequence[RunEntry]) -> tuple[RunEntry, tuple[RunEntry, ...]]:
     """Let a person choose a run; return it, and those chosen to compare it with. The address names the run."""
     by_name = {entry.name: entry for entry in listed}
     names = list(by_name)
     # A name in the address is looked up among the listed, never taken as a path.
-    name = st.selectbox("Run", names, key=kept(RUN, names), format_func=escaping.inert)
+    name = st.selectbox("Run", names, key=bind(RUN, names), format_func=escaping.inert)
     rest = [other for other in names if other != name]
     usable = [other for other in rest if not by_name[other].problem]
     preselected = usable if len(names) <= MAX_PRESELECTED else ()
-    key = kept_several(OTHERS, rest, preselected, at_most=MAX_COMPARED)
+    key = bind_several(OTHERS, rest, preselected, at_most=MAX_COMPARED)
     others = (
         st.multiselect(
             "Compare with",
@@ -88,7 +88,7 @@ def go_to(page: str, **chosen: Any) -> None:
 
     The run stays unless `chosen` names another.
     """
-    told = {name: texts for name, texts in url_state.choices().items() if name in (RUN, OTHERS)}
+    told = {name: texts for name, texts in url_state.parameters().items() if name in (RUN, OTHERS)}
     told |= {
         name: [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
         for name, value in chosen.items()
@@ -96,7 +96,7 @@ def go_to(page: str, **chosen: Any) -> None:
     st.switch_page(st.session_state[PAGES][page], query_params=told)
 
 
-def begin(entry: Entry) -> run_store.Opened | None:
+def begin(entry: RunEntry) -> run_store.OpenRun | None:
     """Begin a page about a run: return it under its heading, or say why it cannot be opened and return None."""
     held = open_or_say(entry)
     if held is not None:
@@ -104,7 +104,7 @@ def begin(entry: Entry) -> run_store.Opened | None:
     return held
 
 
-def open_or_say(entry: Entry) -> run_store.Opened | None:
+def open_or_say(entry: RunEntry) -> run_store.OpenRun | None:
     """Return the run, or say in a box why it cannot be opened and return None."""
     if entry.problem:
         if entry.is_live and not entry.files:
@@ -114,7 +114,7 @@ def open_or_say(entry: Entry) -> run_store.Opened | None:
         return None
     try:
         with st.spinner(f"Reading and checking {plain(entry.name)}"):
-            return run_store.opened(entry)
+            return run_store.open_run(entry)
     except (TracekitError, RuleError) as error:
         problem(f"{entry.name}: {error}")
         return None
@@ -125,7 +125,7 @@ def problem(message: str) -> None:
     st.error(plain(message), icon=":material/error:")
 
 
-def heading(entry: Entry, held: run_store.Opened) -> None:
+def heading(entry: RunEntry, held: run_store.OpenRun) -> None:
     """Show which run a page is about and, while it is being recorded, as of when it is shown."""
     about = escaping.escape(phrases.subtitle(held.run))
     st.html(f'<div class="tk-title"><b>{escaping.escape(entry.name)}</b><span>{about}</span></div>')
@@ -138,7 +138,7 @@ def heading(entry: Entry, held: run_store.Opened) -> None:
                 st.rerun()
 
 
-def finding(found: Finding, held: run_store.Opened, *, key: str) -> None:
+def finding(found: Finding, held: run_store.OpenRun, *, key: str) -> None:
     """Show a finding with its evidence, and the way to the moment that proves it."""
     with st.container(border=True):
         st.html(html_fragments.finding(found))

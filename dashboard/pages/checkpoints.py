@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.checkpoint import saves, stalls
 from tracekit.model import escaping
 from tracekit.report import charts, phrases
@@ -15,7 +15,7 @@ HOW_TO_RECORD = (
 )
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Draw all saves of a run, and the stages of the one that a person picks."""
     held = widgets.begin(entry)
     if held is None:
@@ -32,7 +32,7 @@ def page(entry: Entry) -> None:
     longest = int(str(each["written_ns"].arg_max()))
     names = each["save"].to_list()
     chosen = st.selectbox(
-        "Save", names, key=widgets.kept("save", names, names[longest]), format_func=escaping.inert, width=340
+        "Save", names, key=widgets.bind("save", names, names[longest]), format_func=escaping.inert, width=340
     )
     lines = tables["stages"].filter(pl.col("save") == chosen)
     widgets.chart(charts.save_stages(lines), key="save_stages")
@@ -45,7 +45,7 @@ def page(entry: Entry) -> None:
         widgets.go_to("plan", **{"plan-measured": True})
 
 
-def _all(held: run_store.Opened, each: pl.DataFrame, clocks: pl.DataFrame) -> None:
+def _all(held: run_store.OpenRun, each: pl.DataFrame, clocks: pl.DataFrame) -> None:
     for number, found in enumerate(held.report.findings):
         if found.code.startswith("CKPT"):
             widgets.finding(found, held, key=f"checkpoints-{number}")

@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import rule_families, run_facts, run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.communication import collective_instances, exposed_communication, traffic
 from tracekit.analysis.compute import compute_gap_causes, stall_attribution
 from tracekit.analysis.parallelism import rank_timelines
@@ -21,7 +21,7 @@ FACTS = (
 ALONE = "One rank has a trace, so nobody can be said to wait: put the traces of all ranks into one folder."
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Draw how the ranks of a run communicate, and list what they say to each other."""
     held = rule_families.begin(entry)
     if held is None:
@@ -41,7 +41,7 @@ def page(entry: Entry) -> None:
     _collectives(entry, kinds)
 
 
-def _hidden(entry: Entry) -> None:
+def _hidden(entry: RunEntry) -> None:
     st.subheader("How much of it is hidden")
     st.caption(
         "Communication in steps, of each rank: beside compute it costs nothing by itself. Waiting ends when the last "
@@ -52,7 +52,7 @@ def _hidden(entry: Entry) -> None:
     )
 
 
-def _standing(entry: Entry, of: str) -> None:
+def _standing(entry: RunEntry, of: str) -> None:
     rows = run_facts.across(entry, stall_attribution.by_rank).filter(pl.col("of") == of)
     if of == stall_attribution.COMMUNICATION:
         st.subheader("Why no collective runs")
@@ -71,7 +71,7 @@ def _standing(entry: Entry, of: str) -> None:
         widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{of}")
 
 
-def _speeds(entry: Entry) -> None:
+def _speeds(entry: RunEntry) -> None:
     st.subheader("Bandwidth against size")
     speeds = run_facts.across(entry, traffic.speeds)
     if speeds.is_empty():
@@ -88,12 +88,12 @@ def _speeds(entry: Entry) -> None:
     )
     kinds = (charts.BUS, charts.ALGORITHM)
     kind = st.segmented_control(
-        "Bandwidth", kinds, key=widgets.kept("bandwidth", kinds), label_visibility="collapsed", required=True
+        "Bandwidth", kinds, key=widgets.bind("bandwidth", kinds), label_visibility="collapsed", required=True
     )
     widgets.chart(charts.bandwidth(speeds, kind), key="communication-bandwidth")
 
 
-def _waits(entry: Entry, held: run_store.Opened) -> None:
+def _waits(entry: RunEntry, held: run_store.OpenRun) -> None:
     st.subheader("Who waits for whom")
     if len(held.run.ranks) < 2:
         st.caption(ALONE)
@@ -109,7 +109,7 @@ def _waits(entry: Entry, held: run_store.Opened) -> None:
     widgets.chart(charts.waits(waited, held.run.ranks), key="communication-waits")
 
 
-def _collectives(entry: Entry, kinds: pl.DataFrame) -> None:
+def _collectives(entry: RunEntry, kinds: pl.DataFrame) -> None:
     st.subheader("Collectives")
     st.caption("Added up over ranks and steps, by what they are and how large; bandwidths are medians.")
     empty = [name for name in kinds.columns if kinds[name].null_count() == kinds.height]

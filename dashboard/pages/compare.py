@@ -7,7 +7,7 @@ from typing import TypeVar
 import streamlit as st
 
 from dashboard import downloads, run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import NotComparableError, RuleError, TracekitError
 from tracekit.model import escaping
 from tracekit.model.run import Run
@@ -24,7 +24,7 @@ MAX_NAME = 40
 """Characters of a run's name above its column."""
 
 
-def page(chosen: Sequence[Entry]) -> None:
+def page(chosen: Sequence[RunEntry]) -> None:
     """Show how each chosen run differs from the first, why, and the mean step of all."""
     st.html('<div class="tk-title"><b>Compare</b></div>')
     if len(chosen) < 2:
@@ -42,7 +42,7 @@ def page(chosen: Sequence[Entry]) -> None:
         st.info("None of these runs has a step to break down. Record with profiler.step() after each optimizer step.")
 
 
-def _differences(usable: Sequence[Entry]) -> None:
+def _differences(usable: Sequence[RunEntry]) -> None:
     reference = usable[0]
     st.subheader(f"Against {widgets.plain(reference.name)}")
     found = [(entry, each) for entry in usable[1:] if (each := _compared(reference, entry))]
@@ -50,7 +50,7 @@ def _differences(usable: Sequence[Entry]) -> None:
         gate = _judged(reference, entry)
         st.html(html_fragments.difference(each, gate))
     if found:
-        only = st.toggle("Only what changed for certain", key=widgets.kept_flag("changed"))
+        only = st.toggle("Only what changed for certain", key=widgets.bind_flag("changed"))
         header, rows, classes = _table([each for _, each in found], only_changed=only)
         right = [False, *(True for _ in header[1:])]
         if rows:
@@ -69,7 +69,7 @@ def _differences(usable: Sequence[Entry]) -> None:
                 st.markdown("- " + widgets.plain(note))
 
 
-def _opens(entry: Entry) -> bool:
+def _opens(entry: RunEntry) -> bool:
     if entry.problem:
         widgets.problem(entry.problem)
         return False
@@ -82,7 +82,7 @@ def _opens(entry: Entry) -> bool:
     return True
 
 
-def _compared(reference: Entry, candidate: Entry) -> Comparison | None:
+def _compared(reference: RunEntry, candidate: RunEntry) -> Comparison | None:
     """Return the comparison; runs of different kind are compared too, with a word on it."""
     try:
         return _comparison(reference, candidate)
@@ -91,7 +91,7 @@ def _compared(reference: Entry, candidate: Entry) -> Comparison | None:
         return None
 
 
-def _judged(reference: Entry, candidate: Entry) -> Gate | None:
+def _judged(reference: RunEntry, candidate: RunEntry) -> Gate | None:
     """Return what a check of one run against the other comes to, for its causes; None where it cannot be made."""
     try:
         return _gate(reference, candidate)
@@ -99,12 +99,12 @@ def _judged(reference: Entry, candidate: Entry) -> Gate | None:
         return None
 
 
-def _kept(made: Callable[[Entry, Entry, str], _T]) -> Callable[[Entry, Entry], _T]:
+def _kept(made: Callable[[RunEntry, RunEntry, str], _T]) -> Callable[[RunEntry, RunEntry], _T]:
     """Return `made` with what it makes kept for all who look; of dropped runs, only while their page is open."""
     for_all = st.cache_resource(made, max_entries=64, show_spinner=False)
     for_session = st.cache_resource(made, max_entries=64, show_spinner=False, scope="session")
 
-    def of(reference: Entry, candidate: Entry) -> _T:
+    def of(reference: RunEntry, candidate: RunEntry) -> _T:
         both = " ".join((reference.name, reference.stamp, candidate.name, candidate.stamp))
         is_private = reference.is_private or candidate.is_private
         return (for_session if is_private else for_all)(reference, candidate, both)
@@ -113,13 +113,13 @@ def _kept(made: Callable[[Entry, Entry, str], _T]) -> Callable[[Entry, Entry], _
 
 
 @_kept
-def _comparison(_reference: Entry, _candidate: Entry, both: str) -> Comparison:  # noqa: ARG001  # the cache's key
+def _comparison(_reference: RunEntry, _candidate: RunEntry, both: str) -> Comparison:  # noqa: ARG001  # the cache's key
     return compare(_side(_reference), _side(_candidate), allow_different=True)
 
 
 @_kept
-def _gate(_reference: Entry, _candidate: Entry, both: str) -> Gate:  # noqa: ARG001  # the cache's key
-    a, b = run_store.opened(_reference), run_store.opened(_candidate)
+def _gate(_reference: RunEntry, _candidate: RunEntry, both: str) -> Gate:  # noqa: ARG001  # the cache's key
+    a, b = run_store.open_run(_reference), run_store.open_run(_candidate)
     with a.lock:
         held = baselines.of_reports([(a.report, a.run)])
     with b.lock:
@@ -128,8 +128,8 @@ def _gate(_reference: Entry, _candidate: Entry, both: str) -> Gate:  # noqa: ARG
     return replace(gate, report=replace(gate.report, run=Run(b.run.path, ())))
 
 
-def _side(entry: Entry) -> Side:
-    return Side(entry.name, run_store.opened(entry).run.manifest, run_store.measured(entry))
+def _side(entry: RunEntry) -> Side:
+    return Side(entry.name, run_store.open_run(entry).run.manifest, run_store.measured(entry))
 
 
 def _table(found: Sequence[Comparison], *, only_changed: bool) -> tuple[list[str], list[list[str]], list[list[str]]]:

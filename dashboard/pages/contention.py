@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import rule_families, run_facts, run_store, timeline_links, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.compute import collective_contention, concurrency, contention, contention_totals
 from tracekit.report import charts, phrases
 from tracekit.sync import collective_matching
@@ -18,7 +18,7 @@ ON_CPU = (
 NOTHING = "No two kinds of work ran at the same time on any device, so nothing was slowed."
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Draw which work ran beside which other, and what that cost."""
     held = rule_families.begin(entry)
     if held is None:
@@ -52,18 +52,18 @@ def _pairs(pairs: pl.DataFrame) -> None:
         widgets.frame(pairs, key="contention-pairs")
 
 
-def _phases(entry: Entry) -> None:
+def _phases(entry: RunEntry) -> None:
     by_phase = run_facts.across(entry, contention_totals.by_phase)
     kinds = [kind for kind in concurrency.KINDS if kind in by_phase["of"]]
     st.subheader("What shares the device, by phase")
     of = st.segmented_control(
-        "Work", kinds, key=widgets.kept("work", kinds), label_visibility="collapsed", required=True
+        "Work", kinds, key=widgets.bind("work", kinds), label_visibility="collapsed", required=True
     )
     st.caption("Time for which the chosen work ran beside another kind on other streams, of all ranks and steps.")
     widgets.chart(charts.shared(by_phase, of), key="contention-phases")
 
 
-def _give_way(entry: Entry) -> None:
+def _give_way(entry: RunEntry) -> None:
     st.subheader("Preparation that gives way")
     prepared = run_facts.table(entry, contention.preparation)
     known = prepared.drop_nulls("alone_ns")
@@ -78,7 +78,7 @@ def _give_way(entry: Entry) -> None:
     widgets.chart(charts.give_way(prepared), key="contention-give-way")
 
 
-def _moments(entry: Entry, held: run_store.Opened) -> None:
+def _moments(entry: RunEntry, held: run_store.OpenRun) -> None:
     st.subheader("The worst moments")
     rows = run_facts.across(entry, contention_totals.moments)
     if rows.is_empty():

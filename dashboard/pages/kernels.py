@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import rule_families, run_facts, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.compute import kernels
 from tracekit.analysis.host import ops
 from tracekit.report import charts
@@ -14,7 +14,7 @@ LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "operator tha
 WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """List what ran on devices or on the host's threads, added up as a person chooses."""
     held = rule_families.begin(entry)
     if held is None:
@@ -23,13 +23,13 @@ def page(entry: Entry) -> None:
     left, middle, right = st.columns([2, 4, 3])
     with left:
         whats = (KERNELS, OPERATORS)
-        what = st.segmented_control("What", whats, key=widgets.kept("what", whats), required=True)
+        what = st.segmented_control("What", whats, key=widgets.bind("what", whats), required=True)
     with middle:
         keys = kernels.KEYS if what == KERNELS else ops.KEYS
-        chosen = st.multiselect("Added up by", keys, key=widgets.kept_several("by", keys, ["name"]), format_func=_label)
+        chosen = st.multiselect("Added up by", keys, key=widgets.bind_several("by", keys, ["name"]), format_func=_label)
         by = tuple(chosen) or ("name",)
     with right:
-        wanted = st.text_input("Search", key=widgets.kept_text("search"), placeholder="part of a name, any case")
+        wanted = st.text_input("Search", key=widgets.bind_text("search"), placeholder="part of a name, any case")
     kinds = _kinds() if what == OPERATORS else ()
     with st.spinner("Adding up"):
         table = run_facts.kernels(entry, by) if what == KERNELS else run_facts.ops(entry, by, kinds)
@@ -49,7 +49,7 @@ def _kinds() -> tuple[str, ...]:
         "Kinds of host slices",
         ops.KINDS,
         selection_mode="multi",
-        key=widgets.kept_several("kinds", ops.KINDS, ["cpu_op"]),
+        key=widgets.bind_several("kinds", ops.KINDS, ["cpu_op"]),
     )
     return tuple(chosen) or ("cpu_op",)
 

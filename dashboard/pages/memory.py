@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import allocator_replay, rule_families, run_facts, run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.memory import snapshot_files
 from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
@@ -19,7 +19,7 @@ HOW_TO_RECORD = (
 )
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Let a person pick a rank, or a memory snapshot, and draw its memory."""
     held = widgets.begin(entry)
     if held is None:
@@ -41,7 +41,7 @@ def _choose_source(found: tuple[SnapshotFile, ...]) -> SnapshotFile | None:
         return None
     names = {_name(each): each for each in found}
     choices = [TRACES, *names]
-    chosen = st.selectbox("From", choices, key=widgets.kept("source", choices), format_func=escaping.inert)
+    chosen = st.selectbox("From", choices, key=widgets.bind("source", choices), format_func=escaping.inert)
     return names.get(chosen)
 
 
@@ -50,15 +50,15 @@ def _name(found: SnapshotFile) -> str:
     return f"memory snapshot of rank {found.rank}{window} ({units.size(found.size_bytes)})"
 
 
-def _of_traces(entry: Entry, held: run_store.Opened, *, has_snapshots: bool) -> None:
+def _of_traces(entry: RunEntry, held: run_store.OpenRun, *, has_snapshots: bool) -> None:
     sources = {(source.rank, source.window): source for source in held.run.sources}
     choices = st.container(horizontal=True)
     ranks = sorted({rank for rank, _ in sources})
-    rank = choices.selectbox("Rank", ranks, key=widgets.kept("rank", ranks), width=160)
+    rank = choices.selectbox("Rank", ranks, key=widgets.bind("rank", ranks), width=160)
     windows = sorted(window for of_rank, window in sources if of_rank == rank)
     window = windows[0]
     if windows[1:]:
-        window = choices.selectbox("Window", windows, key=widgets.kept("window", windows), width=160)
+        window = choices.selectbox("Window", windows, key=widgets.bind("window", windows), width=160)
     with st.spinner("Measuring"):
         tables = run_facts.memory(entry, rank, window)
     devices = tables["peaks"].sort("device", nulls_last=True)["device"].to_list()
@@ -66,13 +66,13 @@ def _of_traces(entry: Entry, held: run_store.Opened, *, has_snapshots: bool) -> 
         st.info("The traces have no memory events; a snapshot can be chosen above." if has_snapshots else HOW_TO_RECORD)
         return
     named = {_device(each): each for each in devices}
-    device = named[choices.selectbox("Memory", list(named), key=widgets.kept("device", list(named)), width=160)]
+    device = named[choices.selectbox("Memory", list(named), key=widgets.bind("device", list(named)), width=160)]
     mine = {name: table.filter(_of(device)) for name, table in tables.items()}
     st.html(html_fragments.numbers(_numbers(mine["peaks"])))
     st.subheader("Held over time")
     owners = list(BY)
     choice = st.segmented_control(
-        "Owners", owners, format_func=BY.get, key=widgets.kept("owners", owners), required=True
+        "Owners", owners, format_func=BY.get, key=widgets.bind("owners", owners), required=True
     )
     widgets.chart(charts.held(mine["over_time"].filter(pl.col("by") == choice)), key="memory_held")
     _lifetimes(mine["lifetimes"])
@@ -84,7 +84,7 @@ def _of_traces(entry: Entry, held: run_store.Opened, *, has_snapshots: bool) -> 
         allocator_replay.of_trace(entry, rank, window)
 
 
-def _of_snapshot(entry: Entry, found: SnapshotFile) -> None:
+def _of_snapshot(entry: RunEntry, found: SnapshotFile) -> None:
     key = f"memory-snapshot-device-{entry.name}-{found.path}"
     with st.spinner("Reading the snapshot"):
         tables = run_store.memory_of_snapshot(found, st.session_state.get(key))

@@ -5,7 +5,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.time import summary as facts
 from tracekit.report import charts, html, html_fragments
 from tracekit.report import json as report_json
@@ -15,7 +15,7 @@ from tracekit.rules.rule import Finding, Severity
 BY_RANK, BY_STEP = "by rank", "by step"
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Show the verdict, what there is to gain, the breakdown, the findings by impact, and the trust in the data."""
     run_store.follow(entry)
     held = widgets.begin(entry)
@@ -43,7 +43,7 @@ def page(entry: Entry) -> None:
     _report(entry, held)
 
 
-def _findings(judged: dict[str, Finding], held: run_store.Opened) -> None:
+def _findings(judged: dict[str, Finding], held: run_store.OpenRun) -> None:
     st.subheader("Findings")
     grave = {key: found for key, found in judged.items() if found.severity > Severity.INFO}
     rest = {key: found for key, found in judged.items() if key not in grave}
@@ -57,12 +57,12 @@ def _findings(judged: dict[str, Finding], held: run_store.Opened) -> None:
         _cards(rest, held)
 
 
-def _cards(findings: dict[str, Finding], held: run_store.Opened) -> None:
+def _cards(findings: dict[str, Finding], held: run_store.OpenRun) -> None:
     for key, found in findings.items():
         widgets.finding(found, held, key=key)
 
 
-def _breakdown(entry: Entry) -> tuple[pl.DataFrame, go.Figure | None]:
+def _breakdown(entry: RunEntry) -> tuple[pl.DataFrame, go.Figure | None]:
     """Draw where the time goes; return the table drawn, and the figure that belongs below."""
     st.subheader("Where the time goes")
     by_step, by_rank = run_store.by_step(entry), run_store.by_rank(entry)
@@ -70,18 +70,18 @@ def _breakdown(entry: Entry) -> tuple[pl.DataFrame, go.Figure | None]:
         st.info("The traces hold no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
     bars = [BY_RANK, BY_STEP]
-    choice = st.segmented_control("Bars", bars, key=widgets.kept("bars", bars), label_visibility="collapsed")
+    choice = st.segmented_control("Bars", bars, key=widgets.bind("bars", bars), label_visibility="collapsed")
     if choice != BY_STEP or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank), key="breakdown_by_rank")
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()
-    rank = st.selectbox("Rank", ranks, key=widgets.kept("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
+    rank = st.selectbox("Rank", ranks, key=widgets.bind("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
     table = by_step.filter(by_step["rank"] == rank)
     widgets.chart(charts.breakdown(table), key="breakdown_by_step")
     return table, charts.step_times(by_step)
 
 
-def _steps(entry: Entry, table: pl.DataFrame, figure: go.Figure | None) -> None:
+def _steps(entry: RunEntry, table: pl.DataFrame, figure: go.Figure | None) -> None:
     if figure is not None:
         st.subheader("Step times")
         widgets.chart(figure, key="step_times")
@@ -91,7 +91,7 @@ def _steps(entry: Entry, table: pl.DataFrame, figure: go.Figure | None) -> None:
             widgets.frame(shown, key=f"breakdown-{entry.name}")
 
 
-def _notes(held: run_store.Opened) -> None:
+def _notes(held: run_store.OpenRun) -> None:
     count = len(held.report.notes)
     if count:
         with st.expander(f"{count} rule{'s' * (count > 1)} could not judge this run, or not wholly"):
@@ -99,7 +99,7 @@ def _notes(held: run_store.Opened) -> None:
                 st.markdown("- " + widgets.plain(note))
 
 
-def _report(entry: Entry, held: run_store.Opened) -> None:
+def _report(entry: RunEntry, held: run_store.OpenRun) -> None:
     """Offer the whole report as files."""
 
     def page() -> bytes:

@@ -7,7 +7,7 @@ import streamlit as st
 
 from dashboard import timeline_store, widgets
 from dashboard.components.perfetto.perfetto import open_in_perfetto
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import InputError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.report.export import perfetto
@@ -30,14 +30,14 @@ class _Bounded(io.BytesIO):
         return super().write(data)
 
 
-def offer(entry: Entry, drawn: timeline_store.Opened, findings: list[Finding]) -> None:
+def offer(entry: RunEntry, drawn: timeline_store.OpenTimeline, findings: list[Finding]) -> None:
     """Offer the run to Perfetto. Nothing is made before somebody asks for it."""
     with st.expander("Perfetto and offline use"):
         _offer(entry, drawn, findings)
 
 
 @st.fragment
-def _offer(entry: Entry, drawn: timeline_store.Opened, findings: list[Finding]) -> None:
+def _offer(entry: RunEntry, drawn: timeline_store.OpenTimeline, findings: list[Finding]) -> None:
     ranks = drawn.run.ranks
     columns = st.columns([1, 1, 3], vertical_alignment="bottom")
     with columns[0]:
@@ -71,7 +71,7 @@ def _offer(entry: Entry, drawn: timeline_store.Opened, findings: list[Finding]) 
     open_in_perfetto(made, name=name, key=f"open-{key}")
 
 
-def _make(drawn: timeline_store.Opened, findings: list[Finding], rank: int | str, key: str) -> None:
+def _make(drawn: timeline_store.OpenTimeline, findings: list[Finding], rank: int | str, key: str) -> None:
     chosen = None if rank == ALL else [int(rank)]
     # One file a person at a time: they are large.
     st.session_state["perfetto"] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import streamlit as st
 
 from dashboard import widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.checkpoint.planning_inputs import Constants, constants
 from tracekit.errors import TracekitError
 from tracekit.model import units
@@ -37,7 +37,7 @@ class Chosen:
     layout: Layout
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Let a person choose model and layout, and show what checkpoints, memory and pipeline then cost."""
     st.html(
         '<div class="tk-title"><b>Plan</b><span>by formulas, before anything runs; docs/plan.md says which</span></div>'
@@ -58,28 +58,28 @@ def _choose() -> Chosen:
     columns = st.columns(6)
     names = list(models.MODELS)
     with columns[0]:
-        model = models.find(st.selectbox("Model", names, key=widgets.kept("plan-model", names, "70b")))
+        model = models.find(st.selectbox("Model", names, key=widgets.bind("plan-model", names, "70b")))
     with columns[1]:
-        tp = st.select_slider("Tensor parallel", POWERS[:5], key=widgets.kept("plan-tp", POWERS[:5], 8))
+        tp = st.select_slider("Tensor parallel", POWERS[:5], key=widgets.bind("plan-tp", POWERS[:5], 8))
     with columns[2]:
-        pp = st.select_slider("Pipeline stages", POWERS[:8], key=widgets.kept("plan-pp", POWERS[:8], 4))
+        pp = st.select_slider("Pipeline stages", POWERS[:8], key=widgets.bind("plan-pp", POWERS[:8], 4))
     with columns[3]:
-        dp = st.select_slider("Data parallel", POWERS, key=widgets.kept("plan-dp", POWERS, 8))
+        dp = st.select_slider("Data parallel", POWERS, key=widgets.bind("plan-dp", POWERS, 8))
     with columns[4]:
         strategies = list(STRATEGIES)
-        zero = STRATEGIES[st.selectbox("Sharding", strategies, key=widgets.kept("plan-zero", strategies, "ZeRO-1"))]
+        zero = STRATEGIES[st.selectbox("Sharding", strategies, key=widgets.bind("plan-zero", strategies, "ZeRO-1"))]
     with columns[5]:
         st.metric("GPUs", f"{tp * pp * dp:,}")
     return Chosen(model, Layout(tp, pp, dp, zero))
 
 
-def _checkpoints(chosen: Chosen, entry: Entry) -> None:
+def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
     left, right = st.columns([1, 2])
     with left:
         measured = _measured(entry)
         write = _rate("Storage writes", 273e9, key="plan-write", disabled=measured is not None)
         read = _rate("Storage reads", 1e12, key="plan-read")
-        with_buffer = st.toggle("Burst buffer before storage", key=widgets.kept_flag("plan-buffered"))
+        with_buffer = st.toggle("Burst buffer before storage", key=widgets.bind_flag("plan-buffered"))
         burst = _rate("Burst buffer writes", 2e12, key="plan-burst") if with_buffer else None
         interval_s = _time("A checkpoint every", INTERVALS_S, HOUR_S, key="plan-interval")
         failures_s = _time("A failure every", FAILURES_S, 3.093 * HOUR_S, key="plan-failures")
@@ -104,8 +104,8 @@ def _checkpoints(chosen: Chosen, entry: Entry) -> None:
         widgets.chart(charts.lost_time(CURVE_S, lost, marks=marks), key="plan-lost")
 
 
-def _measured(entry: Entry) -> Constants | None:
-    if not st.toggle("As the chosen run measured it", key=widgets.kept_flag("plan-measured")):
+def _measured(entry: RunEntry) -> Constants | None:
+    if not st.toggle("As the chosen run measured it", key=widgets.bind_flag("plan-measured")):
         return None
     held = widgets.open_or_say(entry)
     if held is None:
@@ -152,14 +152,14 @@ def _numbers(told: CheckpointPlan) -> None:
 def _memory(chosen: Chosen) -> None:
     left, right = st.columns([1, 2])
     with left:
-        sequence = st.select_slider("Tokens of a sequence", TOKENS, key=widgets.kept("plan-seq", TOKENS, 4096))
+        sequence = st.select_slider("Tokens of a sequence", TOKENS, key=widgets.bind("plan-seq", TOKENS, 4096))
         batch = st.select_slider(
-            "Sequences of a micro-batch", POWERS[:7], key=widgets.kept("plan-batch", POWERS[:7], 1)
+            "Sequences of a micro-batch", POWERS[:7], key=widgets.bind("plan-batch", POWERS[:7], 1)
         )
         recomputed = memory.RECOMPUTATIONS
-        recomputation = st.selectbox("Recomputed", recomputed, key=widgets.kept("plan-recomputed", recomputed))
-        with_sequence = st.toggle("Sequence parallel", key=widgets.kept_flag("plan-sp", default=True))
-        device_key = widgets.kept("plan-device", DEVICE_GIB, 80)
+        recomputation = st.selectbox("Recomputed", recomputed, key=widgets.bind("plan-recomputed", recomputed))
+        with_sequence = st.toggle("Sequence parallel", key=widgets.bind_flag("plan-sp", default=True))
+        device_key = widgets.bind("plan-device", DEVICE_GIB, 80)
         device_gib = st.select_slider("Memory of a device, GiB", DEVICE_GIB, key=device_key)
     layout = chosen.layout
     work = memory.Work(sequence, batch, layout.pp, recomputation, with_sequence)
@@ -182,7 +182,7 @@ def _pipeline(chosen: Chosen) -> None:
     left, right = st.columns([1, 2])
     stages = chosen.layout.pp
     with left:
-        micro_key, chunks_key = widgets.kept("plan-micro", POWERS[:11], 32), widgets.kept("plan-chunks", CHUNKS, 2)
+        micro_key, chunks_key = widgets.bind("plan-micro", POWERS[:11], 32), widgets.bind("plan-chunks", CHUNKS, 2)
         micro_batches = st.select_slider("Micro-batches of a step", POWERS[:11], key=micro_key)
         chunks = st.select_slider("Chunks of a rank, interleaved", CHUNKS, key=chunks_key)
     schedules = {
@@ -207,12 +207,12 @@ def _pipeline(chosen: Chosen) -> None:
 
 
 def _rate(label: str, value: float, *, key: str, disabled: bool = False) -> float:
-    bound = widgets.kept(key, RATES, value)
+    bound = widgets.bind(key, RATES, value)
     return float(st.select_slider(label, RATES, format_func=units.rate, key=bound, disabled=disabled))
 
 
 def _time(label: str, values: tuple[float, ...], value: float, *, key: str) -> float:
-    return float(st.select_slider(label, values, format_func=_duration, key=widgets.kept(key, values, value)))
+    return float(st.select_slider(label, values, format_func=_duration, key=widgets.bind(key, values, value)))
 
 
 def _duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from dashboard import what_if, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.replay.graph import strategies
@@ -24,12 +24,12 @@ NODE_GB_PER_S = (10, 20, 50, 100, 150, 200, 230, 300, 400, 600, 800, 1200, 1800)
 MAX_LAYERS = 1000
 
 
-def section(entry: Entry, found: Answers, price: float | None) -> None:
+def section(entry: RunEntry, found: Answers, price: float | None) -> None:
     """Let a person choose what a step would run on, by, or without, and say what it would then take."""
     st.subheader("Another network or strategy, or less recomputed")
     columns = st.columns([2, 2, 2, 4])
     with columns[0]:
-        choice = st.selectbox("Predict", CHOICES, key=widgets.kept("predict", CHOICES))
+        choice = st.selectbox("Predict", CHOICES, key=widgets.bind("predict", CHOICES))
     if choice == NOTHING:
         st.caption("A prediction from the recorded kernels and transfers; what it assumes is told with it.")
         return
@@ -41,7 +41,7 @@ def section(entry: Entry, found: Answers, price: float | None) -> None:
     _shown(told, found, price)
 
 
-def _asked(entry: Entry, choice: str, columns: Sequence[DeltaGenerator]) -> Prediction:
+def _asked(entry: RunEntry, choice: str, columns: Sequence[DeltaGenerator]) -> Prediction:
     """Let a person say what the choice needs besides, and return the prediction."""
     if choice == NETWORK:
         with columns[1]:
@@ -49,12 +49,12 @@ def _asked(entry: Entry, choice: str, columns: Sequence[DeltaGenerator]) -> Pred
                 "Links carry",
                 TIMES,
                 format_func=lambda each: f"{each:g} times as much",
-                key=widgets.kept("network-times", TIMES, 2.0),
+                key=widgets.bind("network-times", TIMES, 2.0),
             )
         return what_if.other_network(entry, float(times))
     if choice == FEWER:
         with columns[1]:
-            key = widgets.kept_number("layers", 1, MAX_LAYERS, 1)
+            key = widgets.bind_number("layers", 1, MAX_LAYERS, 1)
             layers = st.number_input("Layers", 1, MAX_LAYERS, step=1, key=key)
         return what_if.recomputing_less(entry, int(layers))
     return what_if.predicted(entry, choice, _node(columns) if choice == strategies.HSDP else None)
@@ -62,12 +62,12 @@ def _asked(entry: Entry, choice: str, columns: Sequence[DeltaGenerator]) -> Pred
 
 def _node(columns: Sequence[DeltaGenerator]) -> Node:
     with columns[1]:
-        gpus = st.select_slider("GPUs of a node", GPUS_OF_A_NODE, key=widgets.kept("node-gpus", GPUS_OF_A_NODE, 8))
+        gpus = st.select_slider("GPUs of a node", GPUS_OF_A_NODE, key=widgets.bind("node-gpus", GPUS_OF_A_NODE, 8))
     with columns[2]:
         rate = st.select_slider(
             "Bus bandwidth in a node, GB/s",
             NODE_GB_PER_S,
-            key=widgets.kept("node-bandwidth", NODE_GB_PER_S, 230),
+            key=widgets.bind("node-bandwidth", NODE_GB_PER_S, 230),
             help="What all_gather_perf of nccl-tests prints on one node",
         )
     return Node(int(gpus), rate * 1e9)

@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import rule_families, run_facts, run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.quality import contents, trace_quality
 from tracekit.analysis.time import summary
 from tracekit.model import units
@@ -14,7 +14,7 @@ FAMILY = "DATA"
 FACTS = (collective_matching.calls, trace_quality.data_quality, *contents.FACTS)
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Say how far the numbers of a run can be trusted, and what would make them better."""
     held = widgets.begin(entry)
     if held is None:
@@ -28,7 +28,7 @@ def page(entry: Entry) -> None:
     _judged(held)
 
 
-def _doubts(held: run_store.Opened) -> None:
+def _doubts(held: run_store.OpenRun) -> None:
     st.subheader("What to doubt")
     found = rule_families.of_families(held.report.findings, (FAMILY,))
     for key, each in found.items():
@@ -37,7 +37,7 @@ def _doubts(held: run_store.Opened) -> None:
         st.success("Nothing in the files makes the numbers doubtful.", icon=":material/check:")
 
 
-def _ranks(entry: Entry, held: run_store.Opened) -> None:
+def _ranks(entry: RunEntry, held: run_store.OpenRun) -> None:
     st.subheader("What each rank recorded")
     files = pl.DataFrame(
         [(source.window, source.rank, source.size_bytes) for source in held.run.sources],
@@ -66,7 +66,7 @@ def _ranks(entry: Entry, held: run_store.Opened) -> None:
     )
 
 
-def _clocks(entry: Entry) -> None:
+def _clocks(entry: RunEntry) -> None:
     st.subheader("Clocks")
     table = run_facts.across(entry, summary.by_clock)
     known = table["residual_ns"].drop_nulls()
@@ -94,7 +94,7 @@ def _missing(missing: pl.DataFrame) -> None:
     widgets.text_table(("missing", "on ranks", "without it", "next time"), rows, key="missing")
 
 
-def _judged(held: run_store.Opened) -> None:
+def _judged(held: run_store.OpenRun) -> None:
     st.subheader("What was judged")
     table = rule_families.judged(held.report)
     blind = table.drop_nulls("could not judge")

@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import rule_families, run_facts, run_store, timeline_links, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.analysis.time import slices
@@ -16,7 +16,7 @@ from tracekit.sync import alignment
 WHOLE = "all"
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Let a person pick a step and draw what each rank does in it."""
     held = rule_families.begin(entry)
     if held is None:
@@ -42,7 +42,7 @@ def page(entry: Entry) -> None:
     widgets.frame(rank_timelines.totals(mine, part), key="ranks-totals")
 
 
-def _map(entry: Entry) -> None:
+def _map(entry: RunEntry) -> None:
     """Draw the map of ranks and steps; a click on a cell chooses that step below, and leads to the timeline."""
     whole = run_facts.across(entry, exposed_communication.spread)
     if whole.is_empty():
@@ -57,7 +57,7 @@ def _map(entry: Entry) -> None:
         "Colour",
         measures,
         format_func=charts.MEASURES.get,
-        key=widgets.kept("colour", measures),
+        key=widgets.bind("colour", measures),
         label_visibility="collapsed",
         required=True,
     )
@@ -65,7 +65,7 @@ def _map(entry: Entry) -> None:
     _chosen(entry, table, clicked and clicked[:2])
 
 
-def _chosen(entry: Entry, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:
+def _chosen(entry: RunEntry, table: pl.DataFrame, cell: tuple[int, ...] | None) -> None:
     if cell is None:
         st.caption("Click on a cell to choose its step below, and to see it in the timeline.")
         st.session_state.pop(f"ranks-cell-{entry.name}", None)
@@ -79,30 +79,30 @@ def _chosen(entry: Entry, table: pl.DataFrame, cell: tuple[int, ...] | None) -> 
         timeline_links.show(entry, row.rename({"duration_ns": "dur_ns"}).row(0, named=True))
 
 
-def _choose(entry: Entry) -> tuple[int, int | None]:
+def _choose(entry: RunEntry) -> tuple[int, int | None]:
     by_step = run_store.by_step(entry).drop_nulls("step")
     windows = run_store.by_rank(entry)["window"].unique().sort().to_list()
     typical = slices.typical_step(by_step)
     place = st.container(horizontal=True)
     window = windows[0]
     if windows[1:]:
-        window = place.selectbox("Window", windows, key=widgets.kept("window", windows), width=160)
+        window = place.selectbox("Window", windows, key=widgets.bind("window", windows), width=160)
     steps = by_step.filter(pl.col("window") == window)["step"].unique().sort().to_list()
     first = typical["step"] if typical and typical["step"] in steps else None
     choices = [WHOLE, *steps]
-    key = widgets.kept("step", choices, WHOLE if first is None else first)
+    key = widgets.bind("step", choices, WHOLE if first is None else first)
     chosen = place.selectbox("Step", choices, key=key, width=160)
     return window, None if chosen == WHOLE else chosen
 
 
-def _span(entry: Entry, offsets: pl.DataFrame, window: int, step: int | None) -> Window:
+def _span(entry: RunEntry, offsets: pl.DataFrame, window: int, step: int | None) -> Window:
     rows = run_store.by_rank(entry) if step is None else run_store.by_step(entry).filter(pl.col("step") == step)
     rows = rows.filter(pl.col("window") == window).with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     shifted = alignment.on_run_clock(rows, offsets, ("start_ns", "end_ns"))
     return int(shifted["start_ns"].min()), int(shifted["end_ns"].max())  # type: ignore[arg-type]  # whole ns
 
 
-def _choose_part(entry: Entry, whole: Window, window: int, step: int | None) -> Window:
+def _choose_part(entry: RunEntry, whole: Window, window: int, step: int | None) -> Window:
     length_ms = (whole[1] - whole[0]) / 1e6
     left_ms, right_ms = st.slider(
         "Part drawn, ms",

@@ -8,8 +8,8 @@ from pathlib import Path
 import streamlit as st
 
 from dashboard import run_store, runs_table, widgets
-from dashboard.run_catalog import Entry, Listed
-from dashboard.runs_table import Wanted
+from dashboard.run_catalog import Listing, RunEntry
+from dashboard.runs_table import RunFilter
 from tracekit.cli.watch.run_watch import Watch
 from tracekit.errors import InputError, RuleError, TracekitError
 from tracekit.model import escaping, units
@@ -20,7 +20,7 @@ MAX_HEIGHT_PX = 740
 MOST_WATCHED = 16
 _COLOURS = {"error": "#D55E00", "warning": "#E69F00", "info": "#56B4E9", runs_table.GOOD: "#009E73"}
 
-Relist = Callable[[], Listed]
+Relist = Callable[[], Listing]
 
 
 def page(relist: Relist, forget: Callable[[], None]) -> None:
@@ -35,12 +35,12 @@ def _shown(relist: Relist, forget: Callable[[], None]) -> None:
     all_known = relist()
     listed = all_known.entries
     title = st.empty()
-    if all_known.left_out:
+    if all_known.omitted:
         st.caption(
-            f"Only the newest {len(listed):,} of {len(listed) + all_known.left_out:,} runs are listed: open the "
+            f"Only the newest {len(listed):,} of {len(listed) + all_known.omitted:,} runs are listed: open the "
             "dashboard on a folder further down to see the others."
         )
-    shown = runs_table.found(listed, _wanted(listed))
+    shown = runs_table.filter_runs(listed, _wanted(listed))
     count = f"{len(shown):,} of {len(listed):,} shown" if len(shown) < len(listed) else f"{len(listed):,}"
     title.html(f'<div class="tk-title"><b>Runs</b><span>{count}</span></div>')
     if not shown:
@@ -51,23 +51,23 @@ def _shown(relist: Relist, forget: Callable[[], None]) -> None:
     _live([entry for entry in shown if entry.is_live])
 
 
-def _wanted(listed: Sequence[Entry]) -> Wanted:
+def _wanted(listed: Sequence[RunEntry]) -> RunFilter:
     strategies, models = (
-        sorted({getattr(entry, name) or runs_table.NOT_SAID for entry in listed}) for name in ("strategy", "model")
+        sorted({getattr(entry, name) or runs_table.UNKNOWN for entry in listed}) for name in ("strategy", "model")
     )
     verdicts = [each for each in runs_table.VERDICTS if any(runs_table.verdict(entry) == each for entry in listed)]
     first, second = st.columns([3, 1]), st.columns([1, 1, 1, 1, 1])
     text = first[0].text_input(
-        "Find", key=widgets.kept_text("find"), placeholder="Find by name, strategy, model, verdict", max_chars=200,
+        "Find", key=widgets.bind_text("find"), placeholder="Find by name, strategy, model, verdict", max_chars=200,
         label_visibility="collapsed",
     )  # fmt: skip
     orders = list(runs_table.ORDERS)
     order = first[1].selectbox(
-        "Order", orders, key=widgets.kept("order", orders), format_func="Order: {}".format, label_visibility="collapsed"
+        "Order", orders, key=widgets.bind("order", orders), format_func="Order: {}".format, label_visibility="collapsed"
     )
     several = {
         name: second[place].multiselect(
-            name.capitalize(), options, key=widgets.kept_several(name, options), placeholder="All",
+            name.capitalize(), options, key=widgets.bind_several(name, options), placeholder="All",
             format_func=escaping.inert,
         )
         for place, (name, options) in enumerate(
@@ -75,10 +75,10 @@ def _wanted(listed: Sequence[Entry]) -> Wanted:
         )
     }  # fmt: skip
     periods = list(runs_table.PERIODS)
-    since = second[3].selectbox("Recorded", periods, key=widgets.kept("recorded", periods))
+    since = second[3].selectbox("Recorded", periods, key=widgets.bind("recorded", periods))
     with second[4]:
         step_ms = _step_range(listed)
-    return Wanted(
+    return RunFilter(
         text,
         several["strategy"],
         several["model"],
@@ -89,18 +89,18 @@ def _wanted(listed: Sequence[Entry]) -> Wanted:
     )
 
 
-def _step_range(listed: Sequence[Entry]) -> tuple[float, float] | None:
+def _step_range(listed: Sequence[RunEntry]) -> tuple[float, float] | None:
     known = [entry.summary.step_time_ns / 1e6 for entry in listed if entry.summary and entry.summary.step_time_ns]
     if not known or max(known) <= min(known):
         return None
     whole = (float(int(min(known))), float(int(max(known)) + 1))
     step_ms = max(0.01, round((whole[1] - whole[0]) / 200, 2))
-    key = widgets.kept_number("step", *whole, whole)
+    key = widgets.bind_number("step", *whole, whole)
     chosen: tuple[float, float] = st.slider("Step time, ms", *whole, key=key, step=step_ms)
     return None if chosen == whole else chosen
 
 
-def _table(shown: Sequence[Entry]) -> list[Entry]:
+def _table(shown: Sequence[RunEntry]) -> list[RunEntry]:
     """Show the runs and return those selected."""
     table = runs_table.table(shown)
     told = sorted({chip for chips in table["verdict"].to_list() for chip in chips})
@@ -135,7 +135,7 @@ def _colour(chip: str) -> str:
     return next((colour for word, colour in _COLOURS.items() if word in chip), charts.COLOURS["phase"])
 
 
-def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[], None]) -> None:
+def _actions(shown: Sequence[RunEntry], chosen: Sequence[RunEntry], forget: Callable[[], None]) -> None:
     unchecked = [entry for entry in chosen or shown if entry.summary is None and not entry.problem]
     columns = st.columns([1, 1, 1, 3])
     if columns[0].button("Open this run", type="primary", disabled=len(chosen) != 1, width="stretch"):
@@ -163,7 +163,7 @@ def _actions(shown: Sequence[Entry], chosen: Sequence[Entry], forget: Callable[[
         widgets.problem(message)
 
 
-def _check(unchecked: Sequence[Entry]) -> None:
+def _check(unchecked: Sequence[RunEntry]) -> None:
     """Check runs one after the other; what cannot be is said after the page was made anew."""
     failed: list[str] = []
     bar = st.progress(0.0)
@@ -177,7 +177,7 @@ def _check(unchecked: Sequence[Entry]) -> None:
     st.session_state["check_failed"] = failed
 
 
-def _live(recording: Sequence[Entry]) -> None:
+def _live(recording: Sequence[RunEntry]) -> None:
     """Say where trainings are that write at this moment."""
     for entry in recording[:MOST_WATCHED]:
         try:

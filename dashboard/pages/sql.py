@@ -4,7 +4,7 @@ import polars as pl
 import streamlit as st
 
 from dashboard import downloads, run_store, widgets
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
 from tracekit.model.schema import Table
@@ -43,7 +43,7 @@ EXAMPLES = {
 _ANSWER, _OWN, _EXAMPLE = "sql-answer", "sql-own", "sql-example"
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Let a person write a query, run it when told to, and show what comes back."""
     held = widgets.begin(entry)
     if held is None:
@@ -51,7 +51,7 @@ def page(entry: Entry) -> None:
     left, right = st.columns([3, 2])
     with left:
         _examples()
-        key = widgets.kept_text(SQL, next(iter(EXAMPLES.values())), MAX_SQL)
+        key = widgets.bind_text(SQL, next(iter(EXAMPLES.values())), MAX_SQL)
         with st.form("sql-form", border=False):
             query = st.text_area("One SELECT", key=key, height=190, max_chars=MAX_SQL)
             pressed = st.form_submit_button("Run", type="primary", help="Ctrl+Enter does the same")
@@ -78,7 +78,7 @@ def _take_example() -> None:
         st.session_state[SQL] = st.session_state[_OWN] = EXAMPLES[chosen]
 
 
-def _ask(entry: Entry, held: run_store.Opened, query: str) -> None:
+def _ask(entry: RunEntry, held: run_store.OpenRun, query: str) -> None:
     st.session_state[_OWN] = query
     try:
         asked = run_query.asked(query, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
@@ -92,7 +92,7 @@ def _ask(entry: Entry, held: run_store.Opened, query: str) -> None:
         st.session_state[_ANSWER] = (entry.path, entry.stamp, rows)
 
 
-def _answer(entry: Entry) -> None:
+def _answer(entry: RunEntry) -> None:
     path, stamp, found = st.session_state.get(_ANSWER, (None, None, None))
     if (path, stamp) != (entry.path, entry.stamp):
         return
@@ -122,7 +122,7 @@ def _headings(rows: pl.DataFrame) -> dict[str, object]:
 def _schema() -> None:
     known = run_query.tables()
     names = list(known)
-    name = st.selectbox("Tables", names, key=widgets.kept("table", names), format_func=escaping.inert)
+    name = st.selectbox("Tables", names, key=widgets.bind("table", names), format_func=escaping.inert)
     table = known[name]
     st.caption(f"One row per {widgets.plain(table.grain)}.")
     shown = escaping.html_table(("column", "type", "meaning"), _columns(table))

@@ -15,7 +15,7 @@ from dashboard.components.timeline import message
 from dashboard.components.timeline.message import View
 from dashboard.components.timeline.timeline import timeline
 from dashboard.pages import perfetto_export
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
@@ -38,7 +38,7 @@ _SMALL_RATIO = 0.5
 
 
 @dataclass(frozen=True)
-class Go:
+class Jump:
     """Where the timeline is sent: a part of the run in ns from its start, a track to have in view, a finding."""
 
     start_ns: int
@@ -57,7 +57,7 @@ class Go:
         }
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Draw all ranks of the run, or say why that cannot be."""
     if entry.problem:
         widgets.problem(entry.problem)
@@ -78,21 +78,21 @@ def page(entry: Entry) -> None:
     marks = message.findings(drawn.scene, drawn.window, found)
     _canvas(drawn, marks, go, key)
     if chosen in found:
-        widgets.finding(found[chosen], run_store.opened(entry), key=f"{entry.name}-timeline")
+        widgets.finding(found[chosen], run_store.open_run(entry), key=f"{entry.name}-timeline")
     perfetto_export.offer(entry, drawn, list(found.values()))
 
 
-def _key(entry: Entry, window: int) -> str:
+def _key(entry: RunEntry, window: int) -> str:
     # Hashed: Streamlit refuses a component whose key holds two underscores.
     told = f"{entry.name}\0{run_store.stamp_seen(entry)}\0{window}"
     return f"timeline-{hashlib.sha256(told.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
 
 
-def _opened(entry: Entry) -> timeline_store.Opened:
+def _opened(entry: RunEntry) -> timeline_store.OpenTimeline:
     run = timeline_store.run_of(entry)
     windows = sorted({source.window for source in run.sources})
     window = (
-        st.selectbox("Window", windows, key=widgets.kept("window", windows), width=160) if windows[1:] else windows[0]
+        st.selectbox("Window", windows, key=widgets.bind("window", windows), width=160) if windows[1:] else windows[0]
     )
     many = sum(source.window == window for source in run.sources)
     place = st.empty()
@@ -101,12 +101,12 @@ def _opened(entry: Entry) -> timeline_store.Opened:
         place.progress(min(done / total, 1.0), f"Laying out the timeline, once for this run: {done} of {total} traces")
 
     with place, st.spinner(f"Opening the timeline of {many} rank{'s' * (many > 1)}"):
-        drawn = timeline_store.opened(entry, window, step_on)
+        drawn = timeline_store.open_timeline(entry, window, step_on)
     place.empty()
     return drawn
 
 
-def _findings(entry: Entry) -> dict[str, Finding]:
+def _findings(entry: RunEntry) -> dict[str, Finding]:
     """Return what was found in the run, by key. A large run is checked only where somebody asks for it."""
     asked = f"checked-{entry.name}-{run_store.stamp_seen(entry)}"
     wants = widgets.SHOWN_FINDING in st.session_state or FINDING in st.query_params
@@ -118,7 +118,7 @@ def _findings(entry: Entry) -> dict[str, Finding]:
         return {}
     try:
         with st.spinner(f"Checking {widgets.plain(entry.name)} for findings"):
-            report = run_store.opened(entry).report
+            report = run_store.open_run(entry).report
     except (TracekitError, RuleError) as error:
         st.caption(widgets.plain(f"The findings are not shown: {error}"))
         return {}
@@ -155,13 +155,13 @@ def _label(found: Finding) -> str:
 
 
 def _wanted(
-    entry: Entry, drawn: timeline_store.Opened, found: Mapping[str, Finding], chosen: str, key: str
-) -> Go | None:
+    entry: RunEntry, drawn: timeline_store.OpenTimeline, found: Mapping[str, Finding], chosen: str, key: str
+) -> Jump | None:
     """Return where to go now: a row chosen on another page, the finding just chosen, the part that a link names."""
     shown = st.session_state.pop(widgets.SHOWN_MOMENT, None)
     if shown and shown["run"] == entry.name and shown["window"] == drawn.window:
         row = pl.DataFrame([{name: shown[name] for name in ("window", "rank", "start_ns", "dur_ns")}])
-        return _at(drawn, message.placed(drawn.scene, drawn.window, row))
+        return _at(drawn, message.aligned_spans(drawn.scene, drawn.window, row))
     linked = _linked(drawn)
     is_new = linked is not None and (linked.start_ns, linked.end_ns) != st.session_state.get(f"address-{key}")
     if chosen in found and st.session_state.get(f"seen-{key}") != chosen:
@@ -174,24 +174,24 @@ def _wanted(
     return linked if is_new else None
 
 
-def _linked(drawn: timeline_store.Opened) -> Go | None:
+def _linked(drawn: timeline_store.OpenTimeline) -> Jump | None:
     try:
         start_ns, end_ns = int(st.query_params[FROM]), int(st.query_params[TO])
     except (KeyError, ValueError):
         return None
     span_ns = drawn.scene.span[1] - drawn.scene.span[0]
-    return Go(start_ns, end_ns) if 0 <= start_ns < end_ns <= span_ns else None
+    return Jump(start_ns, end_ns) if 0 <= start_ns < end_ns <= span_ns else None
 
 
-def _moment(drawn: timeline_store.Opened, key: str, found: Finding) -> Go | None:
+def _moment(drawn: timeline_store.OpenTimeline, key: str, found: Finding) -> Jump | None:
     """Return the longest moment of a finding's evidence, with its rank and lane."""
-    go = _at(drawn, message.moments(drawn.scene, drawn.window, found), key)
+    go = _at(drawn, message.evidence_spans(drawn.scene, drawn.window, found), key)
     if go is None:
         st.caption(f"None of its evidence lies in window {drawn.window}.")
     return go
 
 
-def _at(drawn: timeline_store.Opened, moments: pl.DataFrame, finding: str | None = None) -> Go | None:
+def _at(drawn: timeline_store.OpenTimeline, moments: pl.DataFrame, finding: str | None = None) -> Jump | None:
     """Return the way to the longest of moments on the clock of the run."""
     if moments.is_empty():
         return None
@@ -203,11 +203,11 @@ def _at(drawn: timeline_store.Opened, moments: pl.DataFrame, finding: str | None
     tracks = drawn.scene.tracks.filter(pl.col("rank") == row["rank"])
     of_lane = tracks.filter(pl.col("lane") == pl.lit(row["lane"], pl.Int64))
     track = (of_lane if of_lane.height else tracks)["track"].head(1).to_list()
-    return Go(start_ns - origin_ns, past_ns - origin_ns, track[0] if track else None, finding)
+    return Jump(start_ns - origin_ns, past_ns - origin_ns, track[0] if track else None, finding)
 
 
 @st.fragment
-def _canvas(drawn: timeline_store.Opened, marks: list[dict[str, Any]], go: Go | None, key: str) -> None:
+def _canvas(drawn: timeline_store.OpenTimeline, marks: list[dict[str, Any]], go: Jump | None, key: str) -> None:
     """Show the timeline and answer what the browser asks. Only this is run again when somebody zooms."""
     told: Mapping[str, Any] = st.session_state.get(key) or {}
     nonce = _nonce(go, key)
@@ -241,7 +241,7 @@ def _marked(clicked: Any, marks: list[dict[str, Any]], key: str) -> str:
     return marked
 
 
-def _nonce(go: Go | None, key: str) -> str:
+def _nonce(go: Jump | None, key: str) -> str:
     """Return the name of this going: the same for as long as the page is not made anew."""
     state = st.session_state.get(f"go-{key}")
     if state is None or state[0] is not go:
@@ -250,7 +250,7 @@ def _nonce(go: Go | None, key: str) -> str:
     return state[1]
 
 
-def _view(drawn: timeline_store.Opened, told: Any, go: Go | None, key: str) -> View:
+def _view(drawn: timeline_store.OpenTimeline, told: Any, go: Jump | None, key: str) -> View:
     """Return what the browser says it shows, else what it showed when the page was last left, else where to go."""
     span_ns = drawn.scene.span[1] - drawn.scene.span[0]
     if isinstance(told, Mapping) and told.get("scene") == drawn.scene.key:
@@ -280,14 +280,14 @@ def _first_look(scene: tiles.Scene) -> Window:
     return part if part[1] - part[0] < span_ns * _SMALL_RATIO else (0, span_ns)
 
 
-def _matches(drawn: timeline_store.Opened, told: Any) -> dict[str, Any] | None:
+def _matches(drawn: timeline_store.OpenTimeline, told: Any) -> dict[str, Any] | None:
     text = told.get("text") if isinstance(told, Mapping) else None
     if not isinstance(text, str) or not text.strip():
         return None
     return message.matches(drawn.scene, text, drawn.find(text.strip()))
 
 
-def _picked(drawn: timeline_store.Opened, told: Any) -> dict[str, Any]:
+def _picked(drawn: timeline_store.OpenTimeline, told: Any) -> dict[str, Any]:
     nothing: dict[str, Any] = {"picked": None, "details": None, "arrows": []}
     if not isinstance(told, Mapping):
         return nothing
@@ -314,7 +314,7 @@ def _tell_address(*, view: View | None = None, finding: str | None = None) -> No
         st.query_params.update(wanted)
 
 
-def _table(drawn: timeline_store.Opened, view: View) -> None:
+def _table(drawn: timeline_store.OpenTimeline, view: View) -> None:
     """Say in words and numbers what the canvas shows: the longest slices in view, and how many more there are."""
     origin_ns = drawn.scene.span[0]
     part = (origin_ns + view.start_ns, origin_ns + view.end_ns)

@@ -7,7 +7,7 @@ import streamlit as st
 
 from dashboard import downloads, rule_families, run_store, what_if, widgets
 from dashboard.pages import predictions
-from dashboard.run_catalog import Entry
+from dashboard.run_catalog import RunEntry
 from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
 from tracekit.replay.graph import causes, savings, steps
@@ -24,7 +24,7 @@ INFERRED = (
 )
 
 
-def page(entry: Entry) -> None:
+def page(entry: RunEntry) -> None:
     """Say how well the replay reproduces the run, what each change would save, and where; and predict others."""
     held = rule_families.begin(entry)
     if held is None:
@@ -42,13 +42,13 @@ def page(entry: Entry) -> None:
         widgets.problem(str(error))
 
 
-def _replayed(entry: Entry) -> None:
+def _replayed(entry: RunEntry) -> None:
     place = st.empty()
     what_if.replay(entry, lambda ratio, what: place.progress(ratio, f"{what}, once for this run"))
     place.empty()
 
 
-def _reproduced(found: Answers, held: run_store.Opened) -> None:
+def _reproduced(found: Answers, held: run_store.OpenRun) -> None:
     st.html(
         html_fragments.numbers(
             {
@@ -91,14 +91,14 @@ def _price(found: Answers) -> float | None:
         0.0,
         MAX_PRICE,
         step=0.5,
-        key=widgets.kept_number("price", 0.0, MAX_PRICE, 0.0),
+        key=widgets.bind_number("price", 0.0, MAX_PRICE, 0.0),
         width=230,
         help="In any currency; it tells what each change is worth per day of training",
     )
     return float(price) or None
 
 
-def _ranked(entry: Entry, found: Answers) -> None:
+def _ranked(entry: RunEntry, found: Answers) -> None:
     st.subheader("Without one cause")
     table = told.as_table(found)
     if table.is_empty():
@@ -146,12 +146,12 @@ def _rest(found: Answers) -> None:
             st.html(escaping.html_table(("without", "cannot be told, because"), rows))
 
 
-def _chosen(entry: Entry, held: run_store.Opened, found: Answers, price: float | None) -> None:
+def _chosen(entry: RunEntry, held: run_store.OpenRun, found: Answers, price: float | None) -> None:
     st.subheader("One change or several together, rank by rank")
     names = [each.cause.name for each in found.answers]
     names += [name for name in causes.CAUSES if name not in names]
     wanted = st.multiselect(
-        "Without", names, key=widgets.kept_several("without", names, names[:1]), placeholder="Choose what to take away"
+        "Without", names, key=widgets.bind_several("without", names, names[:1]), placeholder="Choose what to take away"
     )
     if not wanted:
         return
@@ -196,7 +196,7 @@ def _about(answer: Answer) -> str:
     )
 
 
-def _findings(held: run_store.Opened, names: Sequence[str]) -> None:
+def _findings(held: run_store.OpenRun, names: Sequence[str]) -> None:
     keyed = widgets.finding_keys(held.report.findings)
     mine = {key: found for key, found in keyed.items() if found.without and found.without.cause in names}
     if mine:

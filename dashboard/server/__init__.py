@@ -1,1 +1,1 @@
-"""What Streamlit runs, apart from ``pages/``: a folder of that name next to the script would be pages of Streamlit's."""
+"""What Streamlit runs, apart from ``pages/``: next to the script, Streamlit would serve that folder by itself."""

@@ -1,6 +1,7 @@
 """The dashboard's frame: the runs it was opened on, the choice of one, the pages.
 
-`tracekit dashboard RUN…` runs this file under Streamlit; ``streamlit run dashboard/server/app.py -- RUN…`` does the same.
+`tracekit dashboard RUN…` runs this file under Streamlit, and so does
+``streamlit run dashboard/server/app.py -- RUN…``.
 """
 
 import operator
@@ -49,14 +50,14 @@ def main() -> None:
     words = tuple(sys.argv[1:])
     paths = tuple(word for word in words if not word.startswith(run_catalog.HISTORY))
     known = _catalog(paths)
-    listed = known.listed().entries
+    listed = known.listing().entries
     past = run_catalog.history_file(words)
     if not listed:
         widgets.nothing_opened()
         return
     # The pages speak of what is chosen below: the choice must know the page that it is made on.
     pages = {
-        "runs": st.Page(lambda: runs.page(known.listed, known.forget), title="Runs", url_path="runs"),
+        "runs": st.Page(lambda: runs.page(known.listing, known.forget), title="Runs", url_path="runs"),
         "overview": st.Page(lambda: overview.page(chosen), title="Overview", url_path="root", default=True),
         "timeline": st.Page(lambda: timeline.page(chosen), title="Timeline", url_path="timeline"),
         "ranks": st.Page(lambda: ranks.page(chosen), title="Ranks", url_path="ranks"),
@@ -78,7 +79,7 @@ def main() -> None:
     sections = _in_sections(pages)
     shown = st.navigation({**sections, "": [*sections[""], named]}, expanded=True)
     if shown == named:  # the default page has no address but the root
-        st.switch_page(pages["overview"], query_params=url_state.choices())
+        st.switch_page(pages["overview"], query_params=url_state.parameters())
     is_bare = widgets.RUN not in st.query_params and widgets.RUN not in st.session_state
     if is_bare and shown == pages["overview"] and len(listed) > 1:
         st.switch_page(pages["runs"])  # nobody said which run to open
@@ -90,7 +91,7 @@ def main() -> None:
     with st.sidebar:
         if shown == pages["runs"]:
             is_live = any(entry.is_live for entry in listed)
-            _refresh(shown, lambda: known.listed().entries != listed, REFRESH_S if is_live else CALM_REFRESH_S)
+            _refresh(shown, lambda: known.listing().entries != listed, REFRESH_S if is_live else CALM_REFRESH_S)
         elif shown == pages["overview"]:
             is_live = chosen.is_live or bool(chosen.problem)
             _refresh(shown, lambda: _is_other(chosen, known), REFRESH_S if is_live else CALM_REFRESH_S)
@@ -102,7 +103,7 @@ def main() -> None:
         _say(error, chosen, known)
 
 
-def _say(error: TracekitError, chosen: run_catalog.Entry, known: run_catalog.Catalog) -> None:
+def _say(error: TracekitError, chosen: run_catalog.RunEntry, known: run_catalog.Catalog) -> None:
     """Show what went wrong while a page was made, such as files that changed under it, and the way on."""
     widgets.problem(f"{chosen.name}: {error}")
     if st.button("Read again", key="read_after_error"):
@@ -111,10 +112,10 @@ def _say(error: TracekitError, chosen: run_catalog.Entry, known: run_catalog.Cat
         st.rerun()
 
 
-def _is_other(seen: run_catalog.Entry, known: run_catalog.Catalog) -> bool:
+def _is_other(seen: run_catalog.RunEntry, known: run_catalog.Catalog) -> bool:
     """Return whether a run has other traces than when it was seen, can be opened by now, or is recorded no more."""
     what = operator.attrgetter("traces_stamp", "problem", "is_live")
-    return any(what(entry) != what(seen) for entry in known.listed().entries if entry.path == seen.path)
+    return any(what(entry) != what(seen) for entry in known.listing().entries if entry.path == seen.path)
 
 
 def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, every_s: float | None = None) -> None:
@@ -131,7 +132,7 @@ def _refresh(shown: StreamlitPage, is_old: Callable[[], bool] = lambda: False, e
         if not is_made:
             is_made = True  # the first call belongs to the page itself
         elif get_script_run_ctx().page_script_hash != page_hash:
-            st.switch_page(shown, query_params=url_state.choices())
+            st.switch_page(shown, query_params=url_state.parameters())
         elif is_old():
             st.rerun(scope="app")
 
@@ -146,7 +147,7 @@ def _in_sections(pages: dict[str, Any]) -> dict[str, list[Any]]:
     return {title: [pages[name] for name in names] for title, names in sections.items()}
 
 
-def _choose(listed: tuple[run_catalog.Entry, ...]) -> tuple[run_catalog.Entry, tuple[run_catalog.Entry, ...]]:
+def _choose(listed: tuple[run_catalog.RunEntry, ...]) -> tuple[run_catalog.RunEntry, tuple[run_catalog.RunEntry, ...]]:
     with st.sidebar:
         place = st.container()
         dropped = uploads.choose()

@@ -258,22 +258,22 @@ def _banded(of: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
 
 
 def _marks(of: timeline.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:
-    rows = moments(of, window, found)
+    rows = evidence_spans(of, window, found)
     title = escaping.inert(found.message, MAX_NAME)
     about = {"key": key, "finding": found.id, "severity": found.severity.label, "title": title}
     for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
         yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
 
 
-def moments(of: timeline.Scene, window: int, found: Finding) -> pl.DataFrame:
+def evidence_spans(of: timeline.Scene, window: int, found: Finding) -> pl.DataFrame:
     """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: not known)."""
     rows = found.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
         return pl.DataFrame(schema=_MOMENTS)
-    return placed(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
+    return aligned_spans(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
 
 
-def placed(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
+def aligned_spans(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `moments` does."""
     known = rows
     if "window" in rows.columns:

@@ -165,7 +165,7 @@ def test_a_query_keeps_nobody_from_the_run_while_it_is_answered(runs):
         entry = run_catalog.entries([path])[0]
         sql._ask(
             entry,
-            dataclasses.replace(run_store.opened(entry), lock=st.session_state["lock"]),
+            dataclasses.replace(run_store.open_run(entry), lock=st.session_state["lock"]),
             "SELECT 42 AS n FROM ops LIMIT 1",
         )
         st.text(st.session_state[sql._ANSWER][2]["n"].to_list())

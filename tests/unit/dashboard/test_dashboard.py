@@ -57,7 +57,7 @@ def test_opened_on_a_run_it_shows_verdict_numbers_findings_and_breakdown(app, ru
 
 
 def test_a_run_that_changes_under_a_page_is_an_error_box_with_the_way_on(app, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_catalog, "LISTING_LIVES_S", 600.0)
+    monkeypatch.setattr(run_catalog, "LISTING_TTL_S", 600.0)
     run = tmp_path / "changing"
     recorded.write_run(run, kernel="gemm")
     run_store.check(run_catalog.entries([str(run)])[0])
@@ -237,7 +237,7 @@ def test_what_is_compared_and_drawn_of_a_dropped_run_goes_with_its_page(runs, tm
         tables = run_facts.memory(private, 0, 0)
         assert run_facts.memory(private, 0, 0) is tables
         other = compare._judged(named, replace(named, name="again"))
-        kept = (gate, run_store.opened(private).run, tables["peaks"])
+        kept = (gate, run_store.open_run(private).run, tables["peaks"])
         st.session_state["left"] = [weakref.ref(each) for each in kept]
         st.session_state["held"] = [each.report.run.sources for each in (gate, other)]
 

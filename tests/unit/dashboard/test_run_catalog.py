@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("streamlit", reason="needs the extra [dashboard]")
 
 from dashboard import downloads, run_catalog, run_store, runs_table, uploads, widgets
-from dashboard.run_catalog import Entry
-from dashboard.runs_table import Wanted
+from dashboard.run_catalog import RunEntry
+from dashboard.runs_table import RunFilter
 from tests.browser import recorded
 from tracekit.cli.commands.dashboard import dashboard as serve
 from tracekit.errors import InputError
@@ -81,8 +81,8 @@ def test_of_too_many_runs_the_newest_are_listed_and_the_others_counted(runs, mon
         (runs / name).mkdir()
         (runs / name / "rank00000.pt.trace.json").write_text("")
         os.utime(runs / name, (2e9 - age_s, 2e9 - age_s))
-    found = run_catalog.listed([str(runs)])
-    assert ([entry.name for entry in found.entries], found.left_out) == (["b", "d", "e"], 2)
+    found = run_catalog.list_runs([str(runs)])
+    assert ([entry.name for entry in found.entries], found.omitted) == (["b", "d", "e"], 2)
 
 
 def test_what_takes_long_to_list_is_listed_less_often(runs, a_run):
@@ -93,16 +93,16 @@ def test_what_takes_long_to_list_is_listed_less_often(runs, a_run):
         return now_s[0]
 
     known = run_catalog.Catalog([str(runs)], clock_s)
-    first = known.listed()
+    first = known.listing()
     shutil.copytree(a_run, runs / "b")
     now_s[0] += 10
-    assert known.listed() is first
+    assert known.listing() is first
     now_s[0] += 10
-    second = known.listed()
+    second = known.listing()
     assert [entry.name for entry in second.entries] == ["a", "b"]
     shutil.rmtree(runs / "b")
     known.forget()
-    assert [entry.name for entry in known.listed().entries] == ["a"]
+    assert [entry.name for entry in known.listing().entries] == ["a"]
 
 
 def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
@@ -112,7 +112,10 @@ def test_a_training_that_has_not_written_a_trace_yet_is_listed_as_live(runs):
     assert entries["new"].is_live
     assert "no trace yet" in entries["new"].problem
     assert not entries["a"].is_live
-    assert [runs_table.verdict(entries[name]) for name in ("new", "a")] == [runs_table.AWAITED, runs_table.UNCHECKED]
+    assert [runs_table.verdict(entries[name]) for name in ("new", "a")] == [
+        runs_table.NO_TRACE_YET,
+        runs_table.UNCHECKED,
+    ]
 
 
 def test_traces_are_told_apart_once_they_are_whole_whatever_the_logs_do(runs):
@@ -124,7 +127,7 @@ def test_traces_are_told_apart_once_they_are_whole_whatever_the_logs_do(runs):
     assert stamp() == before != ""
     trace.write_bytes(trace.read_bytes())
     assert stamp() == ""  # it may still be written
-    os.utime(trace, (time.time() - run_catalog.WHOLE_S,) * 2)
+    os.utime(trace, (time.time() - run_catalog.SETTLED_S,) * 2)
     assert stamp() not in ("", before)
 
 
@@ -144,7 +147,7 @@ def test_a_name_that_is_no_text_is_listed_under_one_that_is(runs, a_run):
     shutil.copytree(a_run, runs / os.fsdecode(b"\xff\xfe"))
     (entry,) = (entry for entry in run_catalog.entries([str(runs)]) if entry.name != "a")
     assert entry.name == "??"
-    assert run_store.opened(entry).report.findings
+    assert run_store.open_run(entry).report.findings
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ def _entry(name, *, step_ms=None, strategy="", age_s=0.0, **counts):
         quality_issues = findings.pop("quality_issues", 0)
         summary = Summary(findings, quality_issues, 2, step_ms * 1e6, (1, 2), 0.5, 0.1)
     created_ns = time.time_ns() - int(age_s * 1e9)
-    return Entry(name, f"/{name}", strategy=strategy, created_ns=created_ns, summary=summary)
+    return RunEntry(name, f"/{name}", strategy=strategy, created_ns=created_ns, summary=summary)
 
 
 ENTRIES = (
@@ -260,23 +263,23 @@ ENTRIES = (
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (Wanted(), "bacdef"),
-        (Wanted(order="slowest step first"), "edbacf"),
-        (Wanted(order="worst verdict first"), "badecf"),
-        (Wanted(order="newest first", verdicts=("error", "warning")), "ba"),
-        (Wanted(order="strategy"), "bacdef"),
-        (Wanted(text="FSDP"), "a"),
-        (Wanted(text="fsdp2 error"), ""),
-        (Wanted(text="not checked"), "c"),
-        (Wanted(strategies=(runs_table.NOT_SAID,)), "cdef"),
-        (Wanted(verdicts=(runs_table.QUALITY_ISSUES, runs_table.BROKEN)), "ef"),
-        (Wanted(since_s=runs_table.PERIODS["last week"]), "badef"),
-        (Wanted(step_ms=(15.0, 30.0)), "bd"),
+        (RunFilter(), "bacdef"),
+        (RunFilter(order="slowest step first"), "edbacf"),
+        (RunFilter(order="worst verdict first"), "badecf"),
+        (RunFilter(order="newest first", verdicts=("error", "warning")), "ba"),
+        (RunFilter(order="strategy"), "bacdef"),
+        (RunFilter(text="FSDP"), "a"),
+        (RunFilter(text="fsdp2 error"), ""),
+        (RunFilter(text="not checked"), "c"),
+        (RunFilter(strategies=(runs_table.UNKNOWN,)), "cdef"),
+        (RunFilter(verdicts=(runs_table.QUALITY_ISSUES, runs_table.BROKEN)), "ef"),
+        (RunFilter(since_s=runs_table.PERIODS["last week"]), "badef"),
+        (RunFilter(step_ms=(15.0, 30.0)), "bd"),
     ],
     ids=str,
 )
 def test_runs_are_found_and_put_in_order(wanted, expected):
-    assert "".join(entry.name for entry in runs_table.found(ENTRIES, wanted)) == expected
+    assert "".join(entry.name for entry in runs_table.filter_runs(ENTRIES, wanted)) == expected
 
 
 def test_a_verdict_is_the_gravest_of_what_is_not_of_the_data():
@@ -306,7 +309,7 @@ def test_a_manifest_can_say_anything(runs):
         listed = run_catalog.entries([str(runs)])
         assert runs_table.table(listed).row(0, named=True)["ranks"] is None
         assert listed[0].created_ns >= changed_ns  # that of the newest file
-        assert runs_table.found(listed, Wanted(since_s=runs_table.DAY_S)) == list(listed)
+        assert runs_table.filter_runs(listed, RunFilter(since_s=runs_table.DAY_S)) == list(listed)
     (runs / "a" / "run.json").write_text("[" * 100_000)
     assert len(run_catalog.entries([str(runs)])) == 1
 
@@ -342,9 +345,9 @@ def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path):
     bomb.write_bytes(gzip.compress(b'{"traceEvents": [') + member * (1 + uploads.MAX_UNPACKED_BYTES // (64 << 20)))
     assert bomb.stat().st_size < 5 << 20
     with pytest.raises(InputError, match="unpacks to more than 256 MiB"):
-        uploads.refuse_bomb(bomb, 256 << 20)
+        uploads.refuse_decompression_bomb(bomb, 256 << 20)
     bomb.write_bytes(member)
-    uploads.refuse_bomb(bomb)
+    uploads.refuse_decompression_bomb(bomb)
 
 
 # Files to keep, and the command ---------------------------------------------------------------------------------------

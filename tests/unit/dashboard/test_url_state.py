@@ -12,11 +12,11 @@ def _page():
 
     st.session_state[url_state.PAGE] = st.query_params.get("on", "")
     ranks = [0, 1, 2] if st.session_state[url_state.PAGE] != "fewer" else [0, 1]
-    st.selectbox("Rank", ranks, key=url_state.kept("rank", ranks))
-    st.multiselect("Others", ["a", "b", "c"], key=url_state.kept_several("others", ["a", "b", "c"], ["a"]))
-    st.slider("Part", 0.0, 10.0, key=url_state.kept_number("part", 0.0, 10.0, (0.0, 10.0)))
-    st.text_input("Find", key=url_state.kept_text("find", max_characters=5))
-    st.toggle("All", key=url_state.kept_flag("all"))
+    st.selectbox("Rank", ranks, key=url_state.bind("rank", ranks))
+    st.multiselect("Others", ["a", "b", "c"], key=url_state.bind_several("others", ["a", "b", "c"], ["a"]))
+    st.slider("Part", 0.0, 10.0, key=url_state.bind_number("part", 0.0, 10.0, (0.0, 10.0)))
+    st.text_input("Find", key=url_state.bind_text("find", max_characters=5))
+    st.toggle("All", key=url_state.bind_flag("all"))
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def test_an_address_that_asks_for_too_many_runs_gets_as_many_as_are_compared():
         import streamlit as st
 
         from dashboard import widgets
-        from dashboard.run_catalog import Entry
+        from dashboard.run_catalog import RunEntry
 
-        chosen, others = widgets.choose([Entry(f"r{number}", f"/r{number}") for number in range(14)])
+        chosen, others = widgets.choose([RunEntry(f"r{number}", f"/r{number}") for number in range(14)])
         st.text(" ".join(entry.name for entry in (chosen, *others)))
 
     shown = testing.AppTest.from_function(page)
