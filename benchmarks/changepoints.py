@@ -40,7 +40,7 @@ def stationary(random: np.random.Generator, series: int) -> list[str]:
         "|---|" + "---|" * len(LENGTHS),
     ]
     for name, kind in KINDS.items():
-        shares = [np.mean([bool(found(1 + kind(random, count)).steps) for _ in range(series)]) for count in LENGTHS]
+        shares = [np.mean([bool(found(1 + kind(random, count)).shifts) for _ in range(series)]) for count in LENGTHS]
         lines.append(f"| {name} | " + " | ".join(f"{share:.1%}" for share in shares) + " |")
     return lines
 
@@ -64,7 +64,7 @@ def shifted(random: np.random.Generator, series: int) -> list[str]:
             for _ in range(series):
                 values = 1 + kind(random, before + after)
                 values[before:] *= 1 + SHIFT
-                away = [abs(step.index - before) for step in found(values).steps]
+                away = [abs(step.index - before) for step in found(values).shifts]
                 near, close = near + any(each <= 2 for each in away), close + any(each <= 1 for each in away)
             cells.append(f"{near / series:.0%} ({close / series:.0%})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -27,7 +27,7 @@ from tracekit.regression import baseline as baselines
 from tracekit.regression import judgement
 from tracekit.regression.baseline import Baseline, Recording
 from tracekit.regression.comparison import job_samples
-from tracekit.regression.gate import Gate
+from tracekit.regression.gate import CheckResult
 from tracekit.report import baseline_json as saved
 from tracekit.rules import engine
 from tracekit.rules.rule import Report, Severity
@@ -78,7 +78,7 @@ class Held:
     """A recording held against the baseline before it."""
 
     kind: str
-    gate: Gate
+    gate: CheckResult
 
     @property
     def failed(self) -> bool:

@@ -139,11 +139,11 @@ def remember(folder: Path) -> None:
     from tests.support import simulated_history
     from tracekit.regression.history import store
     from tracekit.regression.history.commits import Commit
-    from tracekit.regression.history.entry import entry
+    from tracekit.regression.history.entry import history_entry
     from tracekit.report import json as reports
 
     entries = [
-        entry(
+        history_entry(
             report,
             reports.side(report),
             commit=Commit(f"{number:02d}{'abcdef' * 6}ab", f"Tune the loader, part {number}", "main"),

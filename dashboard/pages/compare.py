@@ -14,8 +14,8 @@ from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import judgement
 from tracekit.regression.change import Change
-from tracekit.regression.comparison import Comparison, Side, compare
-from tracekit.regression.gate import Gate
+from tracekit.regression.comparison import Comparison, RunSamples, compare
+from tracekit.regression.gate import CheckResult
 from tracekit.report import charts, comparison, html_fragments
 
 _T = TypeVar("_T")
@@ -91,7 +91,7 @@ def _compared(reference: RunEntry, candidate: RunEntry) -> Comparison | None:
         return None
 
 
-def _judged(reference: RunEntry, candidate: RunEntry) -> Gate | None:
+def _judged(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
     """Return what a check of one run against the other comes to, for its causes; None where it cannot be made."""
     try:
         return _gate(reference, candidate)
@@ -118,7 +118,7 @@ def _comparison(_reference: RunEntry, _candidate: RunEntry, both: str) -> Compar
 
 
 @_kept
-def _gate(_reference: RunEntry, _candidate: RunEntry, both: str) -> Gate:  # noqa: ARG001  # the cache's key
+def _gate(_reference: RunEntry, _candidate: RunEntry, both: str) -> CheckResult:  # noqa: ARG001  # the cache's key
     a, b = run_store.open_run(_reference), run_store.open_run(_candidate)
     with a.lock:
         held = baselines.of_reports([(a.report, a.run)])
@@ -128,8 +128,8 @@ def _gate(_reference: RunEntry, _candidate: RunEntry, both: str) -> Gate:  # noq
     return replace(gate, report=replace(gate.report, run=Run(b.run.path, ())))
 
 
-def _side(entry: RunEntry) -> Side:
-    return Side(entry.name, run_store.open_run(entry).run.manifest, run_store.measured(entry))
+def _side(entry: RunEntry) -> RunSamples:
+    return RunSamples(entry.name, run_store.open_run(entry).run.manifest, run_store.measured(entry))
 
 
 def _table(found: Sequence[Comparison], *, only_changed: bool) -> tuple[list[str], list[list[str]], list[list[str]]]:

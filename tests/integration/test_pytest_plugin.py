@@ -301,14 +301,14 @@ def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_th
 )
 def test_what_a_mark_cannot_mean(given, told):
     with pytest.raises((ConfigError, ValueError), match=told):
-        marks.asked([((), given)])
+        marks.parse_marks([((), given)])
 
 
 def test_a_mark_needs_names_and_the_nearest_wins():
     with pytest.raises(ConfigError, match="has no name"):
-        marks.asked([(("50ms",), {})])
-    asked = marks.asked([((), {"steps": "1:4", "step_time": "1s"}), ((), {"step_time": "2s", "strict": True})])
-    assert (asked.steps, asked.budgets.each[0].limit, asked.budgets.is_strict) == ((1, 4), 2e9, True)
+        marks.parse_marks([(("50ms",), {})])
+    asked = marks.parse_marks([((), {"steps": "1:4", "step_time": "1s"}), ((), {"step_time": "2s", "strict": True})])
+    assert (asked.steps, asked.budgets.budgets[0].limit, asked.budgets.is_strict) == ((1, 4), 2e9, True)
 
 
 def test_the_entry_point_is_the_plugin_and_it_imports_nothing_heavy():

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.compute import unit_work
 from tracekit.model.run import Run
-from tracekit.regression.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Known, Recording
+from tracekit.regression.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, KnownFinding, Recording
 from tracekit.rules.rule import Finding, Report, Severity
 
 FINGERPRINT = {"device": "cpu", "world_size": 2, "model.layers": 2}
@@ -18,7 +18,7 @@ def recording(
     *,
     name: str = "main",
     ranks: Sequence[int] = (0, 1),
-    findings: Sequence[Known] = (),
+    findings: Sequence[KnownFinding] = (),
     work: Sequence[tuple[str, str | None, str, float]] = (),
 ) -> Recording:
     """Return a recording in which every rank has the same samples of each metric, one per step."""
@@ -47,8 +47,10 @@ def steps(median: float, *, count: int = 20, spread: float = 0.02, seed: int = 0
     return np.asarray(median * np.exp(np.random.default_rng(seed).normal(0, spread, count)))
 
 
-def known(name: str, severity: Severity = Severity.WARNING, *, impact: float = 0.1, cost_bytes: int = 0) -> Known:
-    return Known(name, name.partition("-")[0], severity, impact, 0, cost_bytes, "")
+def known(
+    name: str, severity: Severity = Severity.WARNING, *, impact: float = 0.1, cost_bytes: int = 0
+) -> KnownFinding:
+    return KnownFinding(name, name.partition("-")[0], severity, impact, 0, cost_bytes, "")
 
 
 def finding(code: str, severity: Severity = Severity.WARNING, *, impact: float = 0.1, cost_bytes: int = 0) -> Finding:

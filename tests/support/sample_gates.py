@@ -11,7 +11,15 @@ from tests.support import sample_report
 from tracekit.regression import gate
 from tracekit.regression.change import Change, compare_samples
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import Budgeted, Cause, Gate, Gone, Judged, Outcome, Standing
+from tracekit.regression.gate import (
+    BudgetOutcome,
+    BudgetResult,
+    Cause,
+    CheckResult,
+    FindingStatus,
+    FixedFinding,
+    JudgedFinding,
+)
 from tracekit.rules.rule import Finding, Ignored, Report, Severity
 
 HOSTILE = (
@@ -27,7 +35,9 @@ def change(metric: str, before: float, now: float, *, samples: int = 12, spread:
     return compare_samples(metric, a, b, step_ns=10e6)
 
 
-def plain(path: str = "runs/today", *, found: Sequence[Finding] | None = None, bar: Severity | None = None) -> Gate:
+def plain(
+    path: str = "runs/today", *, found: Sequence[Finding] | None = None, bar: Severity | None = None
+) -> CheckResult:
     """Return the gate of a run by its findings alone."""
     run = sample_report.run(path)
     given = None if found is None else tuple(found)
@@ -36,10 +46,10 @@ def plain(path: str = "runs/today", *, found: Sequence[Finding] | None = None, b
         rules=("COMM001", "STREAM001", "HOST003", "MEM001", "DATA001", "CKPT001"),
         blind_spots={"STREAM001": "it needs device lanes"},
     )
-    return gate.of_findings(report, bar)
+    return gate.result_of_findings(report, bar)
 
 
-def held(path: str = "runs/today") -> Gate:
+def held(path: str = "runs/today") -> CheckResult:
     """Return the gate of a run that has all there is: each standing and outcome, a regression, what is gone."""
     base = plain(path, bar=Severity.WARNING)
     exposed, churn, doubt = base.report.findings
@@ -48,9 +58,9 @@ def held(path: str = "runs/today") -> Gate:
         base.report, findings=(exposed, churn, doubt), ignored=(Ignored(slow, "moves in May"),)
     )
     judged = (
-        Judged(exposed, Standing.WORSE, fails=True, impact_before=0.1),
-        Judged(churn, Standing.NEW, fails=True),
-        Judged(doubt, Standing.KNOWN, fails=False, impact_before=0.0),
+        JudgedFinding(exposed, FindingStatus.WORSE, fails=True, impact_before=0.1),
+        JudgedFinding(churn, FindingStatus.NEW, fails=True),
+        JudgedFinding(doubt, FindingStatus.KNOWN, fails=False, impact_before=0.0),
     )
     worse = change("step_time_ns", 10e6, 13e6)
     changes = (
@@ -59,31 +69,33 @@ def held(path: str = "runs/today") -> Gate:
         change("exposed_communication_ns", 2e6, 5e6, samples=3),
         change("idle_ns", 2e6, 1.5e6),
     )
-    return Gate(
+    return CheckResult(
         report,
         Severity.WARNING,
         judged,
         comparison=Comparison("main", "today", changes, ("versions.torch differs: 2.12 in main, 2.13 in today",)),
         regressions=(worse,),
         budgets=(
-            Budgeted("step_time", "step_time_ns", 12e6, 13e6, Outcome.BROKEN, "13 ms of 12 ms a step."),
-            Budgeted("idle", "idle_ns", 3e6, 1.5e6, Outcome.KEPT, "1.5 ms of 3 ms a step."),
-            Budgeted("tokens", "tokens_per_second", 100.0, None, Outcome.CANNOT_TELL, "The run logs no tokens."),
+            BudgetResult("step_time", "step_time_ns", 12e6, 13e6, BudgetOutcome.BROKEN, "13 ms of 12 ms a step."),
+            BudgetResult("idle", "idle_ns", 3e6, 1.5e6, BudgetOutcome.KEPT, "1.5 ms of 3 ms a step."),
+            BudgetResult(
+                "tokens", "tokens_per_second", 100.0, None, BudgetOutcome.CANNOT_TELL, "The run logs no tokens."
+            ),
         ),
-        fixed=(Gone("HOST003", "HOST003", Severity.WARNING, 0.07),),
+        fixed=(FixedFinding("HOST003", "HOST003", Severity.WARNING, 0.07),),
         causes=(Cause("communication", "3 ms more a step are exposed communication.", ("step_time_ns",)),),
         baseline="main",
     )
 
 
-def hostile() -> Gate:
+def hostile() -> CheckResult:
     """Return the gate of a run whose every name is out to do harm."""
     found = [
         Finding("COMM001", Severity.WARNING, f"bad {HOSTILE}", HOSTILE, impact=0.1, subject=HOSTILE),
         Finding(HOSTILE, Severity.ERROR, HOSTILE, HOSTILE, cost_bytes=1),
     ]
     made = plain(f"runs/{HOSTILE}".replace("/", "∕").replace("∕", "/", 1), found=found, bar=Severity.WARNING)
-    broken = Budgeted(HOSTILE, "step_time_ns", 1.0, 2.0, Outcome.BROKEN, HOSTILE)
+    broken = BudgetResult(HOSTILE, "step_time_ns", 1.0, 2.0, BudgetOutcome.BROKEN, HOSTILE)
     cause = Cause(HOSTILE, HOSTILE, ("step_time_ns",))
     worse = change("step_time_ns", 10e6, 13e6)
     compared = Comparison(HOSTILE, HOSTILE, (worse,), (HOSTILE,))

@@ -11,7 +11,7 @@ from tracekit.cli import output
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tracekit.regression.gate import Gate
+    from tracekit.regression.gate import CheckResult
     from tracekit.report.code_locations import Checkout
 
 
@@ -51,7 +51,7 @@ def wanted(also: Sequence[str]) -> list[tuple[ReportFormat, Path]]:
 
 
 def write(
-    gates: "Sequence[Gate]",
+    gates: "Sequence[CheckResult]",
     report_format: ReportFormat,
     out: Path | None,
     *,
@@ -69,7 +69,11 @@ def write(
 
 
 def _render(
-    gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | None, checkout: "Checkout", comment_key: str
+    gates: "Sequence[CheckResult]",
+    report_format: ReportFormat,
+    out: Path | None,
+    checkout: "Checkout",
+    comment_key: str,
 ) -> str:
     if report_format in (ReportFormat.TEXT, ReportFormat.JSON, ReportFormat.HTML):
         return _report(gates, report_format, out)
@@ -86,7 +90,7 @@ def _render(
     return written[report_format](gates, checkout)
 
 
-def _report(gates: "Sequence[Gate]", report_format: ReportFormat, out: Path | None) -> str:
+def _report(gates: "Sequence[CheckResult]", report_format: ReportFormat, out: Path | None) -> str:
     told = [(gate.report, gate.report.run) for gate in gates]
     if report_format is ReportFormat.HTML:
         from tracekit.report import html

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tracekit.model.run import Run
     from tracekit.model.trace import Fact
     from tracekit.regression.baseline import Baseline
-    from tracekit.regression.comparison import Side
+    from tracekit.regression.comparison import RunSamples
     from tracekit.rules.rule import Report, Rule
 
 RunArgument = Annotated[
@@ -86,9 +86,9 @@ def opened(path: str, *, cache: bool = True) -> "Run":
         return loader.load(path, on_progress=bar.listed, cache=cache)
 
 
-def side(path: str, *, cache: bool = True) -> "Side":
+def side(path: str, *, cache: bool = True) -> "RunSamples":
     """Return a run or a saved report as a side of a comparison. Raises InputError where it is neither."""
-    from tracekit.regression.comparison import Side
+    from tracekit.regression.comparison import RunSamples
     from tracekit.regression.samples import samples
     from tracekit.report import json
 
@@ -97,4 +97,4 @@ def side(path: str, *, cache: bool = True) -> "Side":
     run = opened(path, cache=cache)
     with output.progress() as bar:
         run.measure((samples,), bar.measured(len(run.sources)))
-    return Side.of(run)
+    return RunSamples.of(run)

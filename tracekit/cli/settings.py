@@ -31,7 +31,7 @@ from tracekit.errors import ConfigError
 from tracekit.regression import budgets, quantities
 from tracekit.regression.budgets import Budgets
 from tracekit.regression.samples import LOWER_IS_BETTER
-from tracekit.regression.thresholds import Against
+from tracekit.regression.thresholds import Thresholds
 from tracekit.rules.rule import Finding, Ignored, Report, Rule, Severity
 
 FILE = "tracekit.toml"
@@ -62,7 +62,7 @@ class Config:
     thresholds: Mapping[str, Mapping[str, Threshold]] = field(default_factory=dict)
     """By rule code, then by field."""
     ignore: tuple[Ignore, ...] = ()
-    baseline: Against = field(default_factory=Against)
+    baseline: Thresholds = field(default_factory=Thresholds)
     budget: Budgets = field(default_factory=Budgets)
 
 
@@ -246,8 +246,8 @@ class _Reader:
         self._known(value["code"].partition("-")[0] if "-" in value["code"] else value["code"], key, value["code"])
         return Ignore(value["code"], value["reason"].strip(), self._date(value.get("until"), f"{key}.until"))
 
-    def _against(self, value: object) -> Against:
-        names = [item.name for item in dataclasses.fields(Against)]
+    def _against(self, value: object) -> Thresholds:
+        names = [item.name for item in dataclasses.fields(Thresholds)]
         if not isinstance(value, dict):
             raise ConfigError(f"{self.path}: baseline: expected a table of {', '.join(names)}, not {value!r}")
         for key in value:
@@ -260,7 +260,7 @@ class _Reader:
             given["min_change_ratio"] = _checked(
                 given["min_change_ratio"], float, "min_change_ratio", f"{self.path}: baseline"
             )
-        return Against(**given)
+        return Thresholds(**given)
 
     def _metrics(self, value: object) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):

@@ -37,7 +37,7 @@ Plain = bool | int | float | str | list[object] | None
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFinding:
     """A finding of a recording, as far as a later one needs to know it again."""
 
     id: str
@@ -49,7 +49,7 @@ class Known:
     subject: str
 
     @classmethod
-    def of(cls, found: Finding) -> "Known":
+    def of(cls, found: Finding) -> "KnownFinding":
         """Return what is kept of a finding."""
         return cls(found.id, found.code, found.severity, found.impact, found.cost_ns, found.cost_bytes, found.subject)
 
@@ -66,14 +66,14 @@ class Recording:
     samples: pl.DataFrame
     units: pl.DataFrame
     work: pl.DataFrame
-    findings: tuple[Known, ...]
+    findings: tuple[KnownFinding, ...]
 
     @classmethod
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
         """Return a run as a recording, with the findings of its report."""
         own, across = run.table(samples), run.run_table(samples_across)
         both = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)])
-        findings = tuple(Known.of(found) for found in report.findings) if report else ()
+        findings = tuple(KnownFinding.of(found) for found in report.findings) if report else ()
         return cls(
             run.name,
             created_ns(run.manifest),
@@ -101,9 +101,9 @@ class Baseline:
     tool_version: str = ""
 
     @property
-    def known(self) -> dict[str, tuple[Known, ...]]:
+    def known_findings(self) -> dict[str, tuple[KnownFinding, ...]]:
         """Return the findings of all recordings by id, each recording's own where it has it."""
-        found: dict[str, list[Known]] = {}
+        found: dict[str, list[KnownFinding]] = {}
         for recording in self.recordings:
             for each in recording.findings:
                 found.setdefault(each.id, []).append(each)

@@ -14,7 +14,7 @@ from tracekit.model.trace import Fact
 from tracekit.regression.budgets import CHECKPOINT_OVERHEAD, OF_RANKS_TOGETHER, Budget
 from tracekit.regression.change import MIN_SAMPLES, Values
 from tracekit.regression.comparison import job_samples
-from tracekit.regression.gate import Budgeted, Outcome
+from tracekit.regression.gate import BudgetOutcome, BudgetResult
 from tracekit.regression.quantities import is_share
 from tracekit.regression.recording_test import student_t, variance_of_median
 from tracekit.regression.samples import samples, samples_across
@@ -44,7 +44,7 @@ class _Measured:
     """What the value is the median of; empty where it is known as it is."""
 
 
-def judge(run: Run, budgets: Sequence[Budget]) -> tuple[Budgeted, ...]:
+def judge(run: Run, budgets: Sequence[Budget]) -> tuple[BudgetResult, ...]:
     """Return what becomes of each budget in a run, in the order given.
 
     A time, a share or a count is that of the median step, of the rank on which it is worst; a peak is the highest. A
@@ -55,32 +55,34 @@ def judge(run: Run, budgets: Sequence[Budget]) -> tuple[Budgeted, ...]:
     return tuple(_judge(run, budget) for budget in budgets)
 
 
-def _judge(run: Run, budget: Budget) -> Budgeted:
+def _judge(run: Run, budget: Budget) -> BudgetResult:
     found = list(_measured(run, budget))
     if not found:
-        return Budgeted(budget.name, budget.metric, budget.limit, None, Outcome.CANNOT_TELL, _lacking(run, budget))
-    least = budget.is_least
+        return BudgetResult(
+            budget.name, budget.metric, budget.limit, None, BudgetOutcome.CANNOT_TELL, _lacking(run, budget)
+        )
+    least = budget.is_minimum
     worst = (min if least else max)(found, key=lambda each: each.value)
     outcomes = [_outcome(budget, each) for each in found]
-    if Outcome.BROKEN in outcomes:
-        broken = [each for each, outcome in zip(found, outcomes, strict=True) if outcome is Outcome.BROKEN]
+    if BudgetOutcome.BROKEN in outcomes:
+        broken = [each for each, outcome in zip(found, outcomes, strict=True) if outcome is BudgetOutcome.BROKEN]
         worst = (min if least else max)(broken, key=lambda each: each.value)
-        outcome, others = Outcome.BROKEN, len(broken) - 1
+        outcome, others = BudgetOutcome.BROKEN, len(broken) - 1
     else:
         outcome, others = _outcome(budget, worst), 0
     message = _message(budget, worst, outcome, others)
-    return Budgeted(budget.name, budget.metric, budget.limit, worst.value, outcome, message)
+    return BudgetResult(budget.name, budget.metric, budget.limit, worst.value, outcome, message)
 
 
-def _outcome(budget: Budget, measured: _Measured) -> Outcome:
+def _outcome(budget: Budget, measured: _Measured) -> BudgetOutcome:
     if not budget.is_beyond(measured.value):
-        return Outcome.KEPT
+        return BudgetOutcome.KEPT
     values = measured.samples
     if not len(values) or (len(values) >= _FEW_SAMPLES and all(budget.is_beyond(value) for value in values)):
-        return Outcome.BROKEN
+        return BudgetOutcome.BROKEN
     low, high = _interval(measured)
-    sure = len(values) >= MIN_SAMPLES and budget.is_beyond(high if budget.is_least else low)
-    return Outcome.BROKEN if sure else Outcome.CANNOT_TELL
+    sure = len(values) >= MIN_SAMPLES and budget.is_beyond(high if budget.is_minimum else low)
+    return BudgetOutcome.BROKEN if sure else BudgetOutcome.CANNOT_TELL
 
 
 def _interval(measured: _Measured) -> tuple[float, float]:
@@ -102,7 +104,7 @@ def _measured(run: Run, budget: Budget) -> Iterator[_Measured]:
     mine = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
     if budget.ranks:
         for (rank,), rows in mine.group_by("rank", maintain_order=True):
-            if isinstance(rank, int) and budget.holds_for_rank(rank):
+            if isinstance(rank, int) and budget.applies_to_rank(rank):
                 yield from _of_samples(budget, rows, f"rank {rank}")
     else:
         yield from _of_samples(budget, mine, "")
@@ -122,7 +124,7 @@ def _of_units(run: Run, budget: Budget) -> Iterator[_Measured]:
     mine = run.table(unit_work.unit_samples).filter(pl.col("metric") == budget.metric)
     worst = mine.group_by("unit", "window", "step").agg(pl.col("value").max()).sort("unit", "window", "step")
     for (unit,), rows in worst.group_by("unit", maintain_order=True):
-        if isinstance(unit, str) and budget.holds_for_unit(unit):
+        if isinstance(unit, str) and budget.applies_to_unit(unit):
             values = rows["value"].to_numpy()
             yield _Measured(f"unit {unit}" if unit else "the root unit", float(np.median(values)), values)
 
@@ -130,20 +132,20 @@ def _of_units(run: Run, budget: Budget) -> Iterator[_Measured]:
 def _lacking(run: Run, budget: Budget) -> str:
     if budget.units:
         return f"cannot be told: no unit of the run is called {budget.units}."
-    if budget.ranks and not any(budget.holds_for_rank(rank) for rank in run.ranks):
+    if budget.ranks and not any(budget.applies_to_rank(rank) for rank in run.ranks):
         return f"cannot be told: the run has ranks {units.ranges(run.ranks)}, not {budget.ranks}."
     why = next((words for start, words in _NO_METRIC.items() if budget.metric.startswith(start)), None)
     return f"cannot be told: {why or 'the traces mark no steps'}."
 
 
-def _message(budget: Budget, measured: _Measured, outcome: Outcome, others: int) -> str:
+def _message(budget: Budget, measured: _Measured, outcome: BudgetOutcome, others: int) -> str:
     words = _words(budget.metric)
     where = f" on {measured.place}" if measured.place.startswith("rank") else ""
     where = where or (f" in {measured.place}" if measured.place else "")
     more = f", and {others} more are past it" if others else ""
-    bound = "at least" if budget.is_least else "at most"
+    bound = "at least" if budget.is_minimum else "at most"
     told = f"{words(measured.value)}{where}, {bound} {words(budget.limit)} are allowed{more}"
-    if outcome is not Outcome.CANNOT_TELL:
+    if outcome is not BudgetOutcome.CANNOT_TELL:
         return f"{told}."
     if len(measured.samples) < MIN_SAMPLES:
         return f"{told}: of {len(measured.samples)} samples that may be chance, record {MIN_SAMPLES} or more."

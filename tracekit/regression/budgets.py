@@ -56,22 +56,22 @@ class Budget:
         return f"{short} of {', '.join(place)}" if place else short
 
     @property
-    def is_least(self) -> bool:
+    def is_minimum(self) -> bool:
         """Whether the limit is the least that there must be."""
         return not METRICS[self.metric]
 
     def is_beyond(self, value: float) -> bool:
         """Return whether a value is past the limit."""
-        return value < self.limit if self.is_least else value > self.limit
+        return value < self.limit if self.is_minimum else value > self.limit
 
-    def holds_for_rank(self, rank: int) -> bool:
+    def applies_to_rank(self, rank: int) -> bool:
         """Return whether a rank is one of those it is for."""
         if self.ranks in ("", "*"):
             return True
         spans = (part.partition("-") for part in self.ranks.split(","))
         return any(int(first) <= rank <= int(last or first) for first, _, last in spans)
 
-    def holds_for_unit(self, unit: str) -> bool:
+    def applies_to_unit(self, unit: str) -> bool:
         """Return whether a unit is one of those it is for."""
         return fnmatch.fnmatchcase(unit, self.units)
 
@@ -80,7 +80,7 @@ class Budget:
 class Budgets:
     """All budgets of a project, and whether one that cannot be told fails too."""
 
-    each: tuple[Budget, ...] = ()
+    budgets: tuple[Budget, ...] = ()
     is_strict: bool = False
 
 

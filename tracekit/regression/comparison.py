@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class RunSamples:
     """One side of a comparison. `samples` has columns rank, step, metric, value, as `analysis.samples` gives them."""
 
     name: str
@@ -28,7 +28,7 @@ class Side:
     samples: pl.DataFrame
 
     @classmethod
-    def of(cls, run: Run) -> "Side":
+    def of(cls, run: Run) -> "RunSamples":
         """Return a run as a side."""
         return cls(run.name, run.manifest, run.table(samples))
 
@@ -45,7 +45,7 @@ class Comparison:
     """Of the intervals."""
 
 
-def compare(reference: Side, candidate: Side, *, allow_different: bool = False) -> Comparison:
+def compare(reference: RunSamples, candidate: RunSamples, *, allow_different: bool = False) -> Comparison:
     """Compare two runs. Raises NotComparableError where model, world size or device differ, unless allowed.
 
     The strategy may differ: it is what one compares. Only ranks that both sides have are compared.
@@ -87,7 +87,7 @@ def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict
     }
 
 
-def _differences(reference: Side, candidate: Side, *, allow_different: bool) -> list[str]:
+def _differences(reference: RunSamples, candidate: RunSamples, *, allow_different: bool) -> list[str]:
     """Return notes on what differs between the manifests; raise where that makes speed incomparable."""
     a, b = (_flat({"simulated": False, **side.manifest}) for side in (reference, candidate))
     notes: list[str] = []
@@ -122,7 +122,9 @@ def _shown(manifest: Mapping[str, object], field: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
-def _common_ranks(reference: Side, candidate: Side, *, allow_different: bool) -> tuple[list[int] | None, list[str]]:
+def _common_ranks(
+    reference: RunSamples, candidate: RunSamples, *, allow_different: bool
+) -> tuple[list[int] | None, list[str]]:
     """Return the ranks to compare (None for all of each side's) and notes on those left out."""
     a, b = (set(side.samples["rank"].unique().to_list()) for side in (reference, candidate))
     if a == b:

@@ -8,7 +8,7 @@ from tracekit.regression.comparison import Comparison
 from tracekit.rules.rule import Finding, Report, Severity
 
 
-class Standing(StrEnum):
+class FindingStatus(StrEnum):
     """How a finding stands to the baseline. Without a baseline every finding is new."""
 
     NEW = "new"
@@ -16,7 +16,7 @@ class Standing(StrEnum):
     KNOWN = "known"
 
 
-class Outcome(StrEnum):
+class BudgetOutcome(StrEnum):
     """What became of a budget."""
 
     KEPT = "kept"
@@ -25,18 +25,18 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class JudgedFinding:
     """A finding, how it stands to the baseline, and whether it fails the check."""
 
     finding: Finding
-    standing: Standing
+    status: FindingStatus
     fails: bool
     impact_before: float | None = None
     """The share of the step that it took in the baseline; None where it was not in it."""
 
 
 @dataclass(frozen=True)
-class Gone:
+class FixedFinding:
     """A finding of the baseline that the run does not have any more."""
 
     id: str
@@ -59,7 +59,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Budgeted:
+class BudgetResult:
     """A budget beside what was measured, both in the metric's own unit (`metric` as `analysis.samples` names it)."""
 
     budget: str
@@ -67,26 +67,26 @@ class Budgeted:
     metric: str
     limit: float
     measured: float | None
-    outcome: Outcome
+    outcome: BudgetOutcome
     message: str
     """One sentence with both numbers in words, or why it cannot be told."""
 
 
 @dataclass(frozen=True, eq=False)
-class Gate:
+class CheckResult:
     """A report with its verdict: what every format for CI renders, and what the exit code follows."""
 
     report: Report
-    bar: Severity | None
+    fail_on: Severity | None
     """The severity from which a finding fails; None where none does."""
-    findings: tuple[Judged, ...]
+    findings: tuple[JudgedFinding, ...]
     """Those of the report, in its order."""
     comparison: Comparison | None = None
     """The metrics against the baseline's, where there is one."""
     regressions: tuple[Change, ...] = ()
     """The changes of `comparison` that fail the check."""
-    budgets: tuple[Budgeted, ...] = ()
-    fixed: tuple[Gone, ...] = ()
+    budgets: tuple[BudgetResult, ...] = ()
+    fixed: tuple[FixedFinding, ...] = ()
     """What the baseline has and the run has not."""
     causes: tuple[Cause, ...] = ()
     """Why metrics regressed, the likeliest first; empty where none did."""
@@ -101,15 +101,20 @@ class Gate:
         return (
             *(each.finding.id for each in self.findings if each.fails),
             *(change.metric for change in self.regressions),
-            *(each.budget for each in self.budgets if self.is_over(each)),
+            *(each.budget for each in self.budgets if self.fails_budget(each)),
         )
 
-    def is_over(self, budget: Budgeted) -> bool:
+    def fails_budget(self, budget: BudgetResult) -> bool:
         """Return whether a budget fails the check."""
-        return budget.outcome is Outcome.BROKEN or (self.is_strict and budget.outcome is Outcome.CANNOT_TELL)
+        return budget.outcome is BudgetOutcome.BROKEN or (
+            self.is_strict and budget.outcome is BudgetOutcome.CANNOT_TELL
+        )
 
 
-def of_findings(report: Report, bar: Severity | None) -> Gate:
+def result_of_findings(report: Report, fail_on: Severity | None) -> CheckResult:
     """Return the verdict on a report by its findings alone: those at or above `bar` fail."""
-    judged = (Judged(each, Standing.NEW, bar is not None and each.severity >= bar) for each in report.findings)
-    return Gate(report, bar, tuple(judged))
+    findings = (
+        JudgedFinding(each, FindingStatus.NEW, fail_on is not None and each.severity >= fail_on)
+        for each in report.findings
+    )
+    return CheckResult(report, fail_on, tuple(findings))

@@ -11,14 +11,14 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.regression import baseline as baselines
 from tracekit.regression import budget_verdicts, cpu_starvation, quantities, recording_test, root_cause
-from tracekit.regression.baseline import Baseline, Known, Recording
+from tracekit.regression.baseline import Baseline, KnownFinding, Recording
 from tracekit.regression.budgets import Budgets
 from tracekit.regression.change import Change, Values, Verdict
 from tracekit.regression.comparison import Comparison, job_samples
 from tracekit.regression.cpu_starvation import OF_PROCESSORS
-from tracekit.regression.gate import Gate, Gone, Judged, Standing
+from tracekit.regression.gate import CheckResult, FindingStatus, FixedFinding, JudgedFinding
 from tracekit.regression.samples import LOWER_IS_BETTER
-from tracekit.regression.thresholds import Against
+from tracekit.regression.thresholds import Thresholds
 from tracekit.rules.rule import Finding, Report, Severity
 
 MIN_WORSE_RATIO = 0.03
@@ -34,65 +34,65 @@ _STEP = "step_time_ns"
 
 def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
     """Return what `judge` asks runs for, to be measured in one pass with the facts of the rules."""
-    return baselines.FACTS if with_baseline else budget_verdicts.FACTS if budgets.each else ()
+    return baselines.FACTS if with_baseline else budget_verdicts.FACTS if budgets.budgets else ()
 
 
 def judge(
     report: Report,
-    bar: Severity | None,
+    fail_on: Severity | None,
     *,
     baseline: Baseline | None = None,
-    against: Against | None = None,
-    again: Sequence[Run] = (),
+    thresholds: Thresholds | None = None,
+    repeats: Sequence[Run] = (),
     budgets: Budgets | None = None,
     allow_different: bool = False,
-) -> Gate:
+) -> CheckResult:
     """Return the verdict on a report: which findings, metrics and budgets fail it.
 
     `again` are further recordings of the same training, which make its comparison with the baseline surer. Raises
     NotComparableError, naming the fields, where what ran is not what ran in the baseline, unless that is allowed.
     """
     budgets = budgets or Budgets()
-    told = budget_verdicts.judge(report.run, budgets.each)
+    budget_results = budget_verdicts.judge(report.run, budgets.budgets)
     if baseline is None:
-        found = tuple(_judged(each, bar, Standing.NEW) for each in report.findings)
-        return Gate(report, bar, found, budgets=told, is_strict=budgets.is_strict)
-    against = against or Against()
-    candidate = [Recording.of(report.run, report), *(Recording.of(run) for run in again)]
+        findings = tuple(_judged(each, fail_on, FindingStatus.NEW) for each in report.findings)
+        return CheckResult(report, fail_on, findings, budgets=budget_results, is_strict=budgets.is_strict)
+    thresholds = thresholds or Thresholds()
+    candidate = [Recording.of(report.run, report), *(Recording.of(run) for run in repeats)]
     notes = [
         note
-        for run in (report.run, *again)
+        for run in (report.run, *repeats)
         for note in baselines.differences(baseline, run, allow_different=allow_different)
     ]
-    comparison = compare(baseline, candidate, notes=notes, min_effect=against.min_change_ratio)
-    regressions = tuple(change for change in comparison.changes if _fails(change, against, baseline))
+    comparison = compare(baseline, candidate, notes=notes, min_effect=thresholds.min_change_ratio)
+    regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
     changes = {change.metric: change for change in comparison.changes}
-    return Gate(
+    return CheckResult(
         report,
-        bar,
-        _held_against(report.findings, bar, baseline.known),
+        fail_on,
+        _held_against(report.findings, fail_on, baseline.known_findings),
         comparison,
         regressions,
-        told,
-        fixed=_fixed(report, baseline.known),
+        budget_results,
+        fixed=_fixed(report, baseline.known_findings),
         causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
         baseline=_called(baseline),
         is_strict=budgets.is_strict,
     )
 
 
-def least_bar(bar: Severity | None) -> Severity:
+def least_severity(fail_on: Severity | None) -> Severity:
     """Return the severity from which a finding keeps a run from becoming the baseline: the bar's, or warning."""
-    return Severity.WARNING if bar is None else min(bar, Severity.WARNING)
+    return Severity.WARNING if fail_on is None else min(fail_on, Severity.WARNING)
 
 
-def not_accepted(gate: Gate, accepted: Sequence[str]) -> tuple[str, ...]:
+def not_accepted(result: CheckResult, accepted: Sequence[str]) -> tuple[str, ...]:
     """Return what fails a check and is not accepted, by rule code, finding id or metric.
 
     Raises ConfigError where something is accepted that does not fail.
     """
-    names = {each.finding.id: {each.finding.id, each.finding.code} for each in gate.findings if each.fails}
-    names |= {change.metric: {change.metric, quantities.short(change.metric)} for change in gate.regressions}
+    names = {each.finding.id: {each.finding.id, each.finding.code} for each in result.findings if each.fails}
+    names |= {change.metric: {change.metric, quantities.short(change.metric)} for change in result.regressions}
     for name in accepted:
         if not any(name in each for each in names.values()):
             known = ", ".join(names) or "nothing"
@@ -100,25 +100,25 @@ def not_accepted(gate: Gate, accepted: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name, each in names.items() if not each & set(accepted))
 
 
-def renewed(held: Baseline, fresh: Baseline, gate: Gate, *, against: Against) -> tuple[Baseline, str]:
+def updated(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Thresholds) -> tuple[Baseline, str]:
     """Return the baseline after a run whose failures were all accepted, and why it is as it is.
 
     Where nothing changed the new recordings join the old ones, up to RECORDINGS; after that the old ones stay, for a
     baseline that moves along with each run never sees a slow creep.
     """
-    changed = [*gate.failures]
-    changes = gate.comparison.changes if gate.comparison else ()
-    changed += [c.metric for c in changes if c.verdict is Verdict.BETTER and c.metric in against.metrics]
-    changed += [gone.id for gone in gate.fixed if gone.severity >= Severity.WARNING]
-    if gate.comparison and fresh.fingerprint != held.fingerprint:
+    changed = [*result.failures]
+    changes = result.comparison.changes if result.comparison else ()
+    changed += [c.metric for c in changes if c.verdict is Verdict.BETTER and c.metric in thresholds.metrics]
+    changed += [gone.id for gone in result.fixed if gone.severity >= Severity.WARNING]
+    if result.comparison and new.fingerprint != old.fingerprint:
         changed.append("what ran")
     if changed:
-        return fresh, f"begun anew, for {', '.join(changed)} changed"
-    more = [one for one in fresh.recordings if not any(one.is_same(each) for each in held.recordings)]
-    room = RECORDINGS - len(held.recordings)
+        return new, f"begun anew, for {', '.join(changed)} changed"
+    more = [one for one in new.recordings if not any(one.is_same(each) for each in old.recordings)]
+    room = RECORDINGS - len(old.recordings)
     if room <= 0 or not more:
-        return held, "nothing changed, and it stays as it is"
-    return replace(held, recordings=(*held.recordings, *more[:room])), "nothing changed, recordings added"
+        return old, "nothing changed, and it stays as it is"
+    return replace(old, recordings=(*old.recordings, *more[:room])), "nothing changed, recordings added"
 
 
 def compare(
@@ -167,7 +167,7 @@ def _common_ranks(baseline: Baseline, candidate: Sequence[Recording]) -> tuple[l
     return sorted(common), [f"{told}: only ranks {units.ranges(common)} are compared"]
 
 
-def _fails(change: Change, against: Against, baseline: Baseline) -> bool:
+def _fails(change: Change, against: Thresholds, baseline: Baseline) -> bool:
     # On a device the host's processors spin where they wait, and their time says nothing.
     asked = change.metric in against.metrics and (_is_on_host(baseline) or change.metric not in OF_PROCESSORS)
     return asked and change.verdict is Verdict.WORSE
@@ -178,25 +178,27 @@ def _is_on_host(baseline: Baseline) -> bool:
 
 
 def _held_against(
-    findings: Sequence[Finding], bar: Severity | None, known: Mapping[str, tuple[Known, ...]]
-) -> tuple[Judged, ...]:
+    findings: Sequence[Finding], bar: Severity | None, known: Mapping[str, tuple[KnownFinding, ...]]
+) -> tuple[JudgedFinding, ...]:
     found = []
     for each in findings:
         before = known.get(each.id)
         if before is None:
-            found.append(_judged(each, bar, Standing.NEW))
+            found.append(_judged(each, bar, FindingStatus.NEW))
         else:
-            standing = Standing.WORSE if _is_worse(each, before) else Standing.KNOWN
+            standing = FindingStatus.WORSE if _is_worse(each, before) else FindingStatus.KNOWN
             found.append(_judged(each, bar, standing, max(one.impact for one in before)))
     return tuple(found)
 
 
-def _judged(finding: Finding, bar: Severity | None, standing: Standing, before: float | None = None) -> Judged:
-    counts = standing is not Standing.KNOWN and bar is not None and finding.severity >= bar
-    return Judged(finding, standing, counts, before)
+def _judged(
+    finding: Finding, bar: Severity | None, standing: FindingStatus, before: float | None = None
+) -> JudgedFinding:
+    counts = standing is not FindingStatus.KNOWN and bar is not None and finding.severity >= bar
+    return JudgedFinding(finding, standing, counts, before)
 
 
-def _is_worse(finding: Finding, before: Sequence[Known]) -> bool:
+def _is_worse(finding: Finding, before: Sequence[KnownFinding]) -> bool:
     """Return whether a finding takes more than in any recording of the baseline, and more than those differ by."""
     impacts = [one.impact for one in before]
     most = max(impacts)
@@ -209,11 +211,11 @@ def _is_worse(finding: Finding, before: Sequence[Known]) -> bool:
     )
 
 
-def _fixed(report: Report, known: Mapping[str, tuple[Known, ...]]) -> tuple[Gone, ...]:
+def _fixed(report: Report, known: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[FixedFinding, ...]:
     still = {found.id for found in report.findings} | {aside.finding.id for aside in report.ignored}
     gone = [max(each, key=lambda one: (one.severity, one.impact)) for name, each in known.items() if name not in still]
     gone.sort(key=lambda one: (-one.severity, -one.impact, one.id))
-    return tuple(Gone(one.id, one.code, one.severity, one.impact, one.subject) for one in gone)
+    return tuple(FixedFinding(one.id, one.code, one.severity, one.impact, one.subject) for one in gone)
 
 
 def _called(baseline: Baseline) -> str:

@@ -12,7 +12,7 @@ _SHAPE = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{quantities.NUMBER})\
 
 
 @dataclass(frozen=True)
-class Bar:
+class Limit:
     """How much worse one metric may get, either way of being worse: more time, or fewer tokens per second.
 
     `limit` is relative to the reference where `is_relative` (in points for a metric that is a share, as 0.03 for 3%),
@@ -24,7 +24,7 @@ class Bar:
     limit: float
     is_relative: bool
 
-    def is_crossed(self, change: Change) -> bool:
+    def is_exceeded(self, change: Change) -> bool:
         """Return whether the change is beyond the bar and more than noise."""
         return self.is_beyond(change) and change.is_certain
 
@@ -38,7 +38,7 @@ class Bar:
         return change.change is None or abs(change.change) > self.limit
 
 
-def parse(text: str) -> Bar:
+def parse(text: str) -> Limit:
     """Return the bar that ``--fail-if`` names: metric > number, then % or a unit of the metric. Raises ConfigError.
 
     >>> parse("step_time > 3%")
@@ -51,12 +51,12 @@ def parse(text: str) -> Bar:
         raise ConfigError(f"--fail-if {text!r}: expected METRIC>NUMBER with % or a unit, such as 'step_time>3%'")
     metric, number, unit = _metric(match["metric"], text), float(match["number"]), match["unit"]
     if unit == quantities.PERCENT:
-        return Bar(text, metric, number / 100, is_relative=True)
+        return Limit(text, metric, number / 100, is_relative=True)
     units = quantities.units_of(metric)
     if unit not in units:
         known = ", ".join(name or "no unit" for name in (quantities.PERCENT, *units))
         raise ConfigError(f"--fail-if {text!r}: {metric} cannot be told in {unit or 'a bare number'}: use {known}")
-    return Bar(text, metric, number * units[unit], is_relative=False)
+    return Limit(text, metric, number * units[unit], is_relative=False)
 
 
 def _metric(name: str, text: str) -> str:

@@ -27,7 +27,7 @@ MIN_CHANGE_RATIO = 0.03
 
 
 @dataclass(frozen=True)
-class Against:
+class Thresholds:
     """How a run is held against a baseline: which metrics fail it where worse, and from which change on."""
 
     metrics: tuple[str, ...] = FAILING_METRICS

@@ -21,7 +21,7 @@ from tracekit.regression.baseline import (
     SCHEMA,
     UNIT_COLUMNS,
     Baseline,
-    Known,
+    KnownFinding,
     Plain,
     Recording,
 )
@@ -209,7 +209,7 @@ def _read_recording(saved: _Recording, where: str) -> Recording:
         _read_series(saved.units, saved.steps, f"{where}.units", is_unit=True),
         pl.DataFrame(work, schema=unit_work.WORK_COLUMNS, orient="row"),
         tuple(
-            Known(f.id, f.code, _SEVERITIES[f.severity], f.impact, f.cost_ns, f.cost_bytes, f.subject)
+            KnownFinding(f.id, f.code, _SEVERITIES[f.severity], f.impact, f.cost_ns, f.cost_bytes, f.subject)
             for f in saved.findings
         ),
     )

@@ -34,7 +34,7 @@ def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
 
 def _findings(baseline: Baseline) -> list[list[str]]:
     rows = []
-    for name, each in baseline.known.items():
+    for name, each in baseline.known_findings.items():
         worst = max(each, key=lambda one: (one.severity, one.impact))
         cost = units.share(worst.impact) if worst.impact or not worst.cost_bytes else units.size(worst.cost_bytes)
         rows.append([worst.severity.label, phrases.rule_name(worst.code), name, cost])

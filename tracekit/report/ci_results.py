@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tracekit.model import escaping
-from tracekit.regression.gate import Gate, Judged, Outcome, Standing
+from tracekit.regression.gate import BudgetOutcome, CheckResult, FindingStatus, JudgedFinding
 from tracekit.report import comparison, phrases
 from tracekit.rules.rule import Finding, Severity
 
@@ -38,39 +38,39 @@ class Item:
     """Sentences with the numbers, and what to change."""
     level: Level
     fails: bool
-    standing: Standing | None = None
+    standing: FindingStatus | None = None
     finding: Finding | None = None
     """What it is, or, of a metric or a budget, what new finding tells most of it: where a person looks first."""
 
 
-def items(gate: Gate) -> tuple[Item, ...]:
+def items(gate: CheckResult) -> tuple[Item, ...]:
     """Return all that a check has to show, what fails first."""
     found = [*map(_finding, gate.findings), *_metrics(gate), *_budgets(gate)]
     order = list(Level)
     return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
 
 
-def failed(gates: Sequence[Gate]) -> str:
+def failed(gates: Sequence[CheckResult]) -> str:
     """Return how much of what fails: "2 findings, 1 metric, 1 budget"."""
     counts = {
         "finding": sum(each.fails for gate in gates for each in gate.findings),
         "metric": sum(len(gate.regressions) for gate in gates),
-        "budget": sum(gate.is_over(each) for gate in gates for each in gate.budgets),
+        "budget": sum(gate.fails_budget(each) for gate in gates for each in gate.budgets),
     }
     return ", ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number)
 
 
-def names(gates: Iterable[Gate]) -> list[str]:
+def names(gates: Iterable[CheckResult]) -> list[str]:
     """Return the names of the gates' runs, those of one name told apart by their place."""
     plain = [gate.report.run.name for gate in gates]
     return [f"{name} ({number})" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
 
 
-def level(judged: Judged) -> Level:
+def level(judged: JudgedFinding) -> Level:
     """Return how grave CI shows a finding."""
     if judged.fails:
         return Level.ERROR
-    if judged.standing is Standing.KNOWN or judged.finding.severity is Severity.INFO:
+    if judged.status is FindingStatus.KNOWN or judged.finding.severity is Severity.INFO:
         return Level.NOTICE
     return Level.WARNING
 
@@ -81,9 +81,9 @@ def rule_title(code: str) -> str:
     return f"{name} ({code})" if name != code else code
 
 
-def _finding(judged: Judged) -> Item:
+def _finding(judged: JudgedFinding) -> Item:
     found = judged.finding
-    worse = judged.standing is Standing.WORSE and judged.impact_before is not None
+    worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
     before = f" It took {100 * (judged.impact_before or 0):.1f}% of the step before." if worse else ""
     fix = f" Fix: {found.fix}" if found.fix else ""
     return Item(
@@ -93,12 +93,12 @@ def _finding(judged: Judged) -> Item:
         f"{found.message}{before}{fix}",
         level(judged),
         judged.fails,
-        judged.standing,
+        judged.status,
         found,
     )
 
 
-def _metrics(gate: Gate) -> list[Item]:
+def _metrics(gate: CheckResult) -> list[Item]:
     against = f" than in {gate.baseline}" if gate.baseline else " than before"
     made = []
     for change in gate.regressions:
@@ -121,19 +121,19 @@ def _metrics(gate: Gate) -> list[Item]:
     return made
 
 
-def _telling(gate: Gate, metric: str) -> Finding | None:
+def _telling(gate: CheckResult, metric: str) -> Finding | None:
     """Return the new or worse finding that costs most of what a metric measures."""
-    found = [each.finding for each in gate.findings if each.standing is not Standing.KNOWN]
+    found = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
     costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in found]
     return found[costs.index(max(costs))] if any(costs) else None
 
 
-def _budgets(gate: Gate) -> list[Item]:
+def _budgets(gate: CheckResult) -> list[Item]:
     made = []
     for each in gate.budgets:
-        if each.outcome is Outcome.KEPT:
+        if each.outcome is BudgetOutcome.KEPT:
             continue
-        fails = gate.is_over(each)
+        fails = gate.fails_budget(each)
         grave = Level.ERROR if fails else Level.NOTICE
         at = _telling(gate, each.metric) if fails else None
         made.append(Item(Kind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails, finding=at))

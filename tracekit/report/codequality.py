@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 
 from tracekit.model import escaping
-from tracekit.regression.gate import Gate, Standing
+from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import ci_results, sarif
 from tracekit.report.ci_results import Item, Kind
 from tracekit.report.code_locations import Checkout
@@ -18,7 +18,7 @@ _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.I
 _MAX_TEXT = 1000
 
 
-def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the JSON array: one entry per finding, metric that regressed and budget that is not kept."""
     entries = []
     for name, gate in zip(ci_results.names(gates), gates, strict=True):
@@ -40,6 +40,6 @@ def render(gates: Sequence[Gate], checkout: Checkout) -> str:
 def _severity(item: Item) -> str:
     if item.fails:
         return "blocker"
-    if item.finding is None or item.kind is not Kind.FINDING or item.standing is Standing.KNOWN:
+    if item.finding is None or item.kind is not Kind.FINDING or item.standing is FindingStatus.KNOWN:
         return "info"
     return _SEVERITIES[item.finding.severity]

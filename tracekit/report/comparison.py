@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from tracekit.model import escaping
 from tracekit.regression.change import MAX_MORE_SAMPLES, Change, Verdict
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.limits import Bar
+from tracekit.regression.limits import Limit
 from tracekit.regression.quantities import is_share
 from tracekit.report import markdown_escaping, text_layout
 from tracekit.report.json import plain
@@ -64,10 +64,10 @@ def as_markdown(found: Comparison) -> str:
     )
 
 
-def outcome(bar: Bar, change: Change) -> str:
+def outcome(bar: Limit, change: Change) -> str:
     """Return in words what a change is to a bar."""
     told = f"{bar.text}: {change_in_words(change)}"
-    if bar.is_crossed(change):
+    if bar.is_exceeded(change):
         return f"{told}: past the bar"
     if bar.is_beyond(change):
         counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"

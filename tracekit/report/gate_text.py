@@ -5,29 +5,29 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 
 from tracekit.model import units
-from tracekit.regression.gate import Budgeted, Gate, Judged, Outcome, Standing
+from tracekit.regression.gate import BudgetOutcome, BudgetResult, CheckResult, FindingStatus, JudgedFinding
 from tracekit.report import comparison, phrases, text, text_layout
 
-_ORDER = (Standing.NEW, Standing.WORSE, Standing.KNOWN)
+_ORDER = (FindingStatus.NEW, FindingStatus.WORSE, FindingStatus.KNOWN)
 _FIXED = "fixed"
 _BAD, _UNSURE, _QUIET = "bold red", "yellow", "dim"
 _STYLES = {
-    Standing.NEW.value: "bold",
-    Standing.WORSE.value: "bold",
-    Standing.KNOWN.value: _QUIET,
+    FindingStatus.NEW.value: "bold",
+    FindingStatus.WORSE.value: "bold",
+    FindingStatus.KNOWN.value: _QUIET,
     _FIXED: text_layout.GOOD,
 }
-_OUTCOME_STYLES = {Outcome.BROKEN: _BAD, Outcome.KEPT: _QUIET, Outcome.CANNOT_TELL: _UNSURE}
+_OUTCOME_STYLES = {BudgetOutcome.BROKEN: _BAD, BudgetOutcome.KEPT: _QUIET, BudgetOutcome.CANNOT_TELL: _UNSURE}
 _NARROW = 100
 
 
-def render(gate: Gate, *, width: int = text.WIDTH, color: bool = False) -> str:
+def render(gate: CheckResult, *, width: int = text.WIDTH, color: bool = False) -> str:
     """Return the verdict on a run, and its report, as text at most `width` columns wide."""
     width = min(width, text.MAX_WIDTH)
     return text_layout.print_to_string(parts(gate, width), width=width, color=color)
 
 
-def parts(gate: Gate, width: int) -> list[RenderableType]:
+def parts(gate: CheckResult, width: int) -> list[RenderableType]:
     """Return what `render` prints, from the verdict down."""
     run = gate.report.run
     made: list[RenderableType] = [
@@ -40,37 +40,39 @@ def parts(gate: Gate, width: int) -> list[RenderableType]:
         made += ["", text_layout.line(("Budgets", text_layout.BOLD)), *(_budget(each, gate) for each in gate.budgets)]
     if gate.comparison is not None:
         made += ["", *_findings(gate), "", *_metrics(gate, width)]
-    shown = [each.finding for each in gate.findings if each.standing is not Standing.KNOWN or gate.comparison is None]
+    shown = [
+        each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN or gate.comparison is None
+    ]
     return made + text.body(gate.report, run, shown, width)
 
 
-def headline(gate: Gate) -> str:
+def headline(gate: CheckResult) -> str:
     """Return the verdict in one line: "Failed: 1 new finding, 2 metrics worse than main"."""
     against = f" than {gate.baseline}" if gate.baseline else ""
-    told = _counted(gate, Standing.NEW, "new finding") if gate.baseline else []
-    told += _counted(gate, Standing.WORSE, "worse finding")
+    told = _counted(gate, FindingStatus.NEW, "new finding") if gate.baseline else []
+    told += _counted(gate, FindingStatus.WORSE, "worse finding")
     if not gate.baseline:
         told += _plural(sum(each.fails for each in gate.findings), "finding")
     told += _plural(len(gate.regressions), "metric", f" worse{against}")
-    told += _plural(sum(gate.is_over(each) for each in gate.budgets), "budget", " broken")
+    told += _plural(sum(gate.fails_budget(each) for each in gate.budgets), "budget", " broken")
     if told:
         return f"Failed: {', '.join(told)}"
     return f"Passed: nothing new, nothing worse{against}" if gate.baseline else "Passed"
 
 
-def _verdict(gate: Gate) -> RenderableType:
+def _verdict(gate: CheckResult) -> RenderableType:
     return text_layout.line((headline(gate), _BAD if gate.failures else f"{text_layout.BOLD} {text_layout.GOOD}"))
 
 
-def _counted(gate: Gate, standing: Standing, noun: str) -> list[str]:
-    return _plural(sum(each.fails and each.standing is standing for each in gate.findings), noun)
+def _counted(gate: CheckResult, standing: FindingStatus, noun: str) -> list[str]:
+    return _plural(sum(each.fails and each.status is standing for each in gate.findings), noun)
 
 
 def _plural(number: int, noun: str, after: str = "") -> list[str]:
     return [f"{number} {noun}{'s' * (number > 1)}{after}"] if number else []
 
 
-def _budget(budgeted: Budgeted, gate: Gate) -> RenderableType:
+def _budget(budgeted: BudgetResult, gate: CheckResult) -> RenderableType:
     told = f"{budgeted.outcome.value}{', which fails: strict' * (gate.is_strict and _is_unsure(budgeted))}"
     line = text_layout.line(
         (budgeted.budget, text_layout.BOLD), "  ", (told, _OUTCOME_STYLES[budgeted.outcome]), "  ", budgeted.message
@@ -78,13 +80,13 @@ def _budget(budgeted: Budgeted, gate: Gate) -> RenderableType:
     return text_layout.hanging("·", line)
 
 
-def _is_unsure(budgeted: Budgeted) -> bool:
-    return budgeted.outcome is Outcome.CANNOT_TELL
+def _is_unsure(budgeted: BudgetResult) -> bool:
+    return budgeted.outcome is BudgetOutcome.CANNOT_TELL
 
 
-def _findings(gate: Gate) -> list[RenderableType]:
+def _findings(gate: CheckResult) -> list[RenderableType]:
     heading = text_layout.line(("Findings", text_layout.BOLD), (f"  beside {gate.baseline}", text_layout.DIM))
-    ordered = sorted(gate.findings, key=lambda each: _ORDER.index(each.standing))
+    ordered = sorted(gate.findings, key=lambda each: _ORDER.index(each.status))
     rows = [_finding_row(each) for each in ordered]
     rows += [
         [gone.severity.label, phrases.rule_name(gone.code), gone.id, f"was {units.share(gone.impact)}", "", _FIXED]
@@ -96,7 +98,7 @@ def _findings(gate: Gate) -> list[RenderableType]:
     return [heading, text_layout.indented(text_layout.table(["", "", "", "of step", "", ""], rows, last_styles=styles))]
 
 
-def _finding_row(judged: Judged) -> list[str]:
+def _finding_row(judged: JudgedFinding) -> list[str]:
     found = judged.finding
     cost = units.share(found.impact) if found.impact or not found.cost_bytes else units.size(found.cost_bytes)
     before = f" (was {units.share(judged.impact_before)})" if judged.impact_before else ""
@@ -107,11 +109,11 @@ def _finding_row(judged: Judged) -> list[str]:
         found.id,
         f"{cost}{before}",
         fails,
-        judged.standing.value,
+        judged.status.value,
     ]
 
 
-def _metrics(gate: Gate, width: int) -> Sequence[RenderableType]:
+def _metrics(gate: CheckResult, width: int) -> Sequence[RenderableType]:
     assert gate.comparison is not None
     found = gate.comparison
     failed = {change.metric for change in gate.regressions}

@@ -9,7 +9,7 @@ ten notices of a step.
 from collections.abc import Sequence
 
 from tracekit.model import escaping
-from tracekit.regression.gate import Gate
+from tracekit.regression.gate import CheckResult
 from tracekit.report import ci_results
 from tracekit.report.ci_results import Item, Level
 from tracekit.report.code_locations import Checkout, Kind
@@ -20,7 +20,7 @@ _MAX_TITLE = 200
 _MAX_MESSAGE = 3000
 
 
-def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return a line of plain words on each run, and the annotations: what fails as errors, what is known as notices."""
     named = list(zip(ci_results.names(gates), gates, strict=True))
     lines = [
@@ -33,7 +33,7 @@ def render(gates: Sequence[Gate], checkout: Checkout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of_level(level: Level, found: Sequence[tuple[str, Gate, Item]], checkout: Checkout) -> list[str]:
+def _of_level(level: Level, found: Sequence[tuple[str, CheckResult, Item]], checkout: Checkout) -> list[str]:
     shown = found if len(found) <= MAX_OF_LEVEL else found[: MAX_OF_LEVEL - 1]
     lines = [_annotation(run, gate, item, checkout) for run, gate, item in shown]
     rest = found[len(shown) :]
@@ -43,7 +43,7 @@ def _of_level(level: Level, found: Sequence[tuple[str, Gate, Item]], checkout: C
     return lines
 
 
-def _annotation(run: str, gate: Gate, item: Item, checkout: Checkout) -> str:
+def _annotation(run: str, gate: CheckResult, item: Item, checkout: Checkout) -> str:
     properties: dict[str, str] = {}
     place = checkout.place(gate.report.run, item.finding)
     if place.kind is not Kind.TRACE:  # GitHub has no line of a trace to show

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from tracekit.model import escaping
 from tracekit.regression.history.change_points import LEAST_RUNS, Drift
-from tracekit.regression.history.trends import Group, Series, Shift, worst_first
+from tracekit.regression.history.trends import Group, MetricShift, Series, latest_first
 from tracekit.regression.quantities import is_share
 from tracekit.report import phrases, text_layout
 from tracekit.report.comparison import label
@@ -71,14 +71,14 @@ def bars(values: Sequence[float]) -> str:
     return "".join(" " if place is None else _BARS[place] for place in places)
 
 
-def changes(group: Group) -> list[list[Shift]]:
+def changes(group: Group) -> list[list[MetricShift]]:
     """Return the changes of all metrics by the moment that they share, the latest first, what is worse first.
 
     The place of a change is known to a run or so: those next to each other are one moment, at the place that most of
     them have, and its own changes come first.
     """
-    near: list[list[Shift]] = []
-    for shift in worst_first(group):
+    near: list[list[MetricShift]] = []
+    for shift in latest_first(group):
         if near and near[-1][-1].first - shift.first <= 1 and near[-1][0].first - shift.first <= _SPREAD_RUNS:
             near[-1].append(shift)
         else:
@@ -86,26 +86,26 @@ def changes(group: Group) -> list[list[Shift]]:
     return [_at_most_common_first(shifts) for shifts in near]
 
 
-def _at_most_common_first(shifts: list[Shift]) -> list[Shift]:
+def _at_most_common_first(shifts: list[MetricShift]) -> list[MetricShift]:
     firsts = Counter(shift.first for shift in shifts)
     return sorted(shifts, key=lambda shift: (-firsts[shift.first], shift.first))
 
 
-def before_and_after(shift: Shift) -> str:
+def before_and_after(shift: MetricShift) -> str:
     """Return a change in words: "10.1 ms → 12.2 ms, +21%"."""
     before, after = (escaping.cell(shift.metric, value) for value in (shift.before, shift.after))
     return f"{before} → {after}, {change_in_words(shift.metric, shift.before, shift.after)}"
 
 
-def context(group: Group, shift: Shift) -> list[tuple[str, str]]:
+def context(group: Group, shift: MetricShift) -> list[tuple[str, str]]:
     """Return what to know of a change, each with a word for it: the commits, the runs, findings, versions."""
     told = [("between", range_in_words(group, shift))]
     for word, index in (("last before", shift.last), ("first after", shift.first)):
         when = day(int(group.runs["at_ns"][index]))
         told.append((word, f"run {index + 1}, {when}, {run_in_words(group.runs, index)}"))
-    for word, ids in (("came with it", shift.appeared), ("gone with it", shift.gone)):
+    for word, ids in (("came with it", shift.appeared), ("gone with it", shift.disappeared)):
         told += [(word, ", ".join(map(finding_in_words, ids)))] if ids else []
-    differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.differs)
+    differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.changed_facts)
     return [*told, *([("differs too", differing)] if differing else [])]
 
 
@@ -145,7 +145,7 @@ def run_in_words(runs: pl.DataFrame, index: int) -> str:
     )
 
 
-def range_in_words(group: Group, shift: Shift) -> str:
+def range_in_words(group: Group, shift: MetricShift) -> str:
     """Return the commits that a change lies between, as git understands it; the runs' names where none are known."""
     last, first = (group.runs["commit"][index] for index in (shift.last, shift.first))
     if last and first and last != first:
@@ -235,11 +235,11 @@ def _style(series: Series) -> str:
     return _DRIFTS if series.drifts else text_layout.DIM
 
 
-def _way(shift: Shift) -> str:
+def _way(shift: MetricShift) -> str:
     return "worse" if shift.is_worse else "better"
 
 
-def _moment(group: Group, shifts: Sequence[Shift]) -> list[RenderableType]:
+def _moment(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]:
     """Return what changed between two runs: each metric, the commits, and what came with it."""
     parts: list[RenderableType] = [
         text_layout.line(
@@ -292,7 +292,7 @@ def _document(group: Group) -> dict[str, Any]:
     }
 
 
-def _shift_document(shift: Shift, names: Sequence[str]) -> dict[str, Any]:
+def _shift_document(shift: MetricShift, names: Sequence[str]) -> dict[str, Any]:
     return {
         "last_run_before": names[shift.last],
         "first_run_after": names[shift.first],
@@ -300,6 +300,6 @@ def _shift_document(shift: Shift, names: Sequence[str]) -> dict[str, Any]:
         "after": shift.after,
         "is_worse": shift.is_worse,
         "findings_appeared": list(shift.appeared),
-        "findings_gone": list(shift.gone),
-        "differs": [{"field": field, "before": before, "after": after} for field, before, after in shift.differs],
+        "findings_gone": list(shift.disappeared),
+        "differs": [{"field": field, "before": before, "after": after} for field, before, after in shift.changed_facts],
     }

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from tracekit.analysis.time import breakdown, slices
 from tracekit.model import escaping, units
 from tracekit.model.run import Run
-from tracekit.regression.gate import Gate
+from tracekit.regression.gate import CheckResult
 from tracekit.report import (
     charts,
     checkpoint_figures,
@@ -44,7 +44,7 @@ def render(report: Report, run: Run) -> str:
     return render_several([(report, run)])
 
 
-def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] = ()) -> str:
+def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckResult] = ()) -> str:
     """Return several reports as one page, one below the other, with their mean steps beside each other on top.
 
     With the gates of the runs, each begins with the verdict on it.
@@ -103,7 +103,7 @@ def _timeline(run: Run, report: Report, typical: Mapping[str, int | None]) -> go
     return charts.timeline(run.trace(rank, window), span, evidence=marks)
 
 
-def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, gate: Gate | None) -> list[str]:
+def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, gate: CheckResult | None) -> list[str]:
     """Return one run's part of the page; its figures go into `figures`, their names beginning with `place`."""
     by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     parts = [

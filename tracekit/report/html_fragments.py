@@ -12,7 +12,7 @@ from tracekit.model import escaping, units
 from tracekit.model.run import Run
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import Gate, Standing
+from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import charts, comparison, phrases
 from tracekit.rules.rule import Finding, Severity
 
@@ -135,7 +135,7 @@ def gains(findings: Sequence[Finding], step_ns: float | None) -> str:
     return f'<div class="tk-gains">{rows}<p>{escaping.escape(note)}</p></div>'
 
 
-def difference(found: Comparison, gate: Gate | None) -> str:
+def difference(found: Comparison, gate: CheckResult | None) -> str:
     """Return what one run is to another in a coloured box: its step time, what else changed, the likely cause."""
     by_metric = {change.metric: change for change in found.changes}
     first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
@@ -148,7 +148,7 @@ def difference(found: Comparison, gate: Gate | None) -> str:
     ]
     causes = [(cause.name, cause.message) for cause in (gate.causes if gate else ())]
     standing = gate.findings if gate else ()
-    new = [phrases.rule_name(each.finding.code) for each in standing if each.standing is Standing.NEW]
+    new = [phrases.rule_name(each.finding.code) for each in standing if each.status is FindingStatus.NEW]
     gone = [phrases.rule_name(each.code) for each in (gate.fixed if gate else ())]
     lines = [("likely cause, " + name, text) for name, text in causes]
     lines += [("new findings", ", ".join(dict.fromkeys(new)))] if new else []

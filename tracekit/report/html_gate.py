@@ -2,7 +2,7 @@
 
 from tracekit.model import escaping, units
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import Gate, Judged
+from tracekit.regression.gate import CheckResult, JudgedFinding
 from tracekit.report import comparison, gate_text, phrases
 
 STYLE = """
@@ -13,7 +13,7 @@ background:rgba(128,138,150,.1)}.tk-gate.failed{border-color:#D55E00}
 """
 
 
-def verdict(gate: Gate) -> str:
+def verdict(gate: CheckResult) -> str:
     """Return the verdict with its causes in a coloured box; '' where there is neither baseline nor budget."""
     if gate.comparison is None and not gate.budgets:
         return ""
@@ -24,18 +24,18 @@ def verdict(gate: Gate) -> str:
     return f'<div class="tk-gate{" failed" if gate.failures else ""}">{headline}{causes}</div>'
 
 
-def tables(gate: Gate) -> str:
+def tables(gate: CheckResult) -> str:
     """Return budgets, and findings and metrics beside the baseline's, as tables; '' where there are none."""
     return _budgets(gate) + (_findings(gate) + _metrics(gate, gate.comparison) if gate.comparison else "")
 
 
-def _budgets(gate: Gate) -> str:
+def _budgets(gate: CheckResult) -> str:
     rows = [
         (
             each.budget,
             escaping.cell(each.metric, each.limit),
             escaping.cell(each.metric, each.measured),
-            each.outcome.value + ", fails" * gate.is_over(each),
+            each.outcome.value + ", fails" * gate.fails_budget(each),
         )
         for each in gate.budgets
     ]
@@ -43,7 +43,7 @@ def _budgets(gate: Gate) -> str:
     return "<h2>Budgets</h2>" + escaping.html_table(("", "limit", "measured", ""), rows, right=right) if rows else ""
 
 
-def _findings(gate: Gate) -> str:
+def _findings(gate: CheckResult) -> str:
     rows = [_finding(each) for each in gate.findings]
     rows += [
         (gone.severity.label, phrases.rule_name(gone.code), gone.id, f"was {units.share(gone.impact)}", "fixed")
@@ -55,7 +55,7 @@ def _findings(gate: Gate) -> str:
     return f"<h2>Findings beside {escaping.escape(gate.baseline)}</h2>{table}"
 
 
-def _metrics(gate: Gate, found: Comparison) -> str:
+def _metrics(gate: CheckResult, found: Comparison) -> str:
     failing = {change.metric for change in gate.regressions}
     header, rows = comparison.cells(found)
     for row, change in zip(rows, found.changes, strict=True):
@@ -66,9 +66,9 @@ def _metrics(gate: Gate, found: Comparison) -> str:
     return heading + table + (f"<ul>{remarks}</ul>" if remarks else "")
 
 
-def _finding(judged: Judged) -> tuple[str, ...]:
+def _finding(judged: JudgedFinding) -> tuple[str, ...]:
     found = judged.finding
     cost = units.share(found.impact) if found.impact or not found.cost_bytes else units.size(found.cost_bytes)
     before = f" (was {units.share(judged.impact_before)})" if judged.impact_before else ""
-    standing = judged.standing.value + ", fails" * judged.fails
+    standing = judged.status.value + ", fails" * judged.fails
     return found.severity.label, phrases.rule_name(found.code), found.id, f"{cost}{before}", standing

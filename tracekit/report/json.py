@@ -18,8 +18,8 @@ from tracekit import conventions
 from tracekit.analysis.time import summary
 from tracekit.errors import InputError
 from tracekit.model.run import Run, created_ns
-from tracekit.regression.comparison import Side
-from tracekit.regression.gate import Gate
+from tracekit.regression.comparison import RunSamples
+from tracekit.regression.gate import CheckResult
 from tracekit.regression.samples import COLUMNS as SAMPLE_COLUMNS
 from tracekit.regression.samples import samples
 from tracekit.report import phrases
@@ -33,19 +33,19 @@ SEVERAL_SCHEMA = "tracekit.reports/1"
 _TOLD = ("strategy", "world_size", "mesh", "model", "arguments", "versions", "device", "device_name", "created_ns")
 
 
-def render(report: Report, run: Run, gate: Gate | None = None) -> str:
+def render(report: Report, run: Run, gate: CheckResult | None = None) -> str:
     """Return the report, and the verdict on it, as strict JSON."""
     return _dumps(document(report, run, gate))
 
 
-def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[Gate] = ()) -> str:
+def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckResult] = ()) -> str:
     """Return several reports, and the verdict on each, in one JSON object."""
-    beside: Sequence[Gate | None] = gates or [None] * len(reports)
+    beside: Sequence[CheckResult | None] = gates or [None] * len(reports)
     told = [document(report, run, gate) for (report, run), gate in zip(reports, beside, strict=True)]
     return _dumps({"schema": SEVERAL_SCHEMA, "reports": told})
 
 
-def document(report: Report, run: Run, gate: Gate | None = None) -> dict[str, Any]:
+def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
     """Return the report, and the verdict on it, as what JSON can hold."""
     verdict = {} if gate is None else {"gate": gated(gate)}
     return {
@@ -65,19 +65,19 @@ def document(report: Report, run: Run, gate: Gate | None = None) -> dict[str, An
     }
 
 
-def gated(gate: Gate) -> dict[str, Any]:
+def gated(gate: CheckResult) -> dict[str, Any]:
     """Return the verdict on a report as what JSON can hold; findings by id, metrics in their own units."""
     changes = gate.comparison.changes if gate.comparison else ()
     failing = {change.metric for change in gate.regressions}
     return {
         "passed": not gate.failures,
         "failures": list(gate.failures),
-        "bar": gate.bar.label if gate.bar is not None else None,
+        "bar": gate.fail_on.label if gate.fail_on is not None else None,
         "baseline": gate.baseline or None,
         "findings": [
             {
                 "id": each.finding.id,
-                "standing": each.standing.value,
+                "standing": each.status.value,
                 "fails": each.fails,
                 "impact_before": plain(each.impact_before),
             }
@@ -103,7 +103,7 @@ def gated(gate: Gate) -> dict[str, Any]:
                 "limit": plain(each.limit),
                 "measured": plain(each.measured),
                 "outcome": each.outcome.value,
-                "fails": gate.is_over(each),
+                "fails": gate.fails_budget(each),
                 "message": each.message,
             }
             for each in gate.budgets
@@ -133,7 +133,7 @@ def is_report(path: Path) -> bool:
         return b'"traceEvents"' not in start and (b'"tracekit.report' in start or b'"tracekit.report' in file.read())
 
 
-def read(path: Path) -> Side:
+def read(path: Path) -> RunSamples:
     """Return a saved report as a side of a comparison. Raises InputError where it is none, or holds several."""
     reports = saved(path)
     if len(reports) != 1:
@@ -169,7 +169,7 @@ def whole(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: is not a whole report ({type(error).__name__}: {error}); save it again") from None
 
 
-def side(saved: Mapping[str, Any]) -> Side:
+def side(saved: Mapping[str, Any]) -> RunSamples:
     """Return a report, as JSON has it, as a side of a comparison."""
     run = saved["run"]
     rows = [
@@ -179,7 +179,7 @@ def side(saved: Mapping[str, Any]) -> Side:
     ]
     table = pl.DataFrame(rows, schema={"rank": pl.Int64, **SAMPLE_COLUMNS}, orient="row", strict=True)
     told = {key: run.get(key) for key in _TOLD} | ({"simulated": True} if run.get("simulated") else {})
-    return Side(str(run["name"]), told, table.drop_nulls("value"))
+    return RunSamples(str(run["name"]), told, table.drop_nulls("value"))
 
 
 def _run(run: Run) -> dict[str, Any]:

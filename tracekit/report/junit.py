@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tracekit.model import escaping
 from tracekit.model.run import created_ns
 from tracekit.regression.change import Change, Verdict
-from tracekit.regression.gate import Gate, Judged, Outcome
+from tracekit.regression.gate import BudgetOutcome, CheckResult, JudgedFinding
 from tracekit.report import ci_results, comparison, phrases
 from tracekit.report.code_locations import Checkout
 
@@ -20,7 +20,7 @@ _MAX_TEXT = 4000
 _MAX_NAME = 200
 
 
-def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the XML: a case per rule (skipped where it is blind or all it found is ignored), metric and budget."""
     root = ET.Element("testsuites", name="tracekit")
     for name, gate in zip(ci_results.names(gates), gates, strict=True):
@@ -31,7 +31,7 @@ def render(gates: Sequence[Gate], checkout: Checkout) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(name: str, gate: Gate, checkout: Checkout) -> ET.Element:
+def _suite(name: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     suite = ET.Element("testsuite", name=name)
     properties = ET.SubElement(suite, "properties")
     told = {"tracekit": gate.report.tool_version, "run": phrases.subtitle(gate.report.run), "baseline": gate.baseline}
@@ -53,11 +53,11 @@ def _suite(name: str, gate: Gate, checkout: Checkout) -> ET.Element:
     return suite
 
 
-def _codes(gate: Gate) -> list[str]:
+def _codes(gate: CheckResult) -> list[str]:
     return list(dict.fromkeys([*gate.report.rules, *(each.finding.code for each in gate.findings)]))
 
 
-def _rule(run: str, code: str, gate: Gate, checkout: Checkout) -> ET.Element:
+def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Element:
     case = ET.Element(
         "testcase", classname=f"{run}.rules", name=escaping.inert(f"{code} {phrases.rule_name(code)}", _MAX_NAME)
     )
@@ -77,7 +77,7 @@ def _rule(run: str, code: str, gate: Gate, checkout: Checkout) -> ET.Element:
     return case
 
 
-def _metric(run: str, change: Change, gate: Gate) -> ET.Element:
+def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     case = ET.Element("testcase", classname=f"{run}.metrics", name=change.metric)
     before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
     told = f"{before} before, {now} now, {comparison.change_in_words(change)}: {change.verdict}"
@@ -92,13 +92,13 @@ def _metric(run: str, change: Change, gate: Gate) -> ET.Element:
     return case
 
 
-def _budgets(run: str, gate: Gate) -> list[ET.Element]:
+def _budgets(run: str, gate: CheckResult) -> list[ET.Element]:
     cases = []
     for each in gate.budgets:
         case = ET.Element("testcase", classname=f"{run}.budgets", name=escaping.inert(each.budget, _MAX_NAME))
-        if gate.is_over(each):
+        if gate.fails_budget(each):
             _add(case, "failure", each.message, [each.message], "budget")
-        elif each.outcome is Outcome.CANNOT_TELL:
+        elif each.outcome is BudgetOutcome.CANNOT_TELL:
             _add(case, "skipped", each.message, [])
         else:
             _out(case, [each.message])
@@ -106,7 +106,7 @@ def _budgets(run: str, gate: Gate) -> list[ET.Element]:
     return cases
 
 
-def _told(judged: Judged, gate: Gate, checkout: Checkout) -> str:
+def _told(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
     found = judged.finding
     place = checkout.place(gate.report.run, found)
     costs = phrases.cost(found)

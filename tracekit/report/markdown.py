@@ -12,7 +12,7 @@ from tracekit.errors import ConfigError
 from tracekit.model import escaping
 from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import Gate, Judged, Outcome, Standing
+from tracekit.regression.gate import BudgetOutcome, CheckResult, FindingStatus, JudgedFinding
 from tracekit.report import ci_results, comparison, phrases, text_charts
 from tracekit.report.code_locations import Checkout, Kind
 from tracekit.report.gate_text import headline
@@ -28,7 +28,7 @@ _LEAST_BYTES = 200  # with less room than that there is nothing to look for
 _PICKED = (Verdict.WORSE, Verdict.BETTER)
 
 
-def render(gates: Sequence[Gate], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
+def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
     """Return the comment on all runs, those that fail first. Raises ConfigError where `key` cannot name a comment."""
     text = f"{marker(key)}\n### {_title(gates)}\n"
     named = sorted(zip(ci_results.names(gates), gates, strict=True), key=lambda each: not each[1].failures)
@@ -60,7 +60,7 @@ def marker(key: str) -> str:
     return f"<!-- tracekit:{key} -->"
 
 
-def _title(gates: Sequence[Gate]) -> str:
+def _title(gates: Sequence[CheckResult]) -> str:
     failing = [gate for gate in gates if gate.failures]
     mark = "❌" if failing else "✅"
     if len(gates) == 1:
@@ -69,7 +69,7 @@ def _title(gates: Sequence[Gate]) -> str:
     return f"{mark} {'Failed' if failing else 'Passed'}: {told}"
 
 
-def _head(name: str, gate: Gate, *, several: bool) -> str:
+def _head(name: str, gate: CheckResult, *, several: bool) -> str:
     """Return what is seen at once of a run: what it is, the picture, metrics and findings."""
     mark = ("❌ " if gate.failures else "✅ ") if several else ""
     against = f" · against {code(gate.baseline)}" if gate.baseline else ""
@@ -79,7 +79,7 @@ def _head(name: str, gate: Gate, *, several: bool) -> str:
     return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metrics(gate: Gate) -> str:
+def _metrics(gate: CheckResult) -> str:
     if gate.comparison is None:
         return ""
     failing = {change.metric for change in gate.regressions}
@@ -102,21 +102,21 @@ def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
     return comparison.label(change.metric), before, now, comparison.change_in_words(change), verdict
 
 
-def _budgets(gate: Gate) -> str:
-    marks = {Outcome.KEPT: "kept", Outcome.BROKEN: "broken", Outcome.CANNOT_TELL: "cannot tell"}
+def _budgets(gate: CheckResult) -> str:
+    marks = {BudgetOutcome.KEPT: "kept", BudgetOutcome.BROKEN: "broken", BudgetOutcome.CANNOT_TELL: "cannot tell"}
     rows = [
         (
             code(each.budget),
             escaping.cell(each.metric, each.limit),
             escaping.cell(each.metric, each.measured),
-            f"❌ {marks[each.outcome]}" if gate.is_over(each) else marks[each.outcome],
+            f"❌ {marks[each.outcome]}" if gate.fails_budget(each) else marks[each.outcome],
         )
         for each in gate.budgets[:_MAX_ROWS]
     ]
     return table(("budget", "limit", "measured", "verdict"), rows, right=(1, 2)) if rows else ""
 
 
-def _findings(gate: Gate) -> str:
+def _findings(gate: CheckResult) -> str:
     if not gate.findings and not gate.fixed:
         return "No rule fired."
     held = bool(gate.baseline) or gate.comparison is not None
@@ -131,22 +131,22 @@ def _findings(gate: Gate) -> str:
     return table(("finding", "rule", "cost", "verdict"), rows) + (f"\n\nand {more:,} more" if more > 0 else "")
 
 
-def _row(judged: Judged, *, held: bool) -> tuple[str, ...]:
+def _row(judged: JudgedFinding, *, held: bool) -> tuple[str, ...]:
     found = judged.finding
     cost = phrases.cost(found)
-    if judged.standing is Standing.WORSE and judged.impact_before is not None:
+    if judged.status is FindingStatus.WORSE and judged.impact_before is not None:
         cost += f", {100 * judged.impact_before:.1f}% before"
-    told = f"{found.severity.label}, {judged.standing}" if held else found.severity.label
+    told = f"{found.severity.label}, {judged.status}" if held else found.severity.label
     return code(found.id), escaped(phrases.rule_name(found.code)), cost, f"❌ {told}" if judged.fails else told
 
 
-def _picture(gate: Gate) -> str:
+def _picture(gate: CheckResult) -> str:
     drawn = text_charts.before_and_now(gate.comparison) if gate.comparison else ""
     drawn = drawn or text_charts.by_rank(gate.report.run)
     return f"```text\n{drawn}\n```" if drawn else ""
 
 
-def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
+def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
     """Yield what is folded away, the most important part first."""
     for each in sorted(gate.findings, key=lambda each: not each.fails):
         yield _finding(each.finding, gate, checkout)
@@ -160,7 +160,7 @@ def _details(gate: Gate, checkout: Checkout) -> Iterator[str]:
         yield "\n".join(f"- {escaped(note)}" for note in notes)
 
 
-def _finding(found: Finding, gate: Gate, checkout: Checkout) -> str:
+def _finding(found: Finding, gate: CheckResult, checkout: Checkout) -> str:
     place = checkout.place(gate.report.run, found)
     where = f"{code(f'{place.path}:{place.line}')} · " if place.kind is not Kind.TRACE else ""
     fix = f"<br>**Fix** {escaped(found.fix)}" if found.fix else ""
@@ -187,7 +187,7 @@ def _folded(parts: Iterable[str], room: int) -> tuple[str, int]:
     return folded, room - _size(folded)
 
 
-def _footer(gates: Sequence[Gate]) -> str:
+def _footer(gates: Sequence[CheckResult]) -> str:
     version = escaped(gates[0].report.tool_version) if gates else ""
     return f"\n<sub>tracekit {version} · `tracekit explain CODE` tells what a finding means and how to fix it</sub>\n"
 

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tracekit.model import escaping
-from tracekit.regression.gate import Gate, Standing
+from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import ci_results, phrases
 from tracekit.report.ci_results import Item, Level
 from tracekit.report.ci_results import Kind as ItemKind
@@ -30,7 +30,7 @@ MAX_RESULTS = 5000
 _MAX_TEXT = 4000
 _MAX_NAME = 200
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
-_STATES = {Standing.NEW: "new", Standing.WORSE: "updated", Standing.KNOWN: "unchanged"}
+_STATES = {FindingStatus.NEW: "new", FindingStatus.WORSE: "updated", FindingStatus.KNOWN: "unchanged"}
 # What is no rule of ours but can fail a check: code, name, what it is, help.
 _OTHERS = {
     ItemKind.METRIC: (
@@ -48,7 +48,7 @@ _OTHERS = {
 }
 
 
-def render(gates: Sequence[Gate], checkout: Checkout) -> str:
+def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the SARIF log. Results have a baselineState where a baseline was given."""
     named = list(zip(ci_results.names(gates), gates, strict=True))
     found = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
@@ -79,7 +79,7 @@ def fingerprint(item: Item, run: str = "") -> str:
     return hashlib.sha256(f"{item.kind}:{item.id}:{run}".encode()).hexdigest()[:16]
 
 
-def _result(item: Item, gate: Gate, place: Place, run: str, indices: Mapping[str, int]) -> dict[str, Any]:
+def _result(item: Item, gate: CheckResult, place: Place, run: str, indices: Mapping[str, int]) -> dict[str, Any]:
     rule = _rule_id(item)
     told = f"{run}: {item.message}" if run else item.message
     result: dict[str, Any] = {
@@ -102,7 +102,7 @@ def _result(item: Item, gate: Gate, place: Place, run: str, indices: Mapping[str
     return result
 
 
-def _location(item: Item, gate: Gate, place: Place) -> dict[str, Any]:
+def _location(item: Item, gate: CheckResult, place: Place) -> dict[str, Any]:
     region = {
         "startLine": place.line,
         "startColumn": place.start_column,
@@ -116,7 +116,7 @@ def _location(item: Item, gate: Gate, place: Place) -> dict[str, Any]:
     }
 
 
-def _logical(item: Item, gate: Gate, place: Place) -> Sequence[dict[str, str]]:
+def _logical(item: Item, gate: CheckResult, place: Place) -> Sequence[dict[str, str]]:
     run = escaping.inert(gate.report.run.name)
     found = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
     if place.function:
@@ -141,7 +141,7 @@ def _rule_id(item: Item) -> str:
     return item.finding.code if item.kind is ItemKind.FINDING and item.finding else _OTHERS[item.kind][0]
 
 
-def _rules(gates: Sequence[Gate]) -> list[dict[str, Any]]:
+def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
     """Return descriptors of the rules that were asked, of those that fired, and of what else can fail."""
     asked = [code for gate in gates for code in gate.report.rules]
     fired = [each.finding.code for gate in gates for each in gate.findings]
@@ -188,7 +188,7 @@ def _help(documentation: str, code: str) -> str:
     return "\n\n".join([*paragraphs, f"`tracekit explain {code}` tells this, and the thresholds that can be set."])
 
 
-def _notifications(gate: Gate, run: str) -> list[dict[str, Any]]:
+def _notifications(gate: CheckResult, run: str) -> list[dict[str, Any]]:
     ignored = [f"{each.finding.id} is ignored: {each.reason}" for each in gate.report.ignored]
     fixed = [f"{each.id} is in {gate.baseline or 'the baseline'} and not in this run any more" for each in gate.fixed]
     blind = [f"{code} could not judge: {why}" for code, why in gate.report.blind_spots.items()]

@@ -19,7 +19,7 @@ _OTHERS = (_STEPS, _FAIL_ON, "strict", "where")
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceBudget:
     """The mark of one test. `steps` is half-open, counted from 0; findings from `fail_on` on fail it, None: none."""
 
     steps: tuple[int, int]
@@ -27,7 +27,7 @@ class Asked:
     fail_on: Severity | None
 
 
-def asked(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Asked:
+def parse_marks(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> TraceBudget:
     """Return what marks ask for together, the nearest to the test last. Raises ConfigError or ValueError."""
     given: dict[str, Any] = {}
     for positional, named in marks:
@@ -41,7 +41,7 @@ def asked(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Asked:
         raise ConfigError(f'{_STEPS}: expected text such as "3:8", not {steps!r}')
     fail_on = settings.parse_fail_on(str(given.pop(_FAIL_ON, settings.NEVER)))
     try:
-        return Asked(steps, budget.parse(given), fail_on)
+        return TraceBudget(steps, budget.parse(given), fail_on)
     except ConfigError as error:
         if " is no metric" not in str(error):
             raise

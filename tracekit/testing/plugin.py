@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tracekit.testing.marks import Asked
+    from tracekit.testing.marks import TraceBudget
     from tracekit.testing.recording import TraceRun
-    from tracekit.testing.verdict import Row
+    from tracekit.testing.verdict import SummaryRow
 
 MARK = "trace_budget"
 KEEP = ("failed", "all", "none")
@@ -135,7 +135,7 @@ class _State:
         self._given = config.getoption("--trace-dir", None)
         self._base = config.invocation_params.dir
         self._own: Path | None = None
-        self.rows: list[Row] = []
+        self.rows: list[SummaryRow] = []
 
     def folder(self, nodeid: str) -> Path:
         """Return a folder that is free for a test's run."""
@@ -180,19 +180,19 @@ class _State:
 
 
 _STATE = pytest.StashKey[_State]()
-_ASKED = pytest.StashKey["Asked"]()
+_ASKED = pytest.StashKey["TraceBudget"]()
 _RECORDING = pytest.StashKey["TraceRun"]()
-_JUDGED = pytest.StashKey["Row | None"]()
+_JUDGED = pytest.StashKey["SummaryRow | None"]()
 _FAILED = pytest.StashKey[bool]()
 
 
-def _asked(item: pytest.Item) -> "Asked":
+def _asked(item: pytest.Item) -> "TraceBudget":
     from tracekit.errors import TracekitError
     from tracekit.testing import marks
 
     nearest_last = list(item.iter_markers(MARK))[::-1]
     try:
-        return marks.asked([(mark.args, mark.kwargs) for mark in nearest_last])
+        return marks.parse_marks([(mark.args, mark.kwargs) for mark in nearest_last])
     except (TracekitError, ValueError) as error:
         raise pytest.Collector.CollectError(f"{item.nodeid}: @pytest.mark.{MARK}: {error}") from None
 

@@ -132,7 +132,7 @@ class TraceRun:
         from tracekit.testing import marks
 
         if steps is not None:
-            self.steps = marks.asked([((), {"steps": steps})]).steps
+            self.steps = marks.parse_marks([((), {"steps": steps})]).steps
         number, name = 2, self.folder.name
         while self.folder.exists() and any(_traces(self.folder)):
             self.folder, number = self.folder.with_name(f"{name}-{number}"), number + 1

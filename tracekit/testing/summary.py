@@ -8,7 +8,7 @@ from tracekit.model import escaping
 if TYPE_CHECKING:
     import pytest
 
-    from tracekit.testing.verdict import Row
+    from tracekit.testing.verdict import SummaryRow
 
 _COLUMNS = ("step_time_ns", "exposed_communication_ratio", "peak_allocated_bytes", "allocations")
 _HEADER = ("test", "step", "exposed", "peak", "allocations", "budgets", "costliest finding")
@@ -16,7 +16,7 @@ _LEAST = 20
 _GAP = "  "
 
 
-def write(rows: "Sequence[Row]", terminal: "pytest.TerminalReporter") -> None:
+def write(rows: "Sequence[SummaryRow]", terminal: "pytest.TerminalReporter") -> None:
     """Write a line per test: where it stands, what a step took, its costliest finding."""
     terminal.section("recorded trainings", sep="=", bold=True)
     told = lines(rows, terminal._tw.fullwidth)
@@ -24,7 +24,7 @@ def write(rows: "Sequence[Row]", terminal: "pytest.TerminalReporter") -> None:
         terminal.write_line(line, red=failed)
 
 
-def lines(rows: "Sequence[Row]", width: int) -> list[str]:
+def lines(rows: "Sequence[SummaryRow]", width: int) -> list[str]:
     """Return the table as lines, the header first, at most `width` wide where that is 80 or more.
 
     Where it is too wide, tests lose their beginning and findings are left out.
@@ -39,7 +39,7 @@ def lines(rows: "Sequence[Row]", width: int) -> list[str]:
     return [_line(row, widths) for row in cells]
 
 
-def _cells(row: "Row") -> tuple[str, ...]:
+def _cells(row: "SummaryRow") -> tuple[str, ...]:
     numbers = [_number(column, row[column]) for column in _COLUMNS]  # type: ignore[literal-required]  # its own
     shown = (row["test"].rpartition("/")[2], *numbers, row["outcome"], row["finding"])
     return tuple(map(escaping.inert, shown))

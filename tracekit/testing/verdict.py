@@ -15,18 +15,18 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.regression import judgement
 from tracekit.regression.comparison import job_samples
-from tracekit.regression.gate import Budgeted, Gate, Outcome
+from tracekit.regression.gate import BudgetOutcome, BudgetResult, CheckResult
 from tracekit.regression.samples import samples
 from tracekit.report import phrases
 from tracekit.rules import all_rules, engine
 from tracekit.rules.rule import Finding
-from tracekit.testing.marks import Asked
+from tracekit.testing.marks import TraceBudget
 from tracekit.testing.recording import TraceRun
 
 MOST_FINDINGS = 3
 
 
-class Row(TypedDict):
+class SummaryRow(TypedDict):
     """A test in the summary: medians over its steps, the highest peak; None where not measured."""
 
     test: str
@@ -40,32 +40,32 @@ class Row(TypedDict):
 
 
 @dataclass(frozen=True)
-class Judged:
+class BudgetVerdict:
     """What failed a test, '' where nothing did, and its row."""
 
     failure: str
-    row: Row
+    row: SummaryRow
 
 
-def judge(recording: TraceRun, asked: Asked, test: str, *, settings_from: Path) -> Judged:
+def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from: Path) -> BudgetVerdict:
     """Judge what a test recorded by its mark, and by the settings that count in a folder.
 
     What cannot be judged is a failure too, which says why.
     """
     try:
         run = recording.run
-        gate = _gate(run, asked, settings_from)
+        gate = _gate(run, budget, settings_from)
     except TracekitError as error:
-        return Judged(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
+        return BudgetVerdict(f"trace budget: {error}", _row(test, {}, "", "not recorded"))
     measured = {metric: float(np.median(each)) for metric, each in job_samples(run.table(samples)).items()}
     costliest = _costliest(gate.report.findings)
     top = f"{costliest[0].code} {phrases.rule_name(costliest[0].code)}" if costliest else ""
     outcome = _outcome(gate)
     failed = gate.failures or _unmeasured(gate)
-    return Judged(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
+    return BudgetVerdict(_failure(gate, run, recording.folder) if failed else "", _row(test, measured, top, outcome))
 
 
-def _gate(run: Run, asked: Asked, folder: Path) -> Gate:
+def _gate(run: Run, asked: TraceBudget, folder: Path) -> CheckResult:
     catalog = all_rules()
     file = settings.nearest(folder)
     settled = settings.read(file, catalog) if file else settings.Config()
@@ -76,12 +76,14 @@ def _gate(run: Run, asked: Asked, folder: Path) -> Gate:
     return judgement.judge(report, asked.fail_on, budgets=asked.budgets)
 
 
-def _failure(gate: Gate, run: Run, folder: Path) -> str:
+def _failure(gate: CheckResult, run: Run, folder: Path) -> str:
     timed = run.table(samples).filter(pl.col("metric") == "step_time_ns")
     steps = timed["step"].drop_nulls().unique().to_list()
     lines = [f"trace budget broken, by steps {units.ranges(steps)}"]
     unmeasured = _unmeasured(gate)
-    lines += [f"  {each.budget}: {each.message}" for each in gate.budgets if gate.is_over(each) or each in unmeasured]
+    lines += [
+        f"  {each.budget}: {each.message}" for each in gate.budgets if gate.fails_budget(each) or each in unmeasured
+    ]
     lines += [f"  {each.finding.id}: fails the test" for each in gate.findings if each.fails]
     told = _costliest(gate.report.findings)
     if told:
@@ -97,22 +99,22 @@ def _costliest(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(costly, key=lambda each: (-each.impact, -each.severity, -each.cost_ns, -each.cost_bytes))
 
 
-def _unmeasured(gate: Gate) -> list[Budgeted]:
+def _unmeasured(gate: CheckResult) -> list[BudgetResult]:
     """Return the budgets of what nothing measured: a test that can never fail is to fail now."""
     return [each for each in gate.budgets if each.measured is None]
 
 
-def _outcome(gate: Gate) -> str:
+def _outcome(gate: CheckResult) -> str:
     if gate.failures:
         return "broken: " + ", ".join(gate.failures)
     if _unmeasured(gate):
         return "not measured: " + ", ".join(each.budget for each in _unmeasured(gate))
-    unsure = [each.budget for each in gate.budgets if each.outcome is Outcome.CANNOT_TELL]
+    unsure = [each.budget for each in gate.budgets if each.outcome is BudgetOutcome.CANNOT_TELL]
     return f"cannot tell: {', '.join(unsure)}" if unsure else "kept" if gate.budgets else ""
 
 
-def _row(test: str, measured: Mapping[str, float], finding: str, outcome: str) -> Row:
-    return Row(
+def _row(test: str, measured: Mapping[str, float], finding: str, outcome: str) -> SummaryRow:
+    return SummaryRow(
         test=test,
         step_time_ns=measured.get("step_time_ns"),
         exposed_communication_ratio=measured.get("exposed_communication_ratio"),

@@ -15,7 +15,7 @@ from tracekit.model import schema
 from tracekit.model.run import Run
 from tracekit.regression import baseline, budget_verdicts, judgement
 from tracekit.regression.budgets import parse
-from tracekit.regression.gate import Outcome
+from tracekit.regression.gate import BudgetOutcome
 from tracekit.regression.samples import samples
 from tracekit.rules.background_save import BlockingBackgroundSave
 from tracekit.rules.checkpoint import BlockingCheckpoint
@@ -84,8 +84,8 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
     assert "typical of 8 saves" in found.message
     assert ("and 1 more after that step" in found.message) == (len(each) > 1)
     assert found.evidence["checkpoint"][0] == "step-40"
-    (budget,) = budget_verdicts.judge(run, parse({"checkpoint_overhead_ratio": "30%"}).each)
-    assert (budget.outcome, budget.measured) == (Outcome.BROKEN, pytest.approx(0.5, abs=0.01))
+    (budget,) = budget_verdicts.judge(run, parse({"checkpoint_overhead_ratio": "30%"}).budgets)
+    assert (budget.outcome, budget.measured) == (BudgetOutcome.BROKEN, pytest.approx(0.5, abs=0.01))
     (interval,) = check(run, [UnwiseInterval(mtbf_s=86400)]).findings
     (saved_s,) = re.findall(r"with ([\d.]+) s a save", interval.message)
     assert float(saved_s) == pytest.approx(1, rel=0.05)

@@ -19,7 +19,7 @@ from tracekit.cli.commands.dashboard import command
 from tracekit.regression.change import Verdict
 from tracekit.regression.history import store
 from tracekit.regression.history.commits import Commit
-from tracekit.regression.history.entry import entry
+from tracekit.regression.history.entry import history_entry
 from tracekit.report import json as report_json
 
 caches = pytest.importorskip("streamlit.runtime.caching.cache_resource_api")
@@ -336,7 +336,9 @@ def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(t
     store.add(
         path,
         [
-            entry(each, report_json.side(each), commit=Commit(f"{number:02d}abcdef", text, "main"), failures=["<i>X"])
+            history_entry(
+                each, report_json.side(each), commit=Commit(f"{number:02d}abcdef", text, "main"), failures=["<i>X"]
+            )
             for number, (each, text) in enumerate(zip(documents, texts, strict=True))
         ],
     )

@@ -8,7 +8,7 @@ from tracekit.errors import ConfigError
 from tracekit.model.run import Run
 from tracekit.regression import budget_verdicts, quantities
 from tracekit.regression.budgets import Budget, Budgets, parse
-from tracekit.regression.gate import Outcome
+from tracekit.regression.gate import BudgetOutcome
 
 MS = 1_000_000
 
@@ -81,20 +81,20 @@ def test_amounts_are_read(metric: str, value: object, expected: float) -> None:
     assert quantities.amount(metric, value) == expected
 
 
-def outcome(run: Run, **told: object) -> tuple[Outcome, float | None, str]:
+def outcome(run: Run, **told: object) -> tuple[BudgetOutcome, float | None, str]:
     """Return outcome, measured value and message of one budget."""
-    (budgeted,) = budget_verdicts.judge(run, parse(told).each)
+    (budgeted,) = budget_verdicts.judge(run, parse(told).budgets)
     return budgeted.outcome, budgeted.measured, budgeted.message
 
 
 def test_budgets_are_held_to_the_median_step_of_the_slowest_rank() -> None:
     # Five steps of 10 ms, of which 2 are exposed communication, on both ranks.
     run = sample_report.run()
-    assert outcome(run, step_time="10ms") == (Outcome.KEPT, 10e6, "10 ms, at most 10 ms are allowed.")
-    assert outcome(run, step_time="9ms") == (Outcome.BROKEN, 10e6, "10 ms, at most 9 ms are allowed.")
-    assert outcome(run, exposed_communication_ratio=0.2)[0] is Outcome.KEPT
-    assert outcome(run, exposed_communication_ratio=0.15)[:2] == (Outcome.BROKEN, pytest.approx(0.2))
-    assert outcome(run, overlap_ratio=0.5)[0] is Outcome.KEPT
+    assert outcome(run, step_time="10ms") == (BudgetOutcome.KEPT, 10e6, "10 ms, at most 10 ms are allowed.")
+    assert outcome(run, step_time="9ms") == (BudgetOutcome.BROKEN, 10e6, "10 ms, at most 9 ms are allowed.")
+    assert outcome(run, exposed_communication_ratio=0.2)[0] is BudgetOutcome.KEPT
+    assert outcome(run, exposed_communication_ratio=0.15)[:2] == (BudgetOutcome.BROKEN, pytest.approx(0.2))
+    assert outcome(run, overlap_ratio=0.5)[0] is BudgetOutcome.KEPT
     assert outcome(run, overlap_ratio=0.6)[2] == "50.0%, at least 60.0% are allowed."
 
 
@@ -106,7 +106,7 @@ def test_what_is_not_measured_cannot_be_told_and_says_why() -> None:
         ("tokens_per_second", 1, "no log tells the tokens"),
     ):
         found, measured, message = outcome(run, **{name: limit})
-        assert (found, measured) == (Outcome.CANNOT_TELL, None)
+        assert (found, measured) == (BudgetOutcome.CANNOT_TELL, None)
         assert why in message
 
 
@@ -119,14 +119,14 @@ def wobbling(*lengths: int) -> Run:
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ((20, 20, 21, 21, 20), Outcome.BROKEN),
-        ((9, 11, 9, 11, 12, 8, 11), Outcome.CANNOT_TELL),
-        ((12, 12, 12), Outcome.BROKEN),  # all three past it
-        ((9, 12, 12), Outcome.CANNOT_TELL),  # three are few
-        ((8, 9, 30), Outcome.KEPT),
+        ((20, 20, 21, 21, 20), BudgetOutcome.BROKEN),
+        ((9, 11, 9, 11, 12, 8, 11), BudgetOutcome.CANNOT_TELL),
+        ((12, 12, 12), BudgetOutcome.BROKEN),  # all three past it
+        ((9, 12, 12), BudgetOutcome.CANNOT_TELL),  # three are few
+        ((8, 9, 30), BudgetOutcome.KEPT),
     ],
 )
-def test_a_budget_is_broken_only_where_that_is_no_chance(lengths: tuple[int, ...], expected: Outcome) -> None:
+def test_a_budget_is_broken_only_where_that_is_no_chance(lengths: tuple[int, ...], expected: BudgetOutcome) -> None:
     assert outcome(wobbling(*lengths), step_time="10ms")[0] is expected
 
 
@@ -152,20 +152,20 @@ def ranks_and_units() -> Run:
 
 def test_units_are_held_to_it_each_by_itself() -> None:
     run = ranks_and_units()
-    assert outcome(run, where=[{"unit": "layers.*", "compute": "4ms"}])[0] is Outcome.KEPT
+    assert outcome(run, where=[{"unit": "layers.*", "compute": "4ms"}])[0] is BudgetOutcome.KEPT
     found, measured, message = outcome(run, where=[{"unit": "layers.*", "compute": "1ms"}])
-    assert (found, measured) == (Outcome.BROKEN, 4e6)
+    assert (found, measured) == (BudgetOutcome.BROKEN, 4e6)
     assert message == "4 ms in unit layers.1, at most 1 ms are allowed, and 1 more are past it."
-    assert outcome(run, where=[{"unit": "layers.0", "compute": "2ms"}])[0] is Outcome.KEPT
+    assert outcome(run, where=[{"unit": "layers.0", "compute": "2ms"}])[0] is BudgetOutcome.KEPT
     assert outcome(run, where=[{"unit": "layers.1", "exposed_communication": "1ms"}])[1] == 2e6
     assert "no unit of the run is called head" in outcome(run, where=[{"unit": "head", "compute": "1ms"}])[2]
 
 
 def test_ranks_are_held_to_it_each_by_itself() -> None:
     run = ranks_and_units()
-    assert outcome(run, where=[{"rank": 0, "compute": "4ms"}])[0] is Outcome.KEPT
+    assert outcome(run, where=[{"rank": 0, "compute": "4ms"}])[0] is BudgetOutcome.KEPT
     found, measured, message = outcome(run, where=[{"rank": "*", "compute": "4ms"}])
-    assert (found, measured) == (Outcome.BROKEN, 6e6)
+    assert (found, measured) == (BudgetOutcome.BROKEN, 6e6)
     assert "on rank 1" in message
     assert "the run has ranks 0–1, not 5-7" in outcome(run, where=[{"rank": "5-7", "compute": "4ms"}])[2]
 
@@ -176,13 +176,13 @@ def test_a_peak_is_the_highest_of_all_ranks_and_steps() -> None:
          "reserved_bytes": [512, 1024, 1024], "step": [0, 0, 0]}
     )  # fmt: skip
     run = drawn_traces.run(drawn_traces.trace("step 00\ncompute aa", allocations=events))
-    assert outcome(run, peak_allocated="400B")[:2] == (Outcome.KEPT, 400.0)
-    assert outcome(run, peak_reserved="1000B")[:2] == (Outcome.BROKEN, 1024.0)
+    assert outcome(run, peak_allocated="400B")[:2] == (BudgetOutcome.KEPT, 400.0)
+    assert outcome(run, peak_reserved="1000B")[:2] == (BudgetOutcome.BROKEN, 1024.0)
 
 
 def test_names_say_which_budget_it_is() -> None:
     told = {"step_time": "1ms", "where": [{"unit": "layers.*", "compute": "1ms"}, {"rank": 0, "step_time": "1ms"}]}
-    assert [budget.name for budget in parse(told).each] == [
+    assert [budget.name for budget in parse(told).budgets] == [
         "step_time",
         "compute of layers.*",
         "step_time of rank 0",

@@ -55,7 +55,7 @@ def test_the_cheapest_split_is_that_of_brute_force():
 def test_a_series_without_a_change_shows_one_at_most_once_in_twenty(kind):
     random = np.random.default_rng(11)
     found = [found_in(1 + kind(random, int(random.integers(8, 60)))) for _ in range(SERIES)]
-    assert sum(bool(each.steps) for each in found) <= SERIES * 0.05
+    assert sum(bool(each.shifts) for each in found) <= SERIES * 0.05
     assert sum(bool(each.drifts) for each in found) <= SERIES * 0.02
 
 
@@ -65,7 +65,7 @@ def test_a_slow_drift_is_called_drift():
     for _ in range(60):
         count = int(random.integers(40, 70))
         found.append(found_in(1 + normal(random, count) + np.linspace(0, 0.2, count)))
-    assert sum(bool(each.steps) for each in found) <= 3
+    assert sum(bool(each.shifts) for each in found) <= 3
     assert sum(bool(each.drifts) for each in found) >= 57
     rises = [each.drifts[0].after / each.drifts[0].before - 1 for each in found if each.drifts]
     assert np.median(rises) == pytest.approx(0.2, abs=0.02)
@@ -78,7 +78,7 @@ def test_a_tenth_more_is_found_within_five_runs_at_three_percent_noise():
         before = int(random.integers(20, 40))
         values = 1 + normal(random, before + int(random.integers(5, 15)))
         values[before:] *= 1.1
-        steps = found_in(values).steps
+        steps = found_in(values).shifts
         near += any(abs(step.index - before) <= 2 for step in steps)
         close += any(abs(step.index - before) <= 1 for step in steps)
     assert near >= SERIES * 0.95
@@ -87,20 +87,20 @@ def test_a_tenth_more_is_found_within_five_runs_at_three_percent_noise():
 
 def test_one_bad_day_is_no_change_and_hides_none():
     values = np.array([1.0, 1.01, 0.99, 1.0, 1.6, 1.0, 0.99, 1.01, 1.0, 1.0, 1.2, 1.21, 1.19, 1.2, 2.0, 1.2, 1.19])
-    assert [step.index for step in found_in(values).steps] == [10]
+    assert [step.index for step in found_in(values).shifts] == [10]
 
 
 def test_a_change_that_is_mended_is_two():
     random = np.random.default_rng(5)
     values = 1 + normal(random, 36)
     values[12:24] *= 1.15
-    steps = found_in(values).steps
+    steps = found_in(values).shifts
     assert [step.index for step in steps] == [12, 24]
     assert [step.after > step.before for step in steps] == [True, False]
 
 
 def test_what_is_counted_exactly_changes_at_once_and_never_by_less_than_matters():
-    assert [step.index for step in found_in(np.repeat([1.0, 1.05], [6, 4])).steps] == [6]
+    assert [step.index for step in found_in(np.repeat([1.0, 1.05], [6, 4])).shifts] == [6]
     assert found_in(np.repeat([1.0, 1.005], [10, 10])) == change_points.Trend()
 
 
@@ -108,7 +108,7 @@ def test_what_is_counted_exactly_changes_at_once_and_never_by_less_than_matters(
 def test_numbers_of_any_size_and_all_zeros_raise_no_warning():
     assert change_points.trend(np.zeros(20), least=0.0) == change_points.Trend()
     grown = change_points.trend(np.repeat([0.0, 1e12], [12, 6]), least=0.0)
-    assert [step.index for step in grown.steps] == [12]
+    assert [step.index for step in grown.shifts] == [12]
     tiny = np.repeat([0.0, 1e-12], [12, 6])
     assert change_points.trend(tiny, least=0.01) == change_points.Trend()
 
@@ -120,4 +120,4 @@ def test_few_runs_show_nothing(count):
 
 def test_places_count_from_the_first_run_also_where_only_the_latest_are_looked_at(monkeypatch):
     monkeypatch.setattr(change_points, "MOST_RUNS", 20)
-    assert [step.index for step in found_in(np.repeat([1.0, 1.3], [40, 8])).steps] == [40]
+    assert [step.index for step in found_in(np.repeat([1.0, 1.3], [40, 8])).shifts] == [40]

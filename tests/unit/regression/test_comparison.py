@@ -8,17 +8,17 @@ from tests.support import drawn_traces
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.regression import limits
 from tracekit.regression.change import Change, compare_samples
-from tracekit.regression.comparison import Side, compare, job_samples
+from tracekit.regression.comparison import RunSamples, compare, job_samples
 from tracekit.regression.samples import COLUMNS
 
 MANIFEST = {"model": {"name": "tiny", "layers": 2}, "world_size": 2, "device": "cpu", "strategy": "fsdp2"}
 
 
-def side(name: str = "a", *, step_ns: float = 100.0, ranks: tuple[int, ...] = (0, 1), **manifest: object) -> Side:
+def side(name: str = "a", *, step_ns: float = 100.0, ranks: tuple[int, ...] = (0, 1), **manifest: object) -> RunSamples:
     """Return a side whose rank R takes R ns more than `step_ns` in each of eight steps."""
     rows = [(rank, step, "step_time_ns", step_ns + rank) for rank in ranks for step in range(8)]
     table = pl.DataFrame(rows, schema={"rank": pl.Int64, **COLUMNS}, orient="row")
-    return Side(name, MANIFEST | manifest, table)
+    return RunSamples(name, MANIFEST | manifest, table)
 
 
 def test_a_job_is_as_slow_as_its_slowest_rank_and_hides_as_much_as_its_mean() -> None:
@@ -39,7 +39,7 @@ def test_drawn_runs_are_compared_by_every_metric_they_have() -> None:
     # Eight steps of 10 ns; in the candidate, communication that was hidden is exposed.
     before = drawn_traces.run(drawn_traces.trace(picture("aaaaaaaaa.", ".xxx......")), path="runs/before", **MANIFEST)
     after = drawn_traces.run(drawn_traces.trace(picture("aaaaaa....", "......xxx.")), path="runs/after", **MANIFEST)
-    comparison = compare(Side.of(before), Side.of(after))
+    comparison = compare(RunSamples.of(before), RunSamples.of(after))
     verdicts = {change.metric: (change.verdict.value, change.change) for change in comparison.changes}
     assert (comparison.reference, comparison.candidate) == ("before", "after")
     assert verdicts["step_time_ns"] == ("same", 0.0)
@@ -85,7 +85,7 @@ def test_what_may_differ_but_matters_is_told() -> None:
 
 def test_a_run_without_a_manifest_is_compared_and_the_doubt_told() -> None:
     a = side("a")
-    comparison = compare(a, Side("b", {}, a.samples))
+    comparison = compare(a, RunSamples("b", {}, a.samples))
     assert "world_size differs: 2 in a, not known in b" in comparison.notes
 
 
@@ -104,7 +104,7 @@ def test_without_a_common_rank_there_is_no_comparison() -> None:
 def test_without_a_common_metric_there_is_no_comparison() -> None:
     a = side("a")
     with pytest.raises(NotComparableError, match="no metric in common"):
-        compare(a, Side("b", MANIFEST, a.samples.clear()), allow_different=True)
+        compare(a, RunSamples("b", MANIFEST, a.samples.clear()), allow_different=True)
 
 
 def change(metric: str, before: float, after: float, *, count: int = 8, noise: float = 0.0) -> Change:
@@ -131,17 +131,17 @@ def change(metric: str, before: float, after: float, *, count: int = 8, noise: f
     ],
 )
 def test_a_bar_is_crossed_by_what_is_worse_by_more(text: str, found: Change, crossed: bool) -> None:
-    assert limits.parse(text).is_crossed(found) is crossed
+    assert limits.parse(text).is_exceeded(found) is crossed
 
 
 def test_noise_crosses_no_bar() -> None:
     noisy = change("step_time_ns", 100, 106, noise=0.5)
     assert limits.parse("step_time>3%").is_beyond(noisy)
-    assert not limits.parse("step_time>3%").is_crossed(noisy)
+    assert not limits.parse("step_time>3%").is_exceeded(noisy)
 
 
 def test_too_few_steps_cross_no_bar() -> None:
-    assert not limits.parse("step_time>3%").is_crossed(change("step_time_ns", 100, 200, count=3))
+    assert not limits.parse("step_time>3%").is_exceeded(change("step_time_ns", 100, 200, count=3))
 
 
 @pytest.mark.parametrize(

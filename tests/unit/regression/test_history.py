@@ -22,7 +22,7 @@ from tests.support.cli_runner import tracekit
 from tracekit.errors import InputError
 from tracekit.regression.history import commits, store, trends
 from tracekit.regression.history.commits import Commit
-from tracekit.regression.history.entry import entry, median_interval
+from tracekit.regression.history.entry import history_entry, median_interval
 from tracekit.report import history as told
 from tracekit.report import json as report_json
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def entry_of(document, *, commit=None, failures=None):
-    return entry(document, report_json.side(document), commit=commit, failures=failures)
+    return history_entry(document, report_json.side(document), commit=commit, failures=failures)
 
 
 def entries(documents):
@@ -67,10 +67,10 @@ def test_what_is_added_is_read_again(slower):
 def test_a_run_is_one_entry_however_often_it_is_added(tmp_path):
     path = tmp_path / "history.duckdb"
     (once,) = entries([simulated_history.report(1)])
-    assert store.add(path, [once]) == store.Added(new=1)
-    assert store.add(path, [once, once]) == store.Added(same=2)
+    assert store.add(path, [once]) == store.AddedRuns(new=1)
+    assert store.add(path, [once, once]) == store.AddedRuns(unchanged=2)
     judged = dataclasses.replace(once, failures=("COMM001",), passed=False, commit=Commit())
-    assert store.add(path, [judged]) == store.Added(renewed=1)
+    assert store.add(path, [judged]) == store.AddedRuns(updated=1)
     (row,) = store.read(path).runs.to_dicts()
     assert (row["failures"], row["commit"]) == (["COMM001"], once.commit.sha)  # what is known is not forgotten
 
@@ -79,16 +79,16 @@ def test_a_run_keeps_its_commit_unless_a_person_tells_another(tmp_path):
     path, document = tmp_path / "history.duckdb", simulated_history.report(1)
     first, later = Commit("a" * 40, None, "main"), Commit("b" * 40, "Another change", "other")
 
-    def known(commit, **told):
-        store.add(path, [entry_of(document, commit=commit)], **told)
+    def stored(commit, given=None):
+        store.add(path, [entry_of(document, commit=commit)], commit=given)
         (row,) = store.read(path).runs.to_dicts()
         return Commit(row["commit"], row["commit_text"], row["branch"])
 
-    assert known(first) == first
-    assert known(later) == first
-    assert known(Commit("a" * 40, "Its own words")) == Commit("a" * 40, "Its own words", "main")
-    assert known(later, told=Commit(branch="other")) == Commit("a" * 40, "Its own words", "other")
-    assert known(later, told=Commit("b" * 40)) == Commit("b" * 40, "Another change", "other")
+    assert stored(first) == first
+    assert stored(later) == first
+    assert stored(Commit("a" * 40, "Its own words")) == Commit("a" * 40, "Its own words", "main")
+    assert stored(later, given=Commit(branch="other")) == Commit("a" * 40, "Its own words", "other")
+    assert stored(later, given=Commit("b" * 40)) == Commit("b" * 40, "Another change", "other")
 
 
 def test_several_writers_and_readers_lose_nothing(tmp_path):
@@ -122,10 +122,10 @@ def test_a_writer_that_is_killed_leaves_what_was_there_and_locks_nobody_out(tmp_
     )
     assert writer.stdout.readline() == "in\n"
     with pytest.raises(InputError, match="another process has been writing to it"):
-        store.add(path, entries([simulated_history.report(1)]), patience_s=0.2)
+        store.add(path, entries([simulated_history.report(1)]), timeout_s=0.2)
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
-    assert store.add(path, entries([simulated_history.report(1)])) == store.Added(new=1)
+    assert store.add(path, entries([simulated_history.report(1)])) == store.AddedRuns(new=1)
     assert store.read(path).runs["name"].to_list() == ["run-00", "run-01"]
 
 
@@ -192,11 +192,11 @@ def test_a_folder_is_no_history_and_one_that_cannot_be_made_is_said(tmp_path):
 
 def test_a_change_tells_its_commits_and_what_came_with_it(slower):
     (group,) = trends.groups(store.read(slower))
-    shift = next(each for each in trends.worst_first(group) if each.metric == "step_time_ns")
+    shift = next(each for each in trends.latest_first(group) if each.metric == "step_time_ns")
     assert (shift.last, shift.first, shift.is_worse) == (11, 12, True)
     assert shift.after / shift.before == pytest.approx(1.2, abs=0.03)
-    assert (shift.appeared, shift.gone) == (("COMM001",), ())
-    assert shift.differs == (("versions.torch", "2.12.0", "2.13.0"),)
+    assert (shift.appeared, shift.disappeared) == (("COMM001",), ())
+    assert shift.changed_facts == (("versions.torch", "2.12.0", "2.13.0"),)
     assert told.range_in_words(group, shift) == "11abababab..12abababab"
     steady = next(each for each in group.series if each.metric == "exposed_communication_ratio")
     assert (steady.shifts, steady.drifts) == ((), ())
@@ -204,7 +204,7 @@ def test_a_change_tells_its_commits_and_what_came_with_it(slower):
 
 def test_changes_a_run_apart_are_told_as_one_moment(slower):
     (group,) = trends.groups(store.read(slower))
-    shifts = trends.worst_first(group)
+    shifts = trends.latest_first(group)
     assert [each.first for each in shifts] == [12, 12]
     beside = dataclasses.replace(shifts[0], metric="compute_ns", last=10, first=11)
     long_before = dataclasses.replace(shifts[0], last=3, first=4)
@@ -221,7 +221,7 @@ def test_only_runs_of_one_kind_are_in_a_series(tmp_path):
     store.add(path, [*entries(small), *(entry_of(each) for each in large)])
     groups = trends.groups(store.read(path))
     assert [group.identity["world_size"] for group in groups] == ["8", "2"]  # that of the latest run first
-    assert not any(trends.worst_first(group) for group in groups)
+    assert not any(trends.latest_first(group) for group in groups)
     (only,) = trends.groups(store.read(path), branch="main", last=3, metrics=["step_time_ns"])
     assert (only.runs.height, [series.metric for series in only.series]) == (3, ["step_time_ns"])
 
@@ -295,15 +295,17 @@ def test_the_commit_is_what_ci_says_else_what_git_says(tmp_path):
         author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
         subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
 
-    assert commits.known({}, tmp_path) == Commit()
+    assert commits.known_commit({}, tmp_path) == Commit()
     git("init", "-b", "trunk")
     git("commit", "--allow-empty", "-m", "Make it fast\n\nBy magic.")
-    found = commits.known({}, tmp_path)
+    found = commits.known_commit({}, tmp_path)
     assert (len(found.sha), found.text, found.branch) == (40, "Make it fast\n\nBy magic.", "trunk")
-    by_ci = commits.known({"GITHUB_SHA": found.sha, "GITHUB_HEAD_REF": "", "GITHUB_REF_NAME": "pr"}, tmp_path)
+    by_ci = commits.known_commit({"GITHUB_SHA": found.sha, "GITHUB_HEAD_REF": "", "GITHUB_REF_NAME": "pr"}, tmp_path)
     assert by_ci == Commit(found.sha, found.text, "pr")
-    assert commits.known({"CI_COMMIT_SHA": "ab12", "CI_COMMIT_MESSAGE": "x"}, tmp_path) == Commit("ab12", "x", None)
-    assert commits.known({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
+    assert commits.known_commit({"CI_COMMIT_SHA": "ab12", "CI_COMMIT_MESSAGE": "x"}, tmp_path) == Commit(
+        "ab12", "x", None
+    )
+    assert commits.known_commit({}, tmp_path, sha="--output=/tmp/x", branch="b") == Commit("--output=/tmp/x", None, "b")
 
 
 def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):

@@ -7,13 +7,13 @@ import polars as pl
 import pytest
 
 from tests.support import sample_baselines, sample_report
-from tracekit.cli.settings import Against
+from tracekit.cli.settings import Thresholds
 from tracekit.errors import ConfigError, NotComparableError
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
 from tracekit.regression import judgement, root_cause
 from tracekit.regression.baseline import Baseline, Recording
-from tracekit.regression.gate import Gate, Standing
+from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.rules.rule import Finding, Severity
 
 WARNING, ERROR = Severity.WARNING, Severity.ERROR
@@ -24,13 +24,13 @@ def the_run() -> Run:
     return sample_report.run()
 
 
-def judged(*found: Finding, before: Baseline | None = None, bar: Severity | None = WARNING) -> Gate:
+def judged(*found: Finding, before: Baseline | None = None, bar: Severity | None = WARNING) -> CheckResult:
     """Return the gate of a drawn run with these findings, beside a baseline of the same run."""
     base = before or of_run()
     return judgement.judge(sample_baselines.report(the_run(), *found), bar, baseline=base)
 
 
-def of_run(*findings: baselines.Known, recordings: int = 1, created_ns: int | None = None) -> Baseline:
+def of_run(*findings: baselines.KnownFinding, recordings: int = 1, created_ns: int | None = None) -> Baseline:
     """Return the baseline of the drawn run, with findings put into each of its recordings."""
     made = baselines.of_reports([(sample_report.report(the_run(), found=()), the_run())])
     (own,) = made.recordings
@@ -44,7 +44,10 @@ def test_without_a_baseline_every_finding_is_new_and_fails_from_the_bar_on() -> 
         sample_baselines.report(run, sample_baselines.finding("COMM001", ERROR), sample_baselines.finding("MEM001")),
         ERROR,
     )
-    assert [(each.standing, each.fails) for each in gate.findings] == [(Standing.NEW, True), (Standing.NEW, False)]
+    assert [(each.status, each.fails) for each in gate.findings] == [
+        (FindingStatus.NEW, True),
+        (FindingStatus.NEW, False),
+    ]
     assert gate.failures == ("COMM001",)
     assert (gate.comparison, gate.baseline) == (None, "")
 
@@ -53,8 +56,8 @@ def test_what_the_baseline_has_is_listed_and_does_not_fail() -> None:
     gate = judged(
         sample_baselines.finding("COMM001", impact=0.11), before=of_run(sample_baselines.known("COMM001", impact=0.10))
     )
-    assert [(each.standing, each.fails, each.impact_before) for each in gate.findings] == [
-        (Standing.KNOWN, False, 0.10)
+    assert [(each.status, each.fails, each.impact_before) for each in gate.findings] == [
+        (FindingStatus.KNOWN, False, 0.10)
     ]
     assert gate.failures == ()
 
@@ -62,7 +65,7 @@ def test_what_the_baseline_has_is_listed_and_does_not_fail() -> None:
 def test_what_the_baseline_has_not_fails_from_the_bar_on() -> None:
     found = sample_baselines.finding("COMM001"), sample_baselines.finding("MEM001", Severity.INFO)
     gate = judged(*found, before=of_run(sample_baselines.known("CKPT001")))
-    assert [(each.finding.id, each.standing.value, each.fails) for each in gate.findings] == [
+    assert [(each.finding.id, each.status.value, each.fails) for each in gate.findings] == [
         ("COMM001", "new", True),
         ("MEM001", "new", False),
     ]
@@ -84,7 +87,7 @@ def test_worse_is_what_somebody_would_act_on(before: float, after: float, standi
         sample_baselines.finding("COMM001", impact=after),
         before=of_run(sample_baselines.known("COMM001", impact=before)),
     )
-    assert gate.findings[0].standing == standing
+    assert gate.findings[0].status == standing
 
 
 def test_what_recordings_of_the_baseline_differ_by_is_not_worse() -> None:
@@ -94,20 +97,25 @@ def test_what_recordings_of_the_baseline_differ_by_is_not_worse() -> None:
         own.name, None, own.samples, own.units, own.work, (sample_baselines.known("COMM001", impact=0.15),)
     )
     noisy = Baseline("main", base.fingerprint, (own, other))
-    assert judged(sample_baselines.finding("COMM001", impact=0.20), before=noisy).findings[0].standing == Standing.KNOWN
-    assert judged(sample_baselines.finding("COMM001", impact=0.27), before=noisy).findings[0].standing == Standing.WORSE
+    assert (
+        judged(sample_baselines.finding("COMM001", impact=0.20), before=noisy).findings[0].status == FindingStatus.KNOWN
+    )
+    assert (
+        judged(sample_baselines.finding("COMM001", impact=0.27), before=noisy).findings[0].status == FindingStatus.WORSE
+    )
 
 
 @pytest.mark.parametrize(("after", "standing"), [(104 << 20, "known"), (120 << 20, "worse")])
 def test_memory_is_worse_by_its_bytes(after: int, standing: str) -> None:
     base = of_run(sample_baselines.known("MEM001", impact=0.0, cost_bytes=100 << 20))
     gate = judged(sample_baselines.finding("MEM001", impact=0.0, cost_bytes=after), before=base)
-    assert gate.findings[0].standing == standing
+    assert gate.findings[0].status == standing
 
 
 def test_a_run_beside_itself_passes() -> None:
     gate = judged(
-        *sample_report.findings(), before=of_run(*map(baselines.Known.of, sample_report.findings()), recordings=5)
+        *sample_report.findings(),
+        before=of_run(*map(baselines.KnownFinding.of, sample_report.findings()), recordings=5),
     )
     assert gate.failures == ()
     assert gate.comparison is not None
@@ -284,7 +292,7 @@ def test_a_baseline_gathers_five_recordings_and_then_stays_where_it_is() -> None
     for night in range(2, 8):
         fresh = of_run(created_ns=night)
         gate = judged(before=held_by)
-        held_by, _ = judgement.renewed(held_by, fresh, gate, against=Against())
+        held_by, _ = judgement.updated(held_by, fresh, gate, thresholds=Thresholds())
         sizes.append(len(held_by.recordings))
     assert sizes == [2, 3, 4, 5, 5, 5]
 
@@ -293,9 +301,9 @@ def test_a_baseline_begins_anew_where_something_was_accepted_or_mended() -> None
     many = of_run(sample_baselines.known("CKPT001"), recordings=5)
     fresh = of_run()
     mended = judged(before=many)
-    assert judgement.renewed(many, fresh, mended, against=Against()) == (fresh, "begun anew, for CKPT001 changed")
+    assert judgement.updated(many, fresh, mended, thresholds=Thresholds()) == (fresh, "begun anew, for CKPT001 changed")
     worse = judged(sample_baselines.finding("COMM001"), before=of_run(recordings=5))
-    assert judgement.renewed(of_run(recordings=5), fresh, worse, against=Against())[0] is fresh
+    assert judgement.updated(of_run(recordings=5), fresh, worse, thresholds=Thresholds())[0] is fresh
 
 
 def test_a_slow_creep_is_seen_at_last_since_the_baseline_does_not_move_along() -> None:

@@ -9,7 +9,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.plan import memory
 from tracekit.plan.checkpoint import Layout
 from tracekit.regression.history import store, trends
-from tracekit.regression.history.entry import entry
+from tracekit.regression.history.entry import history_entry
 from tracekit.report import charts, history_figures
 from tracekit.report import json as json_report
 
@@ -168,7 +168,8 @@ def test_without_saves_the_figures_are_empty():
 
 def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(tmp_path):
     store.add(
-        tmp_path / "h.duckdb", [entry(each, json_report.side(each)) for each in simulated_history.slower_from(12, 20)]
+        tmp_path / "h.duckdb",
+        [history_entry(each, json_report.side(each)) for each in simulated_history.slower_from(12, 20)],
     )
     (group,) = trends.groups(store.read(tmp_path / "h.duckdb"), metrics=["step_time_ns"])
     figure = history_figures.of_series(group, group.series[0])

@@ -21,8 +21,8 @@ from tracekit.errors import ConfigError
 from tracekit.ingest import loader
 from tracekit.model import escaping
 from tracekit.regression import baseline
-from tracekit.regression.comparison import Side
-from tracekit.regression.gate import Gate, of_findings
+from tracekit.regression.comparison import RunSamples
+from tracekit.regression.gate import CheckResult, result_of_findings
 from tracekit.regression.history import entry as kept
 from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
@@ -33,7 +33,7 @@ from tracekit.rules import engine
 from tracekit.rules.rule import Finding, Severity
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
-GATES: dict[str, Callable[[], list[Gate]]] = {
+GATES: dict[str, Callable[[], list[CheckResult]]] = {
     "one": lambda: [sample_gates.plain(bar=Severity.ERROR)],
     "clean": lambda: [sample_gates.plain(found=[])],
     "held": lambda: [sample_gates.held()],
@@ -58,7 +58,7 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_are_told_in_every_format(
     trace = folder / "rank00000.pt.trace.json.gz"
     trace.rename(folder / os.fsdecode(b"rank00000\xe9.pt.trace.json.gz"))
     report = engine.check(loader.load(str(folder), cache=False))
-    gates = [of_findings(report, Severity.INFO)]
+    gates = [result_of_findings(report, Severity.INFO)]
     log = json.loads(sarif.render(gates, Checkout(tmp_path)))
     located = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert located == "run%3F/rank00000%3F.pt.trace.json.gz"
@@ -67,7 +67,7 @@ def test_a_folder_and_a_file_of_names_that_are_no_text_are_told_in_every_format(
     document = json.loads(report_json.render(report, report.run).encode())
     assert document["run"]["name"] == "run?"
     saved_baselines.render(baseline.of_reports([(report, report.run)])).encode()
-    added = kept.entry(report_json.document(report, report.run), Side.of(report.run))
+    added = kept.history_entry(report_json.document(report, report.run), RunSamples.of(report.run))
     store.add(tmp_path / "h.duckdb", [added])
     assert store.read(tmp_path / "h.duckdb").runs["name"].to_list() == ["run?"]
 
@@ -81,7 +81,9 @@ def junit_schema() -> xmlschema.XMLSchema:
 
 
 @every
-def test_junit_is_valid(gates: Callable[[], list[Gate]], checkout: Checkout, junit_schema: xmlschema.XMLSchema) -> None:
+def test_junit_is_valid(
+    gates: Callable[[], list[CheckResult]], checkout: Checkout, junit_schema: xmlschema.XMLSchema
+) -> None:
     junit_schema.validate(junit.render(gates(), checkout))
 
 
@@ -114,7 +116,7 @@ def test_junit_has_a_case_for_all_that_was_judged(checkout: Checkout) -> None:
 
 @pytest.mark.parametrize("said", [10**30, -5, 1.7e18, True, "2026-01-01T00:00:00"], ids=str)
 def test_a_manifest_that_names_no_time_costs_the_timestamp_only(checkout: Checkout, said: object) -> None:
-    def suite(gate: Gate) -> ET.Element:
+    def suite(gate: CheckResult) -> ET.Element:
         (made,) = ET.fromstring(junit.render([gate], checkout))
         return made
 
@@ -125,9 +127,9 @@ def test_a_manifest_that_names_no_time_costs_the_timestamp_only(checkout: Checko
     assert suite(dataclasses.replace(plain, report=report)).get("timestamp") is None
     document = report_json.document(report, run)
     jsonschema.Draft202012Validator(json.loads(report_json.schema())).validate(document)
-    assert kept.entry(document, report_json.side(document)).at_ns is None
+    assert kept.history_entry(document, report_json.side(document)).at_ns is None
     document["run"]["created_ns"] = said  # as another program may write it
-    assert kept.entry(document, report_json.side(document)).at_ns is None
+    assert kept.history_entry(document, report_json.side(document)).at_ns is None
 
 
 def _came(case: ET.Element) -> str:
@@ -138,7 +140,7 @@ def _came(case: ET.Element) -> str:
 
 
 @every
-def test_sarif_is_valid(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
+def test_sarif_is_valid(gates: Callable[[], list[CheckResult]], checkout: Checkout) -> None:
     log = json.loads(sarif.render(gates(), checkout))
     for name in ("sarif-2.1.0.json", "sarif-github.json"):
         schema = json.loads((SCHEMAS / name).read_text())
@@ -191,7 +193,7 @@ def test_sarif_rules_carry_their_documentation(checkout: Checkout) -> None:
 
 
 @every
-def test_code_quality_is_what_gitlab_asks_for(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
+def test_code_quality_is_what_gitlab_asks_for(gates: Callable[[], list[CheckResult]], checkout: Checkout) -> None:
     entries = json.loads(codequality.render(gates(), checkout))
     for entry in entries:
         assert set(entry) == {"description", "check_name", "fingerprint", "severity", "location"}
@@ -355,7 +357,7 @@ class _Elements(HTMLParser):
 
 
 @every
-def test_names_are_text_in_markdown(gates: Callable[[], list[Gate]], checkout: Checkout) -> None:
+def test_names_are_text_in_markdown(gates: Callable[[], list[CheckResult]], checkout: Checkout) -> None:
     told = markdown.render(gates(), checkout)
     page = _Elements()
     page.feed(MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(told))

@@ -11,7 +11,7 @@ import pytest
 from tests.support import drawn_traces, sample_report
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
-from tracekit.regression.comparison import Side, compare
+from tracekit.regression.comparison import RunSamples, compare
 from tracekit.report import json as report_json
 from tracekit.rules.rule import Finding, Ignored, Severity
 
@@ -120,7 +120,7 @@ def test_a_saved_report_compares_as_its_run_does(tmp_path: Path) -> None:
     path = tmp_path / "before.json"
     path.write_text(report_json.render(sample_report.report(before), before))
     assert report_json.is_report(path)
-    assert compare(report_json.read(path), Side.of(after)) == compare(Side.of(before), Side.of(after))
+    assert compare(report_json.read(path), RunSamples.of(after)) == compare(RunSamples.of(before), RunSamples.of(after))
 
 
 def test_one_report_among_several_compares_too(tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ def update(
     told = _checked(runs, settled, cache=cache)
     gate = judgement.judge(
         told[0][0],
-        judgement.least_bar(settled.fail_on),
+        judgement.least_severity(settled.fail_on),
         baseline=held,
-        against=settled.baseline,
-        again=[run for _, run in told[1:]],
+        thresholds=settled.baseline,
+        repeats=[run for _, run in told[1:]],
         allow_different=allow_different,
     )
     accepted = [name for each in accept or [] for name in output.names(each)]
@@ -98,7 +98,7 @@ def update(
         output.say(f"{file} stays as it is: {', '.join(left)} got worse; mend that, or --accept {','.join(left)}")
         raise typer.Exit(REFUSED)
     fresh = baselines.of_reports(told, allow_different=allow_different)
-    renewed, why = judgement.renewed(held, fresh, gate, against=settled.baseline)
+    renewed, why = judgement.updated(held, fresh, gate, thresholds=settled.baseline)
     if renewed is not held:
         _write(renewed, file)
     output.say(f"{file}: {why}; {_counted(renewed)}{_advice(renewed)}")

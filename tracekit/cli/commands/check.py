@@ -15,7 +15,7 @@ from tracekit.cli.run_loading import UseCache
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.regression.gate import Gate
+    from tracekit.regression.gate import CheckResult
 
 FINDINGS = 1
 
@@ -128,8 +128,8 @@ def check(
             report,
             settled.fail_on,
             baseline=held,
-            against=settled.baseline,
-            again=further,
+            thresholds=settled.baseline,
+            repeats=further,
             budgets=settled.budget,
             allow_different=allow_different,
         )
@@ -141,7 +141,7 @@ def check(
     _fail(gates)
 
 
-def _fail(gates: "list[Gate]") -> None:
+def _fail(gates: "list[CheckResult]") -> None:
     """Exit with FINDINGS where a gate fails, naming what fails it."""
     past = [(gate.report.run.name, name) for gate in gates for name in gate.failures]
     if past:
@@ -151,9 +151,9 @@ def _fail(gates: "list[Gate]") -> None:
         raise typer.Exit(FINDINGS)
 
 
-def _what(gates: "list[Gate]", count: int) -> str:
+def _what(gates: "list[CheckResult]", count: int) -> str:
     if any(gate.comparison or gate.budgets for gate in gates):
         return "this fails"
-    bar = gates[0].bar
+    bar = gates[0].fail_on
     above = f" at or above {bar.label}" if bar is not None else ""
     return f"{count} finding{'s' * (count > 1)}{above}"

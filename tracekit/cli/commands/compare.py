@@ -12,7 +12,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.regression.comparison import Comparison
-    from tracekit.regression.limits import Bar
+    from tracekit.regression.limits import Limit
 
 CROSSED = 1
 
@@ -67,7 +67,7 @@ def compare(
     _judge(wanted, found)
 
 
-def _judge(wanted: "list[Bar]", found: "Comparison") -> None:
+def _judge(wanted: "list[Limit]", found: "Comparison") -> None:
     from tracekit.report import comparison as told
 
     by_metric = {change.metric: change for change in found.changes}
@@ -76,5 +76,5 @@ def _judge(wanted: "list[Bar]", found: "Comparison") -> None:
         raise InputError(f"--fail-if {missing[0]}: not measured in both runs; compare shows what is")
     for bar in wanted:
         output.say(told.outcome(bar, by_metric[bar.metric]))
-    if any(bar.is_crossed(by_metric[bar.metric]) for bar in wanted):
+    if any(bar.is_exceeded(by_metric[bar.metric]) for bar in wanted):
         raise typer.Exit(CROSSED)

@@ -15,10 +15,10 @@ from tracekit.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tracekit.regression.gate import Gate
+    from tracekit.regression.gate import CheckResult
     from tracekit.regression.history.commits import Commit
-    from tracekit.regression.history.entry import Entry
-    from tracekit.regression.history.store import Added
+    from tracekit.regression.history.entry import HistoryEntry
+    from tracekit.regression.history.store import AddedRuns
 
 history = typer.Typer(no_args_is_help=True, help="Keep what checked runs came to, and show trends and changes.")
 
@@ -51,13 +51,13 @@ def add(
 
     store.check(db)
     trained = commit_trained(commit, branch)
-    entries: list[Entry] = []
+    entries: list[HistoryEntry] = []
     for path in runs:
         if json.is_report(Path(path)):
             entries += _saved(Path(path), trained)
         else:
             entries.append(_checked(path, trained, cache=cache))
-    tell(db, store.add(db, entries, told=Commit(commit, branch=branch)))
+    tell(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
 
 
 @history.command("show", short_help="Show trends and what changed.")
@@ -95,18 +95,21 @@ def commit_trained(commit: str | None = None, branch: str | None = None) -> "Com
     """Return the commit that is trained here: as told, else as CI or git says."""
     from tracekit.regression.history import commits
 
-    return commits.known(os.environ, Path.cwd(), sha=commit, branch=branch)
+    return commits.known_commit(os.environ, Path.cwd(), sha=commit, branch=branch)
 
 
-def entries_of(gates: "Sequence[Gate]", commit: "Commit") -> "list[Entry]":
+def entries_of(gates: "Sequence[CheckResult]", commit: "Commit") -> "list[HistoryEntry]":
     """Return what a history keeps of runs that were checked."""
-    from tracekit.regression.comparison import Side
-    from tracekit.regression.history.entry import entry
+    from tracekit.regression.comparison import RunSamples
+    from tracekit.regression.history.entry import history_entry
     from tracekit.report import json
 
     return [
-        entry(
-            json.document(gate.report, gate.report.run), Side.of(gate.report.run), commit=commit, failures=gate.failures
+        history_entry(
+            json.document(gate.report, gate.report.run),
+            RunSamples.of(gate.report.run),
+            commit=commit,
+            failures=gate.failures,
         )
         for gate in gates
     ]
@@ -119,7 +122,7 @@ def refuse_what_is_none(db: Path) -> None:
     store.check(db)
 
 
-def remember(db: Path, gates: "Sequence[Gate]") -> None:
+def remember(db: Path, gates: "Sequence[CheckResult]") -> None:
     """Add what a check came to, and say so."""
     from tracekit.regression.history import store
 
@@ -127,15 +130,15 @@ def remember(db: Path, gates: "Sequence[Gate]") -> None:
     tell(db, store.add(db, entries_of(gates, commit_trained())))
 
 
-def tell(db: Path, added: "Added") -> None:
+def tell(db: Path, added: "AddedRuns") -> None:
     """Say what became of the runs that were to be added."""
     parts = [f"{added.new} run{'s' * (added.new != 1)} added"]
-    parts += [f"{added.renewed} told anew"] if added.renewed else []
-    parts += [f"{added.same} there already"] if added.same else []
+    parts += [f"{added.updated} told anew"] if added.updated else []
+    parts += [f"{added.unchanged} there already"] if added.unchanged else []
     output.say(f"{db}: {', '.join(parts)}")
 
 
-def _checked(path: str, commit: "Commit", *, cache: bool) -> "Entry":
+def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     import datetime
 
     from tracekit.cli import settings
@@ -150,12 +153,12 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "Entry":
     return entries_of([judgement.judge(report, settled.fail_on, budgets=settled.budget)], commit)[0]
 
 
-def _saved(path: Path, commit: "Commit") -> "list[Entry]":
-    from tracekit.regression.history.entry import entry
+def _saved(path: Path, commit: "Commit") -> "list[HistoryEntry]":
+    from tracekit.regression.history.entry import history_entry
     from tracekit.report import json
 
     with json.whole(path):
-        return [entry(each, json.side(each), commit=commit) for each in json.saved(path)]
+        return [history_entry(each, json.side(each), commit=commit) for each in json.saved(path)]
 
 
 def _metric(name: str) -> str:

@@ -53,7 +53,7 @@ _MAD_TO_SIGMA = 1.4826
 
 
 @dataclass(frozen=True)
-class Step:
+class LevelShift:
     """The level changed for good at run `index` (counted from 0), the first that has the new one.
 
     `before` and `after` are the medians of the runs up to the neighbouring changes.
@@ -78,7 +78,7 @@ class Drift:
 class Trend:
     """What became of a series: its changes and its drifts, in order. Neither: it kept its level."""
 
-    steps: tuple[Step, ...] = ()
+    shifts: tuple[LevelShift, ...] = ()
     drifts: tuple[Drift, ...] = ()
 
 
@@ -120,7 +120,7 @@ def _told(
     bounds = [0, *edges, len(series.values)]
     begins = {a: drifts[a, b].before if (a, b) in drifts else series.level(a, b) for a, b in pairwise(bounds)}
     ends = {b: drifts[a, b].after if (a, b) in drifts else series.level(a, b) for a, b in pairwise(bounds)}
-    steps = [Step(at + skipped, ends[at], begins[at]) for at in edges]
+    steps = [LevelShift(at + skipped, ends[at], begins[at]) for at in edges]
     sloped = [Drift(d.first + skipped, d.past + skipped, d.before, d.after) for d in drifts.values()]
     return Trend(
         tuple(step for step in steps if abs(step.after - step.before) >= least),

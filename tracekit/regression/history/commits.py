@@ -28,7 +28,9 @@ class Commit:
     branch: str | None = None
 
 
-def known(environment: Mapping[str, str], folder: Path, *, sha: str | None = None, branch: str | None = None) -> Commit:
+def known_commit(
+    environment: Mapping[str, str], folder: Path, *, sha: str | None = None, branch: str | None = None
+) -> Commit:
     """Return the commit that is trained: as told, else as CI's environment says, else as the checkout `folder` does."""
     in_checkout = any((place / ".git").exists() for place in (folder, *folder.parents)) and shutil.which("git")
     told = sha or _first(environment, _SHAS)

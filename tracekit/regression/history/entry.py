@@ -11,10 +11,10 @@ import numpy as np
 from tracekit.model.run import Run, created_ns
 from tracekit.regression import baseline
 from tracekit.regression.change import Values
-from tracekit.regression.comparison import Side, job_samples
+from tracekit.regression.comparison import RunSamples, job_samples
 from tracekit.regression.history.commits import Commit
 
-TOLD = ("arguments", "versions")
+RECORDED_FACTS = ("arguments", "versions")
 
 _LEFT_OUT = ("arguments.out", "arguments.seed")
 _MAX_FACT = 200
@@ -22,7 +22,7 @@ _ONE_IN = 20  # how seldom the median lies outside of its interval
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricSummary:
     """A metric of a run in its own unit: the median over steps, and its 95% interval where there are samples enough."""
 
     metric: str
@@ -33,7 +33,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Found:
+class FindingSummary:
     """A finding, as short as a history keeps it."""
 
     finding: str
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Entry:
+class HistoryEntry:
     """One checked run. `run` is its name by content: the same files give the same, whenever they are checked."""
 
     run: str
@@ -60,8 +60,8 @@ class Entry:
     tool_version: str
     passed: bool | None
     failures: tuple[str, ...]
-    metrics: tuple[Measured, ...]
-    findings: tuple[Found, ...]
+    metrics: tuple[MetricSummary, ...]
+    findings: tuple[FindingSummary, ...]
 
     @property
     def fingerprint(self) -> str:
@@ -88,13 +88,13 @@ class Entry:
         )
 
 
-def entry(
+def history_entry(
     document: Mapping[str, Any],
-    side: Side,
+    side: RunSamples,
     *,
     commit: Commit | None = None,
     failures: Sequence[str] | None = None,
-) -> Entry:
+) -> HistoryEntry:
     """Return what to keep of a report, as JSON has it, and its samples.
 
     `failures` is what failed the check of it, empty where it passed; by default what the report says of its own, which
@@ -103,7 +103,7 @@ def entry(
     run = document["run"]
     if failures is None and "gate" in document:
         failures = [str(name) for name in document["gate"]["failures"]]
-    return Entry(
+    return HistoryEntry(
         run=_content(document, side),
         name=str(run["name"]),
         at_ns=created_ns(run),
@@ -118,12 +118,12 @@ def entry(
     )
 
 
-def with_known(new: Entry, old: Commit, told: Commit) -> Entry:
+def with_known_commit(new: HistoryEntry, old: Commit, given: Commit) -> HistoryEntry:
     """Return an entry with the commit that was known before, but for what a person has `told` of it now."""
-    sha = told.sha or old.sha or new.commit.sha
+    sha = given.sha or old.sha or new.commit.sha
     # Where the same files are checked again, the environment may be of another commit: its words are not of this one.
     text = next((each.text for each in (old, new.commit) if each.sha == sha and each.text), None)
-    branch = told.branch or old.branch or (new.commit.branch if new.commit.sha in (None, sha) else None)
+    branch = given.branch or old.branch or (new.commit.branch if new.commit.sha in (None, sha) else None)
     return replace(new, commit=Commit(sha, text, branch))
 
 
@@ -138,7 +138,7 @@ def identity(run: Mapping[str, Any]) -> dict[str, str]:
 
 def facts(run: Mapping[str, Any]) -> dict[str, str]:
     """Return what else a manifest tells of a run, by dotted name, as short text."""
-    told = baseline.flat({key: run.get(key) for key in TOLD})
+    told = baseline.flat({key: run.get(key) for key in RECORDED_FACTS})
     left_out = {*_LEFT_OUT, *identity(run)}
     return {field: _short(value) for field, value in sorted(told.items()) if field not in left_out}
 
@@ -165,13 +165,13 @@ def median_interval(values: Values) -> tuple[float | None, float | None]:
     return float(ordered[below]), float(ordered[count - 1 - below])
 
 
-def _measured(metric: str, values: Values) -> Measured:
+def _measured(metric: str, values: Values) -> MetricSummary:
     low, high = median_interval(values)
-    return Measured(metric, float(np.median(values)), low, high, len(values))
+    return MetricSummary(metric, float(np.median(values)), low, high, len(values))
 
 
-def _found(each: Mapping[str, Any]) -> Found:
-    return Found(
+def _found(each: Mapping[str, Any]) -> FindingSummary:
+    return FindingSummary(
         finding=str(each["id"]),
         code=str(each["code"]),
         name=str(each["name"]),
@@ -183,7 +183,7 @@ def _found(each: Mapping[str, Any]) -> Found:
     )
 
 
-def _content(document: Mapping[str, Any], side: Side) -> str:
+def _content(document: Mapping[str, Any], side: RunSamples) -> str:
     """Return a hash of the files that were checked; where they were not hashed, of what was measured in them."""
     hashes = sorted(str(each["sha256"]) for each in document["inputs"])
     if hashes and all(hashes):

@@ -25,12 +25,12 @@ from tracekit.errors import InputError
 from tracekit.model import schema
 from tracekit.regression.history import tables
 from tracekit.regression.history.commits import Commit
-from tracekit.regression.history.entry import Entry, with_known
+from tracekit.regression.history.entry import HistoryEntry, with_known_commit
 
 SCHEMA = 1
 FILE = "history.duckdb"
 """What a history is called where nobody names it: the dashboard looks for it in the folder it is opened on."""
-PATIENCE_S = 60.0
+LOCK_TIMEOUT_S = 60.0
 
 _WAIT_S = 0.05
 _MAGIC_AT, _MAGIC = 8, b"DUCK"
@@ -55,12 +55,12 @@ _one_at_a_time = threading.Lock()  # threads of one process would share DuckDB's
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedRuns:
     """How many runs were new, how many were there and are told anew, and how many were there as they are."""
 
     new: int = 0
-    renewed: int = 0
-    same: int = 0
+    updated: int = 0
+    unchanged: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,9 @@ class History:
     findings: pl.DataFrame
 
 
-def add(path: Path, entries: Sequence[Entry], *, told: Commit | None = None, patience_s: float = PATIENCE_S) -> Added:
+def add(
+    path: Path, entries: Sequence[HistoryEntry], *, commit: Commit | None = None, timeout_s: float = LOCK_TIMEOUT_S
+) -> AddedRuns:
     """Add runs to a history, which is made if it is not there. A run that is in it is not added a second time.
 
     One that was checked otherwise since (other settings, a later tracekit) is told anew; it keeps the commit that was
@@ -82,28 +84,28 @@ def add(path: Path, entries: Sequence[Entry], *, told: Commit | None = None, pat
     """
     if not os.path.lexists(path):
         _make(path)
-    check(path, patience_s=patience_s)
-    with _opened(path, read_only=False, patience_s=patience_s) as connection:
+    check(path, timeout_s=timeout_s)
+    with _opened(path, read_only=False, patience_s=timeout_s) as connection:
         connection.execute("BEGIN")
-        counts = [_put(connection, entry, told or Commit()) for entry in entries]
+        counts = [_put(connection, entry, commit or Commit()) for entry in entries]
         connection.execute("COMMIT")
-    return Added(counts.count("new"), counts.count("renewed"), counts.count("same"))
+    return AddedRuns(counts.count("new"), counts.count("renewed"), counts.count("same"))
 
 
-def check(path: Path, *, patience_s: float = PATIENCE_S) -> None:
+def check(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
     """Raise InputError where a file is there and is no history. It is not written to."""
     if os.path.lexists(path):
-        with _opened(path, read_only=True, patience_s=patience_s) as connection:
+        with _opened(path, read_only=True, patience_s=timeout_s) as connection:
             _refuse_what_is_none(connection, path)
 
 
-def read(path: Path, *, patience_s: float = PATIENCE_S) -> History:
+def read(path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> History:
     """Return what a history holds. Raises InputError where there is none."""
     if not path.exists():
         raise InputError(f"{path}: there is no such file; tracekit history add RUN --db {path} makes one")
-    with _opened(path, read_only=True, patience_s=patience_s) as connection:
+    with _opened(path, read_only=True, patience_s=timeout_s) as connection:
         _refuse_what_is_none(connection, path)
-        runs, facts, metrics, findings = (_frame(connection, table) for table in tables.KEPT)
+        runs, facts, metrics, findings = (_frame(connection, table) for table in tables.RUN_TABLES)
     return History(runs.sort("at_ns", "added_ns", "run"), facts, metrics, findings)
 
 
@@ -153,7 +155,7 @@ def _make(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with duckdb.connect(str(partial), config=_LIMITS) as connection:
-            for table in (tables.VERSION, *tables.KEPT):
+            for table in (tables.VERSION, *tables.RUN_TABLES):
                 columns = ", ".join(f'"{column.name}" {_TYPES[str(column.dtype)]}' for column in table.columns)
                 connection.execute(f"CREATE TABLE {table.name} ({columns})")
             connection.execute(f"INSERT INTO {tables.VERSION.name} VALUES (?)", [SCHEMA])  # noqa: S608 a name of ours
@@ -180,21 +182,21 @@ def _refuse_what_is_none(connection: duckdb.DuckDBPyConnection, path: Path) -> N
         raise InputError(
             f"{path}: was written by a later tracekit (history {version}, this one knows {SCHEMA}): upgrade tracekit"
         )
-    missing = [f"{t.name}.{c.name}" for t in tables.KEPT for c in t.columns if (t.name, c.name) not in there]
+    missing = [f"{t.name}.{c.name}" for t in tables.RUN_TABLES for c in t.columns if (t.name, c.name) not in there]
     if version != SCHEMA or missing:
         raise InputError(f"{path}: is no whole history: it lacks {missing[0] if missing else 'its version'}")
 
 
-def _put(connection: duckdb.DuckDBPyConnection, entry: Entry, told: Commit) -> str:
+def _put(connection: duckdb.DuckDBPyConnection, entry: HistoryEntry, told: Commit) -> str:
     """Keep one run; return what became of it."""
     old = connection.execute(
         'SELECT "commit", commit_text, branch, digest, added_ns FROM runs WHERE run = ?', [entry.run]
     ).fetchone()
     if old is not None:
-        entry = with_known(entry, Commit(old[0], old[1], old[2]), told)
+        entry = with_known_commit(entry, Commit(old[0], old[1], old[2]), told)
         if entry.digest == old[3]:
             return "same"
-        for table in tables.KEPT:
+        for table in tables.RUN_TABLES:
             connection.execute(f"DELETE FROM {table.name} WHERE run = ?", [entry.run])  # noqa: S608 a name of ours
     added_ns = time.time_ns() if old is None else old[4]
     for table, rows in _rows(entry, added_ns).items():
@@ -204,7 +206,7 @@ def _put(connection: duckdb.DuckDBPyConnection, entry: Entry, told: Commit) -> s
     return "new" if old is None else "renewed"
 
 
-def _rows(entry: Entry, added_ns: int) -> dict[schema.Table, list[list[Any]]]:
+def _rows(entry: HistoryEntry, added_ns: int) -> dict[schema.Table, list[list[Any]]]:
     commit = entry.commit
     run: dict[str, Any] = {
         "run": entry.run,

@@ -69,5 +69,5 @@ FINDINGS = Table(
         Column("message", _TEXT, "", "What it says."),
     ),
 )
-KEPT = (RUNS, FACTS, METRICS, FINDINGS)
+RUN_TABLES = (RUNS, FACTS, METRICS, FINDINGS)
 """The tables with what is known of runs."""

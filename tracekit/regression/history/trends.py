@@ -19,7 +19,7 @@ _OFTEN = 0.5
 
 
 @dataclass(frozen=True)
-class Shift:
+class MetricShift:
     """A metric changed its level for good between the runs `last` and `first`, indexes into the group's runs."""
 
     metric: str
@@ -30,8 +30,8 @@ class Shift:
     is_worse: bool
     appeared: tuple[str, ...]
     """Ids of findings that most runs before it had not, and most runs after it have."""
-    gone: tuple[str, ...]
-    differs: tuple[tuple[str, str | None, str | None], ...]
+    disappeared: tuple[str, ...]
+    changed_facts: tuple[tuple[str, str | None, str | None], ...]
     """What the manifests of `last` and `first` say differently: field, before, after."""
 
 
@@ -41,7 +41,7 @@ class Series:
 
     metric: str
     values: Values
-    shifts: tuple[Shift, ...]
+    shifts: tuple[MetricShift, ...]
     drifts: tuple[Drift, ...]
     """Their runs are indexes into the group's runs."""
 
@@ -80,7 +80,7 @@ def groups(
     return tuple(group for _, group in sorted(found, key=lambda pair: -pair[0]))
 
 
-def worst_first(group: Group) -> tuple[Shift, ...]:
+def latest_first(group: Group) -> tuple[MetricShift, ...]:
     """Return all changes of a group, the latest first."""
     shifts = [shift for series in group.series for shift in series.shifts]
     order = list(LOWER_IS_BETTER)
@@ -122,12 +122,12 @@ def _series(
     places = np.flatnonzero(np.isfinite(values))
     found = change_points.trend(values[places], least=_least(metric, values[places], step_ns))
     shifts = []
-    for step in found.steps:
+    for step in found.shifts:
         last, first = int(places[step.index - 1]), int(places[step.index])
         worse = (step.after > step.before) == LOWER_IS_BETTER[metric]
         appeared, gone = _findings_changed(runs, findings, first)
         differs = _facts_changed(facts, str(runs["run"][last]), str(runs["run"][first]))
-        shifts.append(Shift(metric, last, first, step.before, step.after, worse, appeared, gone, differs))
+        shifts.append(MetricShift(metric, last, first, step.before, step.after, worse, appeared, gone, differs))
     drifts = (
         Drift(int(places[each.first]), int(places[each.past - 1]) + 1, each.before, each.after) for each in found.drifts
     )
