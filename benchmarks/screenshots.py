@@ -145,7 +145,7 @@ def remember(folder: Path) -> None:
     entries = [
         history_entry(
             report,
-            reports.side(report),
+            reports.comparison_side(report),
             commit=Commit(f"{number:02d}{'abcdef' * 6}ab", f"Tune the loader, part {number}", "main"),
             failures=(),
         )

@@ -8,7 +8,7 @@ from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.errors import TracekitError
 from tracekit.report import charts
 from tracekit.report import memory as memory_report
-from tracekit.report.memory import Memory
+from tracekit.report.memory import MemoryReport
 
 NO_LIMIT, AS_IS = "none", "as they are"
 SPLITS_MB = (NO_LIMIT, 32, 64, 128, 256, 512, 1024)
@@ -77,7 +77,7 @@ def _choose(key: str) -> tuple[str, float | None]:
     return ",".join(pairs), device_gib or None
 
 
-def _shown(told: Memory) -> None:
+def _shown(told: MemoryReport) -> None:
     recorded, replayed = told.recorded, told.replayed
     if recorded is None or replayed is None:
         return
@@ -87,7 +87,9 @@ def _shown(told: Memory) -> None:
         "recorded": (recorded["peak_reserved_bytes"], False),
         predicted: (replayed["peak_reserved_bytes"], not same),
     }
-    widgets.chart(charts.reserved(peaks, held_bytes=told.peak_allocated_bytes), key=f"replay-chart-{predicted}")
+    widgets.chart(
+        charts.reserved_memory(peaks, peak_allocated_bytes=told.peak_allocated_bytes), key=f"replay-chart-{predicted}"
+    )
     numbers = {
         "Device allocations": "device_allocations",
         "Retries for want of memory": "retries",

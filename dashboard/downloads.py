@@ -40,7 +40,7 @@ def cells(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str) -> 
 
 def figure(drawn: go.Figure, *, key: str) -> None:
     """Offer a figure as a page of HTML that needs nothing else, and can still be zoomed."""
-    _button("HTML", lambda: html.of_figure(drawn, key).encode(), key=key, ending="html", mime="text/html")
+    _button("HTML", lambda: html.render_figure(drawn, key).encode(), key=key, ending="html", mime="text/html")
 
 
 def as_csv(rows: pl.DataFrame) -> str:

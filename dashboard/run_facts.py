@@ -17,9 +17,9 @@ from tracekit.model.run import Run, RunFact
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator import playback
 from tracekit.report import memory as memory_report
-from tracekit.report.memory import Memory
+from tracekit.report.memory import MemoryReport
 
-Play: TypeAlias = Callable[[str, float | None], Memory]
+Play: TypeAlias = Callable[[str, float | None], MemoryReport]
 """A replay by what its settings are written as, and the GiB of the device (None: as recorded, or enough)."""
 MOST_KEPT = 24
 _OF_MEMORY = (usage.over_time, usage.lifetimes, allocations.peaks, allocations.at_peak, allocations.churn)
@@ -70,13 +70,13 @@ def memory(entry: RunEntry, rank: int, window: int) -> dict[str, pl.DataFrame]:
     return kept(entry, ("memory", rank, window), made)
 
 
-def replay_of_trace(entry: RunEntry, rank: int, window: int, text: str, device_gib: float | None) -> Memory:
+def replay_of_trace(entry: RunEntry, rank: int, window: int, text: str, device_gib: float | None) -> MemoryReport:
     """Return what a trace's allocator events come to under the settings that `text` writes. Raises TracekitError."""
 
-    def made(run: Run) -> Memory:
+    def made(run: Run) -> MemoryReport:
         trace = run.trace(rank, window)
         held_bytes = allocations.peaks(trace).filter(pl.col("device").is_not_null())["peak_allocated_bytes"].max()
-        told = Memory(None if held_bytes is None else int(str(held_bytes)), None, pl.DataFrame(), pl.DataFrame())
+        told = MemoryReport(None if held_bytes is None else int(str(held_bytes)), None, pl.DataFrame(), pl.DataFrame())
         history = playback.of_trace(trace)
         return memory_report.with_replay(told, history, text, capacity_bytes=_capacity(device_gib))
 
@@ -85,14 +85,14 @@ def replay_of_trace(entry: RunEntry, rank: int, window: int, text: str, device_g
 
 def replay_of_snapshot(
     entry: RunEntry, found: SnapshotFile, device: int, text: str, device_gib: float | None
-) -> Memory:
+) -> MemoryReport:
     """Return what a snapshot's history comes to under the settings that `text` writes. Raises TracekitError."""
 
-    def made(_run: Run) -> Memory:
+    def made(_run: Run) -> MemoryReport:
         history = playback.of(reader.read(found.path), device)
-        told = Memory(None, None, pl.DataFrame(), pl.DataFrame())
+        told = MemoryReport(None, None, pl.DataFrame(), pl.DataFrame())
         if not history.unplayable:
-            told = Memory(playback.play(history).peak_allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
+            told = MemoryReport(playback.play(history).peak_allocated_bytes, None, pl.DataFrame(), pl.DataFrame())
         return memory_report.with_replay(told, history, text, capacity_bytes=_capacity(device_gib))
 
     return kept(entry, ("replay", found, device, text, device_gib), made)

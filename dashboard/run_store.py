@@ -148,7 +148,7 @@ def _memory_of_snapshot(found: SnapshotFile, device: int | None) -> dict[str, pl
     chosen = (
         device if device is not None else max(snapshot.devices, default=0, key=lambda each: _events(snapshot, each))
     )
-    history, outcome = memory_report.played(playback.of(snapshot, chosen))
+    history, outcome = memory_report.play_history(playback.of(snapshot, chosen))
     return _pictured(snapshot, history, outcome) | {"devices": pl.DataFrame({"device": list(snapshot.devices)})}
 
 

@@ -65,7 +65,7 @@ class OpenTimeline:
     def find(self, text: str) -> timeline.Matches:
         """Return the slices whose name contains `text`."""
         wanted = text[:MAX_TEXT]
-        found: timeline.Matches = self._searches.once(wanted, lambda: timeline.find(self.scene, wanted))
+        found: timeline.Matches = self._searches.once(wanted, lambda: timeline.find_by_name(self.scene, wanted))
         return found
 
     @cached_property

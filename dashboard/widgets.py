@@ -151,7 +151,7 @@ def finding(found: Finding, held: run_store.OpenRun, *, key: str) -> None:
                 st.session_state[SHOWN_FINDING] = key
                 go_to("timeline", finding=key)
             shown = found.evidence.head(MAX_EVIDENCE_ROWS)
-            frame(phrases.readable(shown, phrases.origins(held.run)))
+            frame(phrases.from_trace_start(shown, phrases.trace_starts(held.run)))
             if rows > MAX_EVIDENCE_ROWS:
                 st.caption(f"The first {MAX_EVIDENCE_ROWS:,} rows of {rows:,}; the download has all.")
             downloads.table(found.evidence, key=f"{found.id}-evidence-{key}")

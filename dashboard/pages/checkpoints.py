@@ -40,7 +40,9 @@ def page(entry: RunEntry) -> None:
     st.subheader("What it is made of, on the way that all ranks wait for")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
     st.caption("Of the clock named: the time that training was blocked, or until all was written; shares of it.")
-    widgets.frame(phrases.readable(made_of.filter(pl.col("save") == chosen).select(columns), {}), key="save-parts")
+    widgets.frame(
+        phrases.from_trace_start(made_of.filter(pl.col("save") == chosen).select(columns), {}), key="save-parts"
+    )
     if st.button("Plan the interval between checkpoints with these numbers", key="checkpoints-plan"):
         widgets.go_to("plan", **{"plan-measured": True})
 

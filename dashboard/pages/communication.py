@@ -48,7 +48,7 @@ def _hidden(entry: RunEntry) -> None:
         "rank that has a trace comes to the collective."
     )
     widgets.chart(
-        charts.communication(run_facts.across(entry, exposed_communication.by_rank)), key="communication-hidden"
+        charts.communication_parts(run_facts.across(entry, exposed_communication.by_rank)), key="communication-hidden"
     )
 
 
@@ -64,7 +64,7 @@ def _standing(entry: RunEntry, of: str) -> None:
     if rows.is_empty():
         st.caption("There is no such gap.")
         return
-    widgets.chart(charts.standing(rows), key=f"communication-{of}")
+    widgets.chart(charts.stall_causes(rows), key=f"communication-{of}")
     with st.expander("By phase and by what the host did"):
         each = run_facts.across(entry, stall_attribution.by_cause).filter(pl.col("of") == of)
         sums = each.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
@@ -106,7 +106,7 @@ def _waits(entry: RunEntry, held: run_store.OpenRun) -> None:
         "Time in which a rank computes nothing and all its collectives wait for a rank that has not come: no moment "
         "counts twice. A strong column is a rank that the others wait for."
     )
-    widgets.chart(charts.waits(waited, held.run.ranks), key="communication-waits")
+    widgets.chart(charts.wait_matrix(waited, held.run.ranks), key="communication-waits")
 
 
 def _collectives(entry: RunEntry, kinds: pl.DataFrame) -> None:

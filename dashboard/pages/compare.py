@@ -48,7 +48,7 @@ def _differences(usable: Sequence[RunEntry]) -> None:
     found = [(entry, each) for entry in usable[1:] if (each := _compared(reference, entry))]
     for entry, each in found:
         gate = _judged(reference, entry)
-        st.html(html_fragments.difference(each, gate))
+        st.html(html_fragments.comparison_verdict(each, gate))
     if found:
         only = st.toggle("Only what changed for certain", key=widgets.bind_flag("changed"))
         header, rows, classes = _table([each for _, each in found], only_changed=only)
@@ -142,7 +142,7 @@ def _table(found: Sequence[Comparison], *, only_changed: bool) -> tuple[list[str
     rows, classes = [], []
     for metric in metrics:
         changes = [of_run.get(metric) for of_run in by_metric]
-        if only_changed and not any(change and html_fragments.is_decided(change) for change in changes):
+        if only_changed and not any(change and html_fragments.is_conclusive(change) for change in changes):
             continue
         reference = next(change.reference for change in changes if change)
         rows.append(
@@ -155,5 +155,5 @@ def _table(found: Sequence[Comparison], *, only_changed: bool) -> tuple[list[str
 def _cell(change: Change | None) -> str:
     if change is None:
         return widgets.MISSING
-    told = f"{escaping.cell(change.metric, change.candidate)} · {comparison.change_in_words(change)}"
+    told = f"{escaping.cell(change.metric, change.candidate)} · {comparison.change_text(change)}"
     return f"{told}: {change.verdict.value}".replace("-", "−")

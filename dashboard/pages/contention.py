@@ -60,7 +60,7 @@ def _phases(entry: RunEntry) -> None:
         "Work", kinds, key=widgets.bind("work", kinds), label_visibility="collapsed", required=True
     )
     st.caption("Time for which the chosen work ran beside another kind on other streams, of all ranks and steps.")
-    widgets.chart(charts.shared(by_phase, of), key="contention-phases")
+    widgets.chart(charts.concurrent_time(by_phase, of), key="contention-phases")
 
 
 def _give_way(entry: RunEntry) -> None:
@@ -75,7 +75,7 @@ def _give_way(entry: RunEntry) -> None:
         "Small kernels before collectives (copies, casts, divides). On the line they take as long as alone; far above "
         "it the main compute holds them up, and with them the collective that they prepare."
     )
-    widgets.chart(charts.give_way(prepared), key="contention-give-way")
+    widgets.chart(charts.delayed_preparation(prepared), key="contention-give-way")
 
 
 def _moments(entry: RunEntry, held: run_store.OpenRun) -> None:
@@ -85,7 +85,7 @@ def _moments(entry: RunEntry, held: run_store.OpenRun) -> None:
         st.caption("No call took longer beside other work than alone.")
         return
     st.caption("Calls that took most longer than the same work alone. Choose a row to see it in the timeline.")
-    shown = phrases.readable(rows, phrases.origins(held.run))
+    shown = phrases.from_trace_start(rows, phrases.trace_starts(held.run))
     timeline_links.table(
         entry, rows, shown.drop("window") if shown["window"].n_unique() == 1 else shown, key="contention-at"
     )

@@ -56,7 +56,7 @@ def _groups(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the 
 
 
 def _named(group: Group) -> str:
-    return f"{told.identity_in_words(group)} · {group.runs.height} runs · {group.fingerprint}"
+    return f"{told.identity_text(group)} · {group.runs.height} runs · {group.fingerprint}"
 
 
 def _in_order(series: Sequence[Series]) -> list[Series]:
@@ -66,10 +66,10 @@ def _in_order(series: Sequence[Series]) -> list[Series]:
 
 def _changes(group: Group) -> None:
     """Show each change with its commits and what came with it, the latest first."""
-    moments = told.changes(group)
+    moments = told.changes_by_run(group)
     if not moments:
         st.caption("No metric changed its level.")
-    for shifts in moments[: told.MAX_MOMENTS]:
+    for shifts in moments[: told.MAX_CHANGES]:
         with st.container(border=True):
             heads = "".join(
                 f"<p><b>{'worse' if shift.is_worse else 'better'}: {escaping.escape(label(shift.metric))}</b> "
@@ -104,7 +104,9 @@ def _run(group: Group) -> None:
         "Run, or click on a point above",
         numbers,
         key=_picked(group),
-        format_func=lambda n: f"{n + 1} · {told.day(int(group.runs['at_ns'][n]))} · {told.run_in_words(group.runs, n)}",
+        format_func=lambda n: (
+            f"{n + 1} · {told.utc_minute(int(group.runs['at_ns'][n]))} · {told.run_text(group.runs, n)}"
+        ),
     )
     row = group.runs.row(number if number is not None else -1, named=True)
     left, right = st.columns(2)

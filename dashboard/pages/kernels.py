@@ -69,7 +69,7 @@ def _searched(table: pl.DataFrame, by: tuple[str, ...], wanted: str) -> pl.DataF
 def _shown(found: pl.DataFrame, by: tuple[str, ...], what: str) -> None:
     measure = "total_ns" if what == KERNELS else "self_ns"
     st.caption(_about(found, what))
-    widgets.chart(charts.tops(found, by, measure=measure), key="kernels-top")
+    widgets.chart(charts.top_bars(found, by, measure=measure), key="kernels-top")
     first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
     known = [name for name in found.columns if found[name].null_count() < found.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))

@@ -74,7 +74,7 @@ def _of_traces(entry: RunEntry, held: run_store.OpenRun, *, has_snapshots: bool)
     choice = st.segmented_control(
         "Owners", owners, format_func=BY.get, key=widgets.bind("owners", owners), required=True
     )
-    widgets.chart(charts.held(mine["over_time"].filter(pl.col("by") == choice)), key="memory_held")
+    widgets.chart(charts.memory_over_time(mine["over_time"].filter(pl.col("by") == choice)), key="memory_held")
     _lifetimes(mine["lifetimes"])
     st.subheader("Who holds the peak")
     widgets.frame(_known(mine["at_peak"].drop("device", "at_ns", "peak_bytes")), key="memory-at-peak")
@@ -93,7 +93,7 @@ def _of_snapshot(entry: RunEntry, found: SnapshotFile) -> None:
         st.selectbox("Device", devices, key=key)
     if tables["over_time"].height:
         st.subheader("Held over time")
-        widgets.chart(charts.held(tables["over_time"]), key="snapshot_held")
+        widgets.chart(charts.memory_over_time(tables["over_time"]), key="snapshot_held")
     st.subheader("The device's memory at the snapshot")
     st.caption("End to end, each pool on lines of its own; a tick is the end of a segment. Point at a block for more.")
     widgets.chart(charts.segment_map(tables["segment_map"]), key="snapshot_map")
@@ -108,7 +108,7 @@ def _of_snapshot(entry: RunEntry, found: SnapshotFile) -> None:
 def _lifetimes(table: pl.DataFrame) -> None:
     st.subheader("Sizes and lifetimes")
     st.caption("Each cell is the blocks of one size and lifetime; the darker, the more bytes were taken in them.")
-    widgets.chart(charts.lifetimes(table), key="memory_lifetimes")
+    widgets.chart(charts.block_lifetimes(table), key="memory_lifetimes")
 
 
 def _numbers(peaks: pl.DataFrame) -> dict[str, tuple[str, str]]:

@@ -24,9 +24,9 @@ def page(entry: RunEntry) -> None:
     keyed = widgets.finding_keys(held.report.findings)
     judged = {key: found for key, found in keyed.items() if not is_of_data(found.code)}
     of_data = {key: found for key, found in keyed.items() if key not in judged}
-    st.html(html_fragments.verdict(list(judged.values())) + html_fragments.trust(list(of_data.values())))
+    st.html(html_fragments.verdict(list(judged.values())) + html_fragments.data_quality(list(of_data.values())))
     st.html(html_fragments.numbers(html_fragments.headline_numbers(held.run)))
-    gains = html_fragments.gains(list(judged.values()), facts.step_time_ns(held.run))
+    gains = html_fragments.potential_savings(list(judged.values()), facts.step_time_ns(held.run))
     left, right = st.columns([3, 2]) if gains else (st.container(), None)
     with left:
         table, figure = _breakdown(entry)

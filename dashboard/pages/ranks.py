@@ -33,7 +33,7 @@ def page(entry: RunEntry) -> None:
         f"{'all steps' if step is None else f'step {step}'} · {units.duration(whole[1] - whole[0])} from the first "
         f"rank that begins it to the last that ends it · {_clocks(offsets, window)}"
     )
-    widgets.chart(charts.ranks(mine, part, origin_ns=whole[0]), key="ranks", scrollZoom=True)
+    widgets.chart(charts.rank_activity(mine, part, origin_ns=whole[0]), key="ranks", scrollZoom=True)
     st.caption(
         "Drag across to zoom, double-click to see all. A collective moves data from when its last rank has come; until "
         "then the others wait for that rank. What compute hides is drawn as compute."
@@ -61,7 +61,7 @@ def _map(entry: RunEntry) -> None:
         label_visibility="collapsed",
         required=True,
     )
-    clicked = widgets.clickable(charts.spread(table, measure), key=f"ranks-map-{entry.name}")
+    clicked = widgets.clickable(charts.step_heatmap(table, measure), key=f"ranks-map-{entry.name}")
     _chosen(entry, table, clicked and clicked[:2])
 
 

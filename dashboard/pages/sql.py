@@ -130,4 +130,4 @@ def _schema() -> None:
 
 
 def _columns(table: Table) -> list[tuple[str, str, str]]:
-    return [(column.name, schema_pages.kind(column), column.meaning) for column in table.columns]
+    return [(column.name, schema_pages.unit_or_type(column), column.meaning) for column in table.columns]

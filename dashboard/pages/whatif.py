@@ -105,7 +105,7 @@ def _ranked(entry: RunEntry, found: Answers) -> None:
         st.info("Nothing that can be taken away from this run would make its step shorter.")
     else:
         st.caption("Each change by itself. They overlap: what several save together is not their sum.")
-        widgets.chart(charts.savings(table), key="whatif-savings")
+        widgets.chart(charts.potential_savings(table), key="whatif-savings")
         st.html(_table(found))
         downloads.table(
             table.select("cause", pl.lit(found.step_ns).alias("step_ns"), pl.exclude("cause")), key="whatif"
@@ -169,7 +169,7 @@ def _chosen(entry: RunEntry, held: run_store.OpenRun, found: Answers, price: flo
         st.caption(widgets.plain(f"Saved by each alone: {each}."))
     st.caption(widgets.plain(_about(answer)))
     (saved,) = what_if.savings(entry, [tuple(wanted)])
-    widgets.chart(charts.saved_by_rank(savings.by_rank([saved]), answer.cause.code), key="whatif-ranks")
+    widgets.chart(charts.savings_by_rank(savings.by_rank([saved]), answer.cause.code), key="whatif-ranks")
     with st.expander("Step by step"):
         table = saved.steps
         widgets.frame(table.select(each.name for each in table if each.null_count() < table.height), key="whatif-steps")

@@ -54,7 +54,7 @@ def ask(trace_processor: str, file: Path, sql: str) -> list[dict]:
         return [row.__dict__ for row in opened.query(sql)]
 
 
-def write(run: Run, file: Path) -> perfetto.Exported:
+def write(run: Run, file: Path) -> perfetto.ExportCounts:
     data = io.BytesIO()
     done = perfetto.write(run, data)
     file.write_bytes(data.getvalue())

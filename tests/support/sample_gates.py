@@ -35,7 +35,7 @@ def change(metric: str, before: float, now: float, *, samples: int = 12, spread:
     return compare_samples(metric, a, b, step_ns=10e6)
 
 
-def plain(
+def findings_only(
     path: str = "runs/today", *, found: Sequence[Finding] | None = None, bar: Severity | None = None
 ) -> CheckResult:
     """Return the gate of a run by its findings alone."""
@@ -49,9 +49,9 @@ def plain(
     return gate.result_of_findings(report, bar)
 
 
-def held(path: str = "runs/today") -> CheckResult:
+def with_baseline(path: str = "runs/today") -> CheckResult:
     """Return the gate of a run that has all there is: each standing and outcome, a regression, what is gone."""
-    base = plain(path, bar=Severity.WARNING)
+    base = findings_only(path, bar=Severity.WARNING)
     exposed, churn, doubt = base.report.findings
     slow = Finding("CKPT001", Severity.WARNING, "A save blocks.", "Save in the background.", impact=0.03)
     report: Report = dataclasses.replace(
@@ -94,7 +94,7 @@ def hostile() -> CheckResult:
         Finding("COMM001", Severity.WARNING, f"bad {HOSTILE}", HOSTILE, impact=0.1, subject=HOSTILE),
         Finding(HOSTILE, Severity.ERROR, HOSTILE, HOSTILE, cost_bytes=1),
     ]
-    made = plain(f"runs/{HOSTILE}".replace("/", "∕").replace("∕", "/", 1), found=found, bar=Severity.WARNING)
+    made = findings_only(f"runs/{HOSTILE}".replace("/", "∕").replace("∕", "/", 1), found=found, bar=Severity.WARNING)
     broken = BudgetResult(HOSTILE, "step_time_ns", 1.0, 2.0, BudgetOutcome.BROKEN, HOSTILE)
     cause = Cause(HOSTILE, HOSTILE, ("step_time_ns",))
     worse = change("step_time_ns", 10e6, 13e6)

@@ -61,7 +61,7 @@ def write(
     """Write the reports on runs: one to `out`, or stdout, and those that are wanted besides."""
     from tracekit.report import code_locations
 
-    checkout = code_locations.Checkout(code_locations.root_of(Path.cwd()))
+    checkout = code_locations.Checkout(code_locations.repository_root(Path.cwd()))
     for each, file in also:
         output.emit(_render(gates, each, file, checkout, comment_key), file)
     emit = output.emit_commands if report_format is ReportFormat.GITHUB else output.emit

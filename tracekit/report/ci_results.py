@@ -18,7 +18,7 @@ class Level(StrEnum):
     NOTICE = "notice"
 
 
-class Kind(StrEnum):
+class ItemKind(StrEnum):
     """What an item of a verdict speaks of."""
 
     FINDING = "finding"
@@ -27,10 +27,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class CheckItem:
     """One thing that a check has to show: a finding, a metric that got worse, or a budget that is not kept."""
 
-    kind: Kind
+    kind: ItemKind
     id: str
     """As `Gate.failures` names it."""
     title: str
@@ -43,14 +43,14 @@ class Item:
     """What it is, or, of a metric or a budget, what new finding tells most of it: where a person looks first."""
 
 
-def items(gate: CheckResult) -> tuple[Item, ...]:
+def items(gate: CheckResult) -> tuple[CheckItem, ...]:
     """Return all that a check has to show, what fails first."""
     found = [*map(_finding, gate.findings), *_metrics(gate), *_budgets(gate)]
     order = list(Level)
     return tuple(sorted(found, key=lambda item: (not item.fails, order.index(item.level))))
 
 
-def failed(gates: Sequence[CheckResult]) -> str:
+def failure_counts(gates: Sequence[CheckResult]) -> str:
     """Return how much of what fails: "2 findings, 1 metric, 1 budget"."""
     counts = {
         "finding": sum(each.fails for gate in gates for each in gate.findings),
@@ -60,7 +60,7 @@ def failed(gates: Sequence[CheckResult]) -> str:
     return ", ".join(f"{number} {noun}{'s' * (number > 1)}" for noun, number in counts.items() if number)
 
 
-def names(gates: Iterable[CheckResult]) -> list[str]:
+def run_names(gates: Iterable[CheckResult]) -> list[str]:
     """Return the names of the gates' runs, those of one name told apart by their place."""
     plain = [gate.report.run.name for gate in gates]
     return [f"{name} ({number})" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
@@ -81,13 +81,13 @@ def rule_title(code: str) -> str:
     return f"{name} ({code})" if name != code else code
 
 
-def _finding(judged: JudgedFinding) -> Item:
+def _finding(judged: JudgedFinding) -> CheckItem:
     found = judged.finding
     worse = judged.status is FindingStatus.WORSE and judged.impact_before is not None
     before = f" It took {100 * (judged.impact_before or 0):.1f}% of the step before." if worse else ""
     fix = f" Fix: {found.fix}" if found.fix else ""
-    return Item(
-        Kind.FINDING,
+    return CheckItem(
+        ItemKind.FINDING,
         found.id,
         rule_title(found.code),
         f"{found.message}{before}{fix}",
@@ -98,43 +98,45 @@ def _finding(judged: JudgedFinding) -> Item:
     )
 
 
-def _metrics(gate: CheckResult) -> list[Item]:
+def _metrics(gate: CheckResult) -> list[CheckItem]:
     against = f" than in {gate.baseline}" if gate.baseline else " than before"
     made = []
     for change in gate.regressions:
         before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
         name = comparison.label(change.metric)
         causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
-        told = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_in_words(change)}."
+        told = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."
         message = " ".join([told, *causes])
         made.append(
-            Item(
-                Kind.METRIC,
+            CheckItem(
+                ItemKind.METRIC,
                 change.metric,
                 f"{name} regressed",
                 message,
                 Level.ERROR,
                 fails=True,
-                finding=_telling(gate, change.metric),
+                finding=_costliest_new_finding(gate, change.metric),
             )
         )
     return made
 
 
-def _telling(gate: CheckResult, metric: str) -> Finding | None:
+def _costliest_new_finding(gate: CheckResult, metric: str) -> Finding | None:
     """Return the new or worse finding that costs most of what a metric measures."""
     found = [each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN]
     costs = [each.cost_bytes if metric.endswith("_bytes") else each.impact for each in found]
     return found[costs.index(max(costs))] if any(costs) else None
 
 
-def _budgets(gate: CheckResult) -> list[Item]:
+def _budgets(gate: CheckResult) -> list[CheckItem]:
     made = []
     for each in gate.budgets:
         if each.outcome is BudgetOutcome.KEPT:
             continue
         fails = gate.fails_budget(each)
         grave = Level.ERROR if fails else Level.NOTICE
-        at = _telling(gate, each.metric) if fails else None
-        made.append(Item(Kind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails, finding=at))
+        at = _costliest_new_finding(gate, each.metric) if fails else None
+        made.append(
+            CheckItem(ItemKind.BUDGET, each.budget, f"budget {each.budget}", each.message, grave, fails, finding=at)
+        )
     return made

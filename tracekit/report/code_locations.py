@@ -20,10 +20,10 @@ from tracekit.analysis.host import stacks
 from tracekit.model.run import Run
 from tracekit.rules.rule import Finding
 
-MOST = 0.5
+MIN_SHARE = 0.5
 """A function is where something happens if it holds more than this share of the evidence's time in the repository."""
 _MODULE = "<module>"
-_UNNAMED: Mapping[type[ast.expr], str] = {
+_ANONYMOUS: Mapping[type[ast.expr], str] = {
     ast.Lambda: "<lambda>",
     ast.GeneratorExp: "<genexpr>",
     ast.ListComp: "<listcomp>",
@@ -35,7 +35,7 @@ _MAX_SOURCE_BYTES = 4 << 20
 _MAX_EVIDENCE_ROWS = 1000
 
 
-class Kind(StrEnum):
+class LocationKind(StrEnum):
     """What a place is."""
 
     FUNCTION = "function"
@@ -44,10 +44,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A line of a file. `path` is relative to the repository's root, with slashes; columns count from 1."""
 
-    kind: Kind
+    kind: LocationKind
     path: str
     line: int = 1
     start_column: int = 1
@@ -56,7 +56,7 @@ class Place:
     function: str = ""
 
 
-def root_of(folder: Path) -> Path:
+def repository_root(folder: Path) -> Path:
     """Return the repository that a folder lies in; the folder itself where it lies in none."""
     return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), folder)
 
@@ -67,20 +67,20 @@ class Checkout:
     def __init__(self, root: Path) -> None:
         """Take the repository at `root`; files are looked for when they are asked for."""
         self._root = root.resolve()
-        self._placed: dict[tuple[Run, Finding | None], Place] = {}
+        self._located: dict[tuple[Run, Finding | None], Location] = {}
 
-    def place(self, run: Run, finding: Finding | None = None) -> Place:
+    def locate(self, run: Run, finding: Finding | None = None) -> Location:
         """Return where a finding points; without one, where the run as a whole does. Found once, then kept."""
         key = run, finding
-        if key not in self._placed:
+        if key not in self._located:
             function = self._function(run, finding) if finding is not None else None
             place = function or self._script(run.manifest) or self._trace(run, finding)
             # A file's name may be bytes that are no text, which no format for CI can hold.
-            self._placed[key] = replace(place, path=place.path.encode("utf-8", "replace").decode())
-        return self._placed[key]
+            self._located[key] = replace(place, path=place.path.encode("utf-8", "replace").decode())
+        return self._located[key]
 
-    def _function(self, run: Run, finding: Finding) -> Place | None:
-        evidence = _most_of(finding.evidence)
+    def _function(self, run: Run, finding: Finding) -> Location | None:
+        evidence = _main_evidence(finding.evidence)
         if evidence is None:
             return None
         rank, window, rows = evidence
@@ -91,41 +91,41 @@ class Checkout:
         own = [
             (each["inside_ns"], place)
             for each in ran.iter_rows(named=True)
-            if (place := self._line(each["file"], each["line"], each["function"])) is not None
+            if (place := self._function_location(each["file"], each["line"], each["function"])) is not None
         ]
         # What calls another holds its time too and comes before it: the last that holds most of it is innermost.
         most = max((inside_ns for inside_ns, _ in own), default=0)
-        held = [place for inside_ns, place in own if inside_ns > MOST * most]
+        held = [place for inside_ns, place in own if inside_ns > MIN_SHARE * most]
         return held[-1] if held else None
 
-    def _script(self, manifest: Mapping[str, object]) -> Place | None:
+    def _script(self, manifest: Mapping[str, object]) -> Location | None:
         for name in _scripts(manifest.get("command")):
             path = self._file(name)
             if path is not None:
-                return self._source(Kind.SCRIPT, path, 1)
+                return self._location(LocationKind.SCRIPT, path, 1)
         return None
 
-    def _trace(self, run: Run, finding: Finding | None) -> Place:
+    def _trace(self, run: Run, finding: Finding | None) -> Location:
         ranks = finding.ranks if finding is not None else ()
         source = next((each for each in run.sources if each.rank in ranks), None) or next(iter(run.sources), None)
         name = source.path if source else run.path
         path = Path(name)
         if "://" not in name and path.resolve().is_relative_to(self._root):
-            return Place(Kind.TRACE, path.resolve().relative_to(self._root).as_posix())
-        return Place(Kind.TRACE, f"{run.name}/{path.name}")
+            return Location(LocationKind.TRACE, path.resolve().relative_to(self._root).as_posix())
+        return Location(LocationKind.TRACE, f"{run.name}/{path.name}")
 
-    def _line(self, name: str, line: int, function: str) -> Place | None:
+    def _function_location(self, name: str, line: int, function: str) -> Location | None:
         """Return a function's place; None if no file of the repository has it there: then it is someone else's."""
         path = self._file(name)
         # A call that began before the trace is known by the line that it was at, others by their first.
         first = path and _first_line(path, line, function)
-        return self._source(Kind.FUNCTION, path, first, function) if path and first else None
+        return self._location(LocationKind.FUNCTION, path, first, function) if path and first else None
 
-    def _source(self, kind: Kind, path: Path, line: int, function: str = "") -> Place:
+    def _location(self, kind: LocationKind, path: Path, line: int, function: str = "") -> Location:
         text = (_lines(path)[line - 1 : line] or [""])[0]
         start = len(text) - len(text.lstrip()) + 1
         name = path.relative_to(self._root).as_posix()
-        return Place(kind, name, line, start, max(start, len(text.rstrip()) + 1), function)
+        return Location(kind, name, line, start, max(start, len(text.rstrip()) + 1), function)
 
     def _file(self, name: str) -> Path | None:
         """Return the one file of the repository that a name can mean: a whole path, or the end of one."""
@@ -135,9 +135,9 @@ class Checkout:
         parts = PurePosixPath(name).parts
         # A whole path may be of another machine: then its end counts, with a folder at least.
         ends = [parts[first:] for first in range(1, len(parts) - 1)] if Path(name).is_absolute() else [parts]
-        return next(filter(None, map(self._ending, ends)), None)
+        return next(filter(None, map(self._unique_suffix_match, ends)), None)
 
-    def _ending(self, parts: Sequence[str]) -> Path | None:
+    def _unique_suffix_match(self, parts: Sequence[str]) -> Path | None:
         """Return the one file whose path ends so; None where there are none or several."""
         fitting = [path for path in self._by_name.get(parts[-1], ()) if path.parts[-len(parts) :] == tuple(parts)]
         return fitting[0] if len(fitting) == 1 else None
@@ -154,7 +154,7 @@ class Checkout:
         return named
 
 
-def _most_of(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFrame] | None:
+def _main_evidence(evidence: pl.DataFrame) -> tuple[int, int | None, pl.DataFrame] | None:
     """Return the rank and window in which most of the evidence's time lies, and its rows there."""
     if not {"rank", "start_ns", "dur_ns"} <= set(evidence.columns):
         return None
@@ -208,7 +208,7 @@ class _Function(NamedTuple):
     name: str
     first: int
     last: int
-    begins: int
+    def_line: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,8 +222,8 @@ def _functions(path: Path) -> tuple[_Function, ...]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             found.append(_Function(node.name, first, node.end_lineno or first, node.lineno))
-        elif isinstance(node, ast.expr) and type(node) in _UNNAMED:
-            found.append(_Function(_UNNAMED[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno))
+        elif isinstance(node, ast.expr) and type(node) in _ANONYMOUS:
+            found.append(_Function(_ANONYMOUS[type(node)], node.lineno, node.end_lineno or node.lineno, node.lineno))
     return tuple(found)
 
 
@@ -232,4 +232,4 @@ def _first_line(path: Path, line: int, function: str) -> int | None:
     around = [each for each in _functions(path) if each.name == function and each.first <= line <= each.last]
     if not around:
         return None
-    return line if function == _MODULE else max(each.begins for each in around)
+    return line if function == _MODULE else max(each.def_line for each in around)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import ci_results, sarif
-from tracekit.report.ci_results import Item, Kind
+from tracekit.report.ci_results import CheckItem, ItemKind
 from tracekit.report.code_locations import Checkout
 from tracekit.rules.rule import Severity
 
@@ -21,14 +21,14 @@ _MAX_TEXT = 1000
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the JSON array: one entry per finding, metric that regressed and budget that is not kept."""
     entries = []
-    for name, gate in zip(ci_results.names(gates), gates, strict=True):
+    for name, gate in zip(ci_results.run_names(gates), gates, strict=True):
         run = name if len(gates) > 1 else ""
         for item in ci_results.items(gate):
-            place = checkout.place(gate.report.run, item.finding)
+            place = checkout.locate(gate.report.run, item.finding)
             told = f"{run}: {item.message}" if run else item.message
             entry = {
                 "description": escaping.inert(told, _MAX_TEXT),
-                "check_name": item.finding.code if item.finding and item.kind is Kind.FINDING else item.kind.value,
+                "check_name": item.finding.code if item.finding and item.kind is ItemKind.FINDING else item.kind.value,
                 "fingerprint": sarif.fingerprint(item, run),
                 "severity": _severity(item),
                 "location": {"path": place.path, "lines": {"begin": place.line}},
@@ -37,9 +37,9 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
 
 
-def _severity(item: Item) -> str:
+def _severity(item: CheckItem) -> str:
     if item.fails:
         return "blocker"
-    if item.finding is None or item.kind is not Kind.FINDING or item.standing is FindingStatus.KNOWN:
+    if item.finding is None or item.kind is not ItemKind.FINDING or item.standing is FindingStatus.KNOWN:
         return "info"
     return _SEVERITIES[item.finding.severity]

@@ -9,23 +9,25 @@ from tracekit.analysis.compute import stall_attribution
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.model.run import Run
 from tracekit.report import charts
-from tracekit.report.memory_figures import Picture
+from tracekit.report.memory_figures import ReportFigure
 
 
-def of_run(run: Run) -> Iterator[Picture]:
+def of_run(run: Run) -> Iterator[ReportFigure]:
     """Yield how much communication is hidden, why nothing computes, who waits for whom; nothing where none is known."""
     by_rank = run.run_table(exposed_communication.by_rank)
     if int(by_rank["communication_ns"].sum()):
         told = "Communication in steps: beside compute, moving while nothing computes, or waiting for a rank."
-        yield Picture("communication", "How much communication is hidden", told, charts.communication(by_rank))
+        yield ReportFigure(
+            "communication", "How much communication is hidden", told, charts.communication_parts(by_rank)
+        )
     idle = run.run_table(stall_attribution.idle_by_rank)
     if idle.height:
         told = "Time in steps in which nothing computes, split by cause: the parts of a bar sum to it, exactly."
-        yield Picture("standing", "Why nothing computes", told, charts.standing(idle))
+        yield ReportFigure("standing", "Why nothing computes", told, charts.stall_causes(idle))
     waited = run.run_table(rank_timelines.waited)
     if waited.filter(pl.col("peer_rank").is_not_null()).height and len(run.ranks) <= _MOST_RANKS:
         told = "Time in which a rank computes nothing and waits in a collective for a rank that has not come."
-        yield Picture("waits", "Who waits for whom", told, charts.waits(waited, run.ranks))
+        yield ReportFigure("waits", "Who waits for whom", told, charts.wait_matrix(waited, run.ranks))
 
 
 _MOST_RANKS = 64

@@ -12,7 +12,7 @@ from tracekit.regression.comparison import Comparison
 from tracekit.regression.limits import Limit
 from tracekit.regression.quantities import is_share
 from tracekit.report import markdown_escaping, text_layout
-from tracekit.report.json import plain
+from tracekit.report.json import to_json_value
 
 SCHEMA = "tracekit.comparison/1"
 STYLES = {Verdict.BETTER: "bold green", Verdict.WORSE: "bold red", Verdict.SAME: "dim", Verdict.CANNOT_TELL: "yellow"}
@@ -27,7 +27,7 @@ def as_json(found: Comparison) -> str:
         "schema": SCHEMA,
         "reference": found.reference,
         "candidate": found.candidate,
-        "changes": [plain(change) for change in changes],
+        "changes": [to_json_value(change) for change in changes],
         "notes": list(found.notes),
     }
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -37,7 +37,9 @@ def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
     """Return the comparison as a table, one row per metric, and what to know when reading it."""
     gap = 1 if width < _NARROW else 2
     styles = [STYLES[change.verdict] for change in found.changes]
-    made = text_layout.table(*cells(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
+    made = text_layout.table(
+        *table_cells(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles
+    )
     made.columns[0].no_wrap = True
     parts: list[RenderableType] = [
         text_layout.line(
@@ -49,24 +51,22 @@ def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
         "",
         made,
     ]
-    remarks = remarks_on(found)
-    parts += ["", *(text_layout.hanging("·", text_layout.line(remark)) for remark in remarks)] if remarks else []
+    notes = remarks(found)
+    parts += ["", *(text_layout.hanging("·", text_layout.line(note)) for note in notes)] if notes else []
     return text_layout.print_to_string(parts, width=width, color=color)
 
 
 def as_markdown(found: Comparison) -> str:
     """Return the comparison as a Markdown table, as pull requests show it."""
-    header, rows = cells(found)
+    header, rows = table_cells(found)
     told = [[markdown_escaping.escaped(cell.strip()) for cell in row] for row in (header, *rows)]
     lines = [markdown_escaping.table(told[0], told[1:], right=(1, 2, 3, 4)), ""]
-    return (
-        "\n".join([*lines, *(f"- {markdown_escaping.escaped(remark)}" for remark in remarks_on(found))]).rstrip() + "\n"
-    )
+    return "\n".join([*lines, *(f"- {markdown_escaping.escaped(remark)}" for remark in remarks(found))]).rstrip() + "\n"
 
 
-def outcome(bar: Limit, change: Change) -> str:
+def limit_verdict(bar: Limit, change: Change) -> str:
     """Return in words what a change is to a bar."""
-    told = f"{bar.text}: {change_in_words(change)}"
+    told = f"{bar.text}: {change_text(change)}"
     if bar.is_exceeded(change):
         return f"{told}: past the bar"
     if bar.is_beyond(change):
@@ -76,7 +76,7 @@ def outcome(bar: Limit, change: Change) -> str:
     return f"{told}: within the bar"
 
 
-def change_in_words(change: Change) -> str:
+def change_text(change: Change) -> str:
     """Return a change with its interval: "+8.1% (+4.0 to +11.9%)"."""
     return f"{_change(change)} ({_interval(change)})" if change.low is not None else _change(change)
 
@@ -86,7 +86,7 @@ def label(metric: str) -> str:
     return _LABELS.get(metric, escaping.heading(metric))
 
 
-def cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
+def table_cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a comparison's table, one row per metric."""
     names = [escaping.inert(name, _MAX_NAME) for name in (found.reference, found.candidate)]
     rows = [
@@ -145,7 +145,7 @@ def _unit(change: Change) -> str:
     return " pt" if is_share(change.metric) else "%"
 
 
-def remarks_on(found: Comparison) -> Sequence[str]:
+def remarks(found: Comparison) -> Sequence[str]:
     """Return what limits the comparison: metrics that cannot tell, then what differs between the runs."""
     unsure = [change for change in found.changes if change.verdict is Verdict.CANNOT_TELL]
     samples = ", ".join(f"{label(change.metric)} {_more(change)}" for change in unsure if change.more_samples)

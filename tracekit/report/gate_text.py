@@ -49,12 +49,12 @@ def parts(gate: CheckResult, width: int) -> list[RenderableType]:
 def headline(gate: CheckResult) -> str:
     """Return the verdict in one line: "Failed: 1 new finding, 2 metrics worse than main"."""
     against = f" than {gate.baseline}" if gate.baseline else ""
-    told = _counted(gate, FindingStatus.NEW, "new finding") if gate.baseline else []
-    told += _counted(gate, FindingStatus.WORSE, "worse finding")
+    told = _finding_count(gate, FindingStatus.NEW, "new finding") if gate.baseline else []
+    told += _finding_count(gate, FindingStatus.WORSE, "worse finding")
     if not gate.baseline:
-        told += _plural(sum(each.fails for each in gate.findings), "finding")
-    told += _plural(len(gate.regressions), "metric", f" worse{against}")
-    told += _plural(sum(gate.fails_budget(each) for each in gate.budgets), "budget", " broken")
+        told += _count(sum(each.fails for each in gate.findings), "finding")
+    told += _count(len(gate.regressions), "metric", f" worse{against}")
+    told += _count(sum(gate.fails_budget(each) for each in gate.budgets), "budget", " broken")
     if told:
         return f"Failed: {', '.join(told)}"
     return f"Passed: nothing new, nothing worse{against}" if gate.baseline else "Passed"
@@ -64,11 +64,11 @@ def _verdict(gate: CheckResult) -> RenderableType:
     return text_layout.line((headline(gate), _BAD if gate.failures else f"{text_layout.BOLD} {text_layout.GOOD}"))
 
 
-def _counted(gate: CheckResult, standing: FindingStatus, noun: str) -> list[str]:
-    return _plural(sum(each.fails and each.status is standing for each in gate.findings), noun)
+def _finding_count(gate: CheckResult, standing: FindingStatus, noun: str) -> list[str]:
+    return _count(sum(each.fails and each.status is standing for each in gate.findings), noun)
 
 
-def _plural(number: int, noun: str, after: str = "") -> list[str]:
+def _count(number: int, noun: str, after: str = "") -> list[str]:
     return [f"{number} {noun}{'s' * (number > 1)}{after}"] if number else []
 
 
@@ -117,14 +117,14 @@ def _metrics(gate: CheckResult, width: int) -> Sequence[RenderableType]:
     assert gate.comparison is not None
     found = gate.comparison
     failed = {change.metric for change in gate.regressions}
-    header, rows = comparison.cells(found)
+    header, rows = comparison.table_cells(found)
     for row, change in zip(rows, found.changes, strict=True):
         row[-1] += ", fails" if change.metric in failed else ""
     styles = [_BAD if change.metric in failed else comparison.STYLES[change.verdict] for change in found.changes]
     right = [False, True, True, True, True, False]
     made = text_layout.table(header, rows, right=right, gap=1 if width < _NARROW else 2, last_styles=styles)
     made.columns[0].no_wrap = True
-    remarks = [text_layout.hanging("·", text_layout.line(remark)) for remark in comparison.remarks_on(found)]
+    remarks = [text_layout.hanging("·", text_layout.line(remark)) for remark in comparison.remarks(found)]
     heading = text_layout.line(
         ("Metrics", text_layout.BOLD), ("  medians over steps, mean over recordings", text_layout.DIM)
     )

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult
 from tracekit.report import ci_results
-from tracekit.report.ci_results import Item, Level
-from tracekit.report.code_locations import Checkout, Kind
+from tracekit.report.ci_results import CheckItem, Level
+from tracekit.report.code_locations import Checkout, LocationKind
 from tracekit.report.gate_text import headline
 
 MAX_OF_LEVEL = 10
@@ -22,7 +22,7 @@ _MAX_MESSAGE = 3000
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return a line of plain words on each run, and the annotations: what fails as errors, what is known as notices."""
-    named = list(zip(ci_results.names(gates), gates, strict=True))
+    named = list(zip(ci_results.run_names(gates), gates, strict=True))
     lines = [
         escaping.without_commands(f"tracekit: {escaping.inert(f'{name}: {headline(gate)}')}") for name, gate in named
     ]
@@ -33,7 +33,7 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _of_level(level: Level, found: Sequence[tuple[str, CheckResult, Item]], checkout: Checkout) -> list[str]:
+def _of_level(level: Level, found: Sequence[tuple[str, CheckResult, CheckItem]], checkout: Checkout) -> list[str]:
     shown = found if len(found) <= MAX_OF_LEVEL else found[: MAX_OF_LEVEL - 1]
     lines = [_annotation(run, gate, item, checkout) for run, gate, item in shown]
     rest = found[len(shown) :]
@@ -43,10 +43,10 @@ def _of_level(level: Level, found: Sequence[tuple[str, CheckResult, Item]], chec
     return lines
 
 
-def _annotation(run: str, gate: CheckResult, item: Item, checkout: Checkout) -> str:
+def _annotation(run: str, gate: CheckResult, item: CheckItem, checkout: Checkout) -> str:
     properties: dict[str, str] = {}
-    place = checkout.place(gate.report.run, item.finding)
-    if place.kind is not Kind.TRACE:  # GitHub has no line of a trace to show
+    place = checkout.locate(gate.report.run, item.finding)
+    if place.kind is not LocationKind.TRACE:  # GitHub has no line of a trace to show
         properties |= {"file": place.path, "line": str(place.line)}
     properties["title"] = f"tracekit: {run}{item.title}"
     return _command(item.level, properties, item.message)

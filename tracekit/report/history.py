@@ -16,10 +16,10 @@ from tracekit.regression.history.trends import Group, MetricShift, Series, lates
 from tracekit.regression.quantities import is_share
 from tracekit.report import phrases, text_layout
 from tracekit.report.comparison import label
-from tracekit.report.json import plain
+from tracekit.report.json import to_json_value
 
 SCHEMA = "tracekit.history/1"
-MAX_MOMENTS = 12
+MAX_CHANGES = 12
 _SPREAD_RUNS = 2
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -44,7 +44,7 @@ def as_json(groups: Sequence[Group]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def identity_in_words(group: Group) -> str:
+def identity_text(group: Group) -> str:
     """Return who the runs of a group are: "fsdp2 · model tiny · 2 ranks · NVIDIA H200"."""
     told = group.identity
     count = int(told["world_size"]) if told.get("world_size", "").isdigit() else None
@@ -55,7 +55,7 @@ def identity_in_words(group: Group) -> str:
     return " · ".join(part for part in parts if part) or "runs that say nothing of themselves"
 
 
-def bars(values: Sequence[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Return numbers as a line of bars from the smallest to the largest; a space where there is none.
 
     >>> bars([1.0, 2.0, float("nan"), 8.0])
@@ -71,7 +71,7 @@ def bars(values: Sequence[float]) -> str:
     return "".join(" " if place is None else _BARS[place] for place in places)
 
 
-def changes(group: Group) -> list[list[MetricShift]]:
+def changes_by_run(group: Group) -> list[list[MetricShift]]:
     """Return the changes of all metrics by the moment that they share, the latest first, what is worse first.
 
     The place of a change is known to a run or so: those next to each other are one moment, at the place that most of
@@ -94,17 +94,17 @@ def _at_most_common_first(shifts: list[MetricShift]) -> list[MetricShift]:
 def before_and_after(shift: MetricShift) -> str:
     """Return a change in words: "10.1 ms → 12.2 ms, +21%"."""
     before, after = (escaping.cell(shift.metric, value) for value in (shift.before, shift.after))
-    return f"{before} → {after}, {change_in_words(shift.metric, shift.before, shift.after)}"
+    return f"{before} → {after}, {change_text(shift.metric, shift.before, shift.after)}"
 
 
 def context(group: Group, shift: MetricShift) -> list[tuple[str, str]]:
     """Return what to know of a change, each with a word for it: the commits, the runs, findings, versions."""
-    told = [("between", range_in_words(group, shift))]
+    told = [("between", commit_range(group, shift))]
     for word, index in (("last before", shift.last), ("first after", shift.first)):
-        when = day(int(group.runs["at_ns"][index]))
-        told.append((word, f"run {index + 1}, {when}, {run_in_words(group.runs, index)}"))
+        when = utc_minute(int(group.runs["at_ns"][index]))
+        told.append((word, f"run {index + 1}, {when}, {run_text(group.runs, index)}"))
     for word, ids in (("came with it", shift.appeared), ("gone with it", shift.disappeared)):
-        told += [(word, ", ".join(map(finding_in_words, ids)))] if ids else []
+        told += [(word, ", ".join(map(finding_text, ids)))] if ids else []
     differing = ", ".join(f"{field} {a or 'none'} → {b or 'none'}" for field, a, b in shift.changed_facts)
     return [*told, *([("differs too", differing)] if differing else [])]
 
@@ -115,16 +115,16 @@ def verdict(series: Series) -> str:
         shift = series.shifts[-1]
         more = f", {len(series.shifts) - 1} before" if len(series.shifts) > 1 else ""
         return (
-            f"{_way(shift)} {change_in_words(shift.metric, shift.before, shift.after)} at run {shift.first + 1}{more}"
+            f"{_direction(shift)} {change_text(shift.metric, shift.before, shift.after)} at run {shift.first + 1}{more}"
         )
     if series.drifts:
         drift = series.drifts[-1]
-        return f"drifts {change_in_words(series.metric, drift.before, drift.after)} since run {drift.first + 1}"
+        return f"drifts {change_text(series.metric, drift.before, drift.after)} since run {drift.first + 1}"
     known = sum(math.isfinite(value) for value in series.values.tolist())
     return "steady" if known >= LEAST_RUNS else "too few runs to tell"
 
 
-def change_in_words(metric: str, before: float, after: float) -> str:
+def change_text(metric: str, before: float, after: float) -> str:
     """Return a change: "+23%", or of a share "+4.0 pt"."""
     if is_share(metric):
         return f"{100 * (after - before):+.1f} pt"
@@ -134,7 +134,7 @@ def change_in_words(metric: str, before: float, after: float) -> str:
     return f"{percent:+.1f}%" if abs(percent) < 10 else f"{percent:+.0f}%"
 
 
-def run_in_words(runs: pl.DataFrame, index: int) -> str:
+def run_text(runs: pl.DataFrame, index: int) -> str:
     """Return a run by its commit and what that says first; by its name where no commit is known."""
     row = runs.row(index, named=True)
     if row["commit"] is None:
@@ -145,7 +145,7 @@ def run_in_words(runs: pl.DataFrame, index: int) -> str:
     )
 
 
-def range_in_words(group: Group, shift: MetricShift) -> str:
+def commit_range(group: Group, shift: MetricShift) -> str:
     """Return the commits that a change lies between, as git understands it; the runs' names where none are known."""
     last, first = (group.runs["commit"][index] for index in (shift.last, shift.first))
     if last and first and last != first:
@@ -155,12 +155,12 @@ def range_in_words(group: Group, shift: MetricShift) -> str:
     return f"{escaping.inert(str(group.runs['name'][shift.last]))} .. {escaping.inert(str(group.runs['name'][shift.first]))}"
 
 
-def day(at_ns: int) -> str:
+def utc_minute(at_ns: int) -> str:
     """Return a Unix time as people write it, UTC."""
     return datetime.datetime.fromtimestamp(at_ns / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def finding_in_words(finding: str) -> str:
+def finding_text(finding: str) -> str:
     """Return a finding by its id and its rule's name."""
     return f"{finding} {phrases.rule_name(finding.partition('-')[0])}"
 
@@ -168,18 +168,18 @@ def finding_in_words(finding: str) -> str:
 def _group(group: Group, width: int) -> list[RenderableType]:
     count = group.runs.height
     parts: list[RenderableType] = [
-        text_layout.line((identity_in_words(group), text_layout.BOLD), (f"  {group.fingerprint}", text_layout.DIM)),
+        text_layout.line((identity_text(group), text_layout.BOLD), (f"  {group.fingerprint}", text_layout.DIM)),
         text_layout.line((f"{count} run{'s' * (count != 1)}, the latest ", text_layout.DIM), *_latest(group)),
         "",
     ]
     parts += [_table(group, width)] if group.series else []
-    moments = changes(group)
-    for shifts in moments[:MAX_MOMENTS]:
-        parts += ["", *_moment(group, shifts)]
-    if len(moments) > MAX_MOMENTS:
+    moments = changes_by_run(group)
+    for shifts in moments[:MAX_CHANGES]:
+        parts += ["", *_change(group, shifts)]
+    if len(moments) > MAX_CHANGES:
         parts += [
             "",
-            text_layout.line((f"and {len(moments) - MAX_MOMENTS} earlier changes: --format json", text_layout.DIM)),
+            text_layout.line((f"and {len(moments) - MAX_CHANGES} earlier changes: --format json", text_layout.DIM)),
         ]
     for series in group.series:
         for drift in series.drifts:
@@ -202,7 +202,7 @@ def _table(group: Group, width: int) -> RenderableType:
 
 def _latest(group: Group) -> list[tuple[str, str] | str]:
     row = group.runs.row(-1, named=True)
-    told: list[tuple[str, str] | str] = [(f"{day(row['at_ns'])}  ", text_layout.DIM), run_in_words(group.runs, -1)]
+    told: list[tuple[str, str] | str] = [(f"{utc_minute(row['at_ns'])}  ", text_layout.DIM), run_text(group.runs, -1)]
     told += [(f" on {row['branch']}", text_layout.DIM)] if row["branch"] else []
     if row["passed"] is not None:
         failed = ", ".join(row["failures"] or ())
@@ -217,7 +217,7 @@ def _row(group: Group, series: Series, most: int, wide: bool) -> list[str]:
         escaping.cell(series.metric, known[0] if known else None),
         escaping.cell(series.metric, known[-1] if known else None),
         *([_interval(group, series)] if wide else []),
-        bars(series.values.tolist()[-most:]),
+        sparkline(series.values.tolist()[-most:]),
         verdict(series),
     ]
 
@@ -235,15 +235,15 @@ def _style(series: Series) -> str:
     return _DRIFTS if series.drifts else text_layout.DIM
 
 
-def _way(shift: MetricShift) -> str:
+def _direction(shift: MetricShift) -> str:
     return "worse" if shift.is_worse else "better"
 
 
-def _moment(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]:
+def _change(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]:
     """Return what changed between two runs: each metric, the commits, and what came with it."""
     parts: list[RenderableType] = [
         text_layout.line(
-            (_way(shift).upper(), _WORSE if shift.is_worse else _BETTER),
+            (_direction(shift).upper(), _WORSE if shift.is_worse else _BETTER),
             "  ",
             (label(shift.metric), text_layout.BOLD),
             f"  {before_and_after(shift)}",
@@ -264,7 +264,7 @@ def _drift(series: Series, drift: Drift) -> RenderableType:
         ("DRIFT", _DRIFTS),
         "  ",
         (label(series.metric), text_layout.BOLD),
-        f"  {before} → {after}, {change_in_words(series.metric, drift.before, drift.after)}",
+        f"  {before} → {after}, {change_text(series.metric, drift.before, drift.after)}",
         (f"  steadily over runs {drift.first + 1} to {drift.past}: no one commit", text_layout.DIM),
     )
 
@@ -275,11 +275,11 @@ def _document(group: Group) -> dict[str, Any]:
     return {
         "fingerprint": group.fingerprint,
         "identity": dict(group.identity),
-        "runs": plain(group.runs.select(columns).to_dicts()),
+        "runs": to_json_value(group.runs.select(columns).to_dicts()),
         "metrics": [
             {
                 "metric": series.metric,
-                "medians": plain(series.values.tolist()),
+                "medians": to_json_value(series.values.tolist()),
                 "verdict": verdict(series),
                 "changes": [_shift_document(shift, names) for shift in series.shifts],
                 "drifts": [

@@ -22,14 +22,18 @@ def of_series(group: Group, series: Series) -> go.Figure:
             None if np.isnan(value) else value,
             run["low"],
             run["high"],
-            str(run["commit"])[:_SHORT_SHA] if run["commit"] else told.day(run["at_ns"])[:10],
-            [told.day(run["at_ns"]), told.run_in_words(group.runs, number), *_verdict(run["passed"], run["failures"])],
+            str(run["commit"])[:_SHORT_SHA] if run["commit"] else told.utc_minute(run["at_ns"])[:10],
+            [
+                told.utc_minute(run["at_ns"]),
+                told.run_text(group.runs, number),
+                *_verdict(run["passed"], run["failures"]),
+            ],
             failed=run["passed"] is False,
         )
         for number, (run, value) in enumerate(zip(runs.iter_rows(named=True), series.values.tolist(), strict=True))
     ]
     marks = [
-        charts.Mark(shift.first, told.change_in_words(shift.metric, shift.before, shift.after), shift.is_worse)
+        charts.Mark(shift.first, told.change_text(shift.metric, shift.before, shift.after), shift.is_worse)
         for shift in series.shifts
     ]
     return charts.history(series.metric, points, _levels(series), marks)
@@ -41,7 +45,7 @@ def _levels(series: Series) -> list[charts.Level]:
     edges = [0, *(shift.first for shift in series.shifts), len(series.values)]
     for first, past in pairwise(edges):
         known = series.values[first:past][np.isfinite(series.values[first:past])]
-        if len(known) and not any(level.first < past and first < level.past for level in found):
+        if len(known) and not any(level.first < past and first < level.end for level in found):
             median = float(np.median(known))
             found.append(charts.Level(first, past, median, median))
     return found

@@ -66,7 +66,7 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
     )
 
 
-def of_figure(figure: go.Figure, title: str) -> str:
+def render_figure(figure: go.Figure, title: str) -> str:
     """Return one figure as an HTML page of its own, which holds its scripts and fetches nothing."""
     scripts = (get_plotlyjs(), _BOOT)
     return _PAGE.format(
@@ -99,7 +99,7 @@ def _timeline(run: Run, report: Report, typical: Mapping[str, int | None]) -> go
     rank, window = int(typical["rank"] or 0), int(typical["window"] or 0)
     start_ns = int(typical["start_ns"] or 0)
     span = (start_ns, start_ns + int(typical["duration_ns"] or 0))
-    marks = html_fragments.moments(report.findings, rank=rank, window=window)
+    marks = html_fragments.evidence_spans(report.findings, rank=rank, window=window)
     return charts.timeline(run.trace(rank, window), span, evidence=marks)
 
 
@@ -137,7 +137,7 @@ def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, g
 def _findings(report: Report, run: Run, place: str) -> list[str]:
     if not report.findings:
         return ["<p>No rule fired on this run.</p>"]
-    origins_ns = phrases.origins(run)
+    origins_ns = phrases.trace_starts(run)
     return [_card(found, origins_ns, place) for found in report.findings]
 
 

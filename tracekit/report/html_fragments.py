@@ -17,7 +17,7 @@ from tracekit.report import charts, comparison, phrases
 from tracekit.rules.rule import Finding, Severity
 
 MAX_EVIDENCE_ROWS = 8
-MAX_GAINS = 8
+MAX_SAVINGS = 8
 
 STYLE = """
 .tk-verdict{border-left:6px solid #009E73;border-radius:6px;padding:14px 18px;background:rgba(128,138,150,.1)}
@@ -67,7 +67,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     headline = escaping.escape(phrases.headline(findings), 500)
     return (
         f'<div class="tk-verdict {worst.label if worst else "good"}"><b>{headline}</b>'
-        f"<span>{escaping.escape(phrases.counted(findings))}</span></div>"
+        f"<span>{escaping.escape(phrases.severity_counts(findings))}</span></div>"
     )
 
 
@@ -102,11 +102,11 @@ def headline_numbers(run: Run) -> dict[str, tuple[str, str]]:
     return shown
 
 
-def trust(doubts: Sequence[Finding]) -> str:
+def data_quality(doubts: Sequence[Finding]) -> str:
     """Return in one line how far the data can be trusted, from the findings that are of the data."""
     grave = [found for found in doubts if found.severity > Severity.INFO]
     if not grave:
-        more = f", {phrases.counted(doubts)}" if doubts else ""
+        more = f", {phrases.severity_counts(doubts)}" if doubts else ""
         return f'<p class="tk-trust good"><b>Data: good</b>{escaping.escape(more)}</p>'
     first = max(grave, key=lambda found: found.severity)
     more = f" And {len(grave) - 1} more, below." if len(grave) > 1 else ""
@@ -114,12 +114,12 @@ def trust(doubts: Sequence[Finding]) -> str:
     return f'<p class="tk-trust doubtful"><b>Data: doubtful</b> {because}</p>'
 
 
-def gains(findings: Sequence[Finding], step_ns: float | None) -> str:
+def potential_savings(findings: Sequence[Finding], step_ns: float | None) -> str:
     """Return what each finding costs a step as bars, the most first; '' where none costs time.
 
     What two findings cost may be the same time, so the bars are not added up. `step_ns` is the step that they are of.
     """
-    costly = sorted((found for found in findings if found.cost_ns), key=lambda found: -found.cost_ns)[:MAX_GAINS]
+    costly = sorted((found for found in findings if found.cost_ns), key=lambda found: -found.cost_ns)[:MAX_SAVINGS]
     if not costly:
         return ""
     whole_ns = max(step_ns or 0, costly[0].cost_ns)
@@ -135,12 +135,12 @@ def gains(findings: Sequence[Finding], step_ns: float | None) -> str:
     return f'<div class="tk-gains">{rows}<p>{escaping.escape(note)}</p></div>'
 
 
-def difference(found: Comparison, gate: CheckResult | None) -> str:
+def comparison_verdict(found: Comparison, gate: CheckResult | None) -> str:
     """Return what one run is to another in a coloured box: its step time, what else changed, the likely cause."""
     by_metric = {change.metric: change for change in found.changes}
     first = by_metric.get("step_time_ns") or next(iter(by_metric.values()))
-    headline = f"{found.candidate}: {comparison.label(first.metric)} {comparison.change_in_words(first)}"
-    decided = [change for change in found.changes if is_decided(change) and change is not first]
+    headline = f"{found.candidate}: {comparison.label(first.metric)} {comparison.change_text(first)}"
+    decided = [change for change in found.changes if is_conclusive(change) and change is not first]
     told = [
         f"{word}: {', '.join(comparison.label(change.metric) for change in decided if change.verdict is verdict)}"
         for verdict, word in ((Verdict.WORSE, "worse"), (Verdict.BETTER, "better"))
@@ -160,7 +160,7 @@ def difference(found: Comparison, gate: CheckResult | None) -> str:
     )
 
 
-def is_decided(change: Change) -> bool:
+def is_conclusive(change: Change) -> bool:
     """Return whether a metric got better or worse for certain."""
     return change.verdict in (Verdict.BETTER, Verdict.WORSE)
 
@@ -183,7 +183,7 @@ def coloured_table(
     return f'<table class="tracekit"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def moments(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFrame:
+def evidence_spans(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFrame:
     """Return the evidence of all findings that can be shown on one trace's timeline: name, start_ns, dur_ns."""
     parts = [pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64})]
     for found in findings:
@@ -207,7 +207,7 @@ def finding(found: Finding) -> str:
         f'<span class="cost">{escaping.escape(phrases.cost(found))}</span></h3>'
         f"<p>{escaping.escape(found.message, 1000)}</p>"
         + (f'<p class="fix">{escaping.escape(found.fix, 1000)}</p>' if found.fix else "")
-        + f'<p class="meta">{escaping.escape(phrases.place(found))}</p></div>'
+        + f'<p class="meta">{escaping.escape(phrases.scope(found))}</p></div>'
     )
 
 
@@ -219,7 +219,7 @@ def evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int]) -> str:
     table = found.evidence
     if table.is_empty():
         return ""
-    shown = escaping.frame(phrases.readable(table.head(MAX_EVIDENCE_ROWS), origins_ns))
+    shown = escaping.frame(phrases.from_trace_start(table.head(MAX_EVIDENCE_ROWS), origins_ns))
     more = table.height - MAX_EVIDENCE_ROWS
     return shown + (f'<p class="meta">and {more:,} more rows, in the JSON report</p>' if more > 0 else "")
 

@@ -57,11 +57,11 @@ def _findings(gate: CheckResult) -> str:
 
 def _metrics(gate: CheckResult, found: Comparison) -> str:
     failing = {change.metric for change in gate.regressions}
-    header, rows = comparison.cells(found)
+    header, rows = comparison.table_cells(found)
     for row, change in zip(rows, found.changes, strict=True):
         row[-1] += ", fails" if change.metric in failing else ""
     table = escaping.html_table(header, rows, right=(False, True, True, True, True, False))
-    remarks = "".join(f"<li>{escaping.escape(remark, 1000)}</li>" for remark in comparison.remarks_on(found))
+    remarks = "".join(f"<li>{escaping.escape(remark, 1000)}</li>" for remark in comparison.remarks(found))
     heading = f"<h2>Metrics beside {escaping.escape(gate.baseline)}</h2>"
     return heading + table + (f"<ul>{remarks}</ul>" if remarks else "")
 

@@ -30,7 +30,17 @@ MAX_REPORT_BYTES = 256 << 20
 SEVERAL_SCHEMA = "tracekit.reports/1"
 
 # Of the manifest, what says what ran. Host and command stay out: reports are attached to builds and mailed around.
-_TOLD = ("strategy", "world_size", "mesh", "model", "arguments", "versions", "device", "device_name", "created_ns")
+_MANIFEST_KEYS = (
+    "strategy",
+    "world_size",
+    "mesh",
+    "model",
+    "arguments",
+    "versions",
+    "device",
+    "device_name",
+    "created_ns",
+)
 
 
 def render(report: Report, run: Run, gate: CheckResult | None = None) -> str:
@@ -47,7 +57,7 @@ def render_several(reports: Sequence[tuple[Report, Run]], gates: Sequence[CheckR
 
 def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[str, Any]:
     """Return the report, and the verdict on it, as what JSON can hold."""
-    verdict = {} if gate is None else {"gate": gated(gate)}
+    verdict = {} if gate is None else {"gate": gate_document(gate)}
     return {
         "schema": conventions.REPORT_SCHEMA,
         "tool_version": report.tool_version,
@@ -65,7 +75,7 @@ def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[
     }
 
 
-def gated(gate: CheckResult) -> dict[str, Any]:
+def gate_document(gate: CheckResult) -> dict[str, Any]:
     """Return the verdict on a report as what JSON can hold; findings by id, metrics in their own units."""
     changes = gate.comparison.changes if gate.comparison else ()
     failing = {change.metric for change in gate.regressions}
@@ -79,17 +89,17 @@ def gated(gate: CheckResult) -> dict[str, Any]:
                 "id": each.finding.id,
                 "standing": each.status.value,
                 "fails": each.fails,
-                "impact_before": plain(each.impact_before),
+                "impact_before": to_json_value(each.impact_before),
             }
             for each in gate.findings
         ],
         "fixed": [
-            {"id": gone.id, "code": gone.code, "severity": gone.severity.label, "impact": plain(gone.impact),
+            {"id": gone.id, "code": gone.code, "severity": gone.severity.label, "impact": to_json_value(gone.impact),
              "subject": gone.subject}
             for gone in gate.fixed
         ],
         "metrics": [
-            plain(dataclasses.asdict(change)) | {"verdict": change.verdict.value, "fails": change.metric in failing}
+            to_json_value(dataclasses.asdict(change)) | {"verdict": change.verdict.value, "fails": change.metric in failing}
             for change in changes
         ],
         "confidence": gate.comparison.confidence if gate.comparison else None,
@@ -100,8 +110,8 @@ def gated(gate: CheckResult) -> dict[str, Any]:
             {
                 "budget": each.budget,
                 "metric": each.metric,
-                "limit": plain(each.limit),
-                "measured": plain(each.measured),
+                "limit": to_json_value(each.limit),
+                "measured": to_json_value(each.measured),
                 "outcome": each.outcome.value,
                 "fails": gate.fails_budget(each),
                 "message": each.message,
@@ -135,14 +145,14 @@ def is_report(path: Path) -> bool:
 
 def read(path: Path) -> RunSamples:
     """Return a saved report as a side of a comparison. Raises InputError where it is none, or holds several."""
-    reports = saved(path)
+    reports = read_reports(path)
     if len(reports) != 1:
         raise InputError(f"{path}: holds several reports; save each run's by itself")
-    with whole(path):
-        return side(reports[0])
+    with report_errors(path):
+        return comparison_side(reports[0])
 
 
-def saved(path: Path) -> tuple[Mapping[str, Any], ...]:
+def read_reports(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the reports that a file holds, one or several. Raises InputError where it holds none."""
     try:
         found = json.loads(path.read_bytes())
@@ -161,7 +171,7 @@ def saved(path: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[None]:
+def report_errors(path: Path) -> Iterator[None]:
     """Raise InputError where what is done with a saved report shows that it lacks something."""
     try:
         yield
@@ -169,7 +179,7 @@ def whole(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: is not a whole report ({type(error).__name__}: {error}); save it again") from None
 
 
-def side(saved: Mapping[str, Any]) -> RunSamples:
+def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
     """Return a report, as JSON has it, as a side of a comparison."""
     run = saved["run"]
     rows = [
@@ -178,12 +188,14 @@ def side(saved: Mapping[str, Any]) -> RunSamples:
         for step, value in zip(series["steps"], series["values"], strict=True)
     ]
     table = pl.DataFrame(rows, schema={"rank": pl.Int64, **SAMPLE_COLUMNS}, orient="row", strict=True)
-    told = {key: run.get(key) for key in _TOLD} | ({"simulated": True} if run.get("simulated") else {})
+    told = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
     return RunSamples(str(run["name"]), told, table.drop_nulls("value"))
 
 
 def _run(run: Run) -> dict[str, Any]:
-    told = {key: plain(run.manifest.get(key)) for key in _TOLD} | {"created_ns": created_ns(run.manifest)}
+    told = {key: to_json_value(run.manifest.get(key)) for key in _MANIFEST_KEYS} | {
+        "created_ns": created_ns(run.manifest)
+    }
     simulated = bool(run.manifest.get("simulated", False))
     return {"name": run.name, "path": run.path, "ranks": list(run.ranks), **told, "simulated": simulated}
 
@@ -195,16 +207,16 @@ def _finding(found: Finding) -> dict[str, Any]:
         "code": found.code,
         "name": phrases.rule_name(found.code),
         "severity": found.severity.label,
-        "impact": plain(found.impact),
+        "impact": to_json_value(found.impact),
         "cost_ns": found.cost_ns,
         "cost_bytes": found.cost_bytes,
-        "confidence": plain(found.confidence),
+        "confidence": to_json_value(found.confidence),
         "message": found.message,
         "fix": found.fix,
         "subject": found.subject,
         "ranks": list(found.ranks),
         "steps": list(found.steps),
-        "evidence": [{key: plain(value) for key, value in row.items()} for row in rows.iter_rows(named=True)],
+        "evidence": [{key: to_json_value(value) for key, value in row.items()} for row in rows.iter_rows(named=True)],
         "evidence_rows_left_out": found.evidence.height - rows.height,
     }
 
@@ -213,19 +225,19 @@ def _samples(table: pl.DataFrame) -> list[dict[str, Any]]:
     """Return one series per metric and rank: far shorter than a row per sample."""
     series = table.group_by("metric", "rank", maintain_order=True).agg("step", "value")
     return [
-        {"metric": metric, "rank": rank, "steps": steps, "values": plain(values)}
+        {"metric": metric, "rank": rank, "steps": steps, "values": to_json_value(values)}
         for metric, rank, steps, values in series.iter_rows()
     ]
 
 
-def plain(value: object) -> Any:
+def to_json_value(value: object) -> Any:
     """Return a value as strict JSON can hold it: null for what is no number, text for what JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 

@@ -23,7 +23,7 @@ _MAX_NAME = 200
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the XML: a case per rule (skipped where it is blind or all it found is ignored), metric and budget."""
     root = ET.Element("testsuites", name="tracekit")
-    for name, gate in zip(ci_results.names(gates), gates, strict=True):
+    for name, gate in zip(ci_results.run_names(gates), gates, strict=True):
         root.append(_suite(escaping.inert(name, _MAX_NAME), gate, checkout))
     for count in ("tests", "failures", "errors"):
         root.set(count, str(sum(int(suite.get(count, "0")) for suite in root)))
@@ -66,21 +66,27 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
     aside = [each for each in gate.report.ignored if each.finding.code == code]
     blind = gate.report.blind_spots.get(code)
     if failing:
-        _add(case, "failure", failing[0].finding.message, [_told(each, gate, checkout) for each in failing], "finding")
+        _add(
+            case,
+            "failure",
+            failing[0].finding.message,
+            [_finding_text(each, gate, checkout) for each in failing],
+            "finding",
+        )
     elif not found and aside:
         _add(case, "skipped", f"ignored: {aside[0].reason}", [])
     elif not found and blind:
         _add(case, "skipped", blind, [])
     rest = [each for each in found if not each.fails]
     if rest:
-        _out(case, [_told(each, gate, checkout) for each in rest])
+        _add_output(case, [_finding_text(each, gate, checkout) for each in rest])
     return case
 
 
 def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     case = ET.Element("testcase", classname=f"{run}.metrics", name=change.metric)
     before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
-    told = f"{before} before, {now} now, {comparison.change_in_words(change)}: {change.verdict}"
+    told = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):
         _add(case, "failure", told, [told, *causes], "regression")
@@ -88,7 +94,7 @@ def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
         more = f"; about {change.more_samples:,} more samples a side would tell" if change.more_samples else ""
         _add(case, "skipped", f"{told}{more}", [])
     else:
-        _out(case, [told])
+        _add_output(case, [told])
     return case
 
 
@@ -101,20 +107,20 @@ def _budgets(run: str, gate: CheckResult) -> list[ET.Element]:
         elif each.outcome is BudgetOutcome.CANNOT_TELL:
             _add(case, "skipped", each.message, [])
         else:
-            _out(case, [each.message])
+            _add_output(case, [each.message])
         cases.append(case)
     return cases
 
 
-def _told(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
+def _finding_text(judged: JudgedFinding, gate: CheckResult, checkout: Checkout) -> str:
     found = judged.finding
-    place = checkout.place(gate.report.run, found)
+    place = checkout.locate(gate.report.run, found)
     costs = phrases.cost(found)
     lines = [
         f"{found.severity.label} {found.id}" + (f", {costs}" if costs else ""),
         found.message,
         f"Fix: {found.fix}" if found.fix else "",
-        phrases.place(found),
+        phrases.scope(found),
         f"{place.path}:{place.line}",
     ]
     return "\n".join(escaping.inert(line, _MAX_TEXT) for line in lines if line)
@@ -127,7 +133,7 @@ def _add(case: ET.Element, tag: str, message: str, texts: Sequence[str], kind: s
     made.text = _block(texts)
 
 
-def _out(case: ET.Element, texts: Sequence[str]) -> None:
+def _add_output(case: ET.Element, texts: Sequence[str]) -> None:
     ET.SubElement(case, "system-out").text = _block(texts)
 
 

@@ -14,7 +14,7 @@ from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import BudgetOutcome, CheckResult, FindingStatus, JudgedFinding
 from tracekit.report import ci_results, comparison, phrases, text_charts
-from tracekit.report.code_locations import Checkout, Kind
+from tracekit.report.code_locations import Checkout, LocationKind
 from tracekit.report.gate_text import headline
 from tracekit.report.markdown_escaping import code, escaped, table
 from tracekit.rules.rule import Finding
@@ -31,7 +31,7 @@ _PICKED = (Verdict.WORSE, Verdict.BETTER)
 def render(gates: Sequence[CheckResult], checkout: Checkout, *, key: str = DEFAULT_KEY) -> str:
     """Return the comment on all runs, those that fail first. Raises ConfigError where `key` cannot name a comment."""
     text = f"{marker(key)}\n### {_title(gates)}\n"
-    named = sorted(zip(ci_results.names(gates), gates, strict=True), key=lambda each: not each[1].failures)
+    named = sorted(zip(ci_results.run_names(gates), gates, strict=True), key=lambda each: not each[1].failures)
     footer = _footer(gates)
     room = MAX_BYTES - _RESERVE_BYTES - _size(text) - _size(footer)
     # All heads come before any details, but runs that pass leave room for why others fail.
@@ -65,7 +65,11 @@ def _title(gates: Sequence[CheckResult]) -> str:
     mark = "❌" if failing else "✅"
     if len(gates) == 1:
         return f"{mark} {escaped(headline(gates[0]))}"
-    told = f"{ci_results.failed(gates)} in {len(failing)} of {len(gates)} runs" if failing else f"{len(gates)} runs"
+    told = (
+        f"{ci_results.failure_counts(gates)} in {len(failing)} of {len(gates)} runs"
+        if failing
+        else f"{len(gates)} runs"
+    )
     return f"{mark} {'Failed' if failing else 'Passed'}: {told}"
 
 
@@ -99,7 +103,7 @@ def _changes(found: Comparison, rows: Sequence[Sequence[str]]) -> str:
 def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
     before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
     verdict = f"❌ {change.verdict}" if fails else change.verdict.value
-    return comparison.label(change.metric), before, now, comparison.change_in_words(change), verdict
+    return comparison.label(change.metric), before, now, comparison.change_text(change), verdict
 
 
 def _budgets(gate: CheckResult) -> str:
@@ -155,18 +159,18 @@ def _details(gate: CheckResult, checkout: Checkout) -> Iterator[str]:
     if gate.comparison is not None:
         rows = [_metric(change, fails=False) for change in gate.comparison.changes]
         yield _changes(gate.comparison, rows)
-        notes = [*comparison.remarks_on(gate.comparison), *notes]
+        notes = [*comparison.remarks(gate.comparison), *notes]
     if notes:
         yield "\n".join(f"- {escaped(note)}" for note in notes)
 
 
 def _finding(found: Finding, gate: CheckResult, checkout: Checkout) -> str:
-    place = checkout.place(gate.report.run, found)
-    where = f"{code(f'{place.path}:{place.line}')} · " if place.kind is not Kind.TRACE else ""
+    place = checkout.locate(gate.report.run, found)
+    where = f"{code(f'{place.path}:{place.line}')} · " if place.kind is not LocationKind.TRACE else ""
     fix = f"<br>**Fix** {escaped(found.fix)}" if found.fix else ""
     return (
         f"**{escaped(phrases.rule_name(found.code))}** {code(found.id)} {escaped(found.message)}{fix}"
-        f"<br>{where}{escaped(phrases.place(found), 300)}"
+        f"<br>{where}{escaped(phrases.scope(found), 300)}"
     )
 
 

@@ -27,7 +27,7 @@ _MOST_ROWS = 15
 _EARLIER = "(from before, or without a stack)"
 
 
-class Replayed(TypedDict):
+class ReservedMemory(TypedDict):
     """What a history, recorded or played, took of the device."""
 
     segment_allocs: list[int]
@@ -38,21 +38,21 @@ class Replayed(TypedDict):
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
+class MemoryReport:
     """What is told of memory: peaks, who holds it, what comes and goes; further tables by title; and a replay."""
 
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     live_at_peak: pl.DataFrame
     churn: pl.DataFrame
-    more: Mapping[str, pl.DataFrame] = field(default_factory=dict)
+    tables: Mapping[str, pl.DataFrame] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    recorded: Replayed | None = None
-    replayed: Replayed | None = None
+    recorded: ReservedMemory | None = None
+    replayed: ReservedMemory | None = None
     settings: str = AS_RECORDED
 
 
-def of_run(run: Run) -> Memory:
+def of_run(run: Run) -> MemoryReport:
     """Return what a run's traces tell of the devices' memory; on a CPU run, of the host's."""
     tables = {fact: run.table(fact) for fact in FACTS}
     peaks = tables[allocations.peaks]
@@ -70,15 +70,15 @@ def of_run(run: Run) -> Memory:
         "Growth per step": tables[growth.growth],
         "Device allocations after the first step": _calls(tables[steady_state.stalls]),
     }
-    return Memory(
+    return MemoryReport(
         _most(peaks["peak_allocated_bytes"]), _most(peaks["peak_reserved_bytes"]), held, churn, more, tuple(notes)
     )
 
 
-def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
+def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
     """Return what a memory snapshot tells of one device."""
     history = playback.of(snapshot, device)
-    history, outcome = played(history)
+    history, outcome = play_history(history)
     notes = []
     if history.unplayable:
         notes.append(f"What is held at the snapshot is told, not the peak: {history.unplayable}.")
@@ -89,7 +89,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
             f"The model of the allocator differs from the record at {outcome.address_mismatches:,} of "
             f"{int((history.action == 0).sum()):,} requests."
         )
-    return Memory(
+    return MemoryReport(
         snapshot_summary.peak_allocated_bytes(history, outcome),
         history.peak_reserved_bytes,
         snapshot_summary.at_peak(snapshot, history, outcome),
@@ -99,7 +99,7 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> Memory:
     )
 
 
-def played(history: History) -> tuple[History, Outcome]:
+def play_history(history: History) -> tuple[History, Outcome]:
     """Return a history with what its play comes to; if it cannot be played, what is there at its end."""
     if history.unplayable is None:
         try:
@@ -110,7 +110,9 @@ def played(history: History) -> tuple[History, Outcome]:
     return history, playback.play(history)
 
 
-def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: int | None = None) -> Memory:
+def with_replay(
+    report: MemoryReport, history: History, text: str, *, capacity_bytes: int | None = None
+) -> MemoryReport:
     """Return `told` with the history as recorded and as played under the settings that `text` writes.
 
     "default" plays it under the settings of the record; of "unit_buffers:2", which `history` takes account of, nothing
@@ -125,11 +127,11 @@ def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: in
         playback.play(history) if as_recorded else playback.predict(history, settings, capacity_bytes=capacity_bytes)
     )
     return replace(
-        told,
-        recorded=_replayed(history.taken, history.given, history),
-        replayed=_replayed(played.taken, played.given, played),
+        report,
+        recorded=_reserved_memory(history.taken, history.given, history),
+        replayed=_reserved_memory(played.taken, played.given, played),
         notes=(
-            *told.notes,
+            *report.notes,
             *_replay_notes(history, played, as_recorded=as_recorded),
             *_limit_notes(settings, capacity_bytes),
         ),
@@ -137,43 +139,43 @@ def with_replay(told: Memory, history: History, text: str, *, capacity_bytes: in
     )
 
 
-def wants_buffers(text: str) -> bool:
+def uses_unit_buffers(text: str) -> bool:
     """Return whether a replay's settings ask for unit buffers that are allocated once."""
     return UNIT_BUFFERS in _pairs(text)
 
 
 def _without_buffers(text: str) -> str:
-    return ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if wants_buffers(text) else text
+    return ",".join(pair for pair in _pairs(text) if pair != UNIT_BUFFERS) if uses_unit_buffers(text) else text
 
 
 def _pairs(text: str) -> list[str]:
     return re.sub(r"\s", "", text).split(",")
 
 
-def as_json(told: Memory) -> str:
+def as_json(report: MemoryReport) -> str:
     """Return peaks, what is live at the peak, churn, and the replay if there is one, as a JSON object."""
     document: dict[str, object] = {
-        "peak_allocated_bytes": told.peak_allocated_bytes,
-        "peak_reserved_bytes": told.peak_reserved_bytes,
-        "live_at_peak": told.live_at_peak.to_dicts(),
-        "churn": told.churn.to_dicts(),
+        "peak_allocated_bytes": report.peak_allocated_bytes,
+        "peak_reserved_bytes": report.peak_reserved_bytes,
+        "live_at_peak": report.live_at_peak.to_dicts(),
+        "churn": report.churn.to_dicts(),
     }
-    if told.recorded is not None:
-        document |= {"recorded": told.recorded, "replayed": told.replayed}
+    if report.recorded is not None:
+        document |= {"recorded": report.recorded, "replayed": report.replayed}
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def as_text(told: Memory, *, width: int, color: bool = False) -> str:
+def as_text(report: MemoryReport, *, width: int, color: bool = False) -> str:
     """Return the same in readable units, with what else is known, and what to mind."""
     from tracekit.report import (
         text_layout,  # brings rich, which takes a tenth of a second, and which programs do without
     )
 
-    parts: list[object] = [text_layout.line(_headline(told))]
-    if told.recorded is not None and told.replayed is not None:
-        parts.append(text_layout.line(replay_line(told.settings, told.recorded, told.replayed)))
-    parts += [text_layout.line(note) for note in told.notes]
-    tables = {"Held at the peak": told.live_at_peak, "Taken": told.churn, **told.more}
+    parts: list[object] = [text_layout.line(_headline(report))]
+    if report.recorded is not None and report.replayed is not None:
+        parts.append(text_layout.line(replay_line(report.settings, report.recorded, report.replayed)))
+    parts += [text_layout.line(note) for note in report.notes]
+    tables = {"Held at the peak": report.live_at_peak, "Taken": report.churn, **report.tables}
     for title, rows in tables.items():
         shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
         if shown.is_empty():
@@ -188,7 +190,7 @@ def as_text(told: Memory, *, width: int, color: bool = False) -> str:
     return text_layout.print_to_string(parts, width=width, color=color)  # type: ignore[arg-type]
 
 
-def replay_line(settings: str, recorded: Replayed, replayed: Replayed) -> str:
+def replay_line(settings: str, recorded: ReservedMemory, replayed: ReservedMemory) -> str:
     """Return a replay in one line."""
     return (
         f"{settings}: reserved {units.size(recorded['peak_reserved_bytes'])} → "
@@ -226,7 +228,9 @@ def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
     return []
 
 
-def _replayed(taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | Outcome) -> Replayed:
+def _reserved_memory(
+    taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | Outcome
+) -> ReservedMemory:
     return {
         "segment_allocs": _sizes(taken),
         "segment_frees": _sizes(given),
@@ -240,7 +244,7 @@ def _sizes(events: Sequence[SegmentEvent]) -> list[int]:
     return [event.bytes for event in events]
 
 
-def _headline(told: Memory) -> str:
+def _headline(told: MemoryReport) -> str:
     if told.peak_allocated_bytes is None:
         return "Nothing is known of the memory."
     reserved = f", {units.size(told.peak_reserved_bytes)} reserved" if told.peak_reserved_bytes else ""

@@ -18,7 +18,7 @@ _LEAST_EVENTS = 50
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class ReportFigure:
     """A figure with its name, heading and caption."""
 
     name: str
@@ -27,7 +27,7 @@ class Picture:
     figure: go.Figure
 
 
-def of_run(run: Run) -> Iterator[Picture]:
+def of_run(run: Run) -> Iterator[ReportFigure]:
     """Yield what is held over time and the map of lifetimes, and of a snapshot its map; nothing where nothing is known.
 
     Of several snapshots the first is shown, unless it is larger than what is read unasked.
@@ -40,7 +40,7 @@ def of_run(run: Run) -> Iterator[Picture]:
             return  # the command that reads it says why; here the report is about the run
 
 
-def _of_traces(run: Run) -> Iterator[Picture]:
+def _of_traces(run: Run) -> Iterator[ReportFigure]:
     peaks = run.table(allocations.peaks)
     on_device = bool(peaks["device"].is_not_null().any())
     mine = peaks.filter(pl.col("device").is_not_null() if on_device else pl.col("device").is_null())
@@ -57,25 +57,27 @@ def _of_traces(run: Run) -> Iterator[Picture]:
     told = (
         f"Rank {top['rank']}, which holds most, on {what}; by the {'FSDP unit' if by_unit else 'phase'} that took it."
     )
-    yield Picture("memory", "Memory held over time", told, charts.held(table))
+    yield ReportFigure("memory", "Memory held over time", told, charts.memory_over_time(table))
     told = "Each cell is the blocks of one size and lifetime; the darker, the more bytes were taken in them."
-    yield Picture(
-        "lifetimes", "Sizes and lifetimes of blocks", told, charts.lifetimes(usage.lifetimes(trace).filter(own))
+    yield ReportFigure(
+        "lifetimes", "Sizes and lifetimes of blocks", told, charts.block_lifetimes(usage.lifetimes(trace).filter(own))
     )
 
 
-def _of_snapshot(found: snapshot_files.SnapshotFile) -> Iterator[Picture]:
+def _of_snapshot(found: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
     snapshot = reader.read(found.path)
     events = snapshot.events["device"]
     device = max(snapshot.devices, default=0, key=lambda each: int((events == each).sum()))
-    history, outcome = memory.played(playback.of(snapshot, device))
+    history, outcome = memory.play_history(playback.of(snapshot, device))
     over_time = snapshot_timeline.over_time(snapshot, history, outcome)
     if over_time.height:
         told = f"By the op and place in code that took it, of rank {found.rank}."
-        yield Picture("snapshot", "Memory held in the snapshot's history", told, charts.held(over_time))
+        yield ReportFigure(
+            "snapshot", "Memory held in the snapshot's history", told, charts.memory_over_time(over_time)
+        )
     told = (
         f"What the allocator of rank {found.rank} holds of device {device} at the snapshot, end to end, each pool on "
         "lines of its own; a tick is the end of a segment."
     )
     table = snapshot_timeline.segment_map(snapshot, device)
-    yield Picture("segments", "The device's memory at the snapshot", told, charts.segment_map(table))
+    yield ReportFigure("segments", "The device's memory at the snapshot", told, charts.segment_map(table))

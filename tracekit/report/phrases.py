@@ -21,7 +21,7 @@ def headline(findings: Sequence[Finding]) -> str:
     return max(findings, key=lambda found: (found.impact, found.severity, found.cost_bytes)).message
 
 
-def counted(findings: Sequence[Finding]) -> str:
+def severity_counts(findings: Sequence[Finding]) -> str:
     """Return how many findings there are of each severity: "1 error, 2 warnings, 3 info"."""
     counts = [(severity, sum(found.severity is severity for found in findings)) for severity in sorted(Severity)[::-1]]
     return ", ".join(_plural(number, severity.label) for severity, number in counts if number) or "No rule fired"
@@ -54,20 +54,20 @@ def cost(found: Finding) -> str:
     return " · ".join(parts)
 
 
-def place(found: Finding) -> str:
+def scope(found: Finding) -> str:
     """Return where a finding applies and how sure it is: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
     parts = [_listed("rank", found.ranks)] if found.ranks else []
     parts += [_listed("step", found.steps)] if found.steps else []
     return " · ".join([*parts, f"confidence {found.confidence:.0%}"])
 
 
-def origins(run: Run) -> dict[tuple[int, int], int]:
+def trace_starts(run: Run) -> dict[tuple[int, int], int]:
     """Return the start of each trace's first activity, by (window, rank): where readable times count from."""
     starts = run.table(breakdown.by_rank).group_by("window", "rank").agg(pl.col("start_ns").min())
     return {(window, rank): start_ns for window, rank, start_ns in starts.iter_rows()}
 
 
-def readable(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], int]) -> pl.DataFrame:
+def from_trace_start(table: pl.DataFrame, origins_ns: Mapping[tuple[int, int], int]) -> pl.DataFrame:
     """Return evidence with `start_ns` counted from its trace's origin, where window and rank are known."""
     if not {"start_ns", "rank"} <= set(table.columns):
         return table

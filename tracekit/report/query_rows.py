@@ -44,7 +44,7 @@ def as_csv(rows: pl.DataFrame) -> str:
     """Return the rows as CSV with a header; lists and structs as JSON, a missing value as nothing."""
     nested = [name for name, dtype in rows.schema.items() if dtype.is_nested()]
     flat = rows.with_columns(
-        pl.Series(name, [None if value is None else json.dumps(_plain(value)) for value in rows[name].to_list()])
+        pl.Series(name, [None if value is None else json.dumps(_json_value(value)) for value in rows[name].to_list()])
         for name in nested
     )
     binary = [name for name, dtype in flat.schema.items() if dtype == pl.Binary]
@@ -53,7 +53,7 @@ def as_csv(rows: pl.DataFrame) -> str:
 
 def as_json(rows: pl.DataFrame) -> str:
     """Return the rows as a JSON array of objects; what JSON cannot say (NaN, infinity) as null."""
-    return json.dumps([_plain(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
+    return json.dumps([_json_value(row) for row in rows.iter_rows(named=True)], indent=2, allow_nan=False) + "\n"
 
 
 def _size(rows: pl.DataFrame, more: bool) -> str:
@@ -77,15 +77,15 @@ def _cell(value: object) -> str:
         return "—"
     if isinstance(value, float):
         return f"{value:.6g}" if abs(value) < _EXACT else f"{value:.0f}"
-    return json.dumps(_plain(value)) if isinstance(value, list | dict) else str(value)
+    return json.dumps(_json_value(value)) if isinstance(value, list | dict) else str(value)
 
 
-def _plain(value: object) -> object:
+def _json_value(value: object) -> object:
     """Return a value as JSON can say it."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _json_value(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_json_value(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, bytes):

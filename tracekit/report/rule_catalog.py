@@ -25,7 +25,7 @@ def as_text(rules: Sequence[type[Rule]], *, width: int, color: bool = False) -> 
                 text_layout.line(_first_line(rule)),
             ]
         )
-        values = "  ".join(f"{name} = {_written(value)}" for name, value in thresholds(rule).items())
+        values = "  ".join(f"{name} = {_value_text(value)}" for name, value in thresholds(rule).items())
         rows += [["", "", text_layout.line((values, text_layout.DIM))]] if values else []
     parts: list[RenderableType] = [text_layout.grid(rows)]
     parts += ["", text_layout.line(("tracekit explain CODE tells more about one.", text_layout.DIM))]
@@ -59,10 +59,10 @@ def explanation(rule: type[Rule], *, width: int, color: bool = False) -> str:
     if values:
         parts += [text_layout.line(("Thresholds", text_layout.BOLD))]
         parts += [
-            text_layout.indented(text_layout.line(f"{name} = {_written(value)}")) for name, value in values.items()
+            text_layout.indented(text_layout.line(f"{name} = {_value_text(value)}")) for name, value in values.items()
         ]
         name, value = next(iter(values.items()))
-        settings = f"tracekit check RUN --set {rule.code}.{name}={_written(value)}"
+        settings = f"tracekit check RUN --set {rule.code}.{name}={_value_text(value)}"
         parts += [
             text_layout.indented(
                 text_layout.line(
@@ -92,5 +92,5 @@ def _paragraph(text: str) -> list[RenderableType]:
     return [text_layout.indented(text_layout.line((section, text_layout.BOLD), prose.removeprefix(section)))]
 
 
-def _written(value: object) -> str:
+def _value_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)

@@ -18,9 +18,8 @@ from urllib.parse import quote
 from tracekit.model import escaping
 from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import ci_results, phrases
-from tracekit.report.ci_results import Item, Level
-from tracekit.report.ci_results import Kind as ItemKind
-from tracekit.report.code_locations import Checkout, Place
+from tracekit.report.ci_results import CheckItem, ItemKind, Level
+from tracekit.report.code_locations import Checkout, Location
 from tracekit.report.rule_catalog import SECTIONS
 from tracekit.rules import all_rules
 from tracekit.rules.rule import Rule, Severity
@@ -32,7 +31,7 @@ _MAX_NAME = 200
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 _STATES = {FindingStatus.NEW: "new", FindingStatus.WORSE: "updated", FindingStatus.KNOWN: "unchanged"}
 # What is no rule of ours but can fail a check: code, name, what it is, help.
-_OTHERS = {
+_EXTRA_RULES = {
     ItemKind.METRIC: (
         "REGRESSION",
         "regression",
@@ -50,14 +49,14 @@ _OTHERS = {
 
 def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     """Return the SARIF log. Results have a baselineState where a baseline was given."""
-    named = list(zip(ci_results.names(gates), gates, strict=True))
+    named = list(zip(ci_results.run_names(gates), gates, strict=True))
     found = [(name, gate, item) for name, gate in named for item in ci_results.items(gate)]
     found.sort(key=lambda each: list(Level).index(each[2].level))
     rules = _rules(gates)
     indices = {rule["id"]: number for number, rule in enumerate(rules)}
     several = len(gates) > 1
     results = [
-        _result(item, gate, checkout.place(gate.report.run, item.finding), name if several else "", indices)
+        _result(item, gate, checkout.locate(gate.report.run, item.finding), name if several else "", indices)
         for name, gate, item in found[:MAX_RESULTS]
     ]
     driver = {"name": "tracekit", "rules": rules}
@@ -74,12 +73,14 @@ def render(gates: Sequence[CheckResult], checkout: Checkout) -> str:
     return json.dumps(log, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def fingerprint(item: Item, run: str = "") -> str:
+def fingerprint(item: CheckItem, run: str = "") -> str:
     """Return what stays the same from check to check of what an item is about; `run` tells several runs apart."""
     return hashlib.sha256(f"{item.kind}:{item.id}:{run}".encode()).hexdigest()[:16]
 
 
-def _result(item: Item, gate: CheckResult, place: Place, run: str, indices: Mapping[str, int]) -> dict[str, Any]:
+def _result(
+    item: CheckItem, gate: CheckResult, place: Location, run: str, indices: Mapping[str, int]
+) -> dict[str, Any]:
     rule = _rule_id(item)
     told = f"{run}: {item.message}" if run else item.message
     result: dict[str, Any] = {
@@ -102,7 +103,7 @@ def _result(item: Item, gate: CheckResult, place: Place, run: str, indices: Mapp
     return result
 
 
-def _location(item: Item, gate: CheckResult, place: Place) -> dict[str, Any]:
+def _location(item: CheckItem, gate: CheckResult, place: Location) -> dict[str, Any]:
     region = {
         "startLine": place.line,
         "startColumn": place.start_column,
@@ -116,7 +117,7 @@ def _location(item: Item, gate: CheckResult, place: Place) -> dict[str, Any]:
     }
 
 
-def _logical(item: Item, gate: CheckResult, place: Place) -> Sequence[dict[str, str]]:
+def _logical(item: CheckItem, gate: CheckResult, place: Location) -> Sequence[dict[str, str]]:
     run = escaping.inert(gate.report.run.name)
     found = [{"name": run, "kind": "run", "fullyQualifiedName": run}]
     if place.function:
@@ -131,14 +132,14 @@ def _logical(item: Item, gate: CheckResult, place: Place) -> Sequence[dict[str, 
     return found
 
 
-def _level(item: Item) -> str:
+def _level(item: CheckItem) -> str:
     if item.kind is ItemKind.FINDING and item.finding is not None:
         return _LEVELS[item.finding.severity]
     return {"notice": "note"}.get(item.level, item.level)
 
 
-def _rule_id(item: Item) -> str:
-    return item.finding.code if item.kind is ItemKind.FINDING and item.finding else _OTHERS[item.kind][0]
+def _rule_id(item: CheckItem) -> str:
+    return item.finding.code if item.kind is ItemKind.FINDING and item.finding else _EXTRA_RULES[item.kind][0]
 
 
 def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
@@ -148,12 +149,12 @@ def _rules(gates: Sequence[CheckResult]) -> list[dict[str, Any]]:
     known = {rule.code: rule for rule in all_rules()}
     told = [_descriptor(code, known.get(code)) for code in dict.fromkeys([*asked, *fired])]
     used = {item.kind for gate in gates for item in ci_results.items(gate)}
-    return told + [_other(*_OTHERS[kind]) for kind in _OTHERS if kind in used]
+    return told + [_extra_descriptor(*_EXTRA_RULES[kind]) for kind in _EXTRA_RULES if kind in used]
 
 
 def _descriptor(code: str, rule: type[Rule] | None) -> dict[str, Any]:
     if rule is None:
-        return _other(code, code, f"Rule {code}.", "A rule of another distribution.")
+        return _extra_descriptor(code, code, f"Rule {code}.", "A rule of another distribution.")
     documentation = inspect.cleandoc(rule.__doc__ or rule.name())
     first = " ".join(documentation.partition("\n\n")[0].split())
     does = next((part for part in documentation.split("\n\n") if part.startswith(SECTIONS[0])), first)
@@ -168,7 +169,7 @@ def _descriptor(code: str, rule: type[Rule] | None) -> dict[str, Any]:
     }
 
 
-def _other(code: str, name: str, what: str, more: str) -> dict[str, Any]:
+def _extra_descriptor(code: str, name: str, what: str, more: str) -> dict[str, Any]:
     return {
         "id": code,
         "name": name,

@@ -29,7 +29,7 @@ def as_text(tables: Iterable[Table], *, width: int, color: bool = False) -> str:
         cells = [
             [
                 text_layout.line(column.name),
-                text_layout.line((kind(column), text_layout.DIM)),
+                text_layout.line((unit_or_type(column), text_layout.DIM)),
                 text_layout.line(column.meaning),
             ]
             for column in table.columns
@@ -73,7 +73,7 @@ def tables_as_markdown(tables: Sequence[Table], heading: str = "##") -> str:
     return "\n".join(parts)
 
 
-def kind(column: Column) -> str:
+def unit_or_type(column: Column) -> str:
     """Return a column's unit, or its type where it has none, in a word or two."""
     return column.unit or _dtype(column)
 

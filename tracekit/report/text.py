@@ -32,7 +32,7 @@ def render(report: Report, run: Run, *, width: int = WIDTH, color: bool = False)
 def body(report: Report, run: Run, shown: Sequence[Finding], width: int) -> list[RenderableType]:
     """Return a report without its verdict: where the time goes, the findings that are to be `shown`, the notes."""
     parts: list[RenderableType] = ["", *_breakdown(run)]
-    origins_ns = phrases.origins(run)
+    origins_ns = phrases.trace_starts(run)
     for found in shown:
         parts += ["", *_finding(found, origins_ns, width)]
     if report.notes:
@@ -75,7 +75,7 @@ def _verdict(findings: Sequence[Finding]) -> list[RenderableType]:
     worst = max(found.severity for found in findings).label
     return [
         text_layout.line(
-            (phrases.counted(findings), text_layout.SEVERITY_STYLES[worst]),
+            (phrases.severity_counts(findings), text_layout.SEVERITY_STYLES[worst]),
             ("  " + _costliest(findings), text_layout.BOLD),
         )
     ]
@@ -144,7 +144,7 @@ def _finding(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: i
     parts: list[RenderableType] = [heading, text_layout.indented(text_layout.line(found.message))]
     if found.fix:
         parts.append(text_layout.hanging("Fix", text_layout.line(found.fix)))
-    parts.append(text_layout.indented(text_layout.line((phrases.place(found), text_layout.DIM))))
+    parts.append(text_layout.indented(text_layout.line((phrases.scope(found), text_layout.DIM))))
     return parts + _evidence(found, origins_ns, width - _EVIDENCE_INDENT)
 
 
@@ -152,7 +152,7 @@ def _evidence(found: Finding, origins_ns: Mapping[tuple[int, int], int], width: 
     rows = found.evidence
     if rows.is_empty():
         return []
-    shown = _fitted(phrases.readable(rows.head(MAX_EVIDENCE_ROWS), origins_ns), width)
+    shown = _fitted(phrases.from_trace_start(rows.head(MAX_EVIDENCE_ROWS), origins_ns), width)
     parts: list[RenderableType] = [text_layout.frame(shown)]
     more = rows.height - shown.height
     parts += [text_layout.line((f"and {more:,} more rows", text_layout.DIM))] if more else []

@@ -43,7 +43,7 @@ def by_rank(run: Run) -> str:
     names = [f"rank {row['rank']}" for row in rows]
     width = max(map(len, names))
     lines = [
-        f"{name:<{width}} {_parted([row[part] / row['duration_ns'] for part in _PARTS])}"
+        f"{name:<{width}} {_stacked_bar([row[part] / row['duration_ns'] for part in _PARTS])}"
         for name, row in zip(names, rows, strict=True)
     ]
     used = [part for part in _PARTS if any(row[part] for row in rows)]
@@ -73,7 +73,7 @@ def _bar(ratio: float) -> str:
     return "█" * whole + _EIGHTHS[eighths].strip() or "▏"
 
 
-def _parted(ratios: Sequence[float]) -> str:
+def _stacked_bar(ratios: Sequence[float]) -> str:
     """Return a bar in parts whose ends are each rounded by themselves, so that errors don't add up."""
     ends = [round(WIDTH * sum(ratios[: number + 1])) for number in range(len(ratios))]
     starts = [0, *ends[:-1]]

@@ -84,7 +84,7 @@ def table(
     ]
     made = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0))
     texts = [[escaping.inert(cell, longest) for cell in row] for row in rows]
-    of_column = [_Texts(column) for column in zip(*texts, strict=True)]
+    of_column = [_ColumnTexts(column) for column in zip(*texts, strict=True)]
     for row, last_style in zip(texts, last_styles or [""] * len(texts), strict=True):
         styles = [*[""] * (len(row) - 1), last_style]
         made.add_row(*(_Cell(*cell) for cell in zip(row, of_column, styles, strict=True)))
@@ -94,7 +94,7 @@ def table(
 class _Cell:
     """A text on one line, cut where its column is narrow."""
 
-    def __init__(self, text: str, column: "_Texts", style: str) -> None:
+    def __init__(self, text: str, column: "_ColumnTexts", style: str) -> None:
         self._text, self._column, self._style = text, column, style
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
@@ -105,7 +105,7 @@ class _Cell:
         yield Text(text, self._style, no_wrap=True, overflow="ellipsis")
 
 
-class _Texts:
+class _ColumnTexts:
     """The texts of a column, cut so that those that differ still do: names of one family often differ at their end."""
 
     def __init__(self, texts: Iterable[str]) -> None:

@@ -66,7 +66,7 @@ def caveat(found: Answers) -> str:
         return ""
     return (
         f"The replay does not reproduce this run: with nothing changed it is {abs(found.replay_error_ratio):.1%} off, "
-        f"more than {savings.MAX_ERROR_RATIO:.0%}. Take the answers as hints; findings do not take their cost from them."
+        f"more than {savings.MAX_ERROR_RATIO:.0%}. Read the answers as hints; findings do not use them as costs."
     )
 
 

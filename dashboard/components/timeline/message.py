@@ -159,7 +159,7 @@ def matches(of: timeline.Scene, text: str, found: timeline.Matches) -> dict[str,
         "id": table["id"].to_numpy(),
     }
     names = [escaping.inert(each, MAX_NAME) for each in distinct]
-    told = {"text": text, "total": found.total, "total_ns": found.total_ns, "names": names}
+    told = {"text": text, "total": found.count, "total_ns": found.total_ns, "names": names}
     return told | {"columns": _columns(columns)}
 
 
@@ -219,7 +219,7 @@ def _kind(name: str) -> dict[str, Any]:
         "name": name,
         "label": label,
         "colour": charts.COLOURS[like],
-        "pale": like in charts.PALE,
+        "pale": like in charts.LIGHT_KINDS,
     }
     return told | {"role": _ROLES.get(name, "")}
 

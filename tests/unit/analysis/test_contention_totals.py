@@ -29,14 +29,14 @@ def test_time_together_is_added_up_by_phase_and_pair():
     together = {(of, beside): ns for of, beside, ns in rows.select("of", "beside", "overlapped_ns").iter_rows()}
     assert together["compute", "preparation"] == together["preparation", "compute"] == 6 * UNIT
     assert together["compute", "communication"] == 2 * UNIT
-    bars = {bar.name: bar for bar in charts.shared(rows).data}
+    bars = {bar.name: bar for bar in charts.concurrent_time(rows).data}
     assert list(bars["beside preparation"].x) == pytest.approx([6 * UNIT / 1e6])
     assert list(bars["beside communication"].x) == pytest.approx([2 * UNIT / 1e6])
     assert bars["beside communication"].marker.color == charts.COLOURS["communication"]
 
 
 def test_preparation_is_drawn_where_it_lies_against_the_same_alone():
-    figure = charts.give_way(GIVING_WAY.table(contention.preparation))
+    figure = charts.delayed_preparation(GIVING_WAY.table(contention.preparation))
     points = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
     assert points["beside compute"] == [(2 * UNIT, 6 * UNIT)]
     assert points["alone"] == [(2 * UNIT, 2 * UNIT)]
@@ -77,7 +77,7 @@ def test_a_kernel_waits_from_the_end_of_its_launch():
 def test_what_takes_most_is_drawn_first_in_the_colour_of_its_kind_and_as_text():
     picture = "compute aabbbb..\ncomm ......xx"
     trace = drawn_traces.trace(picture, columns={"b": {"name": HOSTILE}}, scale_ns=1_000_000)
-    figure = charts.tops(kernels.kernels(drawn_traces.run(trace)), ["name"], most=2)
+    figure = charts.top_bars(kernels.kernels(drawn_traces.run(trace)), ["name"], max_rows=2)
     compute = next(bar for bar in figure.data if bar.name == "compute")
     assert list(compute.y) == [0, 1]
     assert list(compute.x) == [4, 2]
@@ -90,19 +90,23 @@ def test_what_takes_most_is_drawn_first_in_the_colour_of_its_kind_and_as_text():
 
 def test_rows_of_several_keys_are_named_by_all_of_them():
     trace = drawn_traces.trace("compute aabb", columns={"a": {"phase": "forward", "unit": ""}})
-    figure = charts.tops(kernels.kernels(drawn_traces.run(trace), ["name", "unit", "phase"]), ["name", "unit", "phase"])
+    figure = charts.top_bars(
+        kernels.kernels(drawn_traces.run(trace), ["name", "unit", "phase"]), ["name", "unit", "phase"]
+    )
     assert figure.layout.yaxis.ticktext == ("a · root · forward", "b · not known · not known")
 
 
 def test_operators_are_drawn_by_the_time_in_no_slice_inside():
     trace = drawn_hosts.trace("compute aaaa", doing=(("aten::mm", "cpu_op", 0, 3), ("aten::t", "cpu_op", 4, 5)))
-    figure = charts.tops(ops.ops(drawn_traces.run(trace)), ["name"], measure="self_ns")
+    figure = charts.top_bars(ops.ops(drawn_traces.run(trace)), ["name"], measure="self_ns")
     assert list(figure.layout.yaxis.ticktext) == ["aten::mm", "aten::t"]
     assert list(figure.data[0].x) == pytest.approx([3 * UNIT / 1e6, UNIT / 1e6])
 
 
 def test_a_prediction_is_told_from_a_record_and_what_is_held_is_marked():
-    figure = charts.reserved({"recorded": (3 << 30, False), "predicted": (2 << 30, True)}, held_bytes=1 << 30)
+    figure = charts.reserved_memory(
+        {"recorded": (3 << 30, False), "predicted": (2 << 30, True)}, peak_allocated_bytes=1 << 30
+    )
     assert list(figure.data[0].x) == [3, 2]
     assert figure.data[0].marker.pattern.shape == ("", "/")
     assert figure.layout.shapes[0].x0 == 1

@@ -53,7 +53,7 @@ def test_totals_of_a_stretch_sum_to_its_length_on_every_rank():
 def test_a_figure_has_a_row_for_each_rank_and_says_for_whom_one_waits():
     doings = rule_examples.meeting(0, 3).run_table(rank_timelines.doings)
     window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
-    figure = charts.ranks(doings, window)
+    figure = charts.rank_activity(doings, window)
     assert list(figure.layout.yaxis.ticktext) == ["rank 0", "rank 1"]
     waits = next(bar for bar in figure.data if bar.name == "waiting for a rank")
     assert set(waits.y) == {0}
@@ -67,6 +67,6 @@ def test_a_crowded_figure_is_thinned_and_keeps_what_is_long():
     doings = run.run_table(rank_timelines.doings)
     assert doings.height > 6000
     window = (doings["start_ns"].min(), (doings["start_ns"] + doings["dur_ns"]).max())
-    bars = charts.ranks(doings, window).data[0]
+    bars = charts.rank_activity(doings, window).data[0]
     assert len(bars.x) <= 6000
     assert max(bars.x) >= 4000 / 1e6

@@ -52,7 +52,7 @@ def test_the_report_has_pictures_of_communication_where_there_is_some():
 
 def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colour():
     rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
-    figure = charts.standing(rows)
+    figure = charts.stall_causes(rows)
     label, colour = charts.CAUSES["peer"]
     waits = next(bar for bar in figure.data if bar.name == label)
     assert waits.marker.color == colour == charts.COLOURS["waiting"]
@@ -64,7 +64,7 @@ def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colo
 def test_who_waits_for_whom_is_a_map_of_the_time_in_which_a_rank_stands_still():
     waited = MEETING.run_table(rank_timelines.waited)
     assert by(waited, "rank", "peer_rank", "waited_ns") == [(0, 1, 36 * UNIT)]
-    cells = charts.waits(waited, [0, 1]).data[0]
+    cells = charts.wait_matrix(waited, [0, 1]).data[0]
     assert [list(line) for line in cells.z] == [[None, pytest.approx(36 * UNIT / 1e6)], [None, None]]
     assert cells.customdata[0][1] == "rank 0 waits 1.8 ms for rank 1"
 
@@ -73,7 +73,7 @@ def test_where_it_is_not_known_who_came_last_the_map_has_a_column_for_it():
     waited = pl.DataFrame(
         {"rank": [0], "peer_rank": [None], "waited_ns": [5]}, schema_overrides={"peer_rank": pl.Int64}
     )
-    figure = charts.waits(waited, [0, 1])
+    figure = charts.wait_matrix(waited, [0, 1])
     assert figure.layout.xaxis.ticktext == ("for rank 0", "for rank 1", "for one not known")
     assert figure.data[0].z[0][2] == pytest.approx(5e-6)
 
@@ -87,7 +87,7 @@ def test_communication_is_hidden_moves_or_waits():
     parts = pl.sum_horizontal("hidden_ns", "exposed_ns", "waited_ns")
     assert late_run.select(parts - pl.col("communication_ns")).to_series().to_list() == [0, 0]
     assert late_run["waited_ns"].to_list() == [36 * UNIT, 0]
-    bars = charts.communication(late_run).data
+    bars = charts.communication_parts(late_run).data
     assert [bar.x[0] for bar in bars] == pytest.approx([0, 24 * UNIT / 1e6, 36 * UNIT / 1e6])
 
 
@@ -107,7 +107,7 @@ def test_a_rank_is_set_against_the_median_of_ranks_step_by_step():
 
 def test_the_map_of_ranks_and_steps_has_a_cell_for_each_and_says_which_it_is():
     table = MEETING.run_table(exposed_communication.spread)
-    bars = charts.spread(table, "waited_ratio").data[0]
+    bars = charts.step_heatmap(table, "waited_ratio").data[0]
     assert [tuple(cell[:2]) for cell in bars.customdata] == by(table, "rank", "step")
     assert list(bars.marker.color) == table["waited_ratio"].to_list()
     assert bars.y[0] == 0
@@ -121,6 +121,6 @@ def test_a_map_of_very_many_cells_is_drawn_as_one_picture():
         for step in range(41)
         for rank in range(100)
     ]
-    figure = charts.spread(pl.DataFrame(rows))
+    figure = charts.step_heatmap(pl.DataFrame(rows))
     assert figure.data[0].type == "heatmap"
     assert sorted(set(figure.data[0].z)) == [0.0, 0.5]

@@ -337,7 +337,10 @@ def test_the_history_shows_each_metric_what_changed_and_the_run_that_is_picked(t
         path,
         [
             history_entry(
-                each, report_json.side(each), commit=Commit(f"{number:02d}abcdef", text, "main"), failures=["<i>X"]
+                each,
+                report_json.comparison_side(each),
+                commit=Commit(f"{number:02d}abcdef", text, "main"),
+                failures=["<i>X"],
             )
             for number, (each, text) in enumerate(zip(documents, texts, strict=True))
         ],

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def entry_of(document, *, commit=None, failures=None):
-    return history_entry(document, report_json.side(document), commit=commit, failures=failures)
+    return history_entry(document, report_json.comparison_side(document), commit=commit, failures=failures)
 
 
 def entries(documents):
@@ -197,7 +197,7 @@ def test_a_change_tells_its_commits_and_what_came_with_it(slower):
     assert shift.after / shift.before == pytest.approx(1.2, abs=0.03)
     assert (shift.appeared, shift.disappeared) == (("COMM001",), ())
     assert shift.changed_facts == (("versions.torch", "2.12.0", "2.13.0"),)
-    assert told.range_in_words(group, shift) == "11abababab..12abababab"
+    assert told.commit_range(group, shift) == "11abababab..12abababab"
     steady = next(each for each in group.series if each.metric == "exposed_communication_ratio")
     assert (steady.shifts, steady.drifts) == ((), ())
 
@@ -209,7 +209,7 @@ def test_changes_a_run_apart_are_told_as_one_moment(slower):
     beside = dataclasses.replace(shifts[0], metric="compute_ns", last=10, first=11)
     long_before = dataclasses.replace(shifts[0], last=3, first=4)
     series = dataclasses.replace(group.series[0], shifts=(long_before, beside, *shifts))
-    (latest, first) = told.changes(dataclasses.replace(group, series=(series,)))
+    (latest, first) = told.changes_by_run(dataclasses.replace(group, series=(series,)))
     assert [each.first for each in latest] == [12, 12, 11]
     assert first == [long_before]
 
@@ -238,7 +238,7 @@ def test_a_metric_that_some_runs_lack_keeps_its_places(tmp_path):
     ((shift,),) = [series.shifts for series in group.series]
     assert (shift.last, shift.first) == (11, 12)
     assert np.isnan(group.series[0].values[[3, 15]]).all()
-    assert told.bars(group.series[0].values.tolist())[3] == " "
+    assert told.sparkline(group.series[0].values.tolist())[3] == " "
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

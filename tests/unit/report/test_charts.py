@@ -169,7 +169,7 @@ def test_without_saves_the_figures_are_empty():
 def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(tmp_path):
     store.add(
         tmp_path / "h.duckdb",
-        [history_entry(each, json_report.side(each)) for each in simulated_history.slower_from(12, 20)],
+        [history_entry(each, json_report.comparison_side(each)) for each in simulated_history.slower_from(12, 20)],
     )
     (group,) = trends.groups(store.read(tmp_path / "h.duckdb"), metrics=["step_time_ns"])
     figure = history_figures.of_series(group, group.series[0])

@@ -73,7 +73,7 @@ def test_many_events_are_thinned_and_the_peak_is_kept():
 
 
 def test_what_is_held_is_stacked_with_its_peak_marked_and_reserved_above():
-    figure = charts.held(usage.over_time(trace()).filter(pl.col("by") == "phase"))
+    figure = charts.memory_over_time(usage.over_time(trace()).filter(pl.col("by") == "phase"))
     areas = {line.name: line for line in figure.data if line.stackgroup}
     assert list(areas) == ["from before", "backward", "forward"]
     assert list(areas["backward"].y) == [0, 6, 0, 0, 2]
@@ -92,7 +92,7 @@ def test_lifetimes_are_told_by_size_and_time_and_what_outlives_the_window_apart(
         (4 * MIB, 8 * MIB, 1_000_000, 3_000_000, 1, 6 * MIB),
         (4 * MIB, 8 * MIB, 3_000_000, 10_000_000, 1, 4 * MIB),
     ]
-    figure = charts.lifetimes(told)
+    figure = charts.block_lifetimes(told)
     assert figure.layout.xaxis.ticktext == ("1 ms", "3 ms", "longer")
     assert figure.layout.yaxis.ticktext == ("2 MiB", "4 MiB")
     assert [[cell is not None for cell in row] for row in figure.data[0].z] == [
@@ -126,7 +126,7 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
 
 
 def test_a_snapshots_history_is_drawn_by_the_place_in_code(snapshot):
-    history, played = memory.played(playback.of(snapshot, 0))
+    history, played = memory.play_history(playback.of(snapshot, 0))
     told = snapshot_timeline.over_time(snapshot, history, played)
     assert set(told["owner"]) == {"forward (simulated.py:12)", "outside ops"}
     assert told["live_bytes"].max() == 80 * MIB
@@ -139,7 +139,7 @@ def test_a_snapshots_history_is_drawn_by_the_place_in_code(snapshot):
 def test_nothing_recorded_is_an_empty_figure_each():
     empty = trace([(0, 1, 4, "forward")]).allocations.clear()
     bare = drawn_traces.trace("compute aa", allocations=empty)
-    for figure in (charts.held(usage.over_time(bare)), charts.lifetimes(usage.lifetimes(bare))):
+    for figure in (charts.memory_over_time(usage.over_time(bare)), charts.block_lifetimes(usage.lifetimes(bare))):
         assert not figure.data
     assert not charts.segment_map(pl.DataFrame(schema=snapshot_timeline.MAP_COLUMNS)).data
 
@@ -152,11 +152,11 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
     document = program.document()
     document["segments"][0]["blocks"][0]["frames"] = [frame(HOSTILE)]
     read = reader.read(write(tmp_path / "rank00000.memory.pickle", document))
-    history, played = memory.played(playback.of(read, 0))
+    history, played = memory.play_history(playback.of(read, 0))
     figures = [
-        charts.held(usage.over_time(events).filter(pl.col("by") == "phase")),
-        charts.held(snapshot_timeline.over_time(read, history, played)),
-        charts.lifetimes(snapshot_timeline.lifetimes(read, history, played)),
+        charts.memory_over_time(usage.over_time(events).filter(pl.col("by") == "phase")),
+        charts.memory_over_time(snapshot_timeline.over_time(read, history, played)),
+        charts.block_lifetimes(snapshot_timeline.lifetimes(read, history, played)),
         charts.segment_map(snapshot_timeline.segment_map(read, 0)),
     ]
     for figure in figures:

@@ -34,10 +34,14 @@ from tracekit.rules.rule import Finding, Severity
 
 SCHEMAS = Path(__file__).parents[2] / "schemas"
 GATES: dict[str, Callable[[], list[CheckResult]]] = {
-    "one": lambda: [sample_gates.plain(bar=Severity.ERROR)],
-    "clean": lambda: [sample_gates.plain(found=[])],
-    "held": lambda: [sample_gates.held()],
-    "several": lambda: [sample_gates.held(), sample_gates.plain("runs/other"), sample_gates.plain("runs/today")],
+    "one": lambda: [sample_gates.findings_only(bar=Severity.ERROR)],
+    "clean": lambda: [sample_gates.findings_only(found=[])],
+    "held": lambda: [sample_gates.with_baseline()],
+    "several": lambda: [
+        sample_gates.with_baseline(),
+        sample_gates.findings_only("runs/other"),
+        sample_gates.findings_only("runs/today"),
+    ],
     "hostile": lambda: [sample_gates.hostile(), sample_gates.hostile()],
 }
 Golden = Callable[[str, str], None]
@@ -88,7 +92,7 @@ def test_junit_is_valid(
 
 
 def test_junit_has_a_case_for_all_that_was_judged(checkout: Checkout) -> None:
-    (suite,) = ET.fromstring(junit.render([sample_gates.held()], checkout))
+    (suite,) = ET.fromstring(junit.render([sample_gates.with_baseline()], checkout))
     came = {f"{case.get('classname')}: {case.get('name')}": _came(case) for case in suite.iter("testcase")}
     assert came == {
         "today.rules: COMM001 exposed-communication": "failure",
@@ -120,16 +124,16 @@ def test_a_manifest_that_names_no_time_costs_the_timestamp_only(checkout: Checko
         (made,) = ET.fromstring(junit.render([gate], checkout))
         return made
 
-    plain = sample_gates.plain()
+    plain = sample_gates.findings_only()
     assert suite(plain).get("timestamp") == "2026-09-21T14:13:20"
     run = sample_report.run(created_ns=said)
     report = dataclasses.replace(plain.report, run=run)
     assert suite(dataclasses.replace(plain, report=report)).get("timestamp") is None
     document = report_json.document(report, run)
     jsonschema.Draft202012Validator(json.loads(report_json.schema())).validate(document)
-    assert kept.history_entry(document, report_json.side(document)).at_ns is None
+    assert kept.history_entry(document, report_json.comparison_side(document)).at_ns is None
     document["run"]["created_ns"] = said  # as another program may write it
-    assert kept.history_entry(document, report_json.side(document)).at_ns is None
+    assert kept.history_entry(document, report_json.comparison_side(document)).at_ns is None
 
 
 def _came(case: ET.Element) -> str:
@@ -155,7 +159,7 @@ def test_sarif_is_valid(gates: Callable[[], list[CheckResult]], checkout: Checko
 
 
 def test_sarif_tells_levels_and_standing_and_leaves_out_what_github_would_open_again(checkout: Checkout) -> None:
-    (run,) = json.loads(sarif.render([sample_gates.held()], checkout))["runs"]
+    (run,) = json.loads(sarif.render([sample_gates.with_baseline()], checkout))["runs"]
     told = {result["ruleId"]: (result["level"], result["baselineState"]) for result in run["results"]}
     assert told == {
         "COMM001": ("error", "updated"),
@@ -174,14 +178,14 @@ def test_sarif_tells_levels_and_standing_and_leaves_out_what_github_would_open_a
 def test_a_finding_keeps_its_fingerprint_when_its_numbers_and_its_run_change(checkout: Checkout) -> None:
     def only(path: str, message: str) -> str:
         found = Finding("MEM001", Severity.WARNING, message, "", subject="layers.0")
-        (run,) = json.loads(sarif.render([sample_gates.plain(path, found=[found])], checkout))["runs"]
+        (run,) = json.loads(sarif.render([sample_gates.findings_only(path, found=[found])], checkout))["runs"]
         return str(run["results"][0]["partialFingerprints"]["primaryLocationLineHash"])
 
     assert only("runs/monday", "12 ms") == only("runs/tuesday", "13 ms")
 
 
 def test_sarif_rules_carry_their_documentation(checkout: Checkout) -> None:
-    (run,) = json.loads(sarif.render([sample_gates.plain()], checkout))["runs"]
+    (run,) = json.loads(sarif.render([sample_gates.findings_only()], checkout))["runs"]
     rule = next(each for each in run["tool"]["driver"]["rules"] if each["id"] == "HOST003")
     assert rule["name"] == "DataStall"
     assert rule["shortDescription"]["text"] == "A device that waits for the next batch."
@@ -223,7 +227,7 @@ def _unescaped(text: str, more: dict[str, str]) -> str:
 
 
 def test_annotations_say_what_fails_as_errors_and_what_is_known_as_notices(checkout: Checkout) -> None:
-    first, *lines = github.render([sample_gates.held()], checkout).splitlines()
+    first, *lines = github.render([sample_gates.with_baseline()], checkout).splitlines()
     assert first == "tracekit: today: Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
     told = [(level, properties["title"]) for level, properties, _ in map(_read, lines)]
     assert told == [
@@ -257,7 +261,7 @@ def _obeyed(printed: str) -> list[str]:
 
 def test_no_name_of_a_run_can_make_a_command_in_the_log(checkout: Checkout, tmp_path: Path) -> None:
     name = "run ##[stop-commands]x"
-    first = github.render([sample_gates.held(f"runs/{name}")], checkout).splitlines()[0]
+    first = github.render([sample_gates.with_baseline(f"runs/{name}")], checkout).splitlines()[0]
     assert first.startswith("tracekit: run ## [stop-commands]x: Failed: ")
     assert _obeyed(first) == []
     recorded.write_run(tmp_path / name, kernel="::add-mask::gemm")
@@ -278,7 +282,7 @@ def test_no_name_of_a_run_can_make_a_command_in_the_log(checkout: Checkout, tmp_
 
 def test_github_is_given_no_more_than_it_shows(checkout: Checkout) -> None:
     many = [Finding("MEM001", Severity.WARNING, "churn", "", subject=f"layers.{number}") for number in range(25)]
-    lines = github.render([sample_gates.plain(found=many)], checkout).splitlines()[1:]
+    lines = github.render([sample_gates.findings_only(found=many)], checkout).splitlines()[1:]
     assert len(lines) == github.MAX_OF_LEVEL
     level, properties, message = _read(lines[-1])
     assert (level, properties["title"]) == ("warning", "tracekit: 16 more")
@@ -305,16 +309,16 @@ class _Page(HTMLParser):
 
 def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
     page = _Page()
-    page.feed(html_gate.verdict(sample_gates.held()) + html_gate.tables(sample_gates.held()))
+    page.feed(html_gate.verdict(sample_gates.with_baseline()) + html_gate.tables(sample_gates.with_baseline()))
     assert page.text[0] == "Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
     assert "3 ms more a step are exposed communication." in page.text[2]
     assert page.text.count("worse, fails") == 2  # a metric and a finding
     assert "broken, fails" in page.text
     assert "fixed" in page.text
-    gate = sample_gates.held()
+    gate = sample_gates.with_baseline()
     whole = html.render_several([(gate.report, gate.report.run)], [gate])
     assert whole.index("tk-gate failed") < whole.index('<div class="tk-verdict')
-    assert html_gate.verdict(sample_gates.plain()) + html_gate.tables(sample_gates.plain()) == ""
+    assert html_gate.verdict(sample_gates.findings_only()) + html_gate.tables(sample_gates.findings_only()) == ""
 
 
 def test_names_are_text_in_the_verdict_on_the_page() -> None:
@@ -328,7 +332,10 @@ def test_names_are_text_in_the_verdict_on_the_page() -> None:
 
 def test_the_comment_reads_as_its_golden_file(golden: Golden, checkout: Checkout) -> None:
     golden(
-        "comment.md", markdown.render([sample_gates.held(), sample_gates.plain("runs/other")], checkout, key="nightly")
+        "comment.md",
+        markdown.render(
+            [sample_gates.with_baseline(), sample_gates.findings_only("runs/other")], checkout, key="nightly"
+        ),
     )
 
 
@@ -399,8 +406,8 @@ def test_a_comment_never_exceeds_what_github_takes(runs: int, checkout: Checkout
     long = [
         Finding("MEM001", Severity.WARNING, "ü" * 3000, "…" * 3000, subject=f"layers.{number}") for number in range(60)
     ]
-    passing = sample_gates.plain("runs/passes", found=long)
-    failing = sample_gates.plain("runs/fails", found=long, bar=Severity.WARNING)
+    passing = sample_gates.findings_only("runs/passes", found=long)
+    failing = sample_gates.findings_only("runs/fails", found=long, bar=Severity.WARNING)
     told = markdown.render([*[passing] * (runs - 1), failing], checkout)
     assert len(told.encode()) <= markdown.MAX_BYTES
     assert told.startswith("<!-- tracekit:check -->\n### ❌ Failed: 60 findings")
@@ -420,7 +427,7 @@ def test_a_comment_has_a_name_that_hides(key: str) -> None:
 
 
 def test_bars_are_as_long_as_the_times_they_show() -> None:
-    comparison = sample_gates.held().comparison
+    comparison = sample_gates.with_baseline().comparison
     assert comparison is not None
     rows = [re.split(r" {2,}", line) for line in text_charts.before_and_now(comparison).splitlines()]
     step = [len(re.findall("█", " ".join(row))) for row in rows[:2]]
@@ -428,6 +435,6 @@ def test_bars_are_as_long_as_the_times_they_show() -> None:
 
 
 def test_the_parts_of_a_bar_are_the_shares_of_the_step() -> None:
-    first, *_, legend = text_charts.by_rank(sample_gates.plain().report.run).splitlines()
+    first, *_, legend = text_charts.by_rank(sample_gates.findings_only().report.run).splitlines()
     assert [first.count(letter) for letter in "█▓░"] == [22, 7, 3]  # of 49 ms, less the last step's end: 30, 10 and 4
     assert legend == "█ compute 61.2%  ▓ exposed communication 20.4%  ▒ copy 10.2%  ░ idle 8.2%"

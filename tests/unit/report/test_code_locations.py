@@ -9,7 +9,7 @@ import pytest
 from tests.support import drawn_traces, sample_gates
 from tracekit.model.run import Run
 from tracekit.report import code_locations
-from tracekit.report.code_locations import Checkout, Kind
+from tracekit.report.code_locations import Checkout, LocationKind
 from tracekit.rules.rule import Finding, Severity
 
 TRAIN = """\
@@ -97,15 +97,15 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_a_finding_points_at_the_innermost_function_that_holds_most_of_it(
     spans: list[tuple[int, int]], where: str, checkout: Checkout
 ) -> None:
-    place = checkout.place(run(), finding(*spans))
+    place = checkout.locate(run(), finding(*spans))
     assert f"{place.path}:{place.line} {place.function}" == where
-    assert place.kind is Kind.FUNCTION
+    assert place.kind is LocationKind.FUNCTION
 
 
 def test_a_function_that_calls_itself_does_not_outweigh_its_callees(checkout: Checkout) -> None:
     # train, three times inside itself, calls step_of for most of the time.
     calls = [("train.py(9): train", 0, 25)] * 3 + [("train.py(15): step_of", 5, 15)]
-    place = checkout.place(run(calls), finding((0, 25)))
+    place = checkout.locate(run(calls), finding((0, 25)))
     assert (place.path, place.line) == ("train.py", 15)
 
 
@@ -121,18 +121,18 @@ def test_work_of_a_device_points_at_what_launched_it(checkout: Checkout) -> None
     trace = drawn_traces.trace(
         f"comm {'.' * 40}xxxxx", ops=pl.DataFrame(rows), columns={"x": {"launch_id": 99, "kind": "communication"}}
     )
-    place = checkout.place(drawn_traces.run(trace), finding((40, 5)))
+    place = checkout.locate(drawn_traces.run(trace), finding((40, 5)))
     assert (place.path, place.line) == ("train.py", 15)
 
 
 def test_columns_are_those_of_the_line(checkout: Checkout) -> None:
-    place = checkout.place(run(), finding((6, 6)))
+    place = checkout.locate(run(), finding((6, 6)))
     assert "    def decode(self, n):"[place.start_column - 1 : place.end_column - 1] == "def decode(self, n):"
 
 
 def test_without_stacks_a_finding_points_at_the_script(checkout: Checkout) -> None:
-    place = checkout.place(run([]), finding((6, 6)))
-    assert (place.kind, place.path, place.line) == (Kind.SCRIPT, "train.py", 1)
+    place = checkout.locate(run([]), finding((6, 6)))
+    assert (place.kind, place.path, place.line) == (LocationKind.SCRIPT, "train.py", 1)
 
 
 @pytest.mark.parametrize(
@@ -149,44 +149,47 @@ def test_without_stacks_a_finding_points_at_the_script(checkout: Checkout) -> No
 def test_the_script_is_found_by_how_it_was_started(
     command: tuple[str, ...], path: str | None, checkout: Checkout
 ) -> None:
-    place = checkout.place(run([], command=command))
-    assert (place.path if place.kind is Kind.SCRIPT else None) == path
+    place = checkout.locate(run([], command=command))
+    assert (place.path if place.kind is LocationKind.SCRIPT else None) == path
 
 
 def test_what_is_not_in_the_repository_points_at_the_trace(checkout: Checkout, tmp_path: Path) -> None:
-    place = checkout.place(run(CALLS[4:6], command=("missing.py",)), finding((6, 6)))
-    assert (place.kind, place.path) == (Kind.TRACE, "today/drawn-rank0")
+    place = checkout.locate(run(CALLS[4:6], command=("missing.py",)), finding((6, 6)))
+    assert (place.kind, place.path) == (LocationKind.TRACE, "today/drawn-rank0")
     inside = drawn_traces.run(drawn_traces.trace("compute aaa"), path=str(tmp_path / "runs" / "today"))
     source = inside.sources[0]
     here = str(tmp_path / "runs" / "today" / "rank00000.pt.trace.json.gz")
     moved = Run(inside.path, [type(source)(0, 0, here, 0, source.read)])
-    assert checkout.place(moved).path == "runs/today/rank00000.pt.trace.json.gz"
+    assert checkout.locate(moved).path == "runs/today/rank00000.pt.trace.json.gz"
     far = Run("s3://bucket/today", [type(source)(0, 0, "s3://bucket/today/rank0.json", 0, source.read)])
-    assert checkout.place(far).path == "today/rank0.json"
+    assert checkout.locate(far).path == "today/rank0.json"
 
 
 def test_a_file_of_the_same_name_elsewhere_is_not_taken_for_it(tmp_path: Path) -> None:
     other = Checkout(sample_gates.repository(tmp_path, queue="\n\ndef put():\n    pass\n"))
     calls = [("queue.py(154): get", 0, 25)]  # the standard library's
-    assert other.place(run(calls, command=()), finding((6, 6))).kind is Kind.TRACE
+    assert other.locate(run(calls, command=()), finding((6, 6))).kind is LocationKind.TRACE
 
 
 def test_two_files_that_a_name_may_mean_are_none(tmp_path: Path) -> None:
     both = Checkout(sample_gates.repository(tmp_path, a__data=DATA, b__data=DATA))
-    assert both.place(run([("data.py(1): load", 0, 25)], command=("data.py",)), finding((6, 6))).kind is Kind.TRACE
+    assert (
+        both.locate(run([("data.py(1): load", 0, 25)], command=("data.py",)), finding((6, 6))).kind
+        is LocationKind.TRACE
+    )
 
 
 def test_an_environment_in_the_checkout_is_nobodys_source(tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "pyvenv.cfg").touch()
     checkout = Checkout(sample_gates.repository(tmp_path, env__lib__data=DATA, site__data=DATA))
-    place = checkout.place(run([("data.py(1): load", 0, 25)]), finding((6, 6)))
+    place = checkout.locate(run([("data.py(1): load", 0, 25)]), finding((6, 6)))
     assert place.path == "site/data.py"
 
 
 def test_the_root_is_the_repository_around_a_folder(tmp_path: Path) -> None:
     root = sample_gates.repository(tmp_path / "project", src__deep__x="")
-    assert code_locations.root_of(root / "src" / "deep") == root
+    assert code_locations.repository_root(root / "src" / "deep") == root
 
 
 def test_a_folder_that_is_closed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

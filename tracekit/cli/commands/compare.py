@@ -75,6 +75,6 @@ def _judge(wanted: "list[Limit]", found: "Comparison") -> None:
     if missing:
         raise InputError(f"--fail-if {missing[0]}: not measured in both runs; compare shows what is")
     for bar in wanted:
-        output.say(told.outcome(bar, by_metric[bar.metric]))
+        output.say(told.limit_verdict(bar, by_metric[bar.metric]))
     if any(bar.is_exceeded(by_metric[bar.metric]) for bar in wanted):
         raise typer.Exit(CROSSED)

@@ -157,8 +157,8 @@ def _saved(path: Path, commit: "Commit") -> "list[HistoryEntry]":
     from tracekit.regression.history.entry import history_entry
     from tracekit.report import json
 
-    with json.whole(path):
-        return [history_entry(each, json.side(each), commit=commit) for each in json.saved(path)]
+    with json.report_errors(path):
+        return [history_entry(each, json.comparison_side(each), commit=commit) for each in json.read_reports(path)]
 
 
 def _metric(name: str) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tracekit.model.memory_snapshot import MemorySnapshot
     from tracekit.model.run import Run
     from tracekit.replay.allocator.playback import History
-    from tracekit.report.memory import Memory
+    from tracekit.report.memory import MemoryReport
 
 _PICKLES = (".pickle", ".pkl")
 _PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
@@ -76,12 +76,12 @@ def _is_snapshot(path: str) -> bool:
     return start[:1] == b"\x80" and start[1:] in _PROTOCOLS
 
 
-def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memory_gib: float | None) -> "Memory":
+def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memory_gib: float | None) -> "MemoryReport":
     from tracekit.ingest.readers.memory_snapshot import reader
     from tracekit.replay.allocator import playback as replaying
     from tracekit.report import memory as report
 
-    if replay is not None and report.wants_buffers(replay):
+    if replay is not None and report.uses_unit_buffers(replay):
         raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces: a snapshot has none")
     snapshot = reader.read(path)
     chosen = _device(snapshot, device)
@@ -89,7 +89,7 @@ def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memo
     return told if replay is None else _with_replay(told, replaying.of(snapshot, chosen), replay, device_memory_gib)
 
 
-def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "Memory":
+def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "MemoryReport":
     from tracekit.replay.allocator.facts import double_buffering
     from tracekit.report import memory as report
 
@@ -99,11 +99,13 @@ def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, c
     told = report.of_run(run)
     if replay is None:
         return told
-    history = double_buffering.with_buffers(next(run.traces())) if report.wants_buffers(replay) else _history(run)
+    history = double_buffering.with_buffers(next(run.traces())) if report.uses_unit_buffers(replay) else _history(run)
     return _with_replay(told, history, replay, device_memory_gib)
 
 
-def _with_replay(told: "Memory", history: "History", text: str, device_memory_gib: float | None) -> "Memory":
+def _with_replay(
+    told: "MemoryReport", history: "History", text: str, device_memory_gib: float | None
+) -> "MemoryReport":
     from tracekit.report import memory as report
 
     capacity_bytes = None if device_memory_gib is None else int(device_memory_gib * _GIB)

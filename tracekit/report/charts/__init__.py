@@ -5,21 +5,21 @@ because Plotly reads a subset of HTML in labels and hovers. Backgrounds are tran
 own, so that a figure fits a light page and a dark one.
 """
 
-from tracekit.report.charts.allocator_replay import reserved
+from tracekit.report.charts.allocator_replay import reserved_memory
 from tracekit.report.charts.bars import breakdown, comparison, step_times
 from tracekit.report.charts.checkpoints import save_bandwidth, save_clocks, save_stages
-from tracekit.report.charts.contention import give_way, shared, slowdowns
-from tracekit.report.charts.memory import held, lifetimes, segment_map
+from tracekit.report.charts.contention import concurrent_time, delayed_preparation, slowdowns
+from tracekit.report.charts.memory import block_lifetimes, memory_over_time, segment_map
 from tracekit.report.charts.metric_history import Level, Mark, Point, history
 from tracekit.report.charts.planning import LOST, REPEATED, SAVING, bubbles, lost_time, memory_by_strategy
-from tracekit.report.charts.rank_heatmap import MEASURES, spread
-from tracekit.report.charts.rank_timelines import ranks
-from tracekit.report.charts.stalls import communication, standing, waits
-from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, PALE, PARTS
-from tracekit.report.charts.top_work import tops
+from tracekit.report.charts.rank_heatmap import MEASURES, step_heatmap
+from tracekit.report.charts.rank_timelines import rank_activity
+from tracekit.report.charts.stalls import communication_parts, stall_causes, wait_matrix
+from tracekit.report.charts.style import CAUSES, COLOURS, CONFIG, KIND_LABELS, LIGHT_KINDS, PARTS
+from tracekit.report.charts.top_work import top_bars
 from tracekit.report.charts.trace_slices import EVIDENCE_TRACK, MAX_SLICES, timeline
 from tracekit.report.charts.traffic import ALGORITHM, BUS, bandwidth
-from tracekit.report.charts.what_if import saved_by_rank, savings
+from tracekit.report.charts.what_if import potential_savings, savings_by_rank
 
 __all__ = [
     "ALGORITHM",
@@ -29,10 +29,10 @@ __all__ = [
     "CONFIG",
     "EVIDENCE_TRACK",
     "KIND_LABELS",
+    "LIGHT_KINDS",
     "LOST",
     "MAX_SLICES",
     "MEASURES",
-    "PALE",
     "PARTS",
     "REPEATED",
     "SAVING",
@@ -40,30 +40,30 @@ __all__ = [
     "Mark",
     "Point",
     "bandwidth",
+    "block_lifetimes",
     "breakdown",
     "bubbles",
-    "communication",
+    "communication_parts",
     "comparison",
-    "give_way",
-    "held",
+    "concurrent_time",
+    "delayed_preparation",
     "history",
-    "lifetimes",
     "lost_time",
     "memory_by_strategy",
-    "ranks",
-    "reserved",
+    "memory_over_time",
+    "potential_savings",
+    "rank_activity",
+    "reserved_memory",
     "save_bandwidth",
     "save_clocks",
     "save_stages",
-    "saved_by_rank",
-    "savings",
+    "savings_by_rank",
     "segment_map",
-    "shared",
     "slowdowns",
-    "spread",
-    "standing",
+    "stall_causes",
+    "step_heatmap",
     "step_times",
     "timeline",
-    "tops",
-    "waits",
+    "top_bars",
+    "wait_matrix",
 ]

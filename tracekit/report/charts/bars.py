@@ -7,7 +7,7 @@ import polars as pl
 from plotly.colors import sample_colorscale
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, PARTS, dressed, listed
+from tracekit.report.charts.style import COLOURS, PARTS, label_rows, with_style
 
 
 def breakdown(summary: pl.DataFrame) -> go.Figure:
@@ -45,7 +45,7 @@ def step_times(summary: pl.DataFrame) -> go.Figure:
         )
     figure.update_xaxes(title="step", dtick=1 if known["step"].n_unique() < 20 else None)
     figure.update_yaxes(title="step time", ticksuffix=" ms", rangemode="tozero")
-    return dressed(figure, height_px=320)
+    return with_style(figure, height_px=320)
 
 
 def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
@@ -66,8 +66,8 @@ def _stacked(parts: pl.DataFrame, labels: Sequence[str]) -> go.Figure:
         )
     figure.update_layout(barmode="stack", bargap=0.28)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    listed(figure, labels)
-    return dressed(figure, height_px=min(136 + 30 * len(labels), 1400))
+    label_rows(figure, labels)
+    return with_style(figure, height_px=min(136 + 30 * len(labels), 1400))
 
 
 def _row_labels(summary: pl.DataFrame) -> list[str]:

@@ -5,7 +5,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, dressed, listed
+from tracekit.report.charts.style import COLOURS, label_rows, with_style
 
 # Okabe and Ito's again; waiting as everywhere.
 _STAGES = {
@@ -36,7 +36,7 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
         .sort("rank", "blocking", "start_ns", descending=[False, True, False])
     )
     if spent.is_empty():
-        return dressed(figure, height_px=160)
+        return with_style(figure, height_px=160)
     rows = spent.select("rank", "blocking").unique(maintain_order=True).head(_MOST_ROWS)
     both = rows["blocking"].n_unique() > 1
     began = lines.group_by("rank", "blocking").agg(began_ns=pl.col("start_ns").min())
@@ -55,8 +55,8 @@ def save_stages(lines: pl.DataFrame) -> go.Figure:
     labels = [f"rank {rank}" + (" · training" if blocking else " · beside") * both for rank, blocking in rows.rows()]
     figure.update_layout(barmode="overlay", bargap=0.28)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    listed(figure, labels)
-    return dressed(figure, height_px=min(136 + 30 * rows.height, 1400))
+    label_rows(figure, labels)
+    return with_style(figure, height_px=min(136 + 30 * rows.height, 1400))
 
 
 def _bars(figure: go.Figure, own: pl.DataFrame, stage: str, colour: str) -> None:
@@ -101,7 +101,7 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
     figure.update_layout(barmode="group", bargap=0.3)
     figure.update_xaxes(tickvals=list(range(shown.height)) if shown.height <= 30 else None, ticktext=names)
     figure.update_yaxes(ticksuffix=" s", rangemode="tozero")
-    return dressed(figure, height_px=320)
+    return with_style(figure, height_px=320)
 
 
 def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
@@ -123,4 +123,4 @@ def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
     )
     figure.update_xaxes(title="rank", dtick=1 if known["rank"].n_unique() < 20 else None)
     figure.update_yaxes(title="durable write rate", ticksuffix=" GB/s", rangemode="tozero")
-    return dressed(figure, height_px=320)
+    return with_style(figure, height_px=320)

@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.compute import concurrency
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, dressed, listed, powers
+from tracekit.report.charts.style import COLOURS, label_rows, log_axis, with_style
 
 KIND_COLOURS = {
     concurrency.COMPUTE: COLOURS["compute"],
@@ -17,7 +17,7 @@ KIND_COLOURS = {
 }
 MAX_POINTS = 3000
 _NO_PHASE = "no phase"
-_APART = 0.6
+_MARKER_SPREAD = 0.6
 
 
 def slowdowns(pairs: pl.DataFrame) -> go.Figure:
@@ -36,7 +36,7 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
         figure.add_scatter(
             x=[row["slowdown"] for row in rows],
             y=[
-                names.index((of, row["beside"])) + _beside(ranks.index((row["rank"], row["device"])), len(ranks))
+                names.index((of, row["beside"])) + _marker_offset(ranks.index((row["rank"], row["device"])), len(ranks))
                 for row in rows
             ],
             mode="markers",
@@ -50,7 +50,7 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
                 "thickness": 1.4,
                 "width": 3,
             },
-            customdata=[[_told(row)] for row in rows],
+            customdata=[[_hover(row)] for row in rows],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     figure.add_vline(x=1, line={"color": COLOURS["phase"], "dash": "dot"})
@@ -62,10 +62,10 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
         showgrid=False,
         fixedrange=True,
     )
-    return dressed(figure, height_px=150 + 46 * len(names))
+    return with_style(figure, height_px=150 + 46 * len(names))
 
 
-def shared(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
+def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
     """Return how long one kind of work ran beside each other one, in bars by phase: summed over ranks.
 
     `by_phase` is `analysis.contended.by_phase`.
@@ -85,16 +85,16 @@ def shared(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go.Figure:
             x=(sums["overlapped_ns"] / 1e6).to_list(),
             name=f"beside {beside}",
             marker={"color": colour, "line": {"width": 0}},
-            customdata=[[_of_phase(row)] for row in sums.iter_rows(named=True)],
+            customdata=[[_phase_hover(row)] for row in sums.iter_rows(named=True)],
             hovertemplate=f"<b>{of} beside {beside}</b>, %{{customdata[0]}}<extra></extra>",
         )
     figure.update_layout(barmode="group", bargap=0.25, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    listed(figure, order)
-    return dressed(figure, height_px=150 + 44 * len(order))
+    label_rows(figure, order)
+    return with_style(figure, height_px=150 + 44 * len(order))
 
 
-def give_way(preparation: pl.DataFrame) -> go.Figure:
+def delayed_preparation(preparation: pl.DataFrame) -> go.Figure:
     """Return how long each preparation of a collective took against what it takes alone, both on axes of powers.
 
     `preparation` is `analysis.contention.preparation` of a run. On the line it took as long as alone; far above it, it
@@ -117,13 +117,13 @@ def give_way(preparation: pl.DataFrame) -> go.Figure:
             mode="markers",
             name=label,
             marker={"color": colour, "size": 7, "opacity": 0.65},
-            customdata=[[_of_preparation(row)] for row in rows.iter_rows(named=True)],
+            customdata=[[_preparation_hover(row)] for row in rows.iter_rows(named=True)],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     _diagonal(figure, [*most["alone_ns"], *most["dur_ns"]])
-    figure.update_xaxes(title="takes alone", **powers(most["alone_ns"], units.duration))
-    figure.update_yaxes(title="took", **powers(most["dur_ns"], units.duration))
-    return dressed(figure, height_px=380)
+    figure.update_xaxes(title="takes alone", **log_axis(most["alone_ns"], units.duration))
+    figure.update_yaxes(title="took", **log_axis(most["dur_ns"], units.duration))
+    return with_style(figure, height_px=380)
 
 
 def _diagonal(figure: go.Figure, values: Sequence[float]) -> None:
@@ -133,11 +133,11 @@ def _diagonal(figure: go.Figure, values: Sequence[float]) -> None:
         figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="as long as alone", hoverinfo="skip")
 
 
-def _beside(number: int, count: int) -> float:
-    return 0.0 if count < 2 else _APART * (number / (count - 1) - 0.5)
+def _marker_offset(number: int, count: int) -> float:
+    return 0.0 if count < 2 else _MARKER_SPREAD * (number / (count - 1) - 0.5)
 
 
-def _told(row: dict[str, object]) -> str:
+def _hover(row: dict[str, object]) -> str:
     interval = "" if row["low"] is None else f", 95% between {row['low']:.2f} and {row['high']:.2f}"
     return (
         f"<b>rank {row['rank']}: {row['of']} beside {row['beside']}</b><br>{row['slowdown']:.2f} times as long as alone"
@@ -146,12 +146,12 @@ def _told(row: dict[str, object]) -> str:
     )
 
 
-def _of_phase(row: dict[str, int]) -> str:
+def _phase_hover(row: dict[str, int]) -> str:
     lost = f"{units.duration(row['lost_ns'])} longer for it" if row["judged_ns"] else "never seen alone"
     return f"{units.duration(row['overlapped_ns'])} of {row['calls']:,} calls<br>{lost}"
 
 
-def _of_preparation(row: dict[str, object]) -> str:
+def _preparation_hover(row: dict[str, object]) -> str:
     took, alone = int(str(row["dur_ns"])), int(str(row["alone_ns"]))
     unit = f" · unit {escaping.escape(str(row['unit'] or 'root'), 80)}" if row["unit"] is not None else ""
     return (

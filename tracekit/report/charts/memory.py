@@ -8,7 +8,7 @@ from plotly.colors import sample_colorscale
 
 from tracekit.analysis.memory import usage as holding
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, dressed
+from tracekit.report.charts.style import COLOURS, with_style
 
 _OWNERS = {
     "forward": "#0072B2",
@@ -20,7 +20,7 @@ _OWNERS = {
     holding.EARLIER: "#8C95A1",
     holding.OTHERS: "#C4C9D1",
 }
-_FURTHER = (
+_EXTRA_COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B9AFD4", "#DDB765", "#4FC3A1", "#7D8796",
 )  # fmt: skip
 _STATES = {
@@ -34,7 +34,7 @@ _MOST_ROWS, _CELLS, _MOST_EDGES = 40, 220, 1500
 _WHITE_TO_BLUE = "Blues"
 
 
-def held(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
+def memory_over_time(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
     """Return what is held over time, stacked by owner, the peak marked, and what is reserved as a line above.
 
     `table` is one device's and one kind of owner's part of `analysis.held.over_time`. 0 ms is `origin_ns`, or the first
@@ -42,10 +42,10 @@ def held(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
     """
     figure = go.Figure()
     if table.is_empty():
-        return dressed(figure, height_px=160)
+        return with_style(figure, height_px=160)
     begin_ns = int(str(table["at_ns"].min())) if origin_ns is None else origin_ns
     moments = table.unique("at_ns", keep="first", maintain_order=True).sort("at_ns", maintain_order=True)
-    divisor, unit = scaled(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
+    divisor, unit = byte_scale(int(str(table.select(pl.max_horizontal("live_bytes", "reserved_bytes").max()).item())))
     owners = table["owner"].unique(maintain_order=True).to_list()
     for owner, colour in zip(owners, _colours(owners), strict=True):
         rows = table.filter(pl.col("owner") == owner)
@@ -65,17 +65,17 @@ def held(table: pl.DataFrame, *, origin_ns: int | None = None) -> go.Figure:
     _mark_peak(figure, moments, begin_ns, divisor)
     figure.update_xaxes(ticksuffix=" ms")
     figure.update_yaxes(title="held", ticksuffix=f" {unit}", rangemode="tozero")
-    return dressed(figure, height_px=420)
+    return with_style(figure, height_px=420)
 
 
-def lifetimes(table: pl.DataFrame) -> go.Figure:
+def block_lifetimes(table: pl.DataFrame) -> go.Figure:
     """Return a map of sizes and lifetimes: the darker a cell, the more bytes were taken in blocks of that kind.
 
     `table` is one device's part of `analysis.held.lifetimes`.
     """
     figure = go.Figure()
     if table.is_empty():
-        return dressed(figure, height_px=160)
+        return with_style(figure, height_px=160)
     outlives = table["high_ns"].max()
     lived = table.with_columns(pl.col("low_ns").fill_null(outlives))
     columns, rows = lived["low_ns"].unique().sort().to_list(), lived["low_bytes"].unique().sort().to_list()
@@ -88,7 +88,10 @@ def lifetimes(table: pl.DataFrame) -> go.Figure:
         y=list(range(len(rows))),
         z=[[None if cell is None else _log(cell[0]) for cell in line] for line in grid],
         customdata=[
-            [None if cell is None else _told(size, time, cell) for time, cell in zip(columns, line, strict=True)]
+            [
+                None if cell is None else _lifetime_hover(size, time, cell)
+                for time, cell in zip(columns, line, strict=True)
+            ]
             for size, line in zip(rows, grid, strict=True)
         ],
         hovertemplate="%{customdata}<extra></extra>",
@@ -112,7 +115,7 @@ def lifetimes(table: pl.DataFrame) -> go.Figure:
         ticktext=[units.size(size) for size in rows],
         showgrid=False,
     )
-    return dressed(figure, height_px=min(160 + 24 * len(rows), 760))
+    return with_style(figure, height_px=min(160 + 24 * len(rows), 760))
 
 
 def segment_map(table: pl.DataFrame) -> go.Figure:
@@ -123,11 +126,11 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
     """
     figure = go.Figure()
     if table.is_empty():
-        return dressed(figure, height_px=160)
+        return with_style(figure, height_px=160)
     row_bytes = _row_bytes(table)
     placed = _in_rows(table, row_bytes)
-    drawn = _joined(placed, row_bytes / _CELLS)
-    divisor, unit = scaled(row_bytes)
+    drawn = _merge_narrow(placed, row_bytes / _CELLS)
+    divisor, unit = byte_scale(row_bytes)
     for label, (colour, states) in _STATES.items():
         rows = drawn.filter(pl.col("state").is_in(states))
         figure.add_bar(
@@ -138,10 +141,10 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
             width=0.86,
             name=f"{label}: {units.size(int(table.filter(pl.col('state').is_in(states))['bytes'].sum()))}",
             marker={"color": colour, "line": {"width": 0}},
-            customdata=[_about(row, label) for row in rows.iter_rows(named=True)],
+            customdata=[_block_hover(row, label) for row in rows.iter_rows(named=True)],
             hovertemplate="%{customdata}<extra></extra>",
         )
-    _edges(figure, placed, divisor)
+    _segment_ends(figure, placed, divisor)
     names = placed.unique("pool_name", keep="first", maintain_order=True)
     last = int(str(placed["row"].max()))
     figure.update_layout(barmode="overlay")
@@ -153,11 +156,11 @@ def segment_map(table: pl.DataFrame) -> go.Figure:
         fixedrange=True,
         showgrid=False,
     )
-    return dressed(figure, height_px=120 + 15 * (last + 1) + 30)
+    return with_style(figure, height_px=120 + 15 * (last + 1) + 30)
 
 
 def _colours(owners: Sequence[str]) -> list[str]:
-    further = iter([colour for colour in _FURTHER if colour not in {_OWNERS.get(owner) for owner in owners}])
+    further = iter([colour for colour in _EXTRA_COLOURS if colour not in {_OWNERS.get(owner) for owner in owners}])
     spare = iter(sample_colorscale("Viridis", [i / max(len(owners) - 1, 1) for i in range(len(owners))]))
     return [_OWNERS.get(owner) or next(further, None) or str(next(spare)) for owner in owners]
 
@@ -189,7 +192,7 @@ def _mark_peak(figure: go.Figure, moments: pl.DataFrame, begin_ns: int, divisor:
     )
 
 
-def _told(low_bytes: int, low_ns: int, cell: Sequence[object]) -> str:
+def _lifetime_hover(low_bytes: int, low_ns: int, cell: Sequence[object]) -> str:
     size, count, op, high_bytes, high_ns = cell
     lives = f"live {units.duration(low_ns)} to {units.duration(int(str(high_ns)))}" if high_ns else "outlive the window"
     return (
@@ -207,7 +210,7 @@ def _log(size_bytes: int) -> int:
     return max(size_bytes, 1).bit_length() - 1
 
 
-def scaled(largest_bytes: int) -> tuple[int, str]:
+def byte_scale(largest_bytes: int) -> tuple[int, str]:
     """Return the unit in which bytes up to so many are drawn: its bytes and its name."""
     power = min(max((largest_bytes.bit_length() - 1) // 10, 0), 4)
     return 1 << (10 * power), ("B", "KiB", "MiB", "GiB", "TiB")[power]
@@ -242,7 +245,7 @@ def _in_rows(table: pl.DataFrame, row_bytes: int) -> pl.DataFrame:
     )
 
 
-def _joined(placed: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
+def _merge_narrow(placed: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
     """Return the blocks, those narrower than `least_bytes` and near each other as one for each state."""
     wide = pl.col("part_bytes") >= least_bytes
     cell = (pl.col("at_bytes") / least_bytes).floor().cast(pl.Int64)
@@ -264,14 +267,14 @@ def _joined(placed: pl.DataFrame, least_bytes: float) -> pl.DataFrame:
     return pl.concat([alone, together])
 
 
-def _about(row: dict[str, object], label: str) -> str:
+def _block_hover(row: dict[str, object], label: str) -> str:
     count, size = int(str(row["blocks"])), units.size(int(str(row["whole_bytes"])))
     many = f"{count:,} blocks, {size} in all" if count > 1 else size
     owner = f"<br>{escaping.escape(str(row['op']), 120)}" if row["op"] and label != "free" else ""
     return f"<b>{label}</b> {many}{owner}<br>segment {int(str(row['segment_address'])):#x}"
 
 
-def _edges(figure: go.Figure, placed: pl.DataFrame, divisor: int) -> None:
+def _segment_ends(figure: go.Figure, placed: pl.DataFrame, divisor: int) -> None:
     """Draw the end of each segment as a tick, unless there are too many to see."""
     lasts = placed.group_by("segment_address", maintain_order=True).last()
     if lasts.height > _MOST_EDGES:

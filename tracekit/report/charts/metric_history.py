@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from tracekit.model import escaping
 from tracekit.regression.quantities import is_share
-from tracekit.report.charts.style import dressed
+from tracekit.report.charts.style import with_style
 
 _LINE, _LEVEL, _WORSE, _BETTER, _FAILED = "#0072B2", "#7D8796", "#D55E00", "#009E73", "#D55E00"
 _MOST_TICKS = 16
@@ -22,7 +22,7 @@ class Point:
     low: float | None
     high: float | None
     tick: str
-    told: Sequence[str]
+    hover_lines: Sequence[str]
     failed: bool = False
 
 
@@ -31,7 +31,7 @@ class Level:
     """What the metric was over the runs `first` to `past` (half-open): one level, or from one to another."""
 
     first: int
-    past: int
+    end: int
     before: float
     after: float
 
@@ -41,7 +41,7 @@ class Mark:
     """A change at run `index`, the first that has the new level, and what to say of it."""
 
     index: int
-    told: str
+    label: str
     is_worse: bool
 
 
@@ -51,7 +51,7 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
     figure = go.Figure()
     for level in levels:
         figure.add_scatter(
-            x=[level.first + 0.5, level.past + 0.5],
+            x=[level.first + 0.5, level.end + 0.5],
             y=[level.before / divisor, level.after / divisor],
             mode="lines",
             line={"color": _LEVEL, "width": 2, "dash": "solid" if level.before == level.after else "dash"},
@@ -72,7 +72,7 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
         error_y=_bars(known, divisor),
         unselected={"marker": {"opacity": 0.8}},  # a click picks one, and hides none
         selected={"marker": {"size": 13}},
-        customdata=[[number, _told(metric, number, point)] for number, point in known],
+        customdata=[[number, _hover(metric, number, point)] for number, point in known],
         hovertemplate="%{customdata[1]}<extra></extra>",
         showlegend=False,
     )
@@ -81,7 +81,7 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
         figure.add_vline(
             x=mark.index + 0.5,
             line={"color": colour, "width": 1.5, "dash": "dot"},
-            annotation={"text": escaping.escape(mark.told, 60), "font": {"color": colour}, "textangle": 0},
+            annotation={"text": escaping.escape(mark.label, 60), "font": {"color": colour}, "textangle": 0},
             annotation_position="top",
         )
     every = max(1, -(-len(points) // _MOST_TICKS))
@@ -92,7 +92,7 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
         range=[0.3, len(points) + 0.7],
     )
     figure.update_yaxes(ticksuffix=suffix)
-    return dressed(figure, height_px=340)
+    return with_style(figure, height_px=340)
 
 
 def _scale(metric: str, values: Sequence[float]) -> tuple[float, str]:
@@ -116,8 +116,8 @@ def _scaled(value: float | None, divisor: float) -> float:
     return round((value or 0.0) / divisor, 9)
 
 
-def _told(metric: str, number: int, point: Point) -> str:
+def _hover(metric: str, number: int, point: Point) -> str:
     told = [f"<b>{escaping.escape(escaping.cell(metric, point.value))}</b> run {number + 1}"]
     if point.low is not None and point.high is not None:
         told.append(f"95% {escaping.cell(metric, point.low)} to {escaping.cell(metric, point.high)}")
-    return "<br>".join([*told, *(escaping.escape(text) for text in point.told)])
+    return "<br>".join([*told, *(escaping.escape(text) for text in point.hover_lines)])

@@ -4,11 +4,11 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import units
-from tracekit.report.charts.style import COLOURS, dressed
+from tracekit.report.charts.style import COLOURS, with_style
 
-LONGER, EXPOSED, WAITED = "longer_ratio", "exposed_ratio", "waited_ratio"
+SLOWER, EXPOSED, WAITED = "longer_ratio", "exposed_ratio", "waited_ratio"
 MEASURES = {
-    LONGER: "step time against the median of ranks",
+    SLOWER: "step time against the median of ranks",
     EXPOSED: "communication that nothing hides",
     WAITED: "waiting for a rank",
 }
@@ -16,10 +16,10 @@ MEASURES = {
 MAX_CELLS = 4000
 _SHADES = {EXPOSED: COLOURS["communication"], WAITED: COLOURS["waiting"]}
 _QUICK, _SLOW, _PLAIN = "#0072B2", "#D55E00", "rgba(160, 168, 180, 0.25)"
-_LEAST = 0.02  # a spread smaller than this is drawn as pale as it is
+_MIN_SCALE = 0.02  # a spread smaller than this is drawn as pale as it is
 
 
-def spread(table: pl.DataFrame, measure: str = LONGER) -> go.Figure:
+def step_heatmap(table: pl.DataFrame, measure: str = SLOWER) -> go.Figure:
     """Return a map of ranks (rows) and steps (columns), each cell with the colour of `measure`, one of MEASURES.
 
     `table` is `analysis.communication.spread`, of one window. The customdata of a cell are its rank and step first.
@@ -32,7 +32,7 @@ def spread(table: pl.DataFrame, measure: str = LONGER) -> go.Figure:
     columns = [steps[row["step"]] for row in rows]
     place = {
         "y": [ranks[row["rank"]] for row in rows],
-        "customdata": [[row["rank"], row["step"], _told(row)] for row in rows],
+        "customdata": [[row["rank"], row["step"], _hover(row)] for row in rows],
         "hovertemplate": "%{customdata[2]}<extra></extra>",
         "showlegend": False,
     }
@@ -48,7 +48,7 @@ def spread(table: pl.DataFrame, measure: str = LONGER) -> go.Figure:
     figure.update_layout(barmode="overlay", clickmode="event+select", dragmode=False)
     _ticks(figure.update_xaxes, steps, "step", [-0.5, len(steps) - 0.5])
     _ticks(figure.update_yaxes, ranks, "rank", [len(ranks) - 0.5, -0.5])
-    return dressed(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
+    return with_style(figure, height_px=min(max(190, 130 + 26 * len(ranks)), 700))
 
 
 def _ticks(update: object, places: dict[int, int], title: str, window: list[float]) -> None:
@@ -66,19 +66,19 @@ def _ticks(update: object, places: dict[int, int], title: str, window: list[floa
 
 def _colours(table: pl.DataFrame, measure: str) -> dict[str, object]:
     largest = float(str(table[measure].abs().max() or 0.0))
-    if measure == LONGER:
-        far = max(largest, _LEAST)
+    if measure == SLOWER:
+        far = max(largest, _MIN_SCALE)
         return {"cmin": -far, "cmax": far, "colorscale": [[0, _QUICK], [0.5, _PLAIN], [1, _SLOW]]}
-    return {"cmin": 0, "cmax": max(largest, _LEAST), "colorscale": [[0, _PLAIN], [1, _SHADES[measure]]]}
+    return {"cmin": 0, "cmax": max(largest, _MIN_SCALE), "colorscale": [[0, _PLAIN], [1, _SHADES[measure]]]}
 
 
 def _bar(measure: str) -> dict[str, object]:
-    return {"tickformat": "+.0%" if measure == LONGER else ".0%", "thickness": 14, "nticks": 5, "outlinewidth": 0}
+    return {"tickformat": "+.0%" if measure == SLOWER else ".0%", "thickness": 14, "nticks": 5, "outlinewidth": 0}
 
 
-def _told(row: dict[str, int]) -> str:
+def _hover(row: dict[str, int]) -> str:
     return (
         f"<b>rank {row['rank']}, step {row['step']}</b><br>{units.duration(row['duration_ns'])}, median of ranks "
-        f"{units.duration(row['median_ns'])} ({row[LONGER]:+.1%})<br>exposed communication "
+        f"{units.duration(row['median_ns'])} ({row[SLOWER]:+.1%})<br>exposed communication "
         f"{units.share(row[EXPOSED])}, waiting for a rank {units.share(row[WAITED])}"
     )

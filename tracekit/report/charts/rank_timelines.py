@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
-from tracekit.report.charts.style import COLOURS, dressed
+from tracekit.report.charts.style import COLOURS, with_style
 
 LABELS = {
     rank_timelines.COMPUTE: ("compute", "compute"),
@@ -22,15 +22,15 @@ MAX_SPANS = 6000
 _ROW_PX = 30
 
 
-def ranks(doings: pl.DataFrame, window: Window, *, origin_ns: int | None = None) -> go.Figure:
+def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | None = None) -> go.Figure:
     """Return what each rank does in a stretch of the run's clock (ns), one row per rank and device.
 
     `doings` has the columns of `analysis.lockstep`. 0 ms on the axis is `origin_ns`, or the window's start. Where there
     are more than `MAX_SPANS`, neighbours too short to see are drawn as one.
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
-    rows = doings.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
-    shown = _thin(rank_timelines.within(doings, window), window)
+    rows = activity.select("rank", "device").unique().sort("rank", "device").with_row_index("y")
+    shown = _thin(rank_timelines.within(activity, window), window)
     figure = go.Figure()
     for doing, (label, kind) in LABELS.items():
         drawn = shown.filter(pl.col("doing") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
@@ -42,7 +42,7 @@ def ranks(doings: pl.DataFrame, window: Window, *, origin_ns: int | None = None)
             width=0.8,
             name=label,
             marker={"color": COLOURS[kind], "line": {"width": 0}},
-            customdata=[[_detail(row, label)] for row in drawn.iter_rows(named=True)],
+            customdata=[[_hover(row, label)] for row in drawn.iter_rows(named=True)],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     several = rows["rank"].is_duplicated().any()
@@ -56,7 +56,7 @@ def ranks(doings: pl.DataFrame, window: Window, *, origin_ns: int | None = None)
         fixedrange=True,
         showgrid=False,
     )
-    return dressed(figure, height_px=130 + _ROW_PX * rows.height)
+    return with_style(figure, height_px=130 + _ROW_PX * rows.height)
 
 
 def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
@@ -86,7 +86,7 @@ def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
     return ordered
 
 
-def _detail(row: Mapping[str, Any], label: str) -> str:
+def _hover(row: Mapping[str, Any], label: str) -> str:
     lines = [f"<b>{label}</b> {units.duration(row['dur_ns'])}"]
     what = [escaping.escape(row["op"].replace("_", "-"))] if row["op"] else []
     what += [f"unit {escaping.escape(row['unit'] or 'root', 80)}"] if row["unit"] is not None else []

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import CAUSES, COLOURS, dressed, listed
+from tracekit.report.charts.style import CAUSES, COLOURS, label_rows, with_style
 
 COMMUNICATION_PARTS = {
     "hidden_ns": ("hidden by compute", "rgba(213, 94, 0, 0.32)"),
@@ -19,7 +19,7 @@ _MOST_BARS_PX = 1400
 _UNKNOWN = "one not known"
 
 
-def standing(by_rank: pl.DataFrame) -> go.Figure:
+def stall_causes(by_rank: pl.DataFrame) -> go.Figure:
     """Return stacked bars of why something stands still, one per rank: its gaps by cause, which sum to them.
 
     `by_rank` is the part of one `of` (communication or compute) of `analysis.standing.by_rank`.
@@ -31,10 +31,10 @@ def standing(by_rank: pl.DataFrame) -> go.Figure:
         found = dict(by_rank.filter(pl.col("cause") == cause).select("rank", "dur_ns").iter_rows())
         if any(found.values()):
             _stack(figure, ranks, [found.get(rank, 0) for rank in ranks], whole, label=label, colour=colour)
-    return _of_ranks(figure, ranks)
+    return _with_rank_axis(figure, ranks)
 
 
-def communication(by_rank: pl.DataFrame) -> go.Figure:
+def communication_parts(by_rank: pl.DataFrame) -> go.Figure:
     """Return stacked bars of each rank's communication: hidden, moving unhidden, waiting for a rank.
 
     `by_rank` is `analysis.communication.by_rank`.
@@ -44,10 +44,10 @@ def communication(by_rank: pl.DataFrame) -> go.Figure:
     figure = go.Figure()
     for column, (label, colour) in COMMUNICATION_PARTS.items():
         _stack(figure, ranks, by_rank[column].to_list(), whole, label=label, colour=colour)
-    return _of_ranks(figure, ranks)
+    return _with_rank_axis(figure, ranks)
 
 
-def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
+def wait_matrix(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     """Return who waits for whom: a row for each rank that waits, a column for each that comes last.
 
     `waited` is `analysis.lockstep.waited`; the last column is there where it is not known who came last.
@@ -90,7 +90,7 @@ def waits(waited: pl.DataFrame, ranks: Sequence[int]) -> go.Figure:
     )
     if not few:
         figure.update_xaxes(title="for the rank that comes last").update_yaxes(title="rank that waits")
-    return dressed(figure, height_px=min(130 + 40 * len(ranks), 760))
+    return with_style(figure, height_px=min(130 + 40 * len(ranks), 760))
 
 
 def _stack(
@@ -111,8 +111,8 @@ def _stack(
     )
 
 
-def _of_ranks(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
+def _with_rank_axis(figure: go.Figure, ranks: Sequence[int]) -> go.Figure:
     figure.update_layout(barmode="stack", bargap=0.28, showlegend=True)
     figure.update_xaxes(ticksuffix=" ms", rangemode="tozero")
-    listed(figure, [f"rank {rank}" for rank in ranks])
-    return dressed(figure, height_px=min(136 + 30 * len(ranks), _MOST_BARS_PX))
+    label_rows(figure, [f"rank {rank}" for rank in ranks])
+    return with_style(figure, height_px=min(136 + 30 * len(ranks), _MOST_BARS_PX))

@@ -33,7 +33,7 @@ KIND_LABELS = {
     "overhead": "profiler overhead",
     "evidence": "finding",
 }
-PALE = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
+LIGHT_KINDS = ("idle", "memset", "cpu_op", "annotation", "runtime", "overhead", "evidence")
 """The kinds whose colour takes dark text."""
 PARTS = {
     "compute_ns": ("compute", "compute"),
@@ -68,7 +68,7 @@ _LEGEND_PX, _BUTTONS_PX = 62, 34  # above the plot
 _GRID = "rgba(128, 138, 150, 0.22)"
 
 
-def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
+def with_style(figure: go.Figure, *, height_px: int) -> go.Figure:
     """Return a figure that fits any page: no background, no colour of text, the legend, if it has one, on top."""
     named = [trace for trace in figure.data if trace.showlegend or (trace.showlegend is None and trace.name)]
     figure.update_layout(
@@ -87,7 +87,7 @@ def dressed(figure: go.Figure, *, height_px: int) -> go.Figure:
     return figure
 
 
-def listed(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:
+def label_rows(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40) -> None:
     """Write `names` beside the bars at 0, 1, 2 … of a figure, the first on top; of very many each few-th.
 
     >>> figure = go.Figure()
@@ -105,7 +105,7 @@ def listed(figure: go.Figure, names: Sequence[str], *, max_characters: int = 40)
     )
 
 
-def powers(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:
+def log_axis(values: Iterable[float | None], write: Callable[[float], str], *, base: int = 10) -> dict[str, Any]:
     """Return an axis of powers around `values`: its range, and ticks at powers of `base`, written in units.
 
     >>> powers([30, 4000], str)["ticktext"]

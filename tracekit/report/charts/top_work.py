@@ -6,20 +6,24 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import COLOURS, KIND_LABELS, dressed
+from tracekit.report.charts.style import COLOURS, KIND_LABELS, with_style
 
-MOST = 15
+MAX_ROWS = 15
 _OTHER = COLOURS["phase"]
 
 
-def tops(table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", most: int = MOST) -> go.Figure:
+def top_bars(
+    table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", max_rows: int = MAX_ROWS
+) -> go.Figure:
     """Return the `most` rows of a table of `analysis.kernels` or `analysis.ops` with most of `measure`, as bars.
 
     A row is named by its columns `by` and has the colour of its kind. Names that the picture cannot show whole have
     their middle cut out; the hover tells more of them.
     """
-    most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(most)
-    shown = most_of.with_columns(_label=pl.Series([_spoken(row) for row in most_of.select(by).rows()], dtype=pl.String))
+    most_of = table.filter(pl.col(measure) > 0).sort(measure, descending=True).head(max_rows)
+    shown = most_of.with_columns(
+        _label=pl.Series([_row_name(row) for row in most_of.select(by).rows()], dtype=pl.String)
+    )
     shown = shown.with_row_index("y")
     figure = go.Figure()
     for (kind,), rows in shown.group_by("kind", maintain_order=True):
@@ -45,8 +49,8 @@ def tops(table: pl.DataFrame, by: Sequence[str], *, measure: str = "total_ns", m
         showgrid=False,
         fixedrange=True,
     )
-    return dressed(figure, height_px=130 + 24 * shown.height)
+    return with_style(figure, height_px=130 + 24 * shown.height)
 
 
-def _spoken(values: Sequence[object]) -> str:
+def _row_name(values: Sequence[object]) -> str:
     return " · ".join("not known" if value is None else str(value) or "root" for value in values)

@@ -10,7 +10,7 @@ from tracekit.analysis.time import slices
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
-from tracekit.report.charts.style import COLOURS, KIND_LABELS, PALE, dressed
+from tracekit.report.charts.style import COLOURS, KIND_LABELS, LIGHT_KINDS, with_style
 
 MAX_SLICES = 5000
 MAX_LABELS = 100
@@ -67,7 +67,7 @@ def timeline(
         fixedrange=True,
         showgrid=False,
     )
-    return dressed(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
+    return with_style(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
 
 
 def _rows(table: pl.DataFrame, *, first_y: float) -> pl.DataFrame:
@@ -117,13 +117,13 @@ def _draw(figure: go.Figure, drawn: pl.DataFrame, *, kind: str) -> None:
         insidetextanchor="start",
         textangle=0,
         constraintext="inside",
-        insidetextfont={"color": "#10151c" if kind in PALE else "#ffffff", "size": 11},
-        customdata=[[escaping.escape(row["name"], 160), _detail(row)] for row in drawn.iter_rows(named=True)],
+        insidetextfont={"color": "#10151c" if kind in LIGHT_KINDS else "#ffffff", "size": 11},
+        customdata=[[escaping.escape(row["name"], 160), _hover(row)] for row in drawn.iter_rows(named=True)],
         hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}<extra></extra>",
     )
 
 
-def _detail(row: Mapping[str, Any]) -> str:
+def _hover(row: Mapping[str, Any]) -> str:
     lines = [f"{units.duration(row['dur_ns'])} from {row['begin_ms']:,.3f} ms"]
     if row["count"] > 1:
         lines.append(f"{row['count']:,} slices too short to see apart, the first named here")

@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import dressed, powers
+from tracekit.report.charts.style import log_axis, with_style
 
 ALGORITHM, BUS = "algorithm", "bus"
 MAX_POINTS = 3000
@@ -40,7 +40,7 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
             x=drawn["bytes"].to_list(),
             y=drawn[column].to_list(),
             mode="markers",
-            name=_named(str(op), group, rows["axis"][0], rows["group_size"][0]),
+            name=_legend_name(str(op), group, rows["axis"][0], rows["group_size"][0]),
             marker={
                 "color": colour,
                 "symbol": symbol + ("" if is_whole else "-open"),
@@ -53,23 +53,23 @@ def bandwidth(speeds: pl.DataFrame, kind: str = BUS) -> go.Figure:
                     "bytes", "algorithm_bytes_per_s", "bus_bytes_per_s", "transfer_ns"
                 ).iter_rows()
             ],
-            hovertemplate=f"<b>{escaping.escape(_spoken(str(op)))}</b> of %{{customdata[0]}} in %{{customdata[3]}}<br>"
+            hovertemplate=f"<b>{escaping.escape(_op_name(str(op)))}</b> of %{{customdata[0]}} in %{{customdata[3]}}<br>"
             f"{'' if is_whole else 'at least '}%{{customdata[1]}} algorithm, %{{customdata[2]}} bus<extra></extra>",
         )
-    figure.update_xaxes(title="size of the message", **powers(speeds["bytes"], units.size, base=2))
-    figure.update_yaxes(title=f"{kind} bandwidth", **powers(speeds[column], units.rate))
-    return dressed(figure, height_px=420)
+    figure.update_xaxes(title="size of the message", **log_axis(speeds["bytes"], units.size, base=2))
+    figure.update_yaxes(title=f"{kind} bandwidth", **log_axis(speeds[column], units.rate))
+    return with_style(figure, height_px=420)
 
 
-def _named(op: str, group: str | None, axis: str | None, size: int | None) -> str:
+def _legend_name(op: str, group: str | None, axis: str | None, size: int | None) -> str:
     where = axis or group
     told = [
-        escaping.escape(_spoken(op)),
+        escaping.escape(_op_name(op)),
         *([escaping.escape(where, 40)] if where else []),
         *([f"{size} ranks"] if size else []),
     ]
     return " · ".join(told)
 
 
-def _spoken(op: str) -> str:
+def _op_name(op: str) -> str:
     return op.replace("_", "-")

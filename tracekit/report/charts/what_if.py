@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from tracekit.model import escaping, units
-from tracekit.report.charts.style import CAUSES, COLOURS, dressed, listed
+from tracekit.report.charts.style import CAUSES, COLOURS, label_rows, with_style
 
 _KINDS = {
     "COMM": ("communication", COLOURS["communication"]),
@@ -21,7 +21,7 @@ _WIDTH = 0.7
 _SEVERAL = ("several causes", COLOURS["evidence"])
 
 
-def savings(ranked: pl.DataFrame) -> go.Figure:
+def potential_savings(ranked: pl.DataFrame) -> go.Figure:
     """Return what a step would save without each cause by itself, in bars in the order of the table.
 
     `ranked` is `reports.whatif.as_table`. The colour says what a cause is about, a paler bar is less sure.
@@ -44,7 +44,7 @@ def savings(ranked: pl.DataFrame) -> go.Figure:
             text=[f"{units.duration(row['saved_ns'])} · {units.share(row['saved_ratio'])}" for _, row in mine],
             textposition="outside",
             cliponaxis=False,
-            customdata=[[_told(row)] for _, row in mine],
+            customdata=[[_hover(row)] for _, row in mine],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     most_ms = max((row["saved_ns"] for row in rows), default=0) / 1e6
@@ -57,10 +57,10 @@ def savings(ranked: pl.DataFrame) -> go.Figure:
         showgrid=False,
         fixedrange=True,
     )
-    return dressed(figure, height_px=140 + 28 * len(rows))
+    return with_style(figure, height_px=140 + 28 * len(rows))
 
 
-def saved_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
+def savings_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
     """Return what a replayed step takes on each rank: what is left without a cause, and what it saves, stacked.
 
     `by_rank` is that of one saving in `whatif.saving.by_rank`, `code` that of the rule that speaks of its cause; ''
@@ -80,29 +80,29 @@ def saved_by_rank(by_rank: pl.DataFrame, code: str) -> go.Figure:
             x=(times_ns / 1e6).to_list(),
             name=label,
             marker={"color": colour, "line": {"width": 0}},
-            customdata=[[_of_rank(row)] for row in by_rank.iter_rows(named=True)],
+            customdata=[[_rank_hover(row)] for row in by_rank.iter_rows(named=True)],
             hovertemplate="%{customdata[0]}<extra></extra>",
         )
     figure.update_layout(barmode="stack", bargap=0.28)
     figure.update_xaxes(title="a step, replayed", ticksuffix=" ms", rangemode="tozero")
-    listed(figure, [f"rank {rank}" for rank in ranks])
-    return dressed(figure, height_px=min(150 + 30 * len(ranks), 1400))
+    label_rows(figure, [f"rank {rank}" for rank in ranks])
+    return with_style(figure, height_px=min(150 + 30 * len(ranks), 1400))
 
 
 def _kind(code: str) -> tuple[str, str]:
     return next((kind for start, kind in _KINDS.items() if code.startswith(start)), _SEVERAL)
 
 
-def _told(row: dict[str, object]) -> str:
+def _hover(row: dict[str, object]) -> str:
     caveat = f"<br>less sure: {escaping.escape(str(row['caveat']), 160)}" if row["caveat"] else ""
     return (
-        f"<b>without {escaping.escape(str(row['cause']))}</b>: a step takes {units.duration(int(str(row['without_ns'])))}"
-        f"<br>saves {units.duration(int(str(row['saved_ns'])))} ({units.share(float(str(row['saved_ratio'])))}), "
+        f"<b>without {escaping.escape(str(row['cause']))}</b>: a step takes "
+        f"{units.duration(int(str(row['without_ns'])))}<br>saves {units.duration(int(str(row['saved_ns'])))} ({units.share(float(str(row['saved_ratio'])))}), "
         f"confidence {float(str(row['confidence'])):.0%}{caveat}"
     )
 
 
-def _of_rank(row: dict[str, int]) -> str:
+def _rank_hover(row: dict[str, int]) -> str:
     return (
         f"<b>rank {row['rank']}</b>: {units.duration(row['replayed_ns'])}, without it "
         f"{units.duration(row['without_ns'])}<br>saves {units.duration(row['saved_ns'])}"

@@ -67,7 +67,7 @@ def to_hta(
     from hta.common.trace_parser import infer_gpu_type
     from hta.trace_analysis import TraceAnalysis
 
-    traces = _for_hta(list(_window(run, window)), None if ranks is None else set(ranks))
+    traces = _select_traces(list(_window(run, window)), None if ranks is None else set(ranks))
     handed = HtaTrace(trace_files={}, trace_dir=run.path)
     zero_ns = _zero_ns(traces)
     for trace in traces:
@@ -87,7 +87,7 @@ def to_hta(
     return analysis
 
 
-def _for_hta(traces: list[Trace], ranks: set[int] | None) -> list[Trace]:
+def _select_traces(traces: list[Trace], ranks: set[int] | None) -> list[Trace]:
     if ranks is not None:
         missing = sorted(ranks - {trace.rank for trace in traces})
         if missing:
@@ -126,7 +126,7 @@ def _frame(trace: Trace, zero_ns: int, symbols: "TraceSymbolTable") -> "pd.DataF
         *_times(filled, zero_ns),
     ).to_pandas()
     for name in ("pid", "tid"):
-        frame[name] = _numbers_where_they_are(events[name]).to_pandas()
+        frame[name] = _numeric_ids(events[name]).to_pandas()
     for name in ("cat", "name"):
         frame[name] = _encoded(events[name], symbols)
     return frame
@@ -213,7 +213,7 @@ def _times(events: pl.DataFrame, zero_ns: int) -> tuple[pl.Series, pl.Series, pl
     return pl.Series("ts", ts_us), pl.Series("dur", dur_us), pl.Series("end", end_us)
 
 
-def _numbers_where_they_are(ids: pl.Series) -> pl.Series:
+def _numeric_ids(ids: pl.Series) -> pl.Series:
     numbers = ids.cast(pl.Int64, strict=False)
     return ids if numbers.null_count() > ids.null_count() else numbers.fill_null(-1)
 

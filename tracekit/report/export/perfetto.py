@@ -11,12 +11,12 @@ from tracekit.errors import InputError
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Trace
 from tracekit.report.export import perfetto_encoder
-from tracekit.report.export.perfetto_encoder import Exported
+from tracekit.report.export.perfetto_encoder import ExportCounts
 from tracekit.report.export.protobuf_wire import Ints
 from tracekit.report.export.trace_tracks import timeline
 from tracekit.rules.rule import Finding
 
-Place: TypeAlias = tuple[int, int]
+TraceKey: TypeAlias = tuple[int, int]
 """Window and rank of a trace."""
 
 
@@ -28,12 +28,12 @@ class Clock:
     drift: float = 0.0
     at_ns: int = 0
 
-    def moved(self, times_ns: Ints) -> Ints:
+    def to_run(self, times_ns: Ints) -> Ints:
         """Return times of the trace on the clock of the run; none overtakes another."""
         drifted_ns = np.rint(self.drift * (times_ns - self.at_ns)).astype(np.int64) if self.drift else 0
         return times_ns + self.offset_ns + drifted_ns
 
-    def later(self, by_ns: int) -> "Clock":
+    def shifted(self, by_ns: int) -> "Clock":
         """Return the clock that shows `by_ns` more."""
         return replace(self, offset_ns=self.offset_ns + by_ns)
 
@@ -42,12 +42,12 @@ def write(
     run: Run,
     file: BinaryIO,
     *,
-    moving: Mapping[Place, Clock] | None = None,
+    clocks_by_trace: Mapping[TraceKey, Clock] | None = None,
     findings: Sequence[Finding] = (),
     step: int | None = None,
     ranks: Iterable[int] | None = None,
     on_progress: Callable[[Source], None] | None = None,
-) -> Exported:
+) -> ExportCounts:
     """Write a run to `file`, one trace after the other, each moved to the clock of the run (by `clocks` unless told).
 
     Only one step and some ranks, where told. The same run gives the same bytes. Raises InputError if a rank has no
@@ -55,17 +55,17 @@ def write(
     """
     run.measure((extent,))
     chosen = _chosen(run, ranks, step)
-    moving = clocks(run) if moving is None else moving
+    clocks_by_trace = clocks(run) if clocks_by_trace is None else clocks_by_trace
     # Perfetto knows no time before zero; traces of relative clocks may have one.
-    zero_ns = min(0, _earliest(run, moving))
+    zero_ns = min(0, _earliest(run, clocks_by_trace))
     several = len({source.window for source in run.sources}) > 1
-    done = Exported()
+    done = ExportCounts()
     for number, source in enumerate(chosen, 1):
         trace = run.trace(source.rank, source.window)
-        clock = moving.get((source.window, source.rank), Clock()).later(-zero_ns)
+        clock = clocks_by_trace.get((source.window, source.rank), Clock()).shifted(-zero_ns)
         name = f"rank {source.rank}" + (f" · window {source.window}" if several else "")
         shown = timeline(trace, findings, step=step)
-        done += perfetto_encoder.trace(file, shown, number=number, name=name, moved=clock.moved)
+        done += perfetto_encoder.write_trace(file, shown, number=number, name=name, to_run_clock=clock.to_run)
         if on_progress:
             on_progress(source)
     return done
@@ -82,7 +82,7 @@ def extent(trace: Trace) -> pl.DataFrame:
     )
 
 
-def clocks(run: Run) -> dict[Place, Clock]:
+def clocks(run: Run) -> dict[TraceKey, Clock]:
     """Return what takes each trace to the clock of the run, as far as the run could be aligned."""
     offsets = getattr(run, "offsets", None)
     if offsets is None:
@@ -110,6 +110,6 @@ def _chosen(run: Run, ranks: Iterable[int] | None, step: int | None) -> list[Sou
     return chosen
 
 
-def _earliest(run: Run, moving: Mapping[Place, Clock]) -> int:
+def _earliest(run: Run, moving: Mapping[TraceKey, Clock]) -> int:
     rows = run.table(extent).select("window", "rank", "first_ns").iter_rows()
-    return min((int(moving.get((w, r), Clock()).moved(np.array([first]))[0]) for w, r, first in rows), default=0)
+    return min((int(moving.get((w, r), Clock()).to_run(np.array([first]))[0]) for w, r, first in rows), default=0)

@@ -18,7 +18,7 @@ _SAME = ("uuid", "name", "category", *ARGUMENTS, "flows", "last_flows")
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportCounts:
     """What was written. Tracks of their own are those that slices needed which overlap others without nesting."""
 
     traces: int = 0
@@ -27,19 +27,21 @@ class Exported:
     flows: int = 0
     own_tracks: int = 0
 
-    def __add__(self, other: "Exported") -> "Exported":
-        return Exported(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+    def __add__(self, other: "ExportCounts") -> "ExportCounts":
+        return ExportCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
-def trace(file: BinaryIO, shown: Timeline, *, number: int, name: str, moved: Callable[[Ints], Ints]) -> Exported:
+def write_trace(
+    file: BinaryIO, timeline: Timeline, *, number: int, name: str, to_run_clock: Callable[[Ints], Ints]
+) -> ExportCounts:
     """Write a trace as process `name`; `number` is from 1 and its own in the file, `moved` takes its times over."""
     process = number * _TRACKS_PER_TRACE
-    slices = _with_flows(_with_layers(shown.slices), shown.flows)
+    slices = _with_flows(_with_layers(timeline.slices), timeline.flows)
     slices, tracks = _with_uuids(slices, process + 1)
-    counters, counter_tracks = _with_uuids(shown.counters.with_columns(layer=pl.lit(0)), process + 1 + tracks.height)
-    texts, moulds = perfetto_packets.Texts(), perfetto_packets.Moulds(number)
-    events = _slice_events(slices, shown.flows, number, texts, moulds, moved)
-    values = _counter_events(counters, perfetto_packets.Moulds(number), moved)
+    counters, counter_tracks = _with_uuids(timeline.counters.with_columns(layer=pl.lit(0)), process + 1 + tracks.height)
+    texts, moulds = perfetto_packets.InternedTexts(), perfetto_packets.PacketTemplates(number)
+    events = _slice_events(slices, timeline.flows, number, texts, moulds, to_run_clock)
+    values = _counter_events(counters, perfetto_packets.PacketTemplates(number), to_run_clock)
     file.write(perfetto_packets.process(process, number, name))
     for place, (uuid, label) in enumerate(tracks.select("uuid", "label").iter_rows()):
         file.write(perfetto_packets.track(uuid, process, label, place))
@@ -49,7 +51,7 @@ def trace(file: BinaryIO, shown: Timeline, *, number: int, name: str, moved: Cal
     file.write(events)
     file.write(values)
     own = tracks.filter(pl.col("layer") > 0).height
-    return Exported(1, slices.height, counters.height, shown.flows.height, own)
+    return ExportCounts(1, slices.height, counters.height, timeline.flows.height, own)
 
 
 def _with_layers(slices: pl.DataFrame) -> pl.DataFrame:
@@ -78,8 +80,8 @@ def _slice_events(
     slices: pl.DataFrame,
     flows: pl.DataFrame,
     number: int,
-    texts: perfetto_packets.Texts,
-    moulds: perfetto_packets.Moulds,
+    texts: perfetto_packets.InternedTexts,
+    moulds: perfetto_packets.PacketTemplates,
     moved: Callable[[Ints], Ints],
 ) -> bytes:
     kinds = slices.select(name for name in _SAME if name == "uuid" or slices[name].null_count() < slices.height)
@@ -99,7 +101,7 @@ def _slice_events(
     begin_of = np.zeros(slices.height, np.int64)
     begin_of[rows[begins]] = np.flatnonzero(begins)
     arrows = _arrows(slices.with_columns(pl.Series("event", begin_of)), flows, number)
-    return moulds.cast(of_event, moved(at_ns), flows=arrows)
+    return moulds.fill(of_event, moved(at_ns), flows=arrows)
 
 
 def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Ints, Ints, Ints]:
@@ -116,9 +118,11 @@ def _arrows(slices: pl.DataFrame, flows: pl.DataFrame, number: int) -> tuple[Int
     return tuple(found[name].to_numpy().astype(np.int64) for name in ("event", "after", "flow"))  # type: ignore[return-value]
 
 
-def _counter_events(counters: pl.DataFrame, moulds: perfetto_packets.Moulds, moved: Callable[[Ints], Ints]) -> bytes:
+def _counter_events(
+    counters: pl.DataFrame, moulds: perfetto_packets.PacketTemplates, moved: Callable[[Ints], Ints]
+) -> bytes:
     uuids = counters["uuid"].unique().sort()
     for uuid in uuids:
         moulds.add(perfetto_packets.value(uuid))
     which = uuids.search_sorted(counters["uuid"]).to_numpy().astype(np.int64)
-    return moulds.cast(which, moved(counters["at_ns"].to_numpy()), values=counters["value"].to_numpy())
+    return moulds.fill(which, moved(counters["at_ns"].to_numpy()), values=counters["value"].to_numpy())

@@ -34,7 +34,7 @@ _BY_PLACE, _NEVER = 3, 2  # ChildTracksOrdering, SiblingMergeBehavior
 _CATEGORIES, _NAMES, _ARGUMENTS, _TEXTS = 1, 2, 3, 29  # of InternedData
 _IID, _INTERNED_TEXT = 1, 2
 
-_FLOW_BYTES = len(protobuf_wire.fixed_gap(_FLOW))
+_FLOW_BYTES = len(protobuf_wire.fixed64_placeholder(_FLOW))
 
 
 def process(uuid: int, pid: int, name: str) -> bytes:
@@ -54,7 +54,7 @@ def _descriptor(uuid: int, *fields: bytes) -> bytes:
     return protobuf_wire.block(_PACKET, protobuf_wire.block(_DESCRIPTOR, protobuf_wire.integer(_UUID, uuid), *fields))
 
 
-class Texts:
+class InternedTexts:
     """The texts of one sequence of packets, each written once and named by a number from then on."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Texts:
         return known.setdefault(text, len(known) + 1)
 
 
-def begin(uuid: int, name: str, category: str, arguments: Mapping[str, object], texts: Texts) -> bytes:
+def begin(uuid: int, name: str, category: str, arguments: Mapping[str, object], texts: InternedTexts) -> bytes:
     """Return the fields of an event that begins a slice; None among the arguments is left out."""
     head = protobuf_wire.integer(_TYPE, BEGIN) + protobuf_wire.integer(_TRACK, uuid)
     named = protobuf_wire.integer(_CATEGORY, texts.category(category)) + protobuf_wire.integer(
@@ -111,10 +111,14 @@ def end(uuid: int) -> bytes:
 
 def value(uuid: int) -> bytes:
     """Return the fields of a counter's event, its value left to be filled in."""
-    return protobuf_wire.integer(_TYPE, COUNTER) + protobuf_wire.integer(_TRACK, uuid) + protobuf_wire.wide_gap(_VALUE)
+    return (
+        protobuf_wire.integer(_TYPE, COUNTER)
+        + protobuf_wire.integer(_TRACK, uuid)
+        + protobuf_wire.varint_placeholder(_VALUE)
+    )
 
 
-def _argument(key: str, held: object, texts: Texts) -> bytes:
+def _argument(key: str, held: object, texts: InternedTexts) -> bytes:
     if isinstance(held, bool):
         told = protobuf_wire.integer(_BOOL, held)
     elif isinstance(held, int):
@@ -124,7 +128,7 @@ def _argument(key: str, held: object, texts: Texts) -> bytes:
     return protobuf_wire.block(_ANNOTATION, protobuf_wire.integer(_ARGUMENT, texts.argument(key)), told)
 
 
-class Moulds:
+class PacketTemplates:
     """Packets of events that differ in their times, counter values and flows only: each written once, then copied."""
 
     def __init__(self, sequence: int) -> None:
@@ -134,14 +138,19 @@ class Moulds:
 
     def add(self, event: bytes, *, flows: int = 0, last_flows: int = 0) -> int:
         """Return the number of the mould of an event that has so many flows leaving it and ending at it."""
-        gaps = protobuf_wire.fixed_gap(_FLOW) * flows + protobuf_wire.fixed_gap(_LAST_FLOW) * last_flows
-        content = protobuf_wire.wide_gap(_TIMESTAMP) + self._head + protobuf_wire.block(_TRACK_EVENT, event, gaps)
+        gaps = (
+            protobuf_wire.fixed64_placeholder(_FLOW) * flows
+            + protobuf_wire.fixed64_placeholder(_LAST_FLOW) * last_flows
+        )
+        content = (
+            protobuf_wire.varint_placeholder(_TIMESTAMP) + self._head + protobuf_wire.block(_TRACK_EVENT, event, gaps)
+        )
         packet = protobuf_wire.block(_PACKET, content)
         self._packets.append(packet)
         self._time_at.append(len(packet) - len(content) + 1)
         return len(self._packets) - 1
 
-    def cast(
+    def fill(
         self,
         which: Ints,
         at_ns: Ints,
@@ -158,16 +167,16 @@ class Moulds:
             return b""
         everywhere = np.arange(len(which))
         length = np.array([len(packet) for packet in self._packets], np.int64)
-        fillings = [(everywhere, np.array(self._time_at, np.int64)[which], protobuf_wire.wide(at_ns))]
+        fillings = [(everywhere, np.array(self._time_at, np.int64)[which], protobuf_wire.wide_varints(at_ns))]
         if values is not None:
-            fillings.append((everywhere, length[which] - protobuf_wire.WIDE, protobuf_wire.wide(values)))
+            fillings.append((everywhere, length[which] - protobuf_wire.WIDE, protobuf_wire.wide_varints(values)))
         if flows is not None:
             copies, after, numbers = flows
             fillings.append(
                 (
                     copies,
                     length[which[copies]] - _FLOW_BYTES * after - protobuf_wire.FIXED,
-                    protobuf_wire.fixed(numbers),
+                    protobuf_wire.fixed64s(numbers),
                 )
             )
-        return protobuf_wire.cast(self._packets, which, fillings)
+        return protobuf_wire.fill_templates(self._packets, which, fillings)

@@ -55,17 +55,17 @@ def text(field: int, value: str) -> bytes:
     return block(field, value.encode("utf-8", "replace"))
 
 
-def wide_gap(field: int) -> bytes:
+def varint_placeholder(field: int) -> bytes:
     """Return a field of an integer that is filled in later: its tag and WIDE zeros."""
     return varint(field << 3 | _VARINT) + bytes(WIDE)
 
 
-def fixed_gap(field: int) -> bytes:
+def fixed64_placeholder(field: int) -> bytes:
     """Return a field of a fixed64 that is filled in later: its tag and FIXED zeros."""
     return varint(field << 3 | _FIXED64) + bytes(FIXED)
 
 
-def wide(values: Ints) -> Bytes:
+def wide_varints(values: Ints) -> Bytes:
     """Return numbers as varints of WIDE bytes, shape (n, WIDE)."""
     bits = values.astype(np.int64).view(np.uint64)[:, None] >> np.arange(0, 7 * WIDE, 7, dtype=np.uint64)
     found = (bits & np.uint64(0x7F)).astype(np.uint8)
@@ -73,12 +73,12 @@ def wide(values: Ints) -> Bytes:
     return found
 
 
-def fixed(values: Ints) -> Bytes:
+def fixed64s(values: Ints) -> Bytes:
     """Return numbers as fixed64, shape (n, FIXED)."""
     return np.ascontiguousarray(values.astype("<i8")).view(np.uint8).reshape(-1, FIXED)
 
 
-def cast(moulds: Sequence[bytes], which: Ints, fillings: Iterable[tuple[Ints, Ints, Bytes]]) -> bytes:
+def fill_templates(moulds: Sequence[bytes], which: Ints, fillings: Iterable[tuple[Ints, Ints, Bytes]]) -> bytes:
     """Return copies of moulds, ``moulds[which[i]]`` in order, with numbers filled in.
 
     A filling says which copies it is for (rows of `which`), where in each it goes, and the bytes, shape (n, width).

@@ -75,11 +75,11 @@ def timeline(trace: Trace, findings: Iterable[Finding] = (), *, step: int | None
     slices = pl.concat([_findings(trace, findings, slices), slices])
     counters = _counters(trace)
     if step is not None:
-        slices, counters = _of_step(trace, slices, counters, step)
+        slices, counters = _only_step(trace, slices, counters, step)
     return Timeline(slices, counters, _flows(trace, slices))
 
 
-def on_tracks(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
+def with_tracks(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
     """Return rows of a trace's table `source` (activities or ops) with columns track and track_name, by their lane.
 
     Tracks are numbered in the order in which they stand. A lane that no table lists still is one: nothing may fall out
@@ -130,7 +130,7 @@ def _steps(trace: Trace) -> pl.DataFrame:
 def _work(trace: Trace) -> pl.DataFrame:
     known = trace.collectives.rename({"activity_id": "id"})
     return (
-        on_tracks(trace.activities, trace, "activities")
+        with_tracks(trace.activities, trace, "activities")
         .join(known, on="id", how="left", maintain_order="left")
         .with_columns(pl.col("kind").alias("category"), pl.lit("activities").alias("source"))
     )
@@ -155,7 +155,7 @@ def _checkpoints(trace: Trace) -> pl.DataFrame:
 
 
 def _host(trace: Trace) -> pl.DataFrame:
-    return on_tracks(trace.ops, trace, "ops").with_columns(
+    return with_tracks(trace.ops, trace, "ops").with_columns(
         pl.col("kind").alias("category"), pl.lit("ops").alias("source")
     )
 
@@ -217,7 +217,7 @@ def _counters(trace: Trace) -> pl.DataFrame:
     return found.filter(says_something).sort("track", "at_ns", maintain_order=True)
 
 
-def _of_step(
+def _only_step(
     trace: Trace, slices: pl.DataFrame, counters: pl.DataFrame, step: int
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     edges = trace.steps.filter(pl.col("step") == step).select(

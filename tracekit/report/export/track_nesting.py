@@ -81,7 +81,7 @@ def _layers(track: Ints, start: Ints, end: Ints) -> Ints:
     found = np.zeros(len(track), np.int64)
     for number in np.unique(track[_crosses(track, start, end)]):
         mine = np.flatnonzero(track == number)
-        found[mine] = _first_fit(start[mine], end[mine])
+        found[mine] = _first_fit_layers(start[mine], end[mine])
     return found
 
 
@@ -116,7 +116,7 @@ def _crosses(track: Ints, start: Ints, end: Ints) -> Flags:
     return found
 
 
-def _first_fit(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
+def _first_fit_layers(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list[int]:
     # One by one: which layer has room depends on all slices before. Few tracks have a crossing at all.
     stacks: list[list[int]] = []
     rest: list[tuple[int, int]] = []  # when each layer beyond is free again
@@ -124,7 +124,7 @@ def _first_fit(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list
     for begins, ends in zip(start.tolist(), end.tolist(), strict=True):
         number = next((i for i, open_ends in enumerate(stacks) if _has_room(open_ends, begins, ends)), len(stacks))
         if number == _MAX_NESTING:
-            number = _alone(rest, begins, ends)
+            number = _free_layer(rest, begins, ends)
         elif number == len(stacks):
             stacks.append([])
         if number < _MAX_NESTING:
@@ -133,7 +133,7 @@ def _first_fit(start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> list
     return found
 
 
-def _alone(rest: list[tuple[int, int]], begins: int, ends: int) -> int:
+def _free_layer(rest: list[tuple[int, int]], begins: int, ends: int) -> int:
     """Return a layer in which nothing overlaps the slice: to try all for a nest would take time without bound."""
     number = _MAX_NESTING + len(rest)
     if rest and rest[0][0] <= begins:

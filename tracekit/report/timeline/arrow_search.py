@@ -16,7 +16,7 @@ ARROWS = {
     "from_track": pl.Int64, "from_row": pl.Int64, "from_id": pl.Int64, "from_ns": pl.Int64,
     "to_track": pl.Int64, "to_row": pl.Int64, "to_id": pl.Int64, "to_ns": pl.Int64, "how": pl.String,
 }  # fmt: skip
-LAUNCH, FORWARD, EVENT, SYNC, COLLECTIVE = HOWS = ("launch", "forward", "event", "sync", "collective")
+LAUNCH, FORWARD, EVENT, SYNC, COLLECTIVE = ARROW_KINDS = ("launch", "forward", "event", "sync", "collective")
 """A host slice launched work; a forward op has its gradient computed; a stream waits for an event of another; the host
 waits for work; the last rank in a collective lets go of the others, or a sender of the receiver."""
 MAX_ARROWS = 100
@@ -40,9 +40,9 @@ def arrows(run: Run, scene: Scene, track: int, id: int) -> pl.DataFrame:  # noqa
         pairs = [*_launch_of(trace, id), *_waits(trace, id, "activities")]
     elif of["source"] == "ops":
         pairs = [*_launched_by(trace, id), *_gradients(trace, id), *_waits(trace, id, "ops")]
-    rows = [_own(scene, of["rank"], pairs[:MAX_ARROWS])]
+    rows = [_arrows_on_rank(scene, of["rank"], pairs[:MAX_ARROWS])]
     if of["source"] == "activities":
-        rows.append(_across(run, scene, of["rank"], id))
+        rows.append(_collective_arrows(run, scene, of["rank"], id))
     return pl.concat(rows)
 
 
@@ -94,7 +94,7 @@ def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
 _dependencies = memoize(dependencies.dependencies)
 
 
-def _own(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:
+def _arrows_on_rank(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:
     """Return the arrows between slices of one rank: a launch leaves as it begins, all else as it ends."""
     places: dict[tuple[str, int], dict[str, int]] = {}
     for source in ("ops", "activities"):
@@ -111,7 +111,7 @@ def _own(scene: Scene, rank: int, pairs: list[_Pair]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=ARROWS, orient="row")
 
 
-def _across(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFrame:  # noqa: A002
+def _collective_arrows(run: Run, scene: Scene, rank: int, id: int) -> pl.DataFrame:  # noqa: A002
     """Return an arrow from the rank that came last to each other, at that time: then they could begin."""
     there = peers(run, scene, rank, id)
     if there.is_empty():

@@ -1,10 +1,10 @@
 """Where each slice of a trace is drawn: its track, the row in it, its time on the clock of the run.
 
-A track is a lane of the trace, as in the Perfetto export (`tracekit.report.export.trace_tracks`): first the work of streams
-(compute, communication, copies), or of host threads on a CPU run; then stages of checkpoints; then the slices of host
-threads. In a track a slice lies one row below that which encloses it. Slices that overlap and don't nest go to layers
-as in the export (`tracekit.report.export.track_nesting`), the rows of one layer below those of the other. So the slices of one row
-follow each other, whatever the trace holds.
+A track is a lane of the trace, as in the Perfetto export (`report.export.trace_tracks`): first the work of streams
+(compute, communication, copies), or of host threads on a CPU run; then checkpoint stages; then the slices of host
+threads. In a track, a slice lies one row below the slice that encloses it. Slices that overlap without nesting go to
+separate layers (`report.export.track_nesting`), and the rows of a layer lie below those of the layer before it. So the
+slices of one row never overlap.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ STEP, UNIT = "step", "unit"
 """Kinds of bands."""
 _ROLES = {"communication": "communication", "memcpy": "copy", "memset": "copy"}
 
-Moved = Callable[[Ints], Ints]
+ToRunClock = Callable[[Ints], Ints]
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
+class TraceLayout:
     """The slices of one trace, sorted by track, row and start, on the clock of the run.
 
     `tracks` has columns TRACKS, one row per track, from the top; `track` is an index into it. `named` (columns name,
@@ -40,7 +40,7 @@ class Laid:
     """
 
     tracks: pl.DataFrame
-    named: pl.DataFrame
+    names: pl.DataFrame
     bands: pl.DataFrame
     track: Ints
     row: Ints
@@ -50,10 +50,10 @@ class Laid:
     id: Ints
 
 
-def laid(trace: Trace, moved: Moved) -> Laid:
+def lay_out(trace: Trace, to_run_clock: ToRunClock) -> TraceLayout:
     """Lay out a trace; `moved` takes times of the trace to the clock of the run and lets none overtake another."""
     slices = pl.concat([_work(trace), _checkpoints(trace), _host(trace)])
-    start_ns, dur_ns = _moved(slices, moved)
+    start_ns, dur_ns = _moved(slices, to_run_clock)
     tracks = _tracks(trace, slices)
     named, name = _named(slices)
     track = np.searchsorted(tracks["order"].to_numpy(), slices["order"].to_numpy())
@@ -63,10 +63,10 @@ def laid(trace: Trace, moved: Moved) -> Laid:
     rows = np.zeros(tracks.height, np.int64)
     np.maximum.at(rows, track, row + 1)
     sequence = np.lexsort((start_ns, row, track))
-    return Laid(
+    return TraceLayout(
         tracks.with_columns(pl.Series("rows", rows, pl.Int64)).select(list(TRACKS)),
         named,
-        pl.concat([_steps(trace, moved), _units(trace, moved)]),
+        pl.concat([_steps(trace, to_run_clock), _units(trace, to_run_clock)]),
         *(each[sequence] for each in (track, row, start_ns, dur_ns, name, ids)),
     )
 
@@ -75,11 +75,11 @@ def laid(trace: Trace, moved: Moved) -> Laid:
 
 
 def _work(trace: Trace) -> pl.DataFrame:
-    return _placed(trace_tracks.on_tracks(_few(trace.activities), trace, "activities"), "activities")
+    return _placed(trace_tracks.with_tracks(_few(trace.activities), trace, "activities"), "activities")
 
 
 def _host(trace: Trace) -> pl.DataFrame:
-    return _placed(trace_tracks.on_tracks(_few(trace.ops), trace, "ops"), "ops")
+    return _placed(trace_tracks.with_tracks(_few(trace.ops), trace, "ops"), "ops")
 
 
 def _few(table: pl.DataFrame) -> pl.DataFrame:
@@ -110,7 +110,7 @@ def _placed(rows: pl.DataFrame, source: str) -> pl.DataFrame:
     ).drop_nulls(["start_ns", "dur_ns"])
 
 
-def _moved(rows: pl.DataFrame, moved: Moved) -> tuple[Ints, Ints]:
+def _moved(rows: pl.DataFrame, moved: ToRunClock) -> tuple[Ints, Ints]:
     start_ns = moved(rows["start_ns"].to_numpy())
     return start_ns, moved((rows["start_ns"] + rows["dur_ns"]).to_numpy()) - start_ns
 
@@ -164,13 +164,13 @@ def _tracks(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
 # Bands ---------------------------------------------------------------------------------------------------------------
 
 
-def _steps(trace: Trace, moved: Moved) -> pl.DataFrame:
+def _steps(trace: Trace, moved: ToRunClock) -> pl.DataFrame:
     steps = trace.steps.drop_nulls(["start_ns", "end_ns"])
     name = pl.when(pl.col("step").is_null()).then(pl.lit("no steps marked")).otherwise(pl.format("step {}", "step"))
     return _banded(trace, STEP, steps.select(name.alias("name"), "start_ns", "end_ns"), moved)
 
 
-def _units(trace: Trace, moved: Moved) -> pl.DataFrame:
+def _units(trace: Trace, moved: ToRunClock) -> pl.DataFrame:
     """Return when the compute lane of each device was at which FSDP unit: stretches of work that has no other."""
     compute = trace.activities.filter(pl.col("kind") == "compute").drop_nulls("unit")
     devices = trace.lanes.select("lane", "device")
@@ -187,7 +187,7 @@ def _units(trace: Trace, moved: Moved) -> pl.DataFrame:
     return _banded(trace, UNIT, stretches.sort("stretch").select("name", "start_ns", "end_ns"), moved)
 
 
-def _banded(trace: Trace, kind: str, rows: pl.DataFrame, moved: Moved) -> pl.DataFrame:
+def _banded(trace: Trace, kind: str, rows: pl.DataFrame, moved: ToRunClock) -> pl.DataFrame:
     times = [pl.Series(name, moved(rows[name].to_numpy()), pl.Int64) for name in ("start_ns", "end_ns")]
     told = rows.with_columns(*times, pl.lit(trace.rank, pl.Int64).alias("rank"), pl.lit(kind).alias("kind"))
     return told.select(pl.col(name).cast(dtype) for name, dtype in BANDS.items()).sort("start_ns", "end_ns")

@@ -12,7 +12,7 @@ import numpy as np
 
 from tracekit.model.nesting import Ints
 
-NEVER = 64
+NO_LEVEL = 64
 """The level at which a run ends that no longer one holds."""
 
 
@@ -47,16 +47,16 @@ def links(row: Ints, start_ns: Ints, dur_ns: Ints) -> Ints:
 
     Slices are sorted by row and start; no start is negative.
     """
-    found = np.full(len(row), NEVER, np.int64)
+    found = np.full(len(row), NO_LEVEL, np.int64)
     if len(row) > 1:
         short = bit_length(dur_ns) + 1
         together = bit_length(start_ns[1:] ^ start_ns[:-1])
         level = np.maximum(np.maximum(short[1:], short[:-1]), together)
-        found[:-1] = np.where(row[1:] == row[:-1], level, NEVER)
+        found[:-1] = np.where(row[1:] == row[:-1], level, NO_LEVEL)
     return found
 
 
-def pyramid(row: Ints, start_ns: Ints, dur_ns: Ints, name: Ints) -> tuple[Ints, Runs]:
+def merge_levels(row: Ints, start_ns: Ints, dur_ns: Ints, name: Ints) -> tuple[Ints, Runs]:
     """Return the level at which each slice ends in a run, and the runs; slices are sorted by row and start."""
     count = len(row)
     forest = _Forest(
@@ -69,17 +69,17 @@ def pyramid(row: Ints, start_ns: Ints, dur_ns: Ints, name: Ints) -> tuple[Ints, 
         link=links(row, start_ns, dur_ns),
         shares=_Shares(np.arange(count), name.copy(), dur_ns.copy(), int(name.max(initial=0)) + 1),
     )
-    ends = np.full(count, NEVER, np.int64)
+    ends = np.full(count, NO_LEVEL, np.int64)
     parts = []
     for level in np.unique(forest.link).tolist():
-        if level >= NEVER:
+        if level >= NO_LEVEL:
             break
         dying = forest.dying(level)
         is_slice = forest.made[dying] == 0
         ends[forest.first[dying[is_slice]]] = level
         parts.append(forest.runs(dying[~is_slice], level))
         forest = forest.merged(level)
-    parts.append(forest.runs(np.flatnonzero(forest.made > 0), NEVER))
+    parts.append(forest.runs(np.flatnonzero(forest.made > 0), NO_LEVEL))
     return ends, _joined(parts)
 
 

@@ -47,9 +47,9 @@ class Writer:
         table.write_parquet(packed, compression="zstd", compression_level=1, statistics=False)
         self._append(name, packed.getbuffer())
 
-    def finish(self, told: dict[str, Any]) -> None:
+    def finish(self, metadata: dict[str, Any]) -> None:
         """Append the contents, with `told`, and flush the file."""
-        contents = json.dumps({"places": self._places, "told": told}).encode()
+        contents = json.dumps({"places": self._places, "told": metadata}).encode()
         at = self._at
         self._write(contents)
         self._file.write(_TAIL.pack(at, len(contents), self._checksum, _MAGIC))
@@ -66,7 +66,7 @@ class Writer:
         self._at += len(data)
 
 
-class Stored:
+class MappedFile:
     """A file that `Writer` wrote, mapped into memory: its arrays are read as they are looked at."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -82,7 +82,7 @@ class Stored:
         self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         contents = json.loads(self._map[at : at + length])
         self._places: dict[str, tuple[int, int]] = contents["places"]
-        self.told: dict[str, Any] = contents["told"]
+        self.metadata: dict[str, Any] = contents["told"]
 
     def array(self, name: str, dtype: npt.DTypeLike) -> Array:
         """Return an array, which cannot be written to."""

@@ -25,12 +25,12 @@ class Matches:
     Columns of the table: MATCHES; one row per slice, by time; times are on the run's clock.
     """
 
-    total: int
+    count: int
     total_ns: int
     table: pl.DataFrame
 
 
-def find(scene: Scene, text: str, *, ranks: Collection[int] | None = None, limit: int = 1000) -> Matches:
+def find_by_name(scene: Scene, text: str, *, ranks: Collection[int] | None = None, limit: int = 1000) -> Matches:
     """Return the slices whose name holds `text`, whatever the case of letters; none for ''.
 
     Only those of some ranks, where told; the table has the first `limit` of them.
@@ -49,7 +49,7 @@ def find(scene: Scene, text: str, *, ranks: Collection[int] | None = None, limit
 
 def _wanted(scene: Scene, text: str) -> Array:
     folded = text.casefold()
-    return np.array([bool(folded) and folded in name for name in scene.folded], bool)
+    return np.array([bool(folded) and folded in name for name in scene.casefolded_names], bool)
 
 
 def _earliest(part: Part, index: Array, limit: int) -> Ints:
@@ -60,7 +60,7 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
     start_ns, share = part.slices["start_ns"], max(_FEW, 4 * limit // len(index))
     while True:
         taken = np.minimum(count, share)
-        found = part.by_name[ranges.places(first, taken)]
+        found = part.by_name[ranges.positions(first, taken)]
         if taken.sum() == count.sum():
             return found.astype(np.int64)
         if taken.sum() >= limit:
@@ -68,15 +68,15 @@ def _earliest(part: Part, index: Array, limit: int) -> Ints:
         share *= 4
     # So many begin by then: those that count do, too.
     until_ns = np.partition(start_ns[found], limit - 1)[limit - 1]
-    past = ranges.first(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
-    return part.by_name[ranges.places(first, past - first)].astype(np.int64)
+    past = ranges.first_true(first, first + count, lambda at: start_ns[part.by_name[at]] > until_ns)
+    return part.by_name[ranges.positions(first, past - first)].astype(np.int64)
 
 
 def _table(scene: Scene, part: Part, places: Ints) -> pl.DataFrame:
     slices, segments = part.slices[places], part.segments_of(places)
     columns = {name: segments[name] for name in ("track", "row")}
     columns |= {name: slices[name] for name in ("id", "start_ns", "dur_ns")}
-    named = scene.named["name"].gather(slices["name"].astype(np.int64))
+    named = scene.names["name"].gather(slices["name"].astype(np.int64))
     return pl.DataFrame(columns).with_columns(named.alias("name")).select(
         pl.col(name).cast(dtype) for name, dtype in MATCHES.items()
     )  # fmt: skip

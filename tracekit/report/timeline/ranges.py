@@ -7,7 +7,7 @@ import numpy as np
 from tracekit.model.nesting import Flags, Ints
 
 
-def first(low: Ints, high: Ints, holds: Callable[[Ints], Flags]) -> Ints:
+def first_true(low: Ints, high: Ints, holds: Callable[[Ints], Flags]) -> Ints:
     """Return the first place of each range [low, high) from which on a condition holds; its end where it never does."""
     low, high = low.copy(), high.copy()
     left = np.flatnonzero(low < high)
@@ -20,7 +20,7 @@ def first(low: Ints, high: Ints, holds: Callable[[Ints], Flags]) -> Ints:
     return low
 
 
-def places(low: Ints, counts: Ints) -> Ints:
+def positions(low: Ints, counts: Ints) -> Ints:
     """Return the places of all ranges, one after the other.
 
     >>> places(np.array([5, 1]), np.array([2, 3])).tolist()

@@ -23,9 +23,9 @@ from tracekit.model.run import Run, Source
 from tracekit.report.export import perfetto
 from tracekit.report.export.perfetto import Clock
 from tracekit.report.timeline import layout
-from tracekit.report.timeline.layout import BANDS, Laid
-from tracekit.report.timeline.mapped_file import Stored, Writer
-from tracekit.report.timeline.trace_part import Part, part
+from tracekit.report.timeline.layout import BANDS, TraceLayout
+from tracekit.report.timeline.mapped_file import MappedFile, Writer
+from tracekit.report.timeline.trace_part import Part, build_part
 
 SUFFIX = ".tiles"
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
@@ -64,7 +64,7 @@ class Scene:
     tracks: pl.DataFrame = field(repr=False)
     bands: pl.DataFrame = field(repr=False)
     parts: tuple[Part, ...] = field(repr=False)
-    named: pl.DataFrame = field(repr=False)
+    names: pl.DataFrame = field(repr=False)
     """What slices are called and their kind, by name_id: columns name, kind."""
     offsets: pl.DataFrame = field(repr=False)
 
@@ -73,14 +73,14 @@ class Scene:
         """Return the kind of each name_id, as a number of KINDS."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
         found: npt.NDArray[np.uint8] = (
-            self.named["kind"].replace_strict(codes, default=0, return_dtype=pl.UInt8).to_numpy()
+            self.names["kind"].replace_strict(codes, default=0, return_dtype=pl.UInt8).to_numpy()
         )
         return found
 
     @functools.cached_property
-    def folded(self) -> list[str]:
+    def casefolded_names(self) -> list[str]:
         """Return all names in the form in which case makes no difference, by name_id."""
-        return [name.casefold() for name in self.named["name"].to_list()]
+        return [name.casefold() for name in self.names["name"].to_list()]
 
     @functools.cached_property
     def part_of_track(self) -> dict[int, int]:
@@ -102,15 +102,15 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
     kept = scene_cache(folder)
     key = _key(sources)
     if kept is None or key is None:
-        return _temporary(run, window, on_progress)
-    found = kept.get(key, lambda file: _scene(Stored(file), key, window))
+        return _build_uncached(run, window, on_progress)
+    found = kept.get(key, lambda file: _scene(MappedFile(file), key, window))
     if found is not None:
         return found
     try:
-        return _kept(run, window, kept, key, on_progress)
+        return _build_cached(run, window, kept, key, on_progress)
     except OSError as error:
         kept.log_unusable(error)
-        return _temporary(run, window, on_progress)
+        return _build_uncached(run, window, on_progress)
 
 
 def scene_cache(folder: Path | None = None) -> DiskCache | None:
@@ -132,46 +132,46 @@ def _code() -> str:
     return disk_cache.code_hash(Path(__file__).parents[2], _CODE)
 
 
-def _kept(run: Run, window: int, kept: DiskCache, key: str, on_progress: Progress | None) -> Scene:
+def _build_cached(run: Run, window: int, kept: DiskCache, key: str, on_progress: Progress | None) -> Scene:
     named = [source for source in run.sources if source.window == window]
     with kept.writing(key) as file:
-        found = _made(run, window, file, key, on_progress)
+        found = _build(run, window, file, key, on_progress)
         if _key(named) != key:
             raise OSError("files of the run changed while they were read")
         return found
 
 
-def _temporary(run: Run, window: int, on_progress: Progress | None) -> Scene:
+def _build_uncached(run: Run, window: int, on_progress: Progress | None) -> Scene:
     with tempfile.TemporaryFile() as file:
-        return _made(run, window, file, secrets.token_hex(16), on_progress)
+        return _build(run, window, file, secrets.token_hex(16), on_progress)
 
 
-def _made(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress | None) -> Scene:
+def _build(run: Run, window: int, file: BinaryIO, key: str, on_progress: Progress | None) -> Scene:
     clocks = perfetto.clocks(run)  # a trace that cannot be read is left out of the run by now
     sources = [source for source in run.sources if source.window == window]
-    writer, making = Writer(file), _Making()
+    writer, making = Writer(file), _SceneBuilder()
     for done, source in enumerate(sources, 1):
-        moved = clocks.get((source.window, source.rank), Clock()).moved
-        laid = _laid(run, source, moved, is_only=len(sources) == 1)
+        moved = clocks.get((source.window, source.rank), Clock()).to_run
+        laid = _trace_layout(run, source, moved, is_only=len(sources) == 1)
         if laid is not None:
             making.add(writer, laid, source)
         if on_progress:
             on_progress(done, len(sources))
     writer.table("offsets", run.offsets.filter(pl.col("window") == window))
     making.finish(writer)
-    return _scene(Stored(file), key, window)
+    return _scene(MappedFile(file), key, window)
 
 
-def _laid(run: Run, source: Source, moved: layout.Moved, *, is_only: bool) -> Laid | None:
+def _trace_layout(run: Run, source: Source, moved: layout.ToRunClock, *, is_only: bool) -> TraceLayout | None:
     try:
-        return layout.laid(run.read(source), moved)
+        return layout.lay_out(run.read(source), moved)
     except BadTraceError:
         if is_only:
             raise
         return None
 
 
-class _Making:
+class _SceneBuilder:
     """What is known of the traces laid out so far: tracks, bands, names, the time they take."""
 
     def __init__(self) -> None:
@@ -182,10 +182,10 @@ class _Making:
         self.first_track = 0
         self.ranks: list[int] = []
 
-    def add(self, writer: Writer, laid: Laid, source: Source) -> None:
+    def add(self, writer: Writer, laid: TraceLayout, source: Source) -> None:
         """Write the part of one trace."""
-        names = np.array([self.names.setdefault(each, len(self.names)) for each in laid.named.iter_rows()], np.int64)
-        part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
+        names = np.array([self.names.setdefault(each, len(self.names)) for each in laid.names.iter_rows()], np.int64)
+        build_part(laid, source.rank, first_track=self.first_track, names=names).write(writer, len(self.tracks))
         number = pl.int_range(self.first_track, self.first_track + laid.tracks.height, eager=True).alias("track")
         place = (pl.lit(source.rank, pl.Int64).alias("rank"), pl.lit(source.window, pl.Int64).alias("window"))
         self.tracks.append(laid.tracks.select(number.cast(pl.Int64), *place, *layout.TRACKS))
@@ -209,8 +209,8 @@ class _Making:
         writer.finish({"ranks": self.ranks, "span": (min(starts), max(max(ends), min(starts) + 1))})
 
 
-def _scene(stored: Stored, key: str, window: int) -> Scene:
-    parts = tuple(Part.of(stored, number) for number in range(len(stored.told["ranks"])))
-    start_ns, end_ns = stored.told["span"]
+def _scene(stored: MappedFile, key: str, window: int) -> Scene:
+    parts = tuple(Part.of(stored, number) for number in range(len(stored.metadata["ranks"])))
+    start_ns, end_ns = stored.metadata["span"]
     tracks, bands, named, offsets = (stored.table(name) for name in ("tracks", "bands", "named", "offsets"))
     return Scene(key, window, (start_ns, end_ns), tracks, bands, parts, named, offsets)

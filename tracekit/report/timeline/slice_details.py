@@ -27,7 +27,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Told:
+class Detail:
     """One thing that is known, as text; where it is another slice of the scene, its track, id and times are there."""
 
     label: str
@@ -53,7 +53,7 @@ class Details:
     kind: str
     start_ns: int
     dur_ns: int
-    facts: tuple[Told, ...]
+    facts: tuple[Detail, ...]
     stack: tuple[str, ...] = ()
     peers: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=PEERS))
 
@@ -65,14 +65,14 @@ def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A0
     """
     place = lookup.slice_at(scene, track, id)
     of = scene.tracks.row(track, named=True)
-    name, kind = scene.named.row(place["name_id"])
+    name, kind = scene.names.row(place["name_id"])
     trace = run.trace(of["rank"], scene.window)
-    own = _Own(scene, trace, of["rank"])
+    own = _TraceDetails(scene, trace, of["rank"])
     facts = [
-        Told("rank", str(of["rank"])),
-        Told("on", f"{of['group']} · {of['label']}"),
-        Told("start", units.duration(place["start_ns"] - scene.span[0])),
-        Told("duration", units.duration(place["dur_ns"])),
+        Detail("rank", str(of["rank"])),
+        Detail("on", f"{of['group']} · {of['label']}"),
+        Detail("start", units.duration(place["start_ns"] - scene.span[0])),
+        Detail("duration", units.duration(place["dur_ns"])),
     ]
     shown = (track, place["row"], id, name, kind, place["start_ns"], place["dur_ns"])
     if of["source"] == "checkpoints":
@@ -91,7 +91,7 @@ def details(run: Run, scene: Scene, track: int, id: int) -> Details:  # noqa: A0
     return Details(*shown, tuple(facts), _stack(around[1:]))
 
 
-class _Own:
+class _TraceDetails:
     """What one trace knows of its slices."""
 
     def __init__(self, scene: Scene, trace: Trace, rank: int) -> None:
@@ -115,7 +115,7 @@ class _Own:
         )
         return sorted(work["id"].to_list())[:1]
 
-    def of_activity(self, activity: Mapping[str, Any], around: list[dict[str, Any]]) -> Iterator[Told]:
+    def of_activity(self, activity: Mapping[str, Any], around: list[dict[str, Any]]) -> Iterator[Detail]:
         yield from _named(activity, (*_WHERE, "bytes", "grid", "block"))
         if around:
             launch = around[0]
@@ -125,12 +125,12 @@ class _Own:
             yield from self._of_program(around)
         yield from self.of_collective(activity["id"])
 
-    def of_collective(self, activity_id: int) -> Iterator[Told]:
+    def of_collective(self, activity_id: int) -> Iterator[Detail]:
         known = self._trace.collectives.filter(pl.col("activity_id") == activity_id)
         for row in known.head(1).iter_rows(named=True):
             yield from _named(row, _OF_COLLECTIVE)
 
-    def of_op(self, around: list[dict[str, Any]]) -> Iterator[Told]:
+    def of_op(self, around: list[dict[str, Any]]) -> Iterator[Detail]:
         own = around[0]
         yield from _named(own, (*_WHERE, "shapes"))
         yield from self._of_program(around[1:])
@@ -144,7 +144,7 @@ class _Own:
             more = f" and {elsewhere.height - 1} more" if elsewhere.height > 1 else ""
             yield self._linked("launched", told + more, "activities", elsewhere["id"][0])
 
-    def _of_program(self, around: list[dict[str, Any]]) -> Iterator[Told]:
+    def _of_program(self, around: list[dict[str, Any]]) -> Iterator[Detail]:
         op = next((each for each in around if each["kind"] == _CPU_OP), None)
         if op is not None:
             yield self._op("op", op)
@@ -153,13 +153,13 @@ class _Own:
         if module is not None:
             yield self._op("module", module, cut=len(_MODULE))
 
-    def _op(self, label: str, op: Mapping[str, Any], more: str = "", cut: int = 0) -> Told:
+    def _op(self, label: str, op: Mapping[str, Any], more: str = "", cut: int = 0) -> Detail:
         return self._linked(label, (op["name"] or "?")[cut:] + more, "ops", op["id"])
 
-    def _linked(self, label: str, value: str, source: str, id: int) -> Told:  # noqa: A002
+    def _linked(self, label: str, value: str, source: str, id: int) -> Detail:  # noqa: A002
         for found in lookup.slices_of(self._scene, self._rank, source, [id]).iter_rows(named=True):
-            return Told(label, value, *(found[name] for name in ("track", "id", "start_ns", "dur_ns")))
-        return Told(label, value)
+            return Detail(label, value, *(found[name] for name in ("track", "id", "start_ns", "dur_ns")))
+        return Detail(label, value)
 
 
 def _row(table: pl.DataFrame, id: int | None) -> dict[str, Any] | None:  # noqa: A002
@@ -176,9 +176,9 @@ def _stack(around: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(each["name"] for each in reversed(around) if each["kind"] == _PYTHON)
 
 
-def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Told]:
+def _named(row: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Detail]:
     for name in names:
         value = row[name]
         if value is not None:
             told = "root" if name == "unit" and value == "" else escaping.cell(name, value)
-            yield Told(_LABELS.get(name, escaping.heading(name)), told)
+            yield Detail(_LABELS.get(name, escaping.heading(name)), told)

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tracekit.model.nesting import Ints
-from tracekit.report.timeline.layout import Laid
-from tracekit.report.timeline.level_of_detail import NEVER, pyramid
-from tracekit.report.timeline.mapped_file import Array, Stored, Writer
+from tracekit.report.timeline.layout import TraceLayout
+from tracekit.report.timeline.level_of_detail import NO_LEVEL, merge_levels
+from tracekit.report.timeline.mapped_file import Array, MappedFile, Writer
 
 SLICE = np.dtype([("start_ns", "<i8"), ("dur_ns", "<i8"), ("name", "<u4"), ("id", "<i4")])
 RUN = np.dtype(
@@ -52,9 +52,9 @@ class Part:
     by_name_index: Array
 
     @classmethod
-    def of(cls, stored: Stored, number: int) -> "Part":
+    def of(cls, stored: MappedFile, number: int) -> "Part":
         """Return the part that was written under this number."""
-        rank = stored.told["ranks"][number]
+        rank = stored.metadata["ranks"][number]
         return cls(rank, *(stored.array(f"{name}{number}", dtype) for name, dtype in _ARRAYS.items()))
 
     def write(self, writer: Writer, number: int) -> None:
@@ -72,28 +72,28 @@ class Part:
         return set(self.slice_segments["track"].tolist())
 
 
-def part(laid: Laid, rank: int, *, first_track: int, names: Ints) -> Part:
+def build_part(layout: TraceLayout, rank: int, *, first_track: int, names: Ints) -> Part:
     """Make the part of a rank's trace: its tracks get numbers from `first_track`, what `laid.named` lists `names`."""
-    rows = _rows(laid)
-    start_ns, name = laid.start_ns, names[laid.name] if len(names) else laid.name
+    rows = _rows(layout)
+    start_ns, name = layout.start_ns, names[layout.name] if len(names) else layout.name
     origin_ns = int(start_ns.min()) if len(start_ns) else 0
-    ends, runs = pyramid(rows, start_ns - origin_ns, laid.dur_ns, name)
+    ends, runs = merge_levels(rows, start_ns - origin_ns, layout.dur_ns, name)
     slices = np.zeros(len(rows), SLICE)
-    for field, values in (("start_ns", start_ns), ("dur_ns", laid.dur_ns), ("name", name), ("id", laid.id)):
+    for field, values in (("start_ns", start_ns), ("dur_ns", layout.dur_ns), ("name", name), ("id", layout.id)):
         slices[field] = values
     merged = np.zeros(len(runs.first), RUN)
     merged["start_ns"] = start_ns[runs.first]
-    merged["dur_ns"] = (start_ns + laid.dur_ns)[runs.last] - start_ns[runs.first]
+    merged["dur_ns"] = (start_ns + layout.dur_ns)[runs.last] - start_ns[runs.first]
     for field in ("busy_ns", "name", "count", "made"):
         merged[field] = getattr(runs, field)
-    place = (laid.track + first_track, laid.row)
+    place = (layout.track + first_track, layout.row)
     sequence, segments = _segments(rows, ends, place)
     run_sequence, run_segments = _segments(rows[runs.first], runs.ends, _at(place, runs.first))
     slices = slices[sequence]
     return Part(rank, slices, segments, merged[run_sequence], run_segments, *_by_name(slices))
 
 
-def _rows(laid: Laid) -> Ints:
+def _rows(laid: TraceLayout) -> Ints:
     """Return the number of each slice's row among all rows; they are sorted by it."""
     changes = (laid.track[1:] != laid.track[:-1]) | (laid.row[1:] != laid.row[:-1])
     return np.concatenate((np.zeros(min(1, len(laid.track)), np.int64), np.cumsum(changes)))
@@ -106,7 +106,7 @@ def _at(place: tuple[Ints, Ints], rows: Ints) -> tuple[Ints, Ints]:
 def _segments(row: Ints, ends: Ints, place: tuple[Ints, Ints]) -> tuple[Ints, Array]:
     """Return the order by row, end and start, and the segments of one row and end in that order."""
     # Those of one row and end come in the order of their starts already.
-    sequence = np.argsort(row * (NEVER + 1) + ends, kind="stable")
+    sequence = np.argsort(row * (NO_LEVEL + 1) + ends, kind="stable")
     row, ends = row[sequence], ends[sequence]
     changes = (row[1:] != row[:-1]) | (ends[1:] != ends[:-1])
     first = np.flatnonzero(np.concatenate((np.ones(min(1, len(row)), bool), changes)))

@@ -43,13 +43,13 @@ def view(scene: Scene, part: Window, pixels: int, tracks: Sequence[int] | None =
         return pl.DataFrame(schema=VIEW)
     level = max(0, math.ceil(math.log2((end_ns - begin_ns) / pixels)))
     chosen = _chosen(scene, tracks)
-    return _table(scene, [_found(each, chosen, part, level) for each in _touched(scene, tracks)])
+    return _table(scene, [_rectangles(each, chosen, part, level) for each in _touched(scene, tracks)])
 
 
 def names(scene: Scene, name_ids: Iterable[int]) -> list[str]:
     """Return what these name_ids stand for, in their order."""
     wanted = np.fromiter(name_ids, np.int64)
-    return scene.named["name"].gather(wanted).to_list()
+    return scene.names["name"].gather(wanted).to_list()
 
 
 def _chosen(scene: Scene, tracks: Sequence[int] | None) -> Flags:
@@ -70,7 +70,7 @@ def _touched(scene: Scene, tracks: Sequence[int] | None) -> Iterable[Part]:
 _Columns = dict[str, Array]
 
 
-def _found(part: Part, chosen: Flags, window: Window, level: int) -> _Columns:
+def _rectangles(part: Part, chosen: Flags, window: Window, level: int) -> _Columns:
     """Return the rectangles of one trace, column by column."""
     at, of_slice = _inside(part.slices, part.slice_segments, chosen, window, level)
     slices = np.take(part.slices, at)
@@ -94,12 +94,12 @@ def _inside(records: Array, segments: Array, chosen: Flags, window: Window, leve
     past = first + segments["count"][which]
     start_ns, dur_ns = records["start_ns"], records["dur_ns"]
     begin_ns, end_ns = window
-    low = ranges.first(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
+    low = ranges.first_true(first, past, lambda at: (start_ns[at] >= begin_ns) | (start_ns[at] + dur_ns[at] > begin_ns))
     near = np.minimum(low + _FEW, past)
     is_near = start_ns[np.minimum(near, len(start_ns) - 1)] >= end_ns  # as it is for most where little is seen
-    high = ranges.first(low, np.where(is_near, near, past), lambda at: start_ns[at] >= end_ns)
+    high = ranges.first_true(low, np.where(is_near, near, past), lambda at: start_ns[at] >= end_ns)
     counts = high - low
-    return ranges.places(low, counts), np.repeat(which, counts)
+    return ranges.positions(low, counts), np.repeat(which, counts)
 
 
 def _order(track: Ints, row: Ints, start_ns: Ints) -> Ints:

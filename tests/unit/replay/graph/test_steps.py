@@ -41,7 +41,7 @@ def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure()
     ]
     empty = {"without_ns": 0, "gpu_hours_per_day": None, "money_per_day": None}
     texts = {"summary": "", "basis": "", "caveat": "<b>"}
-    figure = charts.savings(pl.DataFrame([row | empty | texts for row in rows], schema=told.COLUMNS))
+    figure = charts.potential_savings(pl.DataFrame([row | empty | texts for row in rows], schema=told.COLUMNS))
     assert figure.layout.yaxis.ticktext == ("late-gathers", "straggler", "communication")
     first, second = figure.data
     assert first.width == second.width
@@ -52,7 +52,7 @@ def test_savings_are_drawn_in_the_order_of_the_table_and_paler_where_less_sure()
 
 
 def test_what_is_left_and_what_is_saved_sum_to_the_replayed_step():
-    figure = charts.saved_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "COMM001")
+    figure = charts.savings_by_rank(steps.by_rank(_steps((0, 1, 0, 10, 10, 8), (1, 1, 0, 9, 9, 10))), "COMM001")
     left, saved = figure.data
     assert [a + b for a, b in zip(left.x, saved.x, strict=True)] == [10, 9]
     assert figure.layout.yaxis.ticktext == ("rank 0", "rank 1")

@@ -81,7 +81,7 @@ def test_a_scene_is_made_again_when_a_file_of_the_run_changes(run, folder):
     after = opened(run, folder, made)
     assert made == [(1, 1), (1, 1)]
     assert before.key != after.key
-    assert timeline.find(after, "bmm").total == 2
+    assert timeline.find_by_name(after, "bmm").count == 2
 
 
 def test_a_scene_is_made_again_when_the_code_that_draws_it_changes(run, folder, monkeypatch):
@@ -266,7 +266,7 @@ def test_tracks_stand_by_role_and_then_the_host_threads():
 def test_runs_of_slices_are_no_more_than_the_slices():
     draw = np.random.default_rng(1)
     start = np.sort(draw.integers(0, 10**6, 3000)) * 20
-    ends, runs = level_of_detail.pyramid(np.zeros(3000, np.int64), start, draw.integers(0, 20, 3000), start % 7)
+    ends, runs = level_of_detail.merge_levels(np.zeros(3000, np.int64), start, draw.integers(0, 20, 3000), start % 7)
     assert len(runs.first) < 3000
     assert (runs.made < runs.ends).all()
     assert (runs.count >= 2).all()

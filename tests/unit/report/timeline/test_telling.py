@@ -173,7 +173,7 @@ def test_what_is_not_there_cannot_be_told(run):
 def test_every_kind_of_slice_of_a_recorded_cpu_run_is_told():
     run = tracekit.load(SAMPLES / "demo-yafsdp")
     scene = timeline.open_scene(run)
-    gathers = timeline.find(scene, "gloo:", limit=10**6).table
+    gathers = timeline.find_by_name(scene, "gloo:", limit=10**6).table
     assert gathers.height > 100
     sources = dict(scene.tracks.select("track", "source").iter_rows())
     seen = {}
@@ -185,6 +185,6 @@ def test_every_kind_of_slice_of_a_recorded_cpu_run_is_told():
         assert found.name == row["name"]
         assert "collective" in told(found)
         assert found.peers["rank"].to_list() == [0, 1]
-    (stage,) = timeline.find(scene, "save · write", limit=1).table.iter_rows(named=True)
+    (stage,) = timeline.find_by_name(scene, "save · write", limit=1).table.iter_rows(named=True)
     assert told(timeline.details(run, scene, stage["track"], stage["id"]))["blocking"] == "True"
     assert timeline.arrows(run, scene, stage["track"], stage["id"]).is_empty()

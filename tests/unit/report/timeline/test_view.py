@@ -60,8 +60,8 @@ def row_of(each: dict) -> tuple[int, int]:
 def table_rows(trace, name: str, clock: Clock = Clock()) -> list[tuple[str, int, int, int]]:  # noqa: B008  # frozen
     table = getattr(trace, name)
     ids = table["id"] if "id" in table.columns else pl.Series(range(table.height))
-    start = clock.moved(table["start_ns"].to_numpy())
-    end = clock.moved((table["start_ns"] + table["dur_ns"]).to_numpy())
+    start = clock.to_run(table["start_ns"].to_numpy())
+    end = clock.to_run((table["start_ns"] + table["dur_ns"]).to_numpy())
     return [(name, *row) for row in zip(ids, start.tolist(), (end - start).tolist(), strict=True)]
 
 
@@ -208,7 +208,7 @@ def test_a_part_of_no_length_shows_nothing():
 def test_a_run_without_slices_is_an_empty_scene():
     scene = scene_of(drawn_traces.trace("compute ..."))
     assert timeline.view(scene, scene.span, 100).is_empty()
-    assert timeline.find(scene, "a").total == 0
+    assert timeline.find_by_name(scene, "a").count == 0
 
 
 def test_ranks_are_on_the_clock_of_the_run():
@@ -256,8 +256,8 @@ def test_a_search_finds_what_a_plain_scan_finds(ops, searches):
                 if text and text.casefold() in name.casefold()
                 if ranks is None or scene.tracks["rank"][each["track"]] in ranks
             ]
-            found = timeline.find(scene, text, ranks=ranks, limit=limit)
-            assert (found.total, found.total_ns) == (len(there), sum(each[4] for each in there))
+            found = timeline.find_by_name(scene, text, ranks=ranks, limit=limit)
+            assert (found.count, found.total_ns) == (len(there), sum(each[4] for each in there))
             order = ("start_ns", "track", "row", "id", "dur_ns", "name")
             assert found.table.select(order).rows() == sorted(there)[:limit]
 
@@ -267,8 +267,8 @@ def test_the_first_of_very_many_are_found_among_names_of_few():
     scene = scene_of(
         drawn_traces.trace("compute .", ops=host(*many, *((f"common {i}", 60_000 - i, 1) for i in range(300))))
     )
-    found = timeline.find(scene, "COMMON", limit=100)
-    assert (found.total, found.total_ns) == (5300, 25_300)
+    found = timeline.find_by_name(scene, "COMMON", limit=100)
+    assert (found.count, found.total_ns) == (5300, 25_300)
     assert found.table["start_ns"].to_list() == [10 * i for i in range(100)]
 
 
