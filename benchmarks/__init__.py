@@ -1,1 +1,1 @@
-"""Measurements side by side; not part of the package."""
+"""Benchmarks of tracekit; not part of the package."""

@@ -13,15 +13,15 @@ from benchmarks.runner import Result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the command line asks for; return 0, or 1 where no case could be had."""
+    """Measure the selected cases; return 0, or 1 if none was available."""
     options = _parser().parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in CASES if not options.cases or case.name in options.cases]
-    found = [result for case in chosen if (result := _measured(case, options)) is not None]
-    if not found:
+    measured = [result for case in chosen if (result := _measured(case, options)) is not None]
+    if not measured:
         _say("nothing was measured")
         return 1
-    text = results.markdown(found)
+    text = results.markdown(measured)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
     else:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(case: Case, options: argparse.Namespace) -> Result | None:
     try:
-        _say(f"{case.name}: getting it ready")
+        _say(f"{case.name}: preparing")
         folder = case.find(options.traces, options.work)
     except SkippedError as error:
         _say(f"{case.name}: skipped: {error}")
@@ -43,8 +43,8 @@ def _measured(case: Case, options: argparse.Namespace) -> Result | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Load and summarize traces with tracekit and with HTA, side by side, each in a process of its own, "
-        "beside bare JSON parsers that get the same bytes. What is not installed is left out.",
+        description="Load and summarize traces with tracekit and with HTA, interleaved, each in a separate process, "
+        "and parse the same bytes with plain JSON parsers. Subjects that are not installed are skipped.",
     )
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, metavar="NAME", help=f"only these of {', '.join(names)}")
@@ -53,18 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--traces",
         type=Path,
-        default=cases.usual_traces(),
+        default=cases.default_traces_folder(),
         metavar="FOLDER",
-        help=f"where the traces of others lie, a folder each (default: {cases.TRACES}, or beside the checkout)",
+        help=f"folder of public traces, one folder per run (default: {cases.TRACES}, or next to the checkout)",
     )
     parser.add_argument(
         "--work",
         type=Path,
         default=Path(tempfile.gettempdir(), "tracekit-benchmarks"),
         metavar="FOLDER",
-        help="where traces are made, and found again the next time (default: %(default)s)",
+        help="folder for generated traces, reused by the next run (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there instead of to stdout")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results to FILE instead of stdout")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What is measured: folders of traces, some of others', some made here."""
+"""The benchmark cases: folders of traces, some public, some generated here."""
 
 import gzip
 import os
@@ -21,27 +21,27 @@ _FEW_COPIES = 8
 
 
 class SkippedError(Exception):
-    """A case cannot be had here; the message says why."""
+    """A case is not available here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A folder to measure on. `find(traces, work)` returns it, making it in `work` where need be."""
+    """A folder of traces. `find(traces, work)` returns it and generates it in `work` if necessary."""
 
     name: str
-    what: str
+    description: str
     find: Callable[[Path, Path], Path]
     has_device: bool = True
     is_large: bool = False
-    """Large cases are measured once by what is slow."""
+    """Slow subjects measure large cases only once."""
 
 
-def _of_others(name: str) -> Callable[[Path, Path], Path]:
+def _public_traces(name: str) -> Callable[[Path, Path], Path]:
     def find(traces: Path, work: Path) -> Path:
         if not (traces / name).is_dir():
-            raise SkippedError(f"no folder {name} in {traces}; name where it lies by --traces or {TRACES}")
+            raise SkippedError(f"no folder {name} in {traces}; pass its folder with --traces or {TRACES}")
         copy = work / name
-        if not copy.is_dir():  # HTA takes whatever ends in .json or .gz for a trace, and may not write beside others'
+        if not copy.is_dir():  # HTA reads every .json and .gz file as a trace, and writes into the folder
             shutil.copytree(traces / name, copy)
         return copy
 
@@ -54,13 +54,13 @@ def _stacks(_: Path, work: Path) -> Path:
     if traced.is_dir():
         return traced
     if find_spec("torch") is None:
-        raise SkippedError("recording it needs PyTorch: pip install 'torch-tracekit[train]'")
+        raise SkippedError("recording this case needs PyTorch: pip install 'torch-tracekit[train]'")
     options = {"--strategy": "fsdp2", "--world-size": 1, "--steps": STACK_STEPS + 5, "--profile-active": STACK_STEPS}
     options |= {"--tokens": 16, "--batch": 1, "--micro-batches": 2, "--out": out}
     command = [sys.executable, "-m", "instrumented_trainers", "--stacks", "--overwrite"]
     command += [str(word) for option in options.items() for word in option]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # Alone in a folder: HTA takes the manifest for a trace, too.
+    # In a separate folder, since HTA would read the manifest as a trace.
     partial = work / "stacks-trace.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -71,7 +71,7 @@ def _stacks(_: Path, work: Path) -> Path:
 
 
 def _copies(count: int) -> Callable[[Path, Path], Path]:
-    return lambda traces, work: copied(next(_candidates(traces)), work, count)
+    return lambda traces, work: copies_of_rank(next(_candidates(traces)), work, count)
 
 
 def _candidates(traces: Path) -> Iterator[Path]:
@@ -89,20 +89,20 @@ def _sample(_: Path, work: Path) -> Path:
 
 CASES = (
     Case("sample", "two ranks on a CPU, YaFSDP (sample_traces)", _sample, has_device=False),
-    Case("hta_ddp_v100_memory", "one rank, DDP on V100, allocator events", _of_others("hta_ddp_v100_memory")),
-    Case("nanogpt_h100_8ranks", "eight ranks, DDP on H100", _of_others("nanogpt_h100_8ranks")),
+    Case("hta_ddp_v100_memory", "one rank, DDP on V100, allocator events", _public_traces("hta_ddp_v100_memory")),
+    Case("nanogpt_h100_8ranks", "eight ranks, DDP on H100", _public_traces("nanogpt_h100_8ranks")),
     Case("stacks_500mb", "one rank with Python stacks, recorded here", _stacks, has_device=False, is_large=True),
     *(Case(f"copies_{n}", f"copies of one rank: {n}", _copies(n), is_large=n > _FEW_COPIES) for n in COPIES),
 )
 
 
-def usual_traces() -> Path:
-    """Return where the traces of others are looked for."""
+def default_traces_folder() -> Path:
+    """Return the folder that is searched for public traces."""
     return Path(os.environ.get(TRACES) or ROOT.parent / "shared" / "traces")
 
 
-def copied(original: Path, work: Path, count: int) -> Path:
-    """Return a folder in `work` with `count` copies of a gzipped trace, each stating a rank of its own."""
+def copies_of_rank(original: Path, work: Path, count: int) -> Path:
+    """Return a folder in `work` with `count` copies of a gzipped trace, each with a different rank."""
     folder, partial = work / f"copies-{count}", work / f"copies-{count}.partial"
     if folder.is_dir():
         return folder

@@ -1,7 +1,6 @@
-"""One subject on one path, in a process of its own: ``python -m benchmarks.measure SUBJECT PATH``.
+"""One subject on one path, in a separate process: ``python -m benchmarks.measure SUBJECT PATH``.
 
-Prints a line of JSON: wall and CPU seconds of the work itself, imports excluded, all threads and child processes
-included.
+Prints a line of JSON: wall and CPU seconds of the work, without imports, including all threads and child processes.
 """
 
 import gzip
@@ -28,7 +27,7 @@ def tracekit(*, cache: bool = False) -> Work:
     return load_and_summarize
 
 
-def tracekit_again() -> Work:
+def tracekit_cached() -> Work:
     return tracekit(cache=True)
 
 
@@ -47,7 +46,7 @@ def hta() -> Work:
 
 
 def hta_load() -> Work:
-    """On a run without a device, HTA has no summary to give."""
+    """HTA has no summary for a run without a device."""
     import logging
 
     from hta.trace_analysis import TraceAnalysis
@@ -76,7 +75,7 @@ def simdjson_floor() -> Work:
     import simdjson
 
     parser = simdjson.Parser()
-    return _floor(lambda raw: bool(parser.parse(raw)))  # the bool lets go of the document, so the parser is reused
+    return _floor(lambda raw: bool(parser.parse(raw)))  # the bool releases the document, so the parser is reused
 
 
 def _floor(parse: Callable[[bytes], object]) -> Work:
@@ -93,7 +92,7 @@ def _floor(parse: Callable[[bytes], object]) -> Work:
 
 SUBJECTS: dict[str, Callable[[], Work]] = {
     "tracekit": tracekit,
-    "tracekit again": tracekit_again,
+    "tracekit cached": tracekit_cached,
     "hta": hta,
     "hta load": hta_load,
     "json": json_floor,
@@ -111,7 +110,7 @@ def trace_files(folder: Path) -> Iterator[Path]:
 
 
 def size_bytes(folder: Path) -> int:
-    """Return how much JSON the trace files of a folder hold, unpacked."""
+    """Return the uncompressed size of the trace files of a folder."""
     total = 0
     for path in trace_files(folder):
         if path.suffix == ".gz":
@@ -125,7 +124,7 @@ def size_bytes(folder: Path) -> int:
 
 def _cpu_s() -> float:
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in usage)
+    return sum(resources.ru_utime + resources.ru_stime for resources in usage)
 
 
 def main() -> None:
@@ -133,11 +132,11 @@ def main() -> None:
     work = SUBJECTS[name]()
     sys.stdout.flush()
     own_stdout = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no result
+    os.dup2(2, 1)  # libraries may print; only the result goes to stdout
     wall_s, cpu_s = time.perf_counter(), _cpu_s()
     work(path)
-    told = {"wall_s": time.perf_counter() - wall_s, "cpu_s": _cpu_s() - cpu_s}
-    os.write(own_stdout, (json.dumps(told) + "\n").encode())
+    times = {"wall_s": time.perf_counter() - wall_s, "cpu_s": _cpu_s() - cpu_s}
+    os.write(own_stdout, (json.dumps(times) + "\n").encode())
 
 
 if __name__ == "__main__":

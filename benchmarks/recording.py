@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = Plan(given.starts, given.turns, steps, given.windows, given.window_starts)
     outside = {work: _outside(work, plan) for work in (_MODEL, _EMPTY) if steps[work] and plan.starts}
     inside = _inside(given.options or list(recording_training.OPTIONS), plan, given.inside_work)
-    text = "\n".join([results.machine(), *outside_tables(outside), *inside_table(inside)]) + "\n"
+    text = "\n".join([results.machine_description(), *outside_tables(outside), *inside_table(inside)]) + "\n"
     print(text)
     if given.out is not None:
         given.out.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Results as Markdown: what each subject took, and how many times more the others take than tracekit."""
+"""Results as Markdown: time and memory of each subject, and ratios to tracekit."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.runner import AGAIN, COMMAND, COMMAND_AGAIN, FLOORS, Result, Sample
+from benchmarks.runner import CACHED, COMMAND, COMMAND_CACHED, FLOORS, Result, Sample
 
 _OURS = "tracekit"
 _RIVALS = ("hta", "hta load")
@@ -17,14 +17,19 @@ _COPIES = "copies_"
 
 def markdown(results: Sequence[Result]) -> str:
     """Return all results as Markdown."""
-    parts = [machine(), *_ratios(results), *_scaling(results), *(line for r in results for line in _case(r))]
+    parts = [
+        machine_description(),
+        *_ratios(results),
+        *_scaling(results),
+        *(line for r in results for line in _case_section(r)),
+    ]
     return "\n".join(parts) + "\n"
 
 
-def machine() -> str:
-    """Return in a sentence what the measurements were made on."""
-    told = f"{os.cpu_count()} cores of {_processor()}, Python {platform.python_version()}"
-    return f"Measured on {told}; {', '.join(_versions())}.\n"
+def machine_description() -> str:
+    """Return a sentence that describes the machine."""
+    cores = f"{os.cpu_count()} cores of {_cpu_name()}, Python {platform.python_version()}"
+    return f"Measured on {cores}; {', '.join(_versions())}.\n"
 
 
 def _ratios(results: Sequence[Result]) -> Iterator[str]:
@@ -33,23 +38,23 @@ def _ratios(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         rival = next((name for name in _RIVALS if name in result.subjects), None)
         cells = ["—"] * 4 if rival is None else [
-            _spread(result.ratios(rival, _OURS, "work_cpu_s")),
-            _spread(result.ratios(rival, _OURS, "work_wall_s")),
-            _spread(result.ratios(rival, COMMAND, "whole_cpu_s")),
-            _spread(result.ratios(rival, COMMAND, "peak_mib")),
+            _median_and_range(result.ratios(rival, _OURS, "work_cpu_s")),
+            _median_and_range(result.ratios(rival, _OURS, "work_wall_s")),
+            _median_and_range(result.ratios(rival, COMMAND, "whole_cpu_s")),
+            _median_and_range(result.ratios(rival, COMMAND, "peak_mib")),
         ]  # fmt: skip
         floor = next((name for name in FLOORS if name in result.subjects), None)
         share = [] if floor is None else result.ratios(floor, _OURS, "work_cpu_s")
-        told = f"{statistics.median(share):.0%} of {floor}" if share else "—"
-        yield f"| {result.case.name} | {' | '.join(cells)} | {told} |"
+        share_text = f"{statistics.median(share):.0%} of {floor}" if share else "—"
+        yield f"| {result.case.name} | {' | '.join(cells)} | {share_text} |"
     yield ""
 
 
-def _spread(ratios: list[float]) -> str:
+def _median_and_range(ratios: list[float]) -> str:
     if not ratios:
         return "—"
-    middle = f"{statistics.median(ratios):.1f}x"
-    return middle if len(ratios) == 1 else f"{middle} ({min(ratios):.1f} to {max(ratios):.1f})"
+    median = f"{statistics.median(ratios):.1f}x"
+    return median if len(ratios) == 1 else f"{median} ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
 def _scaling(results: Sequence[Result]) -> Iterator[str]:
@@ -59,16 +64,17 @@ def _scaling(results: Sequence[Result]) -> Iterator[str]:
     yield "| ranks | CPU s | CPU s a rank | wall s | peak MiB |"
     yield "|---|---|---|---|---|"
     for result in copies:
-        ranks, took = int(result.case.name.removeprefix(_COPIES)), result.median(_OURS)
-        each = (took.work_cpu_s or 0.0) / ranks
-        yield f"| {ranks} | {took.work_cpu_s:.2f} | {each:.3f} | {took.work_wall_s:.2f} | {took.peak_mib:.0f} |"
+        ranks, sample = int(result.case.name.removeprefix(_COPIES)), result.median(_OURS)
+        per_rank_s = (sample.work_cpu_s or 0.0) / ranks
+        times = f"{sample.work_cpu_s:.2f} | {per_rank_s:.3f} | {sample.work_wall_s:.2f}"
+        yield f"| {ranks} | {times} | {sample.peak_mib:.0f} |"
     yield ""
 
 
-def _case(result: Result) -> Iterator[str]:
+def _case_section(result: Result) -> Iterator[str]:
     size_mb = result.size_bytes / 1e6
     yield f"### {result.case.name}\n"
-    yield f"{result.case.what}; {size_mb:,.1f} MB of JSON. Medians of {len(result.rounds)} rounds.\n"
+    yield f"{result.case.description}; {size_mb:,.1f} MB of JSON. Medians of {len(result.rounds)} rounds.\n"
     columns = (
         "CPU s, in process",
         "wall s, in process",
@@ -80,31 +86,31 @@ def _case(result: Result) -> Iterator[str]:
     yield f"| subject | {' | '.join(columns)} |"
     yield f"|{'---|' * (len(columns) + 1)}"
     for subject in result.subjects:
-        took = result.median(subject)
-        yield f"| {subject} | {' | '.join(_cells(took))} | {_speed(subject, took, size_mb)} |"
-    for subject, words in result.failures.items():
-        yield f"| {subject} | failed: {words} | | | | | |"
+        sample = result.median(subject)
+        yield f"| {subject} | {' | '.join(_cells(sample))} | {_speed(subject, sample, size_mb)} |"
+    for subject, error in result.failures.items():
+        yield f"| {subject} | failed: {error} | | | | | |"
     yield ""
 
 
-def _cells(took: Sample) -> Iterator[str]:
-    for value in (took.work_cpu_s, took.work_wall_s, took.whole_cpu_s, took.whole_wall_s):
+def _cells(sample: Sample) -> Iterator[str]:
+    for value in (sample.work_cpu_s, sample.work_wall_s, sample.whole_cpu_s, sample.whole_wall_s):
         yield "—" if value is None else f"{value:.2f}"
-    yield f"{took.peak_mib:.0f}"
+    yield f"{sample.peak_mib:.0f}"
 
 
-def _speed(subject: str, took: Sample, size_mb: float) -> str:
-    if subject in (AGAIN, COMMAND_AGAIN):
+def _speed(subject: str, sample: Sample, size_mb: float) -> str:
+    if subject in (CACHED, COMMAND_CACHED):
         return "—"  # these read tables, not JSON
-    return f"{size_mb / (took.whole_cpu_s if took.work_cpu_s is None else took.work_cpu_s):.0f}"
+    return f"{size_mb / (sample.whole_cpu_s if sample.work_cpu_s is None else sample.work_cpu_s):.0f}"
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
-    models = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    models = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
     return models[0] if models else platform.machine()
 
 

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.results import machine
+from benchmarks.results import machine_description
 from benchmarks.yafsdp_measures import median_with_interval
 from tracekit.capture.checkpoints import auto_recording
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="saves-") as folder:
-        print(machine())
+        print(machine_description())
         recording = Recording(Path(folder) / "log")
         print("| what | without | added | wall, with over without | CPU, with over without |\n|---|---|---|---|---|")
         for subject in subjects(options.mib << 20, options.tensors):

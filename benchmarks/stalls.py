@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks import stall_scenarios
-from benchmarks.results import machine
+from benchmarks.results import machine_description
 from benchmarks.stall_scenarios import SCENARIOS, WORLD_SIZE
 from tracekit.analysis.checkpoint import saves
 from tracekit.ingest.readers import logs
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="stalls-") as folder:
         perform(Path(folder), options.only, options.repetitions)
-        print(machine())
+        print(machine_description())
         print(
             "| scenario | made by | rule | named rightly | also said | told of time blocked |\n"
             "|---|---|---|---|---|---|"

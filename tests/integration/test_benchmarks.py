@@ -70,7 +70,9 @@ def test_a_ratio_is_taken_within_a_round_before_the_median_over_rounds():
 def test_the_copies_of_a_rank_are_ranks_of_their_own(tmp_path):
     from tracekit.ingest import loader
 
-    folder = cases.copied(cases.ROOT / "sample_traces" / "demo-fsdp2" / "rank00000.pt.trace.json.gz", tmp_path, 3)
+    folder = cases.copies_of_rank(
+        cases.ROOT / "sample_traces" / "demo-fsdp2" / "rank00000.pt.trace.json.gz", tmp_path, 3
+    )
     run = loader.load(folder, cache=False)
     assert run.ranks == (0, 1, 2)
     assert {trace.activities.height for trace in run.traces()} == {run.trace(0).activities.height}

@@ -11,10 +11,10 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import Draft7Validator
 
 from tests.support import composite_action, doc_snippets
-from tests.support.composite_action import Done
+from tests.support.composite_action import Outcome
 
 ACTION = doc_snippets.REPOSITORY / "action.yml"
-Act = Callable[..., Done]
+Act = Callable[..., Outcome]
 # Stands for GitHub: `gh api` on comments that lie in a file. It fails, as GitHub does, where the token cannot write.
 GH = """#!/usr/bin/env python3
 import json, os, pathlib, subprocess, sys
@@ -51,7 +51,7 @@ def act(tmp_path: Path, clone: Path) -> Act:
     """Return what runs the Action on the clone, as the tutorial's workflow does."""
     environment = doc_snippets.environment(tmp_path)
 
-    def run(**inputs: str) -> Done:
+    def run(**inputs: str) -> Outcome:
         given = {"run": "runs/today", "baseline": "baseline.json"} | inputs
         return composite_action.run(ACTION, given, cwd=clone, temp=tmp_path / "temp", environment=environment)
 

@@ -15,7 +15,7 @@ BASH = ("bash", "--noprofile", "--norc", "-eo", "pipefail")
 
 
 @dataclass
-class Done:
+class Outcome:
     """What an action did: its exit code, what it printed, its outputs and what it wrote into the job's summary."""
 
     code: int
@@ -40,7 +40,7 @@ def run(
     github: Any = None,
     after: Mapping[str, Mapping[str, str]] | None = None,
     only: str = "",
-) -> Done:
+) -> Outcome:
     """Run an action.yml with these inputs in the working tree `cwd`; `github` is what expressions call github.
 
     `only` names the one step to run, after others with the outputs `after`, by their id.
@@ -56,7 +56,7 @@ def run(
     temp.mkdir(parents=True, exist_ok=True)
     summary = temp / "summary.md"
     summary.touch()
-    done = Done(0, "", {}, "")
+    done = Outcome(0, "", {}, "")
     for number, step in enumerate(told["runs"]["steps"]):
         assert step["shell"] == "bash"
         if only not in ("", step["name"]):
