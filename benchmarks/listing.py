@@ -81,7 +81,7 @@ def keep_reports(runs: Path) -> int:
     folders = sorted(runs.iterdir())
     report = report_cache.report(str(folders[0]), facts=(breakdown.by_step, breakdown.by_rank, samples.samples))
     for folder in folders[1:]:
-        store.put(str(keys.of_run(str(folder))), report)
+        store.put(str(keys.run_key(str(folder))), report)
     return sum(report_cache.summary(str(folder)) is not None for folder in folders)
 
 

@@ -16,7 +16,7 @@ from tracekit.model.run import created_ns
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
 from tracekit.rules.report_cache import Summary, keys
-from tracekit.rules.report_cache.keys import File, State
+from tracekit.rules.report_cache.keys import FileState, FileStates
 
 HISTORY = "--history="
 MAX_DEPTH = 3
@@ -123,7 +123,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     """Return what is known of one run without reading a trace of it."""
     if not _is_dir(path) and not _is_file(path):
         return RunEntry(name, str(path), problem=f"{path}: there is no such file or folder that can be looked into")
-    state = keys.state(str(path))
+    state = keys.file_states(str(path))
     held = state.files if state else ()
     traces = [file for file in held if _may_be_trace(_name_of(file))]
     changed_ns = max((file.changed_ns for file in held), default=None)
@@ -150,7 +150,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
     )
 
 
-def link_outside(state: State | None, roots: Sequence[str]) -> str:
+def link_outside(state: FileStates | None, roots: Sequence[str]) -> str:
     """Return the file of a run that is a link to a place outside of `roots`; '' where none is."""
     links = [file for file in (state.files if state else ()) if file.links_to is not None]
     for file in links:
@@ -267,7 +267,7 @@ def _is_link_inside(link: Path, roots: Sequence[str]) -> bool:
     return any(real.is_relative_to(root) for root in roots) and not link.parent.resolve().is_relative_to(real)
 
 
-def _problem(path: Path, state: State | None, roots: Sequence[str], *, has_traces: bool, is_live: bool) -> str:
+def _problem(path: Path, state: FileStates | None, roots: Sequence[str], *, has_traces: bool, is_live: bool) -> str:
     linked = link_outside(state, roots)
     if linked:
         return (
@@ -284,22 +284,22 @@ def _problem(path: Path, state: State | None, roots: Sequence[str], *, has_trace
     )
 
 
-def _stamp(path: Path, state: State | None) -> str:
+def _stamp(path: Path, state: FileStates | None) -> str:
     told = f"{path}\0{state.stamp if state else ''}"
     return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
-def _traces_stamp(held: Sequence[File]) -> str:
+def _traces_stamp(held: Sequence[FileState]) -> str:
     told = tuple(file for file in held if _may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE)
-    return "" if _changed_within(told, SETTLED_S) else State(told).stamp
+    return "" if _changed_within(told, SETTLED_S) else FileStates(told).stamp
 
 
-def _changed_within(held: Iterable[File], seconds: float) -> bool:
+def _changed_within(held: Iterable[FileState], seconds: float) -> bool:
     now_ns = time.time_ns()
     return any(now_ns - file.changed_ns < seconds * 1e9 for file in held)
 
 
-def _name_of(file: File) -> str:
+def _name_of(file: FileState) -> str:
     return file.path.rpartition("/")[2]
 
 

@@ -120,7 +120,7 @@ def stamp_seen(entry: RunEntry) -> str:
 def refuse_links(entry: RunEntry) -> None:
     """Raise InputError where a file of the run is a link to a place that the dashboard was not opened on."""
     # Also here, for a file may have become a link after the run was listed.
-    linked = run_catalog.link_outside(keys.state(entry.path), entry.roots)
+    linked = run_catalog.link_outside(keys.file_states(entry.path), entry.roots)
     if linked:
         raise InputError(
             f"{linked} is a link to a place that the dashboard was not opened on; put the file itself there"

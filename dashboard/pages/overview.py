@@ -9,7 +9,7 @@ from dashboard.run_catalog import RunEntry
 from tracekit.analysis.time import summary as facts
 from tracekit.report import charts, html, html_fragments
 from tracekit.report import json as report_json
-from tracekit.rules.report_cache.summary import is_of_data
+from tracekit.rules.report_cache.summary import is_data_quality
 from tracekit.rules.rule import Finding, Severity
 
 BY_RANK, BY_STEP = "by rank", "by step"
@@ -22,7 +22,7 @@ def page(entry: RunEntry) -> None:
     if held is None:
         return
     keyed = widgets.finding_keys(held.report.findings)
-    judged = {key: found for key, found in keyed.items() if not is_of_data(found.code)}
+    judged = {key: found for key, found in keyed.items() if not is_data_quality(found.code)}
     of_data = {key: found for key, found in keyed.items() if key not in judged}
     st.html(html_fragments.verdict(list(judged.values())) + html_fragments.data_quality(list(of_data.values())))
     st.html(html_fragments.numbers(html_fragments.headline_numbers(held.run)))

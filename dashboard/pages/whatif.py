@@ -198,7 +198,7 @@ def _about(answer: Answer) -> str:
 
 def _findings(held: run_store.OpenRun, names: Sequence[str]) -> None:
     keyed = widgets.finding_keys(held.report.findings)
-    mine = {key: found for key, found in keyed.items() if found.without and found.without.cause in names}
+    mine = {key: found for key, found in keyed.items() if found.what_if and found.what_if.cause in names}
     if mine:
         with st.expander(f"{len(mine)} finding{'s' * (len(mine) > 1)} about it in this run"):
             for key, found in mine.items():

@@ -22,5 +22,6 @@ def test_the_outputs_on_the_page_are_what_the_commands_print():
 def test_every_doubt_is_on_the_page_with_its_severity():
     rows = dict(re.findall(r"^\| ([a-z_]+) \| ((?:info|warning|error)[a-z, ]*) \|", PAGE, re.M))
     assert rows == {
-        name: known.severity.label + (", grows" if known.grows else "") for name, known in data_quality._KINDS.items()
+        name: known.severity.label + (", grows" if known.can_be_error else "")
+        for name, known in data_quality._KINDS.items()
     }

@@ -20,7 +20,7 @@ from tracekit.regression.gate import (
     FixedFinding,
     JudgedFinding,
 )
-from tracekit.rules.rule import Finding, Ignored, Report, Severity
+from tracekit.rules.rule import Finding, IgnoredFinding, Report, Severity
 
 HOSTILE = (
     "@octocat/team #1 !2 GH-3 ~bug $x$ :tada: https://evil.example www.evil.example a|b `c` **d** _e_ <img src=x> "
@@ -55,7 +55,7 @@ def with_baseline(path: str = "runs/today") -> CheckResult:
     exposed, churn, doubt = base.report.findings
     slow = Finding("CKPT001", Severity.WARNING, "A save blocks.", "Save in the background.", impact=0.03)
     report: Report = dataclasses.replace(
-        base.report, findings=(exposed, churn, doubt), ignored=(Ignored(slow, "moves in May"),)
+        base.report, findings=(exposed, churn, doubt), ignored=(IgnoredFinding(slow, "moves in May"),)
     )
     judged = (
         JudgedFinding(exposed, FindingStatus.WORSE, fails=True, impact_before=0.1),

@@ -4,7 +4,7 @@ import polars as pl
 
 from tests.support import drawn_traces
 from tracekit.model.run import Run
-from tracekit.rules.rule import Finding, Ignored, Input, Report, Severity
+from tracekit.rules.rule import Finding, IgnoredFinding, Input, Report, Severity
 
 MANIFEST = {
     "schema": "tracekit.run/1",
@@ -73,7 +73,7 @@ def findings() -> tuple[Finding, ...]:
     return exposed, churn, doubt
 
 
-def report(of: Run, *, found: tuple[Finding, ...] | None = None, ignored: tuple[Ignored, ...] = ()) -> Report:
+def report(of: Run, *, found: tuple[Finding, ...] | None = None, ignored: tuple[IgnoredFinding, ...] = ()) -> Report:
     """Return a report on a run with the findings above, or those given."""
     return Report(
         run=of,

@@ -32,7 +32,7 @@ from tracekit.regression import budgets, quantities
 from tracekit.regression.budgets import Budgets
 from tracekit.regression.samples import LOWER_IS_BETTER
 from tracekit.regression.thresholds import Thresholds
-from tracekit.rules.rule import Finding, Ignored, Report, Rule, Severity
+from tracekit.rules.rule import Finding, IgnoredFinding, Report, Rule, Severity
 
 FILE = "tracekit.toml"
 PROJECT_FILE = "pyproject.toml"
@@ -157,7 +157,7 @@ def set_aside(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, to
     An ignore whose time has passed is said aloud too, and ignores nothing.
     """
     pairs = [(each, ignore_for(each, ignores, catalog, today=today)) for each in report.findings]
-    aside = [Ignored(each, ignore.reason, ignore.until) for each, ignore in pairs if ignore]
+    aside = [IgnoredFinding(each, ignore.reason, ignore.until) for each, ignore in pairs if ignore]
     notes = [f"{each.finding.id} is ignored{_until(each.until)}: {each.reason}" for each in aside]
     notes += [
         f"The ignore of {each.code} ({each.reason}) ended on {each.until} and no longer holds."

@@ -30,7 +30,7 @@ class ChangingSizes(Rule):
 
     How it is measured: blocks of sizes that no earlier step of the window took (on a device: within 1 MiB, by which a
     block may be larger than its request), as a share of the most that the step
-    holds; from `min_fresh_ratio` on, in the typical step of the worst rank. The first `warmup_steps` profiled steps are
+    holds; from `min_new_size_ratio` on, in the typical step of the worst rank. The first `warmup_steps` profiled steps are
     left out. How much comes and goes in all is told beside it: eager training takes a multiple of its peak every step,
     and as long as sizes come again, the cache serves it.
 
@@ -43,7 +43,7 @@ class ChangingSizes(Rule):
 
     code: ClassVar[str] = "MEM010"
     facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.fresh)
-    min_fresh_ratio: float = 0.1
+    min_new_size_ratio: float = 0.1
     warmup_steps: int = 1
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -57,16 +57,16 @@ class ChangingSizes(Rule):
         steps = steps.with_columns(pl.col("fresh_count", "fresh_bytes").fill_null(0)).with_columns(
             fresh_ratio=pl.col("fresh_bytes") / pl.col("peak_bytes")
         )
-        worst = representative_step.of_worst(steps, "fresh_ratio")
-        if worst is None or worst["fresh_ratio"] < self.min_fresh_ratio or not worst["fresh_count"]:
+        worst = representative_step.worst(steps, "fresh_ratio")
+        if worst is None or worst["fresh_ratio"] < self.min_new_size_ratio or not worst["fresh_count"]:
             return
-        mine = representative_step.here(fresh, worst).sort("bytes", "start_ns", descending=[True, False])
+        mine = representative_step.rows_of(fresh, worst).sort("bytes", "start_ns", descending=[True, False])
         kind = "" if worst["device"] is not None else " of the host's memory"
         yield Finding(
             self.code,
             Severity.INFO if worst["device"] is None else Severity.WARNING,
             f"{worst['fresh_count']:,} blocks{kind}, {units.size(worst['fresh_bytes'])} in all, have sizes that no "
-            f"step before took, in {representative_step.in_words(worst)}, which holds {units.size(worst['peak_bytes'])} at most "
+            f"step before took, in {representative_step.describe(worst)}, which holds {units.size(worst['peak_bytes'])} at most "
             f"and takes {units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes.",
             "Pad or bucket inputs to few lengths, or keep a buffer of the largest size; "
             "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes one.",
@@ -111,16 +111,16 @@ class AlternatingBuffers(Rule):
         taken = buffers.group_by(keys).agg(pl.len().alias("count"), pl.col("bytes").sum())
         steps = run.table(breakdown.by_step).select(*keys, "device").drop_nulls("step").unique(keys)
         steps = steps.join(taken, on=keys, how="left").with_columns(pl.col("count", "bytes").fill_null(0))
-        worst = representative_step.of_worst(steps, "bytes")
+        worst = representative_step.worst(steps, "bytes")
         if worst is None or not worst["count"] or buffers["step"].n_unique() < self.min_steps:
             return
-        own = representative_step.here(buffers, worst).sort("bytes", "start_ns", descending=[True, False])
-        served = representative_step.here(run.table(double_buffering.alternating).drop("device"), worst)
+        own = representative_step.rows_of(buffers, worst).sort("bytes", "start_ns", descending=[True, False])
+        served = representative_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
         yield Finding(
             self.code,
             Severity.INFO,
             f"FSDP's gathers and reductions allocate {worst['count']} buffers of 1 MiB or more, "
-            f"{units.size(worst['bytes'])} in all, in {representative_step.in_words(worst)}{_served(served)}.",
+            f"{units.size(worst['bytes'])} in all, in {representative_step.describe(worst)}{_potential_saving(served)}.",
             "Buffers allocated once serve all units: YaFSDP keeps two for weights and two for gradients.",
             cost_bytes=worst["bytes"],
             confidence=0.8,
@@ -130,7 +130,7 @@ class AlternatingBuffers(Rule):
         )
 
 
-def _served(served: pl.DataFrame) -> str:
+def _potential_saving(served: pl.DataFrame) -> str:
     if served.is_empty():
         return ""
     taken, needed, count = (int(served[name].sum()) for name in ("bytes", "buffers_bytes", "count"))

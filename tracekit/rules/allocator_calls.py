@@ -13,14 +13,14 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 
 _EVIDENCE_ROWS = 40
-_NO_RETRY = (
+_RETRY_FIX = (
     "Lower the peak (smaller batch, activation checkpointing); where much is reserved and idle, "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes room."
 )
-_LESS_CHURN = (
+_DEVICE_CALLS_FIX = (
     "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak (smaller batch, activation checkpointing), "
     "keep torch.cuda.empty_cache() out of the loop and PYTORCH_NO_CUDA_MEMORY_CACHING unset."
 )
@@ -68,7 +68,7 @@ class SteadyDeviceAllocation(Rule):
         )
         stalled, blocked = pl.col("stalled_ns") / pl.col("duration_ns"), pl.col("host_ns") / pl.col("duration_ns")
         steps = steps.with_columns(stalled.alias("stall_ratio"), blocked.alias("host_ratio"))
-        worst = representative_step.of_worst(steps, "stall_ratio")
+        worst = representative_step.worst(steps, "stall_ratio")
         if worst is None or (worst["stall_ratio"] < self.min_stall_ratio and worst["host_ratio"] < self.min_host_ratio):
             return
         judged = steps.filter(pl.col("calls") > 0)
@@ -78,7 +78,7 @@ class SteadyDeviceAllocation(Rule):
             f"{worst['calls']:,} device malloc and free calls in {_where(worst)} leave the device idle for "
             f"{units.duration(worst['stalled_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['stall_ratio'])}); on the host they take {units.duration(worst['host_ns'])}.",
-            _LESS_CHURN,
+            _DEVICE_CALLS_FIX,
             impact=worst["stall_ratio"],
             cost_ns=worst["stalled_ns"] if worst["step"] is not None else 0,
             # A trace of one step, or without steps, cannot tell what only the first of them does.
@@ -86,7 +86,7 @@ class SteadyDeviceAllocation(Rule):
             ranks=tuple(judged["rank"].unique().sort().to_list()),
             steps=tuple(judged["step"].drop_nulls().unique().sort().to_list()),
             evidence=_calls_of(run, worst),
-            without=Without("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
+            what_if=WhatIf("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
             subject="device calls",
         )
 
@@ -128,9 +128,9 @@ class AllocatorRetry(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the rank with most retries."""
         table = run.table(steady_state.retries)
-        yield from self._retries(run) if table.height else self._in_snapshots(run)
+        yield from self._from_log(run) if table.height else self._from_snapshots(run)
 
-    def _retries(self, run: Run) -> Iterator[Finding]:
+    def _from_log(self, run: Run) -> Iterator[Finding]:
         table = run.table(steady_state.retries).filter(pl.col("window") == pl.col("window").min().over("rank"))
         rows = table.filter(pl.col("step").rank("ordinal").over("rank") > self.warmup_steps)
         retried = rows.filter(pl.col("retries") > 0)
@@ -139,7 +139,7 @@ class AllocatorRetry(Rule):
         counts = retried.group_by("rank").agg(pl.col("retries").sum(), pl.len().alias("steps"))
         worst = counts.sort("retries", "rank", descending=[True, False]).row(0, named=True)
         own = rows.filter(pl.col("rank") == worst["rank"])
-        late_ns = _later(own)
+        late_ns = _slowdown_ns(own)
         share = worst["steps"] / own.height
         yield Finding(
             self.code,
@@ -147,7 +147,7 @@ class AllocatorRetry(Rule):
             f"The allocator ran out of memory, freed its cache and tried again {worst['retries']} times in "
             f"{worst['steps']} of {own.height} steps on rank {worst['rank']}"
             + (f"; those steps take {units.duration(late_ns)} longer than the others." if late_ns > 0 else "."),
-            _NO_RETRY,
+            _RETRY_FIX,
             impact=min(1.0, late_ns * worst["steps"] / own["step_time_ns"].sum()) if late_ns > 0 else 0.0,
             cost_ns=int(late_ns * share) if late_ns > 0 else 0,
             confidence=0.9,
@@ -158,7 +158,7 @@ class AllocatorRetry(Rule):
             ),
         )
 
-    def _in_snapshots(self, run: Run) -> Iterator[Finding]:
+    def _from_snapshots(self, run: Run) -> Iterator[Finding]:
         retried = run.run_table(run_snapshots.histories).filter(pl.col("retries") >= self.min_retries)
         if retried.is_empty():
             return
@@ -168,7 +168,7 @@ class AllocatorRetry(Rule):
             Severity.WARNING,
             f"By its memory snapshot, the allocator of rank {worst['rank']} ran out of memory, freed its cache and "
             f"tried again {worst['retries']} times in {worst['events']:,} events.",
-            _NO_RETRY,
+            _RETRY_FIX,
             confidence=0.8,
             ranks=tuple(retried["rank"].unique().sort().to_list()),
             evidence=retried,
@@ -177,9 +177,9 @@ class AllocatorRetry(Rule):
 
 def _where(worst: dict[str, Any]) -> str:
     return (
-        representative_step.in_words(worst)
+        representative_step.describe(worst)
         if worst["step"] is not None
-        else f"the second half of {representative_step.in_words(worst)}"
+        else f"the second half of {representative_step.describe(worst)}"
     )
 
 
@@ -187,7 +187,7 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     """Return the calls of the window judged, the costliest first, then all of them in one row."""
     calls = run.table(steady_state.device_calls)
     end_ns = worst["start_ns"] + worst["duration_ns"]
-    own = representative_step.here(calls, worst).filter(
+    own = representative_step.rows_of(calls, worst).filter(
         pl.lit(worst["step"] is not None) | pl.col("start_ns").is_between(worst["start_ns"], end_ns)
     )
     whole = pl.DataFrame(
@@ -202,7 +202,7 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
 
 
-def _later(steps: pl.DataFrame) -> float:
+def _slowdown_ns(steps: pl.DataFrame) -> float:
     """Return how much longer steps with retries took than those without, at the median, in ns; 0 if not known."""
     with_retries = steps.filter(pl.col("retries") > 0)["step_time_ns"].median()
     without = steps.filter(pl.col("retries") == 0)["step_time_ns"].median()

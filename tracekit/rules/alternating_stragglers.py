@@ -55,19 +55,19 @@ class UnevenRanks(Rule):
         if (
             worst is None
             or worst["wait_ratio"] <= self.min_wait_ratio
-            or _has_one_to_blame(run.run_table(stragglers.accounts))
+            or _is_one_straggler(run.run_table(stragglers.accounts))
         ):
             return
         quoted = pieces.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
-        waited = _shares(quoted)
+        waited = _late_ranks(quoted)
         longest = quoted.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
         yield Finding(
             self.code,
             Severity.WARNING,
             f"Ranks wait for each other: for {units.duration(worst['waited_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['wait_ratio'])}) in the typical step "
-            f"({worst['step']}) a rank stands idle on average until others come, {_in_words(waited)}.",
-            f"See what makes {_named(waited)} late: uneven work (sequence lengths, experts), or a host that falls "
+            f"({worst['step']}) a rank stands idle on average until others come, {_describe(waited)}.",
+            f"See what makes {_suspects(waited)} late: uneven work (sequence lengths, experts), or a host that falls "
             "behind at times (HOST001, HOST003, gc, neighbours on its node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
@@ -81,11 +81,11 @@ class UnevenRanks(Rule):
 
 
 _MOST = 0.5
-_NAMED = 3
+_MAX_NAMED = 3
 _EVIDENCE = ("window", "rank", "step", "phase", "unit", "peer_rank", "collective_id", "start_ns", "dur_ns")
 
 
-def _has_one_to_blame(accounts: pl.DataFrame) -> bool:
+def _is_one_straggler(accounts: pl.DataFrame) -> bool:
     """Whether most waiting is for one and the same rank in most steps, of which there are several."""
     most = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
     steps = accounts["order"].n_unique()
@@ -102,19 +102,19 @@ def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _shares(pieces: pl.DataFrame) -> list[tuple[int, float]]:
+def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
     """Return for which ranks most of the waiting is, and its share, the most first."""
     total = int(pieces["dur_ns"].sum())
     by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
-    most = by_peer.sort("dur_ns", "peer_rank", descending=[True, False]).head(_NAMED)
+    most = by_peer.sort("dur_ns", "peer_rank", descending=[True, False]).head(_MAX_NAMED)
     return [(rank, waited_ns / total) for rank, waited_ns in most.select("peer_rank", "dur_ns").iter_rows()]
 
 
-def _in_words(shares: list[tuple[int, float]]) -> str:
+def _describe(shares: list[tuple[int, float]]) -> str:
     if not shares:
         return "for whom cannot be told within what the clocks allow"
     return "most for " + ", ".join(f"rank {rank} ({units.share(share)})" for rank, share in shares)
 
 
-def _named(shares: list[tuple[int, float]]) -> str:
+def _suspects(shares: list[tuple[int, float]]) -> str:
     return "ranks " + ", ".join(str(rank) for rank, _ in shares) if len(shares) > 1 else "single ranks"

@@ -100,7 +100,7 @@ class LockedOut(Rule):
         waited = row["waited_ratio"]
         share = "" if waited is None else f", and the training thread stands still for {units.share(waited)} of it"
         because = (
-            f"{units.share(python_share(row))} of its {units.duration(row['dur_ns'])} is Python's work in the training "
+            f"{units.share(python_ratio(row))} of its {units.duration(row['dur_ns'])} is Python's work in the training "
             f"process, which holds the interpreter's lock{share}."
         )
         fix = (
@@ -110,7 +110,7 @@ class LockedOut(Rule):
         yield _finding(self, found, (because, fix), confidence=0.5 if waited is None or row["delayed"] else 0.8)
 
 
-def python_share(row: dict[str, Any]) -> float:
+def python_ratio(row: dict[str, Any]) -> float:
     """Return what share of a save is Python's work."""
     return float(row["python_ns"] / row["dur_ns"])
 
@@ -193,7 +193,7 @@ class BlockingBackgroundSave(Rule):
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         blocking = each.filter(long, costly).sort("blocked_ns", "save")
         if blocking.height:
-            yield self._call(run, blocking)
+            yield self._blocking_call(run, blocking)
         late = each.filter(
             # What is saved at once does not come too often.
             pl.col("step").diff().ne(0).fill_null(value=True),
@@ -201,9 +201,9 @@ class BlockingBackgroundSave(Rule):
             pl.col("before_ns") >= self.min_blocked_ms * 1_000_000,
         )
         if late.height:
-            yield self._upload(run, late.sort("before_ns", "save"))
+            yield self._unfinished_upload(run, late.sort("before_ns", "save"))
 
-    def _call(self, run: Run, found: pl.DataFrame) -> Finding:
+    def _blocking_call(self, run: Run, found: pl.DataFrame) -> Finding:
         row = found.row((found.height - 1) // 2, named=True)
         parts = run.run_table(stalls.parts).filter(
             (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
@@ -222,11 +222,11 @@ class BlockingBackgroundSave(Rule):
             confidence=0.9 if part else 0.6,
             ranks=(part["rank"],) if part else (),
             steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
-            evidence=_lines(run, row["save"]),
+            evidence=_evidence(run, row["save"]),
             subject="staging",
         )
 
-    def _upload(self, run: Run, found: pl.DataFrame) -> Finding:
+    def _unfinished_upload(self, run: Run, found: pl.DataFrame) -> Finding:
         row = found.row((found.height - 1) // 2, named=True)
         between, plain = row["between_ns"], row["interval_ns"]
         lost_ns = max(0, between - plain) if row["interval_steps"] and plain else 0
@@ -244,11 +244,11 @@ class BlockingBackgroundSave(Rule):
             confidence=0.7,
             ranks=run.ranks,
             steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
-            evidence=_lines(run, row["save"]),
+            evidence=_evidence(run, row["save"]),
             subject="upload",
         )
 
 
-def _lines(run: Run, save: str) -> pl.DataFrame:
+def _evidence(run: Run, save: str) -> pl.DataFrame:
     own = run.run_table(saves.stages).filter(pl.col("save") == save)
     return own.sort(~pl.col("blocking"), "rank", "start_ns", "stage").drop("whole_bytes").head(_EVIDENCE_ROWS)

@@ -25,7 +25,7 @@ _FIXES = {
     "durability.",
     conventions.FINISH: "Write less metadata: fewer, larger tensors.",
 }
-_IN_BACKGROUND = "Save in the background with dcp.async_save."
+_BACKGROUND_FIX = "Save in the background with dcp.async_save."
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class BlockingCheckpoint(Rule):
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
-            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_which(typical, after_steps)})"
-            f"{_blame(critical, own)}",
-            f"{_IN_BACKGROUND} {_FIXES[critical['stage']]}" if critical else _IN_BACKGROUND,
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_quoted_save(typical, after_steps)})"
+            f"{_slowest_stage(critical, own)}",
+            f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
             impact=overhead,
             cost_ns=int(blocked_ns / steps) if steps else 0,
             confidence=0.9 if known else 0.6,
@@ -123,8 +123,8 @@ class BlockingCheckpoint(Rule):
             Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
             f"Saves in the trace of rank {longest['rank']} ({own.height}) block training for "
             f"{units.duration(int(own['dur_ns'].sum()))}{told}, by spans such as {longest['name']}"
-            f"{_seen(own)}" + ("." if often else "; how often the run saves is not in the trace."),
-            f"{_IN_BACKGROUND} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
+            f"{_inside_spans(own)}" + ("." if often else "; how often the run saves is not in the trace."),
+            f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
             impact=share if often else 0.0,
             cost_ns=int(inside["dur_ns"].sum()) // steps.height if often and steps.height else 0,
             confidence=0.6 if often else 0.4,
@@ -150,15 +150,15 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
 
 
-def _which(typical: dict[str, Any], after_steps: pl.DataFrame) -> str:
+def _quoted_save(typical: dict[str, Any], after_steps: pl.DataFrame) -> str:
     name, others = str(typical["save"]), typical["saves"] - 1
     beside = f" and {others} more after that step" if others else ""
     return f"{name}{beside}, typical of {after_steps.height} saves" if after_steps.height > 1 else f"{name}{beside}"
 
 
-def _seen(spans: pl.DataFrame) -> str:
+def _inside_spans(spans: pl.DataFrame) -> str:
     """Return what a trace tells of what happens inside of spans, and what it does not."""
-    told = {name: int(spans[column].sum()) for name, column in _SEEN.items() if spans[column].is_not_null().any()}
+    told = {name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items() if spans[column].is_not_null().any()}
     shown = [f"{units.duration(ns)} {name}" for name, ns in told.items() if ns]
     stacks = spans["fsync_ns"].is_not_null().any()
     hidden = "serializing is" if stacks else "serializing, writing and syncing are"
@@ -166,7 +166,7 @@ def _seen(spans: pl.DataFrame) -> str:
     return f"{inside} ({hidden} not in the trace)"
 
 
-_SEEN = {
+_SPAN_PARTS = {
     "copying from the device": "copied_ns",
     "in collectives": "collective_ns",
     "writing": "write_ns",
@@ -174,7 +174,7 @@ _SEEN = {
 }
 
 
-def _blame(critical: dict[str, Any], own: pl.DataFrame) -> str:
+def _slowest_stage(critical: dict[str, Any], own: pl.DataFrame) -> str:
     if not critical:
         return "."
     stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]

@@ -15,14 +15,14 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 40
 _BURST = ("window", "rank", "device", "burst")
 _POOL = ("window", "rank", "device", "pool")
-_SURE_LEVER = 4.0  # how far sizes must lie apart for what is not launched together to be called small
-_LARGE_ENOUGH = 4.0  # times what latency and transfer of are equal: there latency is a fifth of the time
+_MIN_SIZE_SPREAD = 4.0  # how far sizes must lie apart for what is not launched together to be called small
+_TRANSFER_PER_LATENCY = 4.0  # times what latency and transfer of are equal: there latency is a fifth of the time
 
 
 @dataclass(frozen=True)
@@ -63,29 +63,29 @@ class SmallCollectives(Rule):
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         small = self._lost(run)
         steps = steps_without_saves.losses(run, small, "lost_ns")
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
-        own = representative_step.here(small, worst).filter(pl.col("lost_ns") > 0)
+        own = representative_step.rows_of(small, worst).filter(pl.col("lost_ns") > 0)
         most = own.sort("lost_ns", "start_ns", descending=[True, False]).row(0, named=True)
         assumed = "" if most["is_fitted"] else " (assumed: the sizes in this run lie too close together to tell)"
         yield Finding(
             self.code,
             Severity.WARNING,
             f"{int(own['count'].sum()):,} {most['op'].replace('_', '-')} and like collectives in "
-            f"{representative_step.in_words(worst)}, typically of {units.size(int(most['bytes']))}, take about "
+            f"{representative_step.describe(worst)}, typically of {units.size(int(most['bytes']))}, take about "
             f"{units.duration(int(most['latency_ns']))} each before data flows{assumed}: "
             f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
             f"({units.share(worst['lost_ratio'])}) would be saved by joining them to {int(own['joined'].sum()):,}.",
-            _LARGER[strategy.of_run(run)] if strategy.of_run(run) in _LARGER else _LARGER[None],
+            _LARGER_FIXES[strategy.of_run(run)] if strategy.of_run(run) in _LARGER_FIXES else _LARGER_FIXES[None],
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.7 if most["is_fitted"] else 0.5,
-            without=Without("small-collectives"),
+            what_if=WhatIf("small-collectives"),
             ranks=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["rank"].unique().sort().to_list()),
             steps=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["step"].unique().sort().to_list()),
-            evidence=_first(own, small, "lost_ns").select(
-                *_SHOWN, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
+            evidence=_evidence(own, small, "lost_ns").select(
+                *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
         )
 
@@ -102,14 +102,14 @@ class SmallCollectives(Rule):
         )
         together = calls.filter(pl.col("count") >= self.min_count)
         alone = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
-        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & (pl.col("lever") >= _SURE_LEVER)
+        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & (pl.col("lever") >= _MIN_SIZE_SPREAD)
         return pl.concat([
-            _joined(together, _BURST, gaps=True),
-            _joined(alone.filter(mostly), _POOL, gaps=False),
+            _batched(together, _BURST, gaps=True),
+            _batched(alone.filter(mostly), _POOL, gaps=False),
         ]).sort("window", "rank", "start_ns")  # fmt: skip
 
 
-_LARGER = {
+_LARGER_FIXES = {
     DDP: "Larger buckets: DistributedDataParallel(bucket_cap_mb=…), several times what it is now.",
     FSDP1: "Wrap larger blocks: an auto_wrap_policy that makes whole layers, or several of them, one unit.",
     FSDP2: (
@@ -122,10 +122,10 @@ _LARGER = {
         "larger FSDP units)."
     ),
 }
-_SHOWN = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
+_EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
 
 
-def _joined(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
+def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
     """Return each set of collectives as one row: how many it would take, and what joining them saves."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     sums = calls.sort("start_ns").group_by(by, maintain_order=True).agg(
@@ -142,7 +142,7 @@ def _joined(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataF
         pl.col("burst_uncovered_ns").first(),
     )  # fmt: skip
     # What is launched together can go together; buckets of gradients only as far as they still overlap with compute.
-    large_enough = (pl.col("moving_ns") / (_LARGE_ENOUGH * pl.col("latency_ns"))).ceil().clip(1)
+    large_enough = (pl.col("moving_ns") / (_TRANSFER_PER_LATENCY * pl.col("latency_ns"))).ceil().clip(1)
     pieces = pl.lit(1.0) if gaps else large_enough
     between_ns = (pl.col("dur_ns") - pl.col("busy_ns")).clip(0) / pl.col("count") if gaps else pl.lit(0.0)
     bound_ns = pl.col("burst_uncovered_ns" if gaps else "uncovered_ns")
@@ -189,10 +189,10 @@ class ReducedEveryMicroBatch(Rule):
             return
         again = _repeated(run.table(backward_passes.reductions))
         steps = steps_without_saves.losses(run, again, "exposed_ns")
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
-        own = representative_step.here(again, worst)
+        own = representative_step.rows_of(again, worst)
         passed = int(own["backwards"].max())  # type: ignore[arg-type]
         lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
         yield Finding(
@@ -200,16 +200,16 @@ class ReducedEveryMicroBatch(Rule):
             Severity.WARNING,
             f"Gradients are reduced in each of {passed} backward passes a step: {own.height} reductions before the "
             f"last pass are done again by it, and {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in {representative_step.in_words(worst)} "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in {representative_step.describe(worst)} "
             "are theirs, hidden by no compute.",
-            _once(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
+            _sync_once_fix(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.8,
-            without=Without("micro-batch-reductions"),
+            what_if=WhatIf("micro-batch-reductions"),
             ranks=tuple(lost["rank"].unique().sort().to_list()),
             steps=tuple(lost["step"].unique().sort().to_list()),
-            evidence=_first(own, again, "exposed_ns").select(
+            evidence=_evidence(own, again, "exposed_ns").select(
                 *("window", "rank", "step", "device", "backward", "backwards", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
             ),
@@ -226,7 +226,7 @@ def _repeated(reductions: pl.DataFrame) -> pl.DataFrame:
     return earlier.join(last.select(_SAME).unique(), on=_SAME, how="semi", nulls_equal=True, maintain_order="left")
 
 
-def _once(run: Run, held_bytes: int) -> str:
+def _sync_once_fix(run: Run, held_bytes: int) -> str:
     used = strategy.of_run(run)
     if used == DDP:
         return "Reduce in the last micro-batch only: with model.no_sync() around the others; it takes no more memory."
@@ -242,7 +242,7 @@ def _once(run: Run, held_bytes: int) -> str:
     return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){keeps}."
 
 
-def _first(own: pl.DataFrame, table: pl.DataFrame, by: str) -> pl.DataFrame:
+def _evidence(own: pl.DataFrame, table: pl.DataFrame, by: str) -> pl.DataFrame:
     """Return the rows of the quoted step, the costliest first, then the costliest of others."""
     order: dict[str, Any] = {"by": [by, "start_ns"], "descending": [True, False]}
     others = table.join(own, on=["window", "rank", "device", "start_ns"], how="anti", nulls_equal=True)

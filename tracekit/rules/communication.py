@@ -15,11 +15,11 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import communication_fixes, representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 20
-_TOLD_WAIT = 0.02  # share of the step from which on waiting for other ranks is worth telling
+_MIN_WAIT_RATIO = 0.02  # share of the step from which on waiting for other ranks is worth telling
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ExposedCommunication(Rule):
     """Communication that no compute hides.
 
     What it does: reports runs in which a collective moves data while its device computes nothing for more than
-    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`, and from `told_exposed_ratio` on
+    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`, and from `info_exposed_ratio` on
     information.
 
     Why it costs: a device that waits for a collective earns nothing. What compute hides is free.
@@ -54,7 +54,7 @@ class ExposedCommunication(Rule):
         strategy.marks,
         collective_matching.calls,
     )
-    told_exposed_ratio: float = 0.1
+    info_exposed_ratio: float = 0.1
     max_exposed_ratio: float = 0.2
     error_exposed_ratio: float = 0.6
 
@@ -69,8 +69,8 @@ class ExposedCommunication(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for the run if the worst rank's typical step exceeds the threshold."""
         steps = _exposed(run)
-        each = representative_step.of_each(steps, "exposed_ratio")
-        over = each.filter(pl.col("exposed_ratio") > min(self.told_exposed_ratio, self.max_exposed_ratio))
+        each = representative_step.per_device(steps, "exposed_ratio")
+        over = each.filter(pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio))
         if over.is_empty():
             return
         worst = over.row(0, named=True)
@@ -80,11 +80,11 @@ class ExposedCommunication(Rule):
             self.code,
             severity,
             _message(worst),
-            _fix(run, worst, representative_step.here(collectives, worst)),
+            _fix(run, worst, representative_step.rows_of(collectives, worst)),
             impact=worst["exposed_ratio"],
             cost_ns=worst["exposed_ns"] if worst["step"] is not None else 0,
             confidence=0.9,
-            without=Without("communication") if severity >= Severity.WARNING else None,
+            what_if=WhatIf("communication") if severity >= Severity.WARNING else None,
             ranks=tuple(over["rank"].unique().sort().to_list()),
             steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
             evidence=_evidence(worst, collectives),
@@ -130,19 +130,19 @@ class PreparationGap(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        chains = _prepared(run)
+        chains = _preparation_chains(run)
         steps = steps_without_saves.losses(run, chains, "lost_ns")
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
         lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
-        own = representative_step.here(chains, worst).sort("lost_ns", "start_ns", descending=[True, False])
+        own = representative_step.rows_of(chains, worst).sort("lost_ns", "start_ns", descending=[True, False])
         others = chains.join(own, on=["window", "rank", "communication_gap"], how="anti")
         yield Finding(
             self.code,
             Severity.INFO,
             f"Preparing collectives keeps them waiting for {units.duration(int(own['preparation_ns'].sum()))} in "
-            f"{representative_step.in_words(worst)}, and compute waits {units.duration(worst['lost_ns'])} of "
+            f"{representative_step.describe(worst)}, and compute waits {units.duration(worst['lost_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) for that.",
             "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
             "(MixedPrecisionPolicy.reduce_dtype); or earlier: set_modules_to_forward_prefetch, "
@@ -156,7 +156,7 @@ class PreparationGap(Rule):
         )
 
 
-def _prepared(run: Run) -> pl.DataFrame:
+def _preparation_chains(run: Run) -> pl.DataFrame:
     """Return the chains that preparation opens on devices, with lost_ns, what compute waited for it at most."""
     if not run.table(contention.device_count)["devices"].sum():
         return run.table(compute_gap_causes.chains).clear().with_columns(lost_ns=pl.lit(0, pl.Int64))
@@ -188,9 +188,9 @@ def _message(worst: dict[str, Any]) -> str:
     told = (
         f"{units.share(worst['exposed_ratio'])} of the step is communication that no compute hides: "
         f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{representative_step.in_words(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its communication."
+        f"{representative_step.describe(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its communication."
     )
-    if worst["waited_ns"] < _TOLD_WAIT * worst["duration_ns"]:
+    if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
         return told
     return f"{told} Another {units.duration(worst['waited_ns'])} it waits there for ranks that come later."
 
@@ -199,13 +199,13 @@ def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
     """Return the quoted step's collectives, that step as a whole, then the most exposed of other steps and ranks."""
     whole = pl.DataFrame(
         [
-            {name: worst[name] for name in representative_step.PLACE}
+            {name: worst[name] for name in representative_step.KEY}
             | {"name": "whole step", "op": "whole step"}
             | {"exposed_ns": worst["exposed_ns"], "step_ns": worst["duration_ns"]}
         ],
-        schema_overrides={name: collectives.schema[name] for name in representative_step.PLACE},
+        schema_overrides={name: collectives.schema[name] for name in representative_step.KEY},
     )
-    own = representative_step.here(collectives, worst)
+    own = representative_step.rows_of(collectives, worst)
     others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
     parts = [own.head(_EVIDENCE_ROWS), whole, others.head(_EVIDENCE_ROWS)]
     return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
@@ -219,6 +219,6 @@ def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
     time = own.group_by("op").agg(pl.col("exposed_ns").sum()).sort("exposed_ns", "op", descending=[True, False])
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
-    return communication_fixes.against_exposure(
+    return communication_fixes.fix_for(
         strategy=strategy.of_run(run), op=op, gloo=gloo, hidden_ratio=_hidden_ratio(worst)
     )

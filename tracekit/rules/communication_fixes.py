@@ -4,7 +4,7 @@ from tracekit.analysis.parallelism.strategy import DDP, FSDP1, FSDP2, YAFSDP
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 
-_ON_GLOO = {
+_GLOO_FIXES = {
     FSDP1: (
         "FSDP1 on gloo waits for each collective where it issues it, so prefetching hides none of it: give each rank "
         "more tokens per step, or gather once instead of twice with sharding_strategy=ShardingStrategy.SHARD_GRAD_OP."
@@ -50,21 +50,27 @@ _FIXES = {
     ),
 }
 _ALL_TO_ALL = "Split the batch in two, so that the all-to-all of one half runs beside the compute of the other."
-_EARLIER = (
+_START_EARLIER = (
     "Start the {op} collectives in the evidence earlier (async_op=True, and wait() only where the result is used), or "
     "give each rank more compute per byte."
 )
-_OTHER = _EARLIER.replace("{op} ", "")
-_WAITS_ALWAYS = 0.05  # of communication hidden: less than this is none
+_START_ANY_EARLIER = _START_EARLIER.replace("{op} ", "")
+_MIN_HIDDEN_RATIO = 0.05  # of communication hidden: less than this is none
 
 
-def against_exposure(*, strategy: str | None, op: str | None, gloo: bool, hidden_ratio: float) -> str:
+def fix_for(*, strategy: str | None, op: str | None, gloo: bool, hidden_ratio: float) -> str:
     """Return what to change where collectives of kind `op` are most of the exposed time.
 
     `hidden_ratio` is the share of communication that compute hides now.
     """
-    if gloo and strategy in _ON_GLOO and op in (_GATHER, _REDUCE) and hidden_ratio < _WAITS_ALWAYS:
-        return _ON_GLOO[strategy]
+    if gloo and strategy in _GLOO_FIXES and op in (_GATHER, _REDUCE) and hidden_ratio < _MIN_HIDDEN_RATIO:
+        return _GLOO_FIXES[strategy]
     if (strategy, op) in _FIXES:
         return _FIXES[strategy or "", op or ""]
-    return _ALL_TO_ALL if op == "all_to_all" else _EARLIER.format(op=op.replace("_", "-")) if op else _OTHER
+    return (
+        _ALL_TO_ALL
+        if op == "all_to_all"
+        else _START_EARLIER.format(op=op.replace("_", "-"))
+        if op
+        else _START_ANY_EARLIER
+    )

@@ -12,10 +12,10 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.sync.collective_matching import calls
 
-_MUCH_TOGETHER = 0.2  # share of a step from which on it is worth saying that nothing can be told
+_MIN_OVERLAP_RATIO = 0.2  # share of a step from which on it is worth saying that nothing can be told
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,21 @@ class ContendedCompute(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
-        return _blind(run, _compute(run), "compute ran beside collectives", least_ratio=_MUCH_TOGETHER)
+        return _why_unjudged(run, _compute(run), "compute ran beside collectives", least_ratio=_MIN_OVERLAP_RATIO)
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
-        slow = _slow(_compute(run), self.min_slowdown)
+        slow = _slowed_devices(_compute(run), self.min_slowdown)
         judged = _compute(run).join(slow, on=["rank", "device"])
         rest = (pl.col("overlapped_ns") - pl.col("judged_ns")) * (1 - 1 / pl.col("slowdown"))
         lost = judged.select(
-            *representative_step.PLACE, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns"
+            *representative_step.KEY, (pl.col("lost_ns") + rest).round().cast(pl.Int64), "overlapped_ns"
         )
-        steps = step_losses.by_step(run, lost, most=pl.col("duration_ns") - pl.col("communication_ns"))
-        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("communication_ns"))
+        worst = step_losses.worst_step(steps, self.min_cost_ratio)
         if worst is None:
             return
-        pair = _pair(slow, worst)
+        pair = _slowdown_on(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         kernels = run.table(contention.by_kernel).filter(
             pl.col("of") == concurrency.COMPUTE,
@@ -82,7 +82,7 @@ class ContendedCompute(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_lost(worst)}.",
+            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_cost(worst)}.",
             "Let collectives hold fewer multiprocessors (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or products leave them "
             "room (CUBLASLT_SM_COUNT_TARGET); or send less (fully_shard on a mesh of two axes).",
             impact=worst["lost_ratio"],
@@ -91,7 +91,7 @@ class ContendedCompute(Rule):
             ranks=ranks,
             steps=of_steps,
             evidence=kernels.sort((pl.col("rank") == worst["rank"]), "lost_ns", descending=True).head(40),
-            without=Without("slowed-compute", self.min_cost_ratio),
+            what_if=WhatIf("slowed-compute", self.min_cost_ratio),
         )
 
 
@@ -136,27 +136,27 @@ class StarvedCollectives(Rule):
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
         found = run.run_table(collective_contention.by_step)
-        return _blind(run, found, "collectives ran beside compute", least_ratio=_MUCH_TOGETHER)
+        return _why_unjudged(run, found, "collectives ran beside compute", least_ratio=_MIN_OVERLAP_RATIO)
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
         found = run.run_table(collective_contention.by_step)
-        slow = _slow(found, self.min_slowdown)
+        slow = _slowed_devices(found, self.min_slowdown)
         lost = found.join(slow, on=["rank", "device"]).select(
-            *representative_step.PLACE, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
+            *representative_step.KEY, pl.col("waited_ns").alias("lost_ns"), "overlapped_ns"
         )
-        steps = step_losses.by_step(run, lost, most=pl.col("duration_ns") - pl.col("compute_ns"))
-        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        steps = step_losses.by_step(run, lost, max_loss=pl.col("duration_ns") - pl.col("compute_ns"))
+        worst = step_losses.worst_step(steps, self.min_cost_ratio)
         if worst is None:
             return
-        pair = _pair(slow, worst)
+        pair = _slowdown_on(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         each = run.run_table(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
         whole = bool(each.filter("judged")["whole"].all())
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: {_lost(worst)}.",
+            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: {_cost(worst)}.",
             "Give collectives more of the device (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), or "
             "start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
             impact=worst["lost_ratio"],
@@ -164,12 +164,12 @@ class StarvedCollectives(Rule):
             confidence=_confidence(pair) * (1.0 if whole else 0.8),
             ranks=ranks,
             steps=of_steps,
-            evidence=step_losses.evidence(worst, each.filter("judged").select(*_SHOWN)),
-            without=Without("slowed-collectives", self.min_cost_ratio),
+            evidence=step_losses.evidence(worst, each.filter("judged").select(*_EVIDENCE_COLUMNS)),
+            what_if=WhatIf("slowed-collectives", self.min_cost_ratio),
         )
 
 
-_SHOWN = (
+_EVIDENCE_COLUMNS = (
     *("window", "rank", "step", "device", "lane", "name", "op", "group", "unit", "bytes", "start_ns", "dur_ns"),
     *("transfer_ns", "alone_ns", "compute_ns", "waited_ns", "lost_ns"),
 )
@@ -181,13 +181,13 @@ def _compute(run: Run) -> pl.DataFrame:
     )
 
 
-def _slow(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
+def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
     """Return the devices on which work is surely slower than `min_slowdown`, with slowdown, low and high."""
     told = contention.pooled(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
     return told.select("rank", "device", "slowdown", "low", "high")
 
 
-def _pair(slow: pl.DataFrame, worst: dict[str, Any]) -> dict[str, Any]:
+def _slowdown_on(slow: pl.DataFrame, worst: dict[str, Any]) -> dict[str, Any]:
     return slow.filter(pl.col("rank") == worst["rank"], pl.col("device") == worst["device"]).row(0, named=True)
 
 
@@ -201,9 +201,9 @@ def _confidence(pair: dict[str, Any]) -> float:
     return 0.5 if pair["low"] is None else 0.8
 
 
-def _lost(worst: dict[str, Any]) -> str:
+def _cost(worst: dict[str, Any]) -> str:
     return (
-        f"of the {units.duration(worst['overlapped_ns'])} together in {representative_step.in_words(worst)} that costs "
+        f"of the {units.duration(worst['overlapped_ns'])} together in {representative_step.describe(worst)} that costs "
         f"{units.duration(worst['lost_ns'])}, {units.share(worst['lost_ratio'])} of its "
         f"{units.duration(worst['duration_ns'])}"
     )
@@ -220,17 +220,17 @@ def _bandwidth(run: Run) -> str:
     return f" ({first['op']} of {units.size(first['bytes'])}: bus bandwidth {beside}/s, alone {alone}/s)"
 
 
-def _blind(run: Run, found: pl.DataFrame, what: str, *, least_ratio: float) -> str | None:
+def _why_unjudged(run: Run, found: pl.DataFrame, what: str, *, least_ratio: float) -> str | None:
     unknown = found.with_columns(
         (pl.col("judged_ns").sum() == 0).over("rank", "device").alias("_unknown"),
         pl.col("overlapped_ns").alias("lost_ns"),
     ).filter("_unknown")
-    worst = representative_step.of_worst(
-        step_losses.by_step(run, unknown.select(*representative_step.PLACE, "lost_ns")), "lost_ratio"
+    worst = representative_step.worst(
+        step_losses.by_step(run, unknown.select(*representative_step.KEY, "lost_ns")), "lost_ratio"
     )
     if worst is None or worst["lost_ratio"] < least_ratio:
         return None
     return (
-        f"{what} for {units.duration(worst['lost_ns'])} of {representative_step.in_words(worst)}, and the same never alone, so "
+        f"{what} for {units.duration(worst['lost_ns'])} of {representative_step.describe(worst)}, and the same never alone, so "
         f"whether that slows them cannot be told: {contention.RECORD}."
     )

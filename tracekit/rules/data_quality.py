@@ -18,7 +18,7 @@ from tracekit.sync import alignment, collective_matching
 class _Kind(NamedTuple):
     severity: Severity
     fix: str
-    grows: bool = False
+    can_be_error: bool = False
     """Whether it becomes an error where more than `error_affected_ratio` is doubtful."""
 
 
@@ -31,16 +31,22 @@ _WARM_UP = (
 )
 _KINDS = {
     # Files that tell less than they should, or nothing.
-    "unreadable": _Kind(_WARNING, _RECORD_AGAIN + "the other ranks were judged without it.", grows=True),
-    "truncated": _Kind(_WARNING, _RECORD_AGAIN + "what precedes the cut was judged.", grows=True),
-    "bad_times": _Kind(_WARNING, "Record again with a newer PyTorch; the events named were left out.", grows=True),
-    "damaged_events": _Kind(_WARNING, _RECORD_AGAIN + "the events around the damage were judged.", grows=True),
-    "repeated_events": _Kind(_WARNING, "Write each trace into a file of its own; the first was judged.", grows=True),
-    "rankless_events": _Kind(_WARNING, "Merge the ranks' files again so that each event names its rank.", grows=True),
+    "unreadable": _Kind(_WARNING, _RECORD_AGAIN + "the other ranks were judged without it.", can_be_error=True),
+    "truncated": _Kind(_WARNING, _RECORD_AGAIN + "what precedes the cut was judged.", can_be_error=True),
+    "bad_times": _Kind(
+        _WARNING, "Record again with a newer PyTorch; the events named were left out.", can_be_error=True
+    ),
+    "damaged_events": _Kind(_WARNING, _RECORD_AGAIN + "the events around the damage were judged.", can_be_error=True),
+    "repeated_events": _Kind(
+        _WARNING, "Write each trace into a file of its own; the first was judged.", can_be_error=True
+    ),
+    "rankless_events": _Kind(
+        _WARNING, "Merge the ranks' files again so that each event names its rank.", can_be_error=True
+    ),
     "several_ranks": _Kind(_ERROR, "Give tracekit the traces of the ranks one by one, or all in one folder."),
-    "unmatched_pairs": _Kind(_WARNING, "Stop the profiler after the work it watches has ended.", grows=True),
+    "unmatched_pairs": _Kind(_WARNING, "Stop the profiler after the work it watches has ended.", can_be_error=True),
     "unknown_kinds": _Kind(
-        _WARNING, "Tell tracekit's authors, with the trace: this profiler is new to it.", grows=True
+        _WARNING, "Tell tracekit's authors, with the trace: this profiler is new to it.", can_be_error=True
     ),
     "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "the rank comes from the file's name, clocks from guesses."),
     "stray_bytes": _Kind(_INFO, "Nothing to change: only the marked letters of names are lost."),
@@ -66,11 +72,15 @@ _KINDS = {
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
     "unlinked": _Kind(
-        _WARNING, "Start the profiler a step early, warmup=1 or more: work queued before it has no launch.", grows=True
+        _WARNING,
+        "Start the profiler a step early, warmup=1 or more: work queued before it has no launch.",
+        can_be_error=True,
     ),
-    "outside_steps": _Kind(_WARNING, "Start and stop the profiler at the edges of steps. " + _STEP, grows=True),
+    "outside_steps": _Kind(_WARNING, "Start and stop the profiler at the edges of steps. " + _STEP, can_be_error=True),
     "dropped_events": _Kind(
-        _WARNING, "Profile fewer steps or without stacks and shapes, and synchronize before stopping.", grows=True
+        _WARNING,
+        "Profile fewer steps or without stacks and shapes, and synchronize before stopping.",
+        can_be_error=True,
     ),
     "warm_up_inside": _Kind(_WARNING, _WARM_UP),
     "unreadable_snapshot": _Kind(_WARNING, "Dump the snapshot again: torch.cuda.memory._dump_snapshot."),
@@ -84,9 +94,9 @@ _KINDS = {
     "clock_unaligned": _Kind(
         _WARNING, "Profile the same steps on all ranks, with three or more collectives that they share."
     ),
-    "overlapping_slices": _Kind(_WARNING, "Nothing to change: tracekit counts shared time once.", grows=True),
+    "overlapping_slices": _Kind(_WARNING, "Nothing to change: tracekit counts shared time once.", can_be_error=True),
 }
-_OTHER = _Kind(_WARNING, "Look at the evidence, and record again if it matters.", grows=True)
+_OTHER = _Kind(_WARNING, "Look at the evidence, and record again if it matters.", can_be_error=True)
 _MEASURED = ("unlinked", "outside_steps", "dropped_events", "overlapping_slices")
 
 
@@ -141,7 +151,7 @@ class DoubtfulTrace(Rule):
         doubtful = f" Doubtful: {units.share(ratio)}." if ratio else ""
         return Finding(
             self.code,
-            _ERROR if known.grows and ratio > self.error_affected_ratio else known.severity,
+            _ERROR if known.can_be_error and ratio > self.error_affected_ratio else known.severity,
             str(rows["message"][0]) + doubtful + more,
             known.fix,
             ranks=tuple(rows["rank"].drop_nulls().unique().sort().to_list()),

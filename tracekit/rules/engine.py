@@ -10,7 +10,7 @@ from tracekit.errors import RuleError
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact
 from tracekit.rules import all_rules, cost_attribution
-from tracekit.rules.rule import Finding, Input, Report, Rule, in_order
+from tracekit.rules.rule import Finding, Input, Report, Rule, sort_findings
 
 
 def check(
@@ -39,8 +39,10 @@ def check(
         blind_spots |= {rule.code: blind} if blind else {}
     inputs = tuple(_input(source.path) for source in run.sources)
     notes = tuple(f"{code}: {blind}" for code, blind in blind_spots.items())
-    report = Report(run, in_order(findings), notes, inputs, VERSION)
-    return cost_attribution.priced(replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots))
+    report = Report(run, sort_findings(findings), notes, inputs, VERSION)
+    return cost_attribution.attribute_costs(
+        replace(report, rules=tuple(rule.code for rule in chosen), blind_spots=blind_spots)
+    )
 
 
 def _input(path: str) -> Input:

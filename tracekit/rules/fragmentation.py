@@ -51,10 +51,10 @@ class FragmentedMemory(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding on growth in traces and one on snapshots."""
-        yield from self._grown(run)
-        yield from self._cut_up(run)
+        yield from self._regrowth(run)
+        yield from self._fragmented_pools(run)
 
-    def _grown(self, run: Run) -> Iterator[Finding]:
+    def _regrowth(self, run: Run) -> Iterator[Finding]:
         grown = run.table(steady_state.regrowth)
         if grown.is_empty():
             return
@@ -100,7 +100,7 @@ class FragmentedMemory(Rule):
             subject="growth",
         )
 
-    def _cut_up(self, run: Run) -> Iterator[Finding]:
+    def _fragmented_pools(self, run: Run) -> Iterator[Finding]:
         pools = run.run_table(run_snapshots.pools)
         cut = pools.filter(
             pl.col("free_bytes") >= self.min_bytes,

@@ -14,7 +14,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 
 _EVIDENCE_ROWS = 40
 _FACTS: tuple[Fact, ...] = (
@@ -67,10 +67,10 @@ class LateLaunch(Rule):
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE))
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
         steps = steps_without_saves.losses(run, late, "dur_ns")
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_late_ratio:
             return
-        own = representative_step.here(late, worst)
+        own = representative_step.rows_of(late, worst)
         doing = own.group_by("detail").agg(pl.col("dur_ns").sum()).sort("dur_ns", "detail", descending=[True, False])
         most = doing.row(0, named=True)
         yield _finding(
@@ -83,7 +83,7 @@ class LateLaunch(Rule):
             "Shorten what Python does between launches (hooks, logging, gc), or launch less: torch.compile, "
             'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
             0.8 if on_device else 0.6,
-            Without("late-launch"),
+            WhatIf("late-launch"),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
@@ -139,7 +139,7 @@ class BlockingSync(Rule):
             pl.col("synced") & pl.col("detail").is_in([*_LATE, host_activity.SYNCHRONIZE])
         )
         steps = steps_without_saves.losses(run, late, "dur_ns")
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_idle_ratio:
             return
         yield _finding(
@@ -148,10 +148,10 @@ class BlockingSync(Rule):
             steps.filter(pl.col("lost_ratio") >= self.min_idle_ratio),
             _evidence(worst, late),
             f"The host waits for the device, which then runs dry: for {_share(worst)} nothing computes after "
-            f"{representative_step.here(late, worst)['gap'].n_unique()} such waits.",
+            f"{representative_step.rows_of(late, worst)['gap'].n_unique()} such waits.",
             _READ_LATER,
             0.8,
-            Without("blocking-sync"),
+            WhatIf("blocking-sync"),
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
@@ -161,19 +161,19 @@ class BlockingSync(Rule):
         counted = steps.join(counts, on=["window", "rank", "step"], how="left").with_columns(
             pl.col("reads").fill_null(0)
         )
-        worst = representative_step.of_worst(counted, "reads")
+        worst = representative_step.worst(counted, "reads")
         if worst is None or not worst["reads"]:
             return
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{worst['reads']} values are read onto the host in forward and backward of {representative_step.in_words(worst)}; on "
+            f"{worst['reads']} values are read onto the host in forward and backward of {representative_step.describe(worst)}; on "
             "the CPU that costs nothing, on a device each read would wait for all that is queued.",
             _READ_LATER,
             confidence=0.9,
             ranks=tuple(counted.filter(pl.col("reads") > 0)["rank"].unique().sort().to_list()),
             steps=tuple(counted.filter(pl.col("reads") > 0)["step"].unique().sort().to_list()),
-            evidence=representative_step.here(reads, worst).head(_EVIDENCE_ROWS),
+            evidence=representative_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
         )
 
 
@@ -214,7 +214,7 @@ class DataStall(Rule):
         place = ["window", "rank", "device"]
         last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
         steps = steps_without_saves.losses(run, late, "dur_ns").filter(~last)
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_stall_ratio:
             return
         yield _finding(
@@ -226,7 +226,7 @@ class DataStall(Rule):
             "Load ahead: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True); make "
             "decoding and augmentation cheaper, or keep the data on faster storage.",
             0.9,
-            Without("data-loading"),
+            WhatIf("data-loading"),
         )
 
 
@@ -237,14 +237,14 @@ def _on_device(run: Run) -> bool:
 def _share(worst: dict[str, Any]) -> str:
     return (
         f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])}) in {representative_step.in_words(worst)}"
+        f"({units.share(worst['lost_ratio'])}) in {representative_step.describe(worst)}"
     )
 
 
 def _evidence(worst: dict[str, Any], late: pl.DataFrame) -> pl.DataFrame:
     """Return the gaps of the quoted step, the longest first, then the longest of others."""
     order = {"by": ["dur_ns", "start_ns"], "descending": [True, False]}
-    own = representative_step.here(late, worst).sort(**order)  # type: ignore[arg-type]
+    own = representative_step.rows_of(late, worst).sort(**order)  # type: ignore[arg-type]
     others = late.join(own, on=["window", "rank", "gap", "detail"], how="anti").sort(**order)  # type: ignore[arg-type]
     columns = ("window", "rank", "step", "device", "phase", "unit", "name", "detail", "start_ns", "dur_ns")
     return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(columns)
@@ -258,7 +258,7 @@ def _finding(
     message: str,
     fix: str,
     confidence: float,
-    without: Without,
+    without: WhatIf,
 ) -> Finding:
     return Finding(
         rule.code,
@@ -271,5 +271,5 @@ def _finding(
         ranks=tuple(lost["rank"].unique().sort().to_list()),
         steps=tuple(lost["step"].unique().sort().to_list()),
         evidence=evidence,
-        without=without,
+        what_if=without,
     )

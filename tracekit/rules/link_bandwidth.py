@@ -11,11 +11,11 @@ from tracekit.analysis.communication import group_bandwidth
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 
 _EVIDENCE_ROWS = 40
 _GROUP = ("window", "group", "members")
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        beside = _judged(run.run_table(group_bandwidth.beside_groups), durations)
-        found = [self._beside_groups(group) for _, group in beside.group_by(_GROUP, maintain_order=True)]
+        beside = _with_durations(run.run_table(group_bandwidth.beside_groups), durations)
+        found = [self._slower_than_peers(group) for _, group in beside.group_by(_GROUP, maintain_order=True)]
         told = [each for each in found if each is not None]
         for slow in told:
             yield self._finding(run, slow)
         if not told:
-            since = _judged(run.run_table(group_bandwidth.beside_steps), durations)
-            later = [self._beside_steps(group) for _, group in since.group_by(_GROUP, maintain_order=True)]
+            since = _with_durations(run.run_table(group_bandwidth.beside_steps), durations)
+            later = [self._slower_than_before(group) for _, group in since.group_by(_GROUP, maintain_order=True)]
             most = max((each for each in later if each is not None), key=lambda each: each["extra_ns"], default=None)
             if most is not None:
                 yield self._finding(run, most)
@@ -81,7 +81,7 @@ class SlowLink(Rule):
         steady = run.run_table(group_bandwidth.spreads).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return each.join(steady, on="window")
 
-    def _beside_groups(self, group: pl.DataFrame) -> dict[str, Any] | None:
+    def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the typical slow step of a group that is slow in most steps since it first was; else None."""
         steps = group.sort("step").with_row_index("order")
         slow = steps.filter(pl.col("ratio") >= self.min_slowdown)
@@ -90,9 +90,9 @@ class SlowLink(Rule):
         since = steps.filter(pl.col("order") >= slow["order"][0])
         if slow.height < self.min_steps_ratio * since.height or since.height * 3 < steps.height:
             return None
-        return _typical(slow) | {"slow": slow, "beside": "groups", "since": since.height}
+        return _median_step(slow) | {"slow": slow, "beside": "groups", "since": since.height}
 
-    def _beside_steps(self, group: pl.DataFrame) -> dict[str, Any] | None:
+    def _slower_than_before(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the typical slow step of a group that became slow and stayed so; else None."""
         steps = group.sort("step")
         first = group_bandwidth.since(steps["ratio"].to_list(), least=self.min_slowdown, share=self.min_steps_ratio)
@@ -107,7 +107,7 @@ class SlowLink(Rule):
             pl.min_horizontal(rest_ns, "exposed_ns").alias("extra_ns"),
         )
         slow = after.filter(pl.col("ratio") >= self.min_slowdown)
-        return _typical(slow) | {"slow": slow, "beside": "steps", "since": after.height}
+        return _median_step(slow) | {"slow": slow, "beside": "steps", "since": after.height}
 
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         slow: pl.DataFrame = worst["slow"]
@@ -137,17 +137,17 @@ class SlowLink(Rule):
             confidence=(0.8 if whole else 0.6) - (0.0 if beside else 0.1),
             ranks=tuple(sorted(worst["ranks"])),
             steps=tuple(slow["step"].unique().sort().to_list()),
-            without=Without("slow-link") if enough else None,
+            what_if=WhatIf("slow-link") if enough else None,
             evidence=_evidence(run, worst),
             subject=f"{worst['axis']} {named}",
         )
 
 
-def _judged(table: pl.DataFrame, durations: pl.DataFrame) -> pl.DataFrame:
+def _with_durations(table: pl.DataFrame, durations: pl.DataFrame) -> pl.DataFrame:
     return table.join(durations, on=[*_GROUP, "step"], nulls_equal=True, maintain_order="left")
 
 
-def _typical(slow: pl.DataFrame) -> dict[str, Any]:
+def _median_step(slow: pl.DataFrame) -> dict[str, Any]:
     return slow.sort("extra_ns", "step").row((slow.height - 1) // 2, named=True)
 
 
@@ -155,7 +155,7 @@ def _ranks(worst: dict[str, Any]) -> str:
     ranks = worst["group_ranks"]
     if ranks is None:
         ranks = worst["ranks"]
-    shown = ", ".join(map(str, ranks)) if len(ranks) <= _MOST_NAMED else units.ranges(ranks)
+    shown = ", ".join(map(str, ranks)) if len(ranks) <= _MAX_NAMED else units.ranges(ranks)
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
 
 

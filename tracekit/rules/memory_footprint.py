@@ -209,8 +209,8 @@ class PeakOwner(Rule):
             f"{worst['op']}{phase} holds {units.size(worst['bytes'])} in {worst['count']:,} "
             f"block{'' if worst['count'] == 1 else 's'}, "
             f"{units.share(worst['owned_ratio'])} of the {units.size(worst['peak_bytes'])} held at most on rank "
-            f"{worst['rank']}{_place(worst['module'], worst['stack'])}.",
-            _remedy(worst["op"]),
+            f"{worst['rank']}{_allocation_site(worst['module'], worst['stack'])}.",
+            _fix(worst["op"]),
             cost_bytes=worst["bytes"],
             confidence=0.8,
             ranks=tuple(owned["rank"].unique().sort().to_list()),
@@ -218,12 +218,12 @@ class PeakOwner(Rule):
         )
 
 
-def _place(module: str | None, stack: str | None) -> str:
+def _allocation_site(module: str | None, stack: str | None) -> str:
     known = [f"module {module}"] * (module is not None) + [stack] * (stack is not None)
     return f"; most of it for {', '.join(map(str, known))}" if known else ""
 
 
-def _remedy(op: str) -> str:
+def _fix(op: str) -> str:
     saved = next((remedy for names, remedy in _REMEDIES if any(name in op for name in names)), None)
     return (
         "Activation checkpointing around it frees this until backward; "

@@ -13,7 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 
 _EVIDENCE_ROWS = 80
 
@@ -51,7 +51,7 @@ class NeedlessRecomputation(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why recomputation that is seen cannot be judged."""
-        if run.table(recomputation.regions).is_empty() or self._room(run) is not None:
+        if run.table(recomputation.regions).is_empty() or self._free_bytes(run) is not None:
             return None
         return (
             "layers recompute their activations, but the trace does not tell the memory that is free; record with "
@@ -60,18 +60,18 @@ class NeedlessRecomputation(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if sparing layers that fit saves enough in the worst device's typical step."""
-        room = self._room(run)
+        room = self._free_bytes(run)
         parts = run.table(recomputation.regions)
         if room is None or parts.is_empty():
             return
-        spared = _spared(parts, room)
+        spared = _affordable(parts, room)
         steps = steps_without_saves.losses(run, spared, "compute_ns")
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_saved_ratio:
             return
-        own = representative_step.here(parts, worst)
+        own = representative_step.rows_of(parts, worst)
         passes = int(own["backward"].n_unique())
-        layers, count = own.height // passes, representative_step.here(spared, worst).height // passes
+        layers, count = own.height // passes, representative_step.rows_of(spared, worst).height // passes
         yield Finding(
             self.code,
             Severity.WARNING,
@@ -79,7 +79,7 @@ class NeedlessRecomputation(Rule):
             f"{units.size(int(own['held_bytes'].max()))} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
             f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['lost_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
-            f"{representative_step.in_words(worst)}.",
+            f"{representative_step.describe(worst)}.",
             f"Checkpoint {layers - count} of the {layers} parts only (torch.utils.checkpoint on the first layers, a "
             "check_fn for apply_activation_checkpointing), or keep costly outputs by "
             "create_selective_checkpoint_contexts.",
@@ -88,11 +88,11 @@ class NeedlessRecomputation(Rule):
             confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
             ranks=tuple(spared["rank"].unique().sort().to_list()),
             steps=tuple(steps.filter(pl.col("lost_ns") > 0)["step"].unique().sort().to_list()),
-            without=Without("recomputation", is_in_part=True),
+            what_if=WhatIf("recomputation", is_partial=True),
             evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 
-    def _room(self, run: Run) -> int | None:
+    def _free_bytes(self, run: Run) -> int | None:
         """Return the memory that the fullest device still has; None where no trace tells it."""
         held = run.table(recomputation.regions).filter(pl.col("held_bytes") > 0)
         known = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
@@ -102,9 +102,9 @@ class NeedlessRecomputation(Rule):
         return max(0, int(room))
 
 
-def _spared(parts: pl.DataFrame, room: int) -> pl.DataFrame:
+def _affordable(parts: pl.DataFrame, room: int) -> pl.DataFrame:
     """Return the parts of each pass that memory could hold, the costliest first."""
-    by = [*representative_step.PLACE, "backward"]
+    by = [*representative_step.KEY, "backward"]
     needed = pl.col("held_bytes").fill_null(0).clip(1)
     ordered = parts.drop_nulls("held_bytes").sort("compute_ns", "start_ns", descending=[True, False])
     return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(pl.col("needed_bytes") <= room)

@@ -4,10 +4,10 @@ from typing import Any
 
 import polars as pl
 
-PLACE = ("window", "rank", "step", "device")
+KEY = ("window", "rank", "step", "device")
 
 
-def of_each(steps: pl.DataFrame, by: str) -> pl.DataFrame:
+def per_device(steps: pl.DataFrame, by: str) -> pl.DataFrame:
     """Return, for each rank and device, its step with the lower median of column `by`; of equals the earliest.
 
     `steps` has columns window, rank, step, device and `by`. Sorted by `by`, the highest first.
@@ -17,19 +17,19 @@ def of_each(steps: pl.DataFrame, by: str) -> pl.DataFrame:
     return middle.select(steps.columns).sort(by, "rank", "device", descending=[True, False, False])
 
 
-def of_worst(steps: pl.DataFrame, by: str) -> dict[str, Any] | None:
+def worst(steps: pl.DataFrame, by: str) -> dict[str, Any] | None:
     """Return the typical step of the rank and device whose typical step is worst; None where there are no steps."""
-    each = of_each(steps, by)
+    each = per_device(steps, by)
     return None if each.is_empty() else each.row(0, named=True)
 
 
-def in_words(row: dict[str, Any]) -> str:
+def describe(row: dict[str, Any]) -> str:
     """Return where a typical step is: "the typical step (7) on rank 0", or "the trace of rank 0" where unmarked."""
     where = f"rank {row['rank']}"
     return f"the trace of {where}" if row["step"] is None else f"the typical step ({row['step']}) of {where}"
 
 
-def here(table: pl.DataFrame, row: dict[str, Any]) -> pl.DataFrame:
+def rows_of(table: pl.DataFrame, row: dict[str, Any]) -> pl.DataFrame:
     """Return the rows of a table that lie in the window, rank, step and (where the table has it) device of `row`."""
-    keys = [name for name in PLACE if name in table.columns]
+    keys = [name for name in KEY if name in table.columns]
     return table.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(row[name], pl.Int64)) for name in keys))

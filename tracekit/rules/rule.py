@@ -29,7 +29,7 @@ class Severity(IntEnum):
 
 
 @dataclass(frozen=True)
-class Without:
+class WhatIf:
     """What a replay of the run takes away to tell what a finding costs (`tracekit.rules.cost_attribution`).
 
     `cause` is a name of `tracekit.replay.graph.causes`. A finding whose replay saves less than `least_ratio` of the step is
@@ -37,8 +37,8 @@ class Without:
     """
 
     cause: str
-    least_ratio: float = 0.005
-    is_in_part: bool = False
+    min_saved_ratio: float = 0.005
+    is_partial: bool = False
     """Whether only a part of the cause can be taken away: then the finding's own cost bounds what is saved."""
 
 
@@ -63,7 +63,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
     evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
-    without: Without | None = None
+    what_if: WhatIf | None = None
     """What is taken away to price it; None where its cost is as the rule measures it."""
     subject: str = ""
     """What it is about where a rule can speak of several things (a unit, a checkpoint, a file); never a number."""
@@ -79,20 +79,22 @@ class Finding:
         """Return what a notebook shows: severity, message, fix and the first rows of evidence."""
         head = f"<b>{escaping.escape(f'{self.severity.label} {self.id}')}</b> {escaping.escape(self.message, 1000)}"
         fix = f"<br><b>Fix</b> {escaping.escape(self.fix, 1000)}" if self.fix else ""
-        more = self.evidence.height - _MAX_SHOWN
-        rows = escaping.frame(_from_first(self.evidence.head(_MAX_SHOWN))) if self.evidence.height else ""
+        more = self.evidence.height - _MAX_EVIDENCE_ROWS
+        rows = (
+            escaping.frame(_with_relative_time(self.evidence.head(_MAX_EVIDENCE_ROWS))) if self.evidence.height else ""
+        )
         return f"<div>{head}{fix}</div>{rows}" + (f"<p>and {more:,} more rows</p>" if more > 0 else "")
 
 
-def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings, the gravest and costliest first."""
     return tuple(sorted(findings, key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject)))
 
 
-_MAX_SHOWN = 10
+_MAX_EVIDENCE_ROWS = 10
 
 
-def _from_first(evidence: pl.DataFrame) -> pl.DataFrame:
+def _with_relative_time(evidence: pl.DataFrame) -> pl.DataFrame:
     # Nobody can read a Unix time in ns.
     start_ns = pl.col("start_ns")
     after_first = (start_ns - start_ns.min()).alias("after_first_ns")
@@ -136,7 +138,7 @@ class Input:
 
 
 @dataclass(frozen=True, eq=False)
-class Ignored:
+class IgnoredFinding:
     """A finding that the configuration accepts: why, and until when (None: for good)."""
 
     finding: Finding
@@ -153,7 +155,7 @@ class Report:
     notes: tuple[str, ...]
     inputs: tuple[Input, ...]
     tool_version: str
-    ignored: tuple[Ignored, ...] = ()
+    ignored: tuple[IgnoredFinding, ...] = ()
     rules: tuple[str, ...] = ()
     """The codes of the rules that were asked, in their order."""
     blind_spots: Mapping[str, str] = field(default_factory=dict)

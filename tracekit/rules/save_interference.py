@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tracekit.analysis.checkpoint import stalls
-from tracekit.rules.save_stalls import StalledSave, took
+from tracekit.rules.save_stalls import StalledSave, cost
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class GlobalSync(StalledSave):
 
     code: ClassVar[str] = "CKPT008"
     kind: ClassVar[str] = stalls.GLOBAL_SYNC
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "FsspecWriter(…, sync_files=False) where the store makes writes durable itself, as object stores do."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Syncing the whole machine (os.sync) takes {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Syncing the whole machine (os.sync) takes {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         return f", on rank {row['rank']}: the stream it writes to has no descriptor to sync"
 
 
@@ -55,13 +55,13 @@ class CrowdedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT016"
     kind: ClassVar[str] = stalls.CROWDED
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Give each rank more processors (--cpus-per-task), or run fewer DataLoader workers and threads "
         "(OMP_NUM_THREADS) beside it; look for other processes on the node of rank RANK."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Waiting for a processor takes {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Waiting for a processor takes {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         return f", most of it on rank {row['rank']}"

@@ -20,7 +20,7 @@ class StalledSave(Rule):
     """A class of stall that is the largest part of saves that block training noticeably; subclasses name it."""
 
     kind: ClassVar[str]
-    remedy: ClassVar[str]
+    fix: ClassVar[str]
     facts: ClassVar[tuple[Fact, ...]] = (save_stages.saves, save_stages.step_times)
     max_overhead_ratio: float = 0.05
     min_blocked_ms: int = 250
@@ -41,8 +41,8 @@ class StalledSave(Rule):
         yield Finding(
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,
-            f"{self._words(row)} {_place(row, found.height)}{self._because(row)}.",
-            self.remedy.replace("RANK", str(row["rank"])),
+            f"{self._subject(row)} {_of_save(row, found.height)}{self._detail(row)}.",
+            self.fix.replace("RANK", str(row["rank"])),
             impact=(overhead or 0.0) * row["ratio"],
             cost_ns=round(row["dur_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=(0.9 if overhead is not None else 0.6) * min(1.0, 0.5 + row["ratio"]),
@@ -51,21 +51,21 @@ class StalledSave(Rule):
             evidence=_evidence(run, row),
         )
 
-    def _words(self, row: dict[str, Any]) -> str:
+    def _subject(self, row: dict[str, Any]) -> str:
         """Return the beginning of the message, up to the save's name."""
         raise NotImplementedError
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         """Return what else the numbers say, the end of the message."""
         raise NotImplementedError
 
 
-def _place(row: dict[str, Any], count: int) -> str:
+def _of_save(row: dict[str, Any], count: int) -> str:
     which = f"({row['save']}, typical of {count} saves)" if count > 1 else f"({row['save']})"
     return f"of the {units.duration(row['blocked_ns'])} that a checkpoint blocks training {which}"
 
 
-def took(row: dict[str, Any]) -> str:
+def cost(row: dict[str, Any]) -> str:
     """Return how long the kind of a row of `stalls.parts` takes, and what share that is."""
     return f"{units.duration(row['dur_ns'])}, {units.share(row['ratio'])},"
 
@@ -102,16 +102,16 @@ class SerializedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT002"
     kind: ClassVar[str] = stalls.SERIALIZE
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Save fewer, larger tensors (flatten small states into one), FileSystemWriter(thread_count=…), or "
         "HuggingFaceStorageWriter (safetensors); DefaultSavePlanner(enable_plan_caching=True) plans once."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
+    def _subject(self, row: dict[str, Any]) -> str:
         small = row["envelope_ratio"] > stalls.SMALL_TENSORS_RATIO
-        return f"{'Planning and serializing take' if small else 'Serializing takes'} {took(row)}"
+        return f"{'Planning and serializing take' if small else 'Serializing takes'} {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         if row["envelope_ratio"] <= stalls.SMALL_TENSORS_RATIO:
             return f", on rank {row['rank']}"
         return (
@@ -138,15 +138,15 @@ class StagedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT003"
     kind: ClassVar[str] = stalls.STAGING
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Stage into memory that is kept: dcp.async_save(…, async_stager=DefaultStager(StagingOptions("
         "use_pinned_memory=True, use_async_staging=True))), one stager for all saves."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Copying tensors to the host takes {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Copying tensors to the host takes {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         rate = f": {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
         return f"{rate}, on rank {row['rank']}"
 
@@ -170,15 +170,15 @@ class SlowStorage(StalledSave):
 
     code: ClassVar[str] = "CKPT004"
     kind: ClassVar[str] = stalls.WRITE
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Write to local disk first and copy from there, or spread the shards over more writers and threads "
         "(FileSystemWriter(thread_count=…)); dcp.async_save hides it. tracekit plan checkpoint says what is needed."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Writing takes {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Writing takes {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         rate = f" at {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
         return f": rank {row['rank']} writes{rate} ({units.size(row['bytes'] or 0)})"
 
@@ -202,15 +202,15 @@ class SlowSync(StalledSave):
 
     code: ClassVar[str] = "CKPT005"
     kind: ClassVar[str] = stalls.SYNC
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Sync fewer files: FileSystemWriter(single_file_per_rank=True), fewer writers; dcp.async_save hides it. "
         "FileSystemWriter(sync_files=False) gives up durability."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Syncing and metadata take {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Syncing and metadata take {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         return f", most of it the stage {row['stage']} on rank {row['rank']}"
 
 
@@ -235,15 +235,15 @@ class StragglingWriter(StalledSave):
 
     code: ClassVar[str] = "CKPT006"
     kind: ClassVar[str] = stalls.STRAGGLER
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Look at the storage of rank RANK's node (disk health, mount, quota, neighbours), or let other "
         "ranks write: DefaultSavePlanner(dedup_save_to_lowest_rank=False) spreads replicated tensors."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Waiting for rank {row['rank']} to write takes {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Waiting for rank {row['rank']} to write takes {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         return (
             ": that is what it takes beyond what its bytes and files take on the others, mostly in the stage "
             f"{row['stage']}"
@@ -270,13 +270,13 @@ class PlannedSave(StalledSave):
 
     code: ClassVar[str] = "CKPT007"
     kind: ClassVar[str] = stalls.PLAN
-    remedy: ClassVar[str] = (
+    fix: ClassVar[str] = (
         "Keep plans from save to save: DefaultSavePlanner(enable_plan_caching=True); keep the state dict sharded "
         "(get_model_state_dict without full_state_dict); align ranks before saving."
     )
 
-    def _words(self, row: dict[str, Any]) -> str:
-        return f"Planning and waiting without anybody at work take {took(row)}"
+    def _subject(self, row: dict[str, Any]) -> str:
+        return f"Planning and waiting without anybody at work take {cost(row)}"
 
-    def _because(self, row: dict[str, Any]) -> str:
+    def _detail(self, row: dict[str, Any]) -> str:
         return f", most of it the stage {row['stage']} on rank {row['rank']}"

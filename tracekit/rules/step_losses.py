@@ -9,19 +9,19 @@ from tracekit.model.run import Run
 from tracekit.rules import representative_step
 
 
-def by_step(run: Run, lost: pl.DataFrame, *, most: pl.Expr | None = None) -> pl.DataFrame:
+def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) -> pl.DataFrame:
     """Return every step with what was lost in it, 0 where nothing was, and the share of the step (lost_ratio).
 
     `lost` has columns window, rank, step, device, lost_ns and others ending in _ns, which are summed. No more than
     `most` of a step is lost, an expression of the breakdown's columns: what the step can save by this at all.
     """
     names = [name for name in lost.columns if name.endswith("_ns") and name != "start_ns"]
-    sums = lost.group_by(representative_step.PLACE).agg(pl.col(names).sum())
+    sums = lost.group_by(representative_step.KEY).agg(pl.col(names).sum())
     steps = run.table(breakdown.by_step).filter(pl.col("duration_ns") > 0).drop_nulls("step")
-    bound = pl.col("duration_ns") if most is None else most
+    bound = pl.col("duration_ns") if max_loss is None else max_loss
     return (
         steps.with_columns(bound.clip(0).alias("_most"))
-        .join(sums, on=representative_step.PLACE, how="left", nulls_equal=True, maintain_order="left")
+        .join(sums, on=representative_step.KEY, how="left", nulls_equal=True, maintain_order="left")
         .with_columns(pl.col(names).fill_null(0))
         .with_columns(pl.min_horizontal(pl.col("lost_ns").clip(0), "_most").alias("lost_ns"))
         .with_columns((pl.col("lost_ns") / pl.col("duration_ns")).alias("lost_ratio"))
@@ -29,25 +29,25 @@ def by_step(run: Run, lost: pl.DataFrame, *, most: pl.Expr | None = None) -> pl.
     )
 
 
-def candidate(steps: pl.DataFrame, min_cost_ratio: float) -> dict[str, Any] | None:
+def worst_step(steps: pl.DataFrame, min_cost_ratio: float) -> dict[str, Any] | None:
     """Return the typical step of the worst device, if it loses enough for a closer look at what that costs."""
-    worst = representative_step.of_worst(steps, "lost_ratio")
-    return None if worst is None or worst["lost_ratio"] < min_cost_ratio * _LOOK_CLOSER else worst
+    worst = representative_step.worst(steps, "lost_ratio")
+    return None if worst is None or worst["lost_ratio"] < min_cost_ratio * _REPLAY_FROM else worst
 
 
-_LOOK_CLOSER = 0.25  # what facts tell can be too little where delays go on
+_REPLAY_FROM = 0.25  # what facts tell can be too little where delays go on
 
 
-def ranks_and_steps(steps: pl.DataFrame, least_ratio: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def ranks_and_steps(steps: pl.DataFrame, min_lost_ratio: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks and steps that lose at least so much."""
-    lost = steps.filter(pl.col("lost_ratio") >= least_ratio)
+    lost = steps.filter(pl.col("lost_ratio") >= min_lost_ratio)
     return tuple(lost["rank"].unique().sort().to_list()), tuple(lost["step"].unique().sort().to_list())
 
 
 def evidence(worst: dict[str, Any], rows: pl.DataFrame, count: int = 40) -> pl.DataFrame:
     """Return the rows of the quoted step, the costliest first, then the costliest of others, `count` of each."""
     ordered = rows.sort("lost_ns", "start_ns", descending=[True, False])
-    own = representative_step.here(ordered, worst)
+    own = representative_step.rows_of(ordered, worst)
     others = ordered.join(
         own.select("window", "rank", "step"), on=["window", "rank", "step"], how="anti", nulls_equal=True
     )

@@ -13,7 +13,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 40
@@ -60,11 +60,11 @@ class Straggler(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
         for (rank,), mine in run.run_table(stragglers.accounts).group_by("late_rank", maintain_order=True):
-            worst = self._persists(mine.sort("order"))
+            worst = self._persistent_step(mine.sort("order"))
             if worst is not None:
                 yield self._finding(run, int(str(rank)), worst)
 
-    def _persists(self, mine: pl.DataFrame) -> dict[str, Any] | None:
+    def _persistent_step(self, mine: pl.DataFrame) -> dict[str, Any] | None:
         """Return the typical step of a rank that is late in most steps since it first was; None for one that is not."""
         late = mine.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
         if late.height < 2:
@@ -92,7 +92,7 @@ class Straggler(Rule):
             f"Rank {rank} comes late: the other ranks lose {units.duration(worst['lost_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) to waiting for it in the "
             f"typical step ({worst['step']}), in {late.height} of {worst['since']} steps since step {worst['first']}; "
-            f"it comes last to {worst['late_calls']} of {worst['calls']} collectives, most at {_where(quoted)}.",
+            f"it comes last to {worst['late_calls']} of {worst['calls']} collectives, most at {_worst_collective(quoted)}.",
             f"See what rank {rank} does before it comes: device clocks and temperature, uneven work, a busy host "
             "(HOST001, HOST003), neighbours on its node; swap the node to tell hardware from data.",
             impact=min(1.0, worst["lost_ratio"]),
@@ -100,7 +100,7 @@ class Straggler(Rule):
             confidence=0.8 if worst["is_whole"] else 0.7,
             ranks=(rank,),
             steps=tuple(late["step"].unique().sort().to_list()),
-            without=Without("straggler"),
+            what_if=WhatIf("straggler"),
             evidence=pl.concat([shown[0].head(_EVIDENCE_ROWS), shown[1].head(_EVIDENCE_ROWS)]).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
             ),
@@ -111,7 +111,7 @@ class Straggler(Rule):
 _MOST = 0.5
 
 
-def _where(quoted: pl.DataFrame) -> str:
+def _worst_collective(quoted: pl.DataFrame) -> str:
     """Return at which collective most is waited: its op, and unit or phase."""
     sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
     most = sums.sort("wait_ns", "op", "unit", "phase", descending=[True, False, False, False]).row(0, named=True)

@@ -13,7 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step, step_losses
-from tracekit.rules.rule import Finding, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 
 _GAP = ("window", "rank", "communication_gap")
 
@@ -23,7 +23,7 @@ class GiveWay(Rule):
     """Preparatory kernels of collectives that crawl beside the main compute, and compute that then waits.
 
     What it does: finds the whole chain of the give-way effect of FSDP: a kernel that prepares a collective takes more
-    than `min_inflation` times as long beside compute as alone; no collective runs meanwhile; and compute stands idle
+    than `min_slowdown` times as long beside compute as alone; no collective runs meanwhile; and compute stands idle
     for the collective that it delays, or for those behind that one without a further gap, such as the next all-gather
     on its communicator. Less than `min_cost_ratio` of the step is not reported.
 
@@ -53,7 +53,7 @@ class GiveWay(Rule):
         contention.device_count,
         breakdown.by_step,
     )
-    min_inflation: float = 1.5
+    min_slowdown: float = 1.5
     min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
@@ -63,28 +63,28 @@ class GiveWay(Rule):
         unknown = run.table(contention.preparation).filter(
             pl.col("alone_ns").is_null(), pl.col("overlapped_ns") * 2 > pl.col("dur_ns"), pl.col("waited_ns") > 0
         )
-        steps = step_losses.by_step(run, unknown.select(*representative_step.PLACE, pl.col("dur_ns").alias("lost_ns")))
-        worst = representative_step.of_worst(steps, "lost_ratio")
+        steps = step_losses.by_step(run, unknown.select(*representative_step.KEY, pl.col("dur_ns").alias("lost_ns")))
+        worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
             return None
         return (
-            f"{units.duration(worst['lost_ns'])} of preparation ran beside compute in {representative_step.in_words(worst)}, and "
+            f"{units.duration(worst['lost_ns'])} of preparation ran beside compute in {representative_step.describe(worst)}, and "
             f"never alone, so whether it crawls cannot be told: {contention.RECORD}."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per run in which inflated preparation makes compute wait."""
         chains = self._chains(run.table(contention.preparation).drop_nulls("step"))
-        steps = step_losses.by_step(run, chains.select(*representative_step.PLACE, "lost_ns", "held_up_ns"))
-        worst = step_losses.candidate(steps, self.min_cost_ratio)
+        steps = step_losses.by_step(run, chains.select(*representative_step.KEY, "lost_ns", "held_up_ns"))
+        worst = step_losses.worst_step(steps, self.min_cost_ratio)
         if worst is None:
             return
-        own = representative_step.here(chains, worst)
+        own = representative_step.rows_of(chains, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         yield Finding(
             self.code,
             Severity.WARNING,
-            _gives_way(worst, own),
+            _give_way_message(worst, own),
             "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or drop "
             "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
             impact=worst["lost_ratio"],
@@ -93,7 +93,7 @@ class GiveWay(Rule):
             ranks=ranks,
             steps=of_steps,
             evidence=step_losses.evidence(worst, chains),
-            without=Without("give-way", self.min_cost_ratio),
+            what_if=WhatIf("give-way", self.min_cost_ratio),
         )
 
     def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
@@ -101,7 +101,7 @@ class GiveWay(Rule):
         held_up = (
             preparation.drop_nulls(["alone_ns", "communication_gap"])
             .filter(
-                pl.col("dur_ns") > self.min_inflation * pl.col("alone_ns"),
+                pl.col("dur_ns") > self.min_slowdown * pl.col("alone_ns"),
                 pl.col("overlapped_ns") * 2 > pl.col("dur_ns"),
             )
             .with_columns((pl.col("dur_ns") - pl.col("alone_ns")).alias("held_up_ns"))
@@ -126,7 +126,7 @@ class NeedlessOrder(Rule):
 
     How it is measured: a kernel could begin earlier where it had been launched, all that was launched before it on its
     own stream had ended, and one launched earlier on another stream began more than 20 µs later. Of a queue is spoken
-    where no more than `max_overtaking_ratio` of those do begin before it, and at least `min_held` begin right with it.
+    where no more than `max_overtaking_ratio` of those do begin before it, and at least `min_blocked` begin right with it.
     What they were held up while nothing of their kind (compute, communication) ran is lost, but no more than the step
     is longer than its compute or its communication alone. A collective waits for its communicator where it begins
     within 20 µs of the end of another of its group on another stream; one that reduces could not begin before the
@@ -144,40 +144,44 @@ class NeedlessOrder(Rule):
     code: ClassVar[str] = "STREAM002"
     facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step)
     max_overtaking_ratio: float = 0.01
-    min_held: int = 8
+    min_blocked: int = 8
     min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for the queue and one for the communicators, where they cost enough."""
-        order = self._in_one_queue(run.table(queueing.order))
+        order = self._in_launch_order(run.table(queueing.order))
         held = run.table(queueing.held).with_columns(pl.col("held_ns").alias("lost_ns"))
         longer = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
-        steps = step_losses.by_step(run, order.rename({"held_ns": "lost_ns"}), most=longer)
+        steps = step_losses.by_step(run, order.rename({"held_ns": "lost_ns"}), max_loss=longer)
         queued = held.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
-        yield from self._found(steps, queued.filter(pl.col("by") == queueing.ORDER), order)
+        yield from self._finding(steps, queued.filter(pl.col("by") == queueing.ORDER), order)
         waits = held.filter(pl.col("by") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
         shared = step_losses.by_step(
-            run, waits.select(*representative_step.PLACE, "lost_ns"), most=pl.col("exposed_communication_ns")
+            run, waits.select(*representative_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
         )
-        yield from self._found(shared, waits, None)
+        yield from self._finding(shared, waits, None)
 
-    def _in_one_queue(self, order: pl.DataFrame) -> pl.DataFrame:
+    def _in_launch_order(self, order: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of the devices that start everything in the order of its launches."""
         sums = order.group_by("rank", "device").agg(pl.col("chances", "overtaken", "held").sum())
         queues = sums.filter(
-            pl.col("held") >= self.min_held,
+            pl.col("held") >= self.min_blocked,
             pl.col("overtaken") <= self.max_overtaking_ratio * pl.col("chances"),
         )
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
 
-    def _found(self, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
-        worst = step_losses.candidate(steps, self.min_cost_ratio)
+    def _finding(self, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
+        worst = step_losses.worst_step(steps, self.min_cost_ratio)
         # What is information at most is not worth a replay below the bar.
         if worst is None or (order is None and worst["lost_ratio"] < self.min_cost_ratio):
             return
-        own, queue = representative_step.here(held, worst), order is not None
+        own, queue = representative_step.rows_of(held, worst), order is not None
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        told = _queued(worst, representative_step.here(order, worst)) if order is not None else _takes_turns(worst, own)
+        told = (
+            _queue_message(worst, representative_step.rows_of(order, worst))
+            if order is not None
+            else _communicator_message(worst, own)
+        )
         yield Finding(
             self.code,
             Severity.WARNING if queue else Severity.INFO,
@@ -189,7 +193,7 @@ class NeedlessOrder(Rule):
             ranks=ranks,
             steps=of_steps,
             evidence=step_losses.evidence(worst, held),
-            without=Without("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
+            what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
         )
 
@@ -204,7 +208,7 @@ _COMMUNICATOR_FIX = (
 )
 
 
-def _gives_way(worst: dict[str, Any], own: pl.DataFrame) -> str:
+def _give_way_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
     inflation = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
     by_unit = (
         own.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
@@ -212,25 +216,25 @@ def _gives_way(worst: dict[str, Any], own: pl.DataFrame) -> str:
     most = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
     return (
         f"Preparatory kernels of collectives take {inflation:.1f} times as long beside compute as alone: they are held "
-        f"up {units.duration(worst['held_up_ns'])} in {representative_step.in_words(worst)}, and compute waits "
+        f"up {units.duration(worst['held_up_ns'])} in {representative_step.describe(worst)}, and compute waits "
         f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}."
     )
 
 
-def _queued(worst: dict[str, Any], order: pl.DataFrame) -> str:
+def _queue_message(worst: dict[str, Any], order: pl.DataFrame) -> str:
     chances, overtaken, held = (int(order[name].sum()) for name in ("chances", "overtaken", "held"))
     return (
         f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
-        f"earlier on another stream {overtaken} did in {representative_step.in_words(worst)}, and {held} began right with it; that "
+        f"earlier on another stream {overtaken} did in {representative_step.describe(worst)}, and {held} began right with it; that "
         f"holds up {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
         f"({units.share(worst['lost_ratio'])}) at most."
     )
 
 
-def _takes_turns(worst: dict[str, Any], own: pl.DataFrame) -> str:
+def _communicator_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
     return (
         f"{own.height} collectives wait for another of the same process group on another stream in "
-        f"{representative_step.in_words(worst)}, {units.duration(int(own['held_ns'].sum()))} in all; up to "
+        f"{representative_step.describe(worst)}, {units.duration(int(own['held_ns'].sum()))} in all; up to "
         f"{units.duration(worst['lost_ns'])} of that is exposed in {units.duration(worst['duration_ns'])} "
         f"({units.share(worst['lost_ratio'])})."
     )

@@ -13,7 +13,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.regression.comparison import RunSamples, compare
 from tracekit.report import json as report_json
-from tracekit.rules.rule import Finding, Ignored, Severity
+from tracekit.rules.rule import Finding, IgnoredFinding, Severity
 
 SUMMARY_COLUMNS = [
     "rank",
@@ -101,7 +101,7 @@ def test_what_is_no_number_is_null() -> None:
 
 def test_what_is_ignored_is_told_with_its_reason() -> None:
     run = sample_report.run()
-    aside = Ignored(sample_report.findings()[0], "known", date(2027, 1, 31))
+    aside = IgnoredFinding(sample_report.findings()[0], "known", date(2027, 1, 31))
     document = validate(report_json.render(sample_report.report(run, found=(), ignored=(aside,)), run))
     assert document["findings"] == []
     assert document["ignored"][0]["until"] == "2027-01-31"

@@ -36,7 +36,7 @@ def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
 @pytest.mark.parametrize(("threshold", "fires"), [(0.3, True), (0.4, False)])
 def test_the_threshold_itself_is_still_allowed(threshold, fires):
     trace = drawn_traces.trace("step 0000000000\ncompute aaaaaa....\ncomm ......xxxx")
-    assert bool(judge(trace, told_exposed_ratio=threshold, max_exposed_ratio=1.0).findings) == fires
+    assert bool(judge(trace, info_exposed_ratio=threshold, max_exposed_ratio=1.0).findings) == fires
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_waiting_for_a_rank_that_comes_later_is_not_exposed_communication():
     assert set(found.evidence.filter(pl.col("name") == "y")["exposed_ns"]) == {2 * drawn_hosts.UNIT_NS}
     assert (
         check(
-            rule_examples.meeting(0, 3), [ExposedCommunication(told_exposed_ratio=0.25, max_exposed_ratio=1)]
+            rule_examples.meeting(0, 3), [ExposedCommunication(info_exposed_ratio=0.25, max_exposed_ratio=1)]
         ).findings
         == ()
     )
@@ -149,8 +149,8 @@ def test_the_manifest_tells_the_strategy_better_than_spans():
 
 def test_on_gloo_prefetching_is_not_promised_to_fsdp1_but_only_where_nothing_is_hidden():
     told = {"strategy": "fsdp1", "op": "all_gather", "gloo": True}
-    assert "hides none of it" in communication_fixes.against_exposure(**told, hidden_ratio=0.0)
-    assert "hides none of it" not in communication_fixes.against_exposure(**told, hidden_ratio=0.3)
+    assert "hides none of it" in communication_fixes.fix_for(**told, hidden_ratio=0.0)
+    assert "hides none of it" not in communication_fixes.fix_for(**told, hidden_ratio=0.3)
 
 
 def test_every_interface_that_a_fix_names_exists_in_pytorch():

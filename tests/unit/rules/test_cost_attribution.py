@@ -18,7 +18,7 @@ from tracekit import rules
 from tracekit.replay.graph.causes import CAUSES
 from tracekit.rules import cost_attribution
 from tracekit.rules.recomputation import NeedlessRecomputation
-from tracekit.rules.rule import Finding, Report, Rule, Severity, Without
+from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
 from tracekit.rules.stragglers import Straggler
 from tracekit.simulate.truth import Known
 
@@ -36,7 +36,7 @@ def told(run: tracekit.Run, rule: Rule) -> Report:
 def test_the_cost_is_that_of_the_steps_in_which_the_fault_acts(tmp_path: Path) -> None:
     run, known = simulated(tmp_path, "straggler-from-step:2:1:1.5")
     bare = told(run, Straggler())
-    (found,) = cost_attribution.priced(bare).findings
+    (found,) = cost_attribution.attribute_costs(bare).findings
     assert found.steps == known.steps == (2, 3)
     assert found.cost_ns == pytest.approx(known.cost_ns, rel=0.05)
     assert found.message.startswith(bare.findings[0].message)
@@ -47,12 +47,12 @@ def test_the_cost_is_that_of_the_steps_in_which_the_fault_acts(tmp_path: Path) -
 def test_only_what_memory_could_hold_is_saved(tmp_path: Path) -> None:
     run, _ = simulated(tmp_path, "needless-recomputation")
     regions = run.table(NeedlessRecomputation.facts[0])
-    (every,) = cost_attribution.priced(told(run, NeedlessRecomputation())).findings
-    room = NeedlessRecomputation()._room(run) or 0
+    (every,) = cost_attribution.attribute_costs(told(run, NeedlessRecomputation())).findings
+    room = NeedlessRecomputation()._free_bytes(run) or 0
     memory = 80 << 30
     # Free for two of four layers.
     two = (room - 2.5 * regions["held_bytes"][0]) / memory
-    (half,) = cost_attribution.priced(told(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))).findings
+    (half,) = cost_attribution.attribute_costs(told(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))).findings
     assert "could hold 2 of them" in half.message
     assert 0 < half.cost_ns < 0.7 * every.cost_ns
 
@@ -61,10 +61,10 @@ def test_a_cause_whose_end_would_save_nothing_is_information(tmp_path: Path) -> 
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
     told_of = Finding(
-        "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), without=Without("straggler")
+        "RANK001", Severity.WARNING, "a.", "", impact=0.2, cost_ns=5, steps=(0, 1, 2, 3), what_if=WhatIf("straggler")
     )
     dear = Finding("RANK003", Severity.WARNING, "b.", "", impact=0.99, cost_ns=5)
-    first, second = cost_attribution.priced(Report(run, (told_of, dear), (), (), "")).findings
+    first, second = cost_attribution.attribute_costs(Report(run, (told_of, dear), (), (), "")).findings
     assert (first.code, second.code, second.severity) == ("RANK003", "RANK001", Severity.INFO)
     assert second.impact < 0.005
 
@@ -72,7 +72,7 @@ def test_a_cause_whose_end_would_save_nothing_is_information(tmp_path: Path) -> 
 def test_too_little_work_to_infer_waits_from_is_not_priced() -> None:
     report = told(rule_examples.meeting(0, 3), Straggler())
     assert report.findings[0].severity is Severity.WARNING
-    assert cost_attribution.priced(report).findings == report.findings
+    assert cost_attribution.attribute_costs(report).findings == report.findings
 
 
 def test_what_no_replay_can_tell_stays_as_it_is() -> None:
@@ -82,7 +82,7 @@ def test_what_no_replay_can_tell_stays_as_it_is() -> None:
         Finding("COMM001", Severity.INFO, "b.", "", impact=0.1),
         Finding("MEM001", Severity.INFO, "c.", "", cost_ns=3, subject="retries"),
     )
-    priced = cost_attribution.priced(Report(run, findings, (), (), "")).findings
+    priced = cost_attribution.attribute_costs(Report(run, findings, (), (), "")).findings
     assert [(each.message, each.cost_ns, each.impact) for each in priced] == [
         (each.message, each.cost_ns, each.impact) for each in findings
     ]
@@ -91,19 +91,19 @@ def test_what_no_replay_can_tell_stays_as_it_is() -> None:
 def test_information_that_would_save_nothing_is_left_out(tmp_path: Path) -> None:
     written(job("fsdp2", steps=4, ranks_written=3), tmp_path)
     run = tracekit.load(str(tmp_path), cache=False)
-    dear = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, without=Without("straggler"))
-    cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, without=Without("straggler", 0.02))
-    grave = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, without=Without("communication", 0.02))
-    (found,) = cost_attribution.priced(Report(run, (dear, cheap, grave), (), (), "")).findings
+    dear = Finding("A", Severity.INFO, "a.", "", impact=0.2, cost_ns=5, what_if=WhatIf("straggler"))
+    cheap = Finding("B", Severity.WARNING, "b.", "", impact=0.01, cost_ns=5, what_if=WhatIf("straggler", 0.02))
+    grave = Finding("C", Severity.WARNING, "c.", "", impact=0.01, cost_ns=5, what_if=WhatIf("communication", 0.02))
+    (found,) = cost_attribution.attribute_costs(Report(run, (dear, cheap, grave), (), (), "")).findings
     assert (found.code, found.severity) == ("C", Severity.WARNING)
     assert found.impact > 0.02
 
 
 def test_what_was_measured_counts_where_no_replay_can_tell() -> None:
     run = drawn_traces.run(drawn_traces.trace(rule_examples.HIDDEN))
-    enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, without=Without("straggler", 0.02))
+    enough = Finding("A", Severity.WARNING, "a.", "", impact=0.02, cost_ns=5, what_if=WhatIf("straggler", 0.02))
     little = replace(enough, code="B", impact=0.019)
-    assert cost_attribution.priced(Report(run, (enough, little), (), (), "")).findings == (enough,)
+    assert cost_attribution.attribute_costs(Report(run, (enough, little), (), (), "")).findings == (enough,)
 
 
 def test_every_cause_is_one_that_can_be_replayed_and_names_its_rule() -> None:
@@ -121,7 +121,7 @@ def _causes_in(module: ModuleType) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         code = getattr(getattr(module, node.name), "code", None) if isinstance(node, ast.ClassDef) else None
         for each in ast.walk(node) if code else ():
-            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "Without":
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "WhatIf":
                 for name in ast.walk(each.args[0]):
                     if isinstance(name, ast.Constant):
                         yield code, name.value

@@ -69,7 +69,7 @@ def test_sizes_that_change_are_counted_in_the_typical_step_and_the_first_is_warm
     assert "1 blocks, 1 GiB in all, have sizes that no step before took, in the typical step (2)" in found.message
     assert found.evidence["bytes"].to_list() == [GIB + 4 * MIB]
     assert found.steps == (1, 2, 3)
-    assert judge(run, ChangingSizes(min_fresh_ratio=0.6)) == ()
+    assert judge(run, ChangingSizes(min_new_size_ratio=0.6)) == ()
     assert judge(taking({2 * GIB: 1}, *[{GIB: 1}] * 4), ChangingSizes()) == ()  # new once, then the same
     assert judge(taking(*({GIB + step % 2 * MIB: 1} for step in range(4))), ChangingSizes()) == ()  # one request
     assert judge(taking(*({step * 999 + 512: 9} for step in range(9))), ChangingSizes()) == ()  # small ones

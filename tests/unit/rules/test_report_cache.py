@@ -27,7 +27,7 @@ from tracekit.report import json as report_json
 from tracekit.rules import engine, report_cache
 from tracekit.rules.communication import ExposedCommunication
 from tracekit.rules.report_cache import entry, keys, store
-from tracekit.rules.rule import Finding, Input, Report, Severity, Without
+from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 
 FACTS = (breakdown.by_step, breakdown.by_rank, samples.samples)
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
@@ -51,9 +51,9 @@ def _entries(reports):
     return sorted(reports.glob("*.report"))
 
 
-def _is_kept(report):
+def _is_cached(report):
     """Whether a report came from the shelf: its run reads its traces in another way."""
-    return "_Again" in repr(report.run.sources[0].read)
+    return "_LazyRun" in repr(report.run.sources[0].read)
 
 
 def _same(report, other):
@@ -86,7 +86,7 @@ def test_a_kept_report_is_the_report_that_was_made_in_every_format(name):
     made = engine.check(loader.load(path), facts=FACTS)
     report_cache.report(path, facts=FACTS)
     kept = report_cache.report(path, facts=FACTS)
-    assert _is_kept(kept)
+    assert _is_cached(kept)
     _same(kept, made)
     assert report_json.render(kept, kept.run) == report_json.render(made, made.run)
     assert html.render(kept, kept.run) == html.render(made, made.run)
@@ -95,8 +95,8 @@ def test_a_kept_report_is_the_report_that_was_made_in_every_format(name):
 def test_a_kept_report_asks_for_no_trace_until_a_new_fact_is_asked_for(run, monkeypatch):
     report_cache.report(str(run), facts=FACTS)
     reads = []
-    read = store._Again._read
-    monkeypatch.setattr(store._Again, "_read", lambda *asked: reads.append(asked[1:3]) or read(*asked))
+    read = store._LazyRun._read
+    monkeypatch.setattr(store._LazyRun, "_read", lambda *asked: reads.append(asked[1:3]) or read(*asked))
     kept = report_cache.report(str(run), facts=FACTS).run
     made = loader.load(str(run))
     for fact in (*FACTS, *ExposedCommunication.facts):
@@ -118,7 +118,7 @@ def test_a_rank_that_could_not_be_read_stays_left_out(run):
     (run / "rank00001.pt.trace.json.gz").write_bytes(whole[:60])
     made = report_cache.report(str(run), facts=FACTS)
     kept = report_cache.report(str(run), facts=FACTS)
-    assert _is_kept(kept)
+    assert _is_cached(kept)
     assert kept.run.ranks == (0,)
     _same(kept, made)
 
@@ -145,7 +145,7 @@ FINDINGS = st.builds(
     ranks=st.lists(st.integers(0, 2**40)).map(tuple),
     steps=st.lists(st.integers(0, 2**40)).map(tuple),
     subject=st.text(),
-    without=st.none() | st.builds(Without, st.text(), st.floats(0, 1), st.booleans()),
+    what_if=st.none() | st.builds(WhatIf, st.text(), st.floats(0, 1), st.booleans()),
     evidence=dataframes(
         max_cols=4, max_size=6, excluded_dtypes=[pl.Object, pl.Unknown, pl.Decimal, pl.Categorical, pl.Enum, pl.Null]
     ),
@@ -198,11 +198,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_report_of_files_that_changed_is_made_anew(run, change):
-    before = keys.of_run(str(run))
-    assert keys.of_run(str(run)) == before
+    before = keys.run_key(str(run))
+    assert keys.run_key(str(run)) == before
     time.sleep(0.01)  # file systems count time in ticks of some milliseconds
     change(run)
-    assert keys.of_run(str(run)) not in (before, None)
+    assert keys.run_key(str(run)) not in (before, None)
 
 
 def test_what_was_kept_before_a_change_is_not_taken_after_it(run):
@@ -210,20 +210,20 @@ def test_what_was_kept_before_a_change_is_not_taken_after_it(run):
     time.sleep(0.01)
     _same_size_and_time(run)
     assert report_cache.summary(str(run)) is None
-    assert not _is_kept(report_cache.report(str(run)))
+    assert not _is_cached(report_cache.report(str(run)))
 
 
 def test_another_run_place_or_way_of_naming_it_is_another_entry(run, monkeypatch):
     copy = shutil.copytree(run, run.with_name("copy"))
     monkeypatch.chdir(run.parent)
     names = [str(run), str(copy), "run", "./run", str(run / "rank00000.pt.trace.json.gz")]
-    assert len({keys.of_run(name) for name in names}) == len(names)  # a report names files as they were named
+    assert len({keys.run_key(name) for name in names}) == len(names)  # a report names files as they were named
 
 
 @pytest.mark.parametrize("what", ["threshold", "plugin", "code"])
 def test_other_rules_are_another_entry(run, monkeypatch, tmp_path, what):
-    before = keys.of_run(str(run))
-    keys._judging.cache_clear()
+    before = keys.run_key(str(run))
+    keys._code_hash.cache_clear()
     if what == "threshold":
         fields = [("max_exposed_ratio", float, 0.9)]
         other = dataclasses.make_dataclass("ExposedCommunication", fields, bases=(ExposedCommunication,), frozen=True)
@@ -239,9 +239,9 @@ def test_other_rules_are_another_entry(run, monkeypatch, tmp_path, what):
         with (tmp_path / "tracekit" / "rules" / "communication.py").open("a") as code:
             code.write("# changed\n")
         monkeypatch.setattr(keys.conventions, "__file__", str(tmp_path / "tracekit" / "conventions.py"))
-    assert keys.of_run(str(run)) != before
+    assert keys.run_key(str(run)) != before
     monkeypatch.undo()
-    keys._judging.cache_clear()
+    keys._code_hash.cache_clear()
 
 
 class _Plugin(ExposedCommunication):
@@ -256,9 +256,9 @@ def test_the_source_of_a_plugin_is_part_of_the_key(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     import plugin
 
-    before = keys._plugin(plugin.Rule)
+    before = keys._plugin_hash(plugin.Rule)
     source.write_text("class Rule:\n    limit = 1\n")
-    assert keys._plugin(plugin.Rule) != before
+    assert keys._plugin_hash(plugin.Rule) != before
 
 
 def test_traces_of_a_run_that_changed_are_not_mixed_with_its_report(run):
@@ -319,10 +319,10 @@ def test_an_entry_holds_no_code(run, reports):
 
 
 def test_large_facts_are_left_out_and_measured_again(run, monkeypatch):
-    monkeypatch.setattr(entry, "MOST_TABLE_BYTES", 1)
+    monkeypatch.setattr(entry, "MAX_TABLE_BYTES", 1)
     made = report_cache.report(str(run), facts=FACTS)
     kept = report_cache.report(str(run), facts=FACTS)
-    assert _is_kept(kept)
+    assert _is_cached(kept)
     assert_frame_equal(kept.run.table(breakdown.by_step), made.run.table(breakdown.by_step))
 
 
@@ -343,8 +343,8 @@ def test_a_manifest_that_json_cannot_say_costs_the_keeping_only(run, reports):
 
 
 def test_a_folder_of_too_many_files_and_a_path_that_is_none_have_no_key(run, monkeypatch, tmp_path):
-    assert keys.of_run(str(tmp_path / "missing")) is None
-    assert keys.of_run("s3://bucket/run") is None
-    monkeypatch.setattr(keys, "MOST_FILES", 1)
-    assert keys.of_run(str(run)) is None
-    assert not _is_kept(report_cache.report(str(run)))
+    assert keys.run_key(str(tmp_path / "missing")) is None
+    assert keys.run_key("s3://bucket/run") is None
+    monkeypatch.setattr(keys, "MAX_FILES", 1)
+    assert keys.run_key(str(run)) is None
+    assert not _is_cached(report_cache.report(str(run)))

@@ -136,7 +136,7 @@ def test_without_the_whole_chain_nothing_is_claimed(picture):
 
 @pytest.mark.parametrize(("inflation", "fires"), [(2.99, True), (3.0, False)])
 def test_the_inflation_must_be_exceeded(inflation, fires):
-    assert bool(judge(giving_way(GIVE_WAY), min_inflation=inflation)) == fires
+    assert bool(judge(giving_way(GIVE_WAY), min_slowdown=inflation)) == fires
 
 
 @pytest.mark.parametrize(("ratio", "fires"), [(0.15, True), (0.17, False)])

@@ -33,7 +33,7 @@ def report(
     Its run has `facts` and `surveys` measured, and all that the rules asked for. Raises what `loading.load` and
     `checking.check` raise.
     """
-    key = keys.of_run(path)
+    key = keys.run_key(path)
     kept = store.get(key, path) if key is not None else None
     if kept is not None:
         return kept
@@ -41,15 +41,15 @@ def report(
     made = engine.check(run, facts=facts, on_progress=on_progress)
     for survey in surveys:
         run.run_table(survey)
-    if key is not None and keys.of_run(path) == key:  # else it was written to while it was read
+    if key is not None and keys.run_key(path) == key:  # else it was written to while it was read
         store.put(key, made)
     return made
 
 
-def summary(path: str, state: keys.State | None = None) -> Summary | None:
+def summary(path: str, state: keys.FileStates | None = None) -> Summary | None:
     """Return the summary of a run that was checked; None where it was not, or has changed since.
 
     `state` is that of its files where a caller knows it already.
     """
-    key = keys.of_run(path, state)
+    key = keys.run_key(path, state)
     return None if key is None else store.report_cache().get(key, entry.read_summary)

@@ -15,14 +15,14 @@ import polars as pl
 
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Trace
-from tracekit.rules.report_cache.summary import Summary, of_report
-from tracekit.rules.rule import Finding, Input, Report, Severity, Without
+from tracekit.rules.report_cache.summary import Summary, summarize
+from tracekit.rules.rule import Finding, Input, Report, Severity, WhatIf
 from tracekit.sync import alignment
 
-MOST_TABLE_BYTES = 16 << 20
-MOST_BYTES = 64 << 20
+MAX_TABLE_BYTES = 16 << 20
+MAX_BYTES = 64 << 20
 """Of all facts of a run together; what goes beyond is measured anew where a page asks for it."""
-UNSAYABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
+UNSERIALIZABLE = (TypeError, ValueError, pl.exceptions.PolarsError)
 """What is raised where a manifest or a table holds what JSON or Arrow cannot say."""
 _REPORT, _DATA_QUALITY = "report.json", "data_quality.arrow"
 _MAX_LINE_BYTES = 1 << 16
@@ -33,7 +33,7 @@ Reader = Callable[[int, int, str], Callable[[], Trace]]
 
 def write(report: Report, file: BinaryIO) -> None:
     """Write a report, its summary, and the facts of its run."""
-    facts = dict(_to_keep(report.run.measured_tables))
+    facts = dict(_cacheable(report.run.measured_tables))
     run = {
         "path": report.run.path,
         "manifest": report.run.manifest,
@@ -41,7 +41,7 @@ def write(report: Report, file: BinaryIO) -> None:
     }
     told = {
         "run": run,
-        "findings": [_plain(found) for found in report.findings],
+        "findings": [_as_dict(found) for found in report.findings],
         "notes": report.notes,
         "inputs": [dataclasses.asdict(each) for each in report.inputs],
         "tool_version": report.tool_version,
@@ -49,7 +49,7 @@ def write(report: Report, file: BinaryIO) -> None:
         "blind_spots": dict(report.blind_spots),
         "facts": list(facts),
     }
-    line = json.dumps(dataclasses.asdict(of_report(report))).encode()
+    line = json.dumps(dataclasses.asdict(summarize(report))).encode()
     file.write(b"%08x %s\n" % (zlib.crc32(line), line))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(_REPORT, json.dumps(told))
@@ -105,27 +105,27 @@ def read_fact(number: int, file: BinaryIO) -> pl.DataFrame:
         return _table(archive, f"fact{number}.arrow")
 
 
-def _to_keep(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, pl.DataFrame]]:
+def _cacheable(measured: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, pl.DataFrame]]:
     """Yield the facts that are small enough, the smallest first."""
-    left = MOST_BYTES
+    left = MAX_BYTES
     for name, table in sorted(measured.items(), key=lambda item: int(item[1].estimated_size())):
         left -= int(table.estimated_size())
-        if left < 0 or table.estimated_size() > MOST_TABLE_BYTES:
+        if left < 0 or table.estimated_size() > MAX_TABLE_BYTES:
             return
         yield name, table
 
 
-def _plain(found: Finding) -> dict[str, Any]:
+def _as_dict(found: Finding) -> dict[str, Any]:
     told = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "evidence"}
-    without = None if found.without is None else dataclasses.asdict(found.without)
-    return told | {"severity": found.severity.label, "without": without}
+    what_if = None if found.what_if is None else dataclasses.asdict(found.what_if)
+    return told | {"severity": found.severity.label, "what_if": what_if}
 
 
 def _finding(told: Mapping[str, Any], evidence: pl.DataFrame) -> Finding:
     given = dict(told)
     given |= {name: tuple(given[name]) for name in ("ranks", "steps")}
     given["severity"] = Severity[given["severity"].upper()]
-    given["without"] = None if given["without"] is None else Without(**given["without"])
+    given["what_if"] = None if given["what_if"] is None else WhatIf(**given["what_if"])
     return Finding(**given, evidence=evidence)
 
 

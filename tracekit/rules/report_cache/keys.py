@@ -17,14 +17,14 @@ from tracekit import conventions
 from tracekit.ingest import disk_cache
 from tracekit.rules import RULES, all_rules
 
-MOST_FILES = 20_000
+MAX_FILES = 20_000
 """A folder of more files is no run to keep a report of: to look at all of them would take as long as to read one."""
 _MAX_DEPTH = 5
 _LOGS = (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX)
 
 
 @dataclass(frozen=True)
-class File:
+class FileState:
     """A file of a run as the file system tells of it, by its path from the run's folder."""
 
     path: str
@@ -38,10 +38,10 @@ class File:
 
 
 @dataclass(frozen=True)
-class State:
+class FileStates:
     """All files that a run may be read from, by path. Two equal states hold the same run."""
 
-    files: tuple[File, ...]
+    files: tuple[FileState, ...]
 
     @functools.cached_property
     def stamp(self) -> str:
@@ -50,39 +50,39 @@ class State:
         return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
-def state(path: str) -> State | None:
+def file_states(path: str) -> FileStates | None:
     """Return the state of a run's files, of a folder five levels deep; None where there is none, or too many.
 
     Hidden folders and checkpoints are left out, as they are when a run is loaded. For a single file, that file and the
     manifest and logs beside it.
     """
     root = Path(path)
-    found: list[File] = []
-    walk = _in_folder(path, "", 0) if root.is_dir() else _beside(root)
+    found: list[FileState] = []
+    walk = _in_folder(path, "", 0) if root.is_dir() else _single_file(root)
     for file in walk:
         found.append(file)
-        if len(found) > MOST_FILES:
+        if len(found) > MAX_FILES:
             return None
     if not found:
         return None
     above = root.parent if root.is_dir() else root.parent.parent
     # The logs of a window lie in the folder above it, and so may those of the folder that was named.
-    logs = (_seen(above / name, f"../{name}") for name in _logs_in(above))
+    logs = (_file_state(above / name, f"../{name}") for name in _logs_in(above))
     found += [log for log in logs if log is not None]
-    return State(tuple(sorted(found, key=lambda file: file.path)))
+    return FileStates(tuple(sorted(found, key=lambda file: file.path)))
 
 
-def of_run(path: str, known: State | None = None) -> str | None:
+def run_key(path: str, known: FileStates | None = None) -> str | None:
     """Return the key of a run's report; None where none can be kept of it, such as of a URL."""
-    held = state(path) if known is None else known
+    held = file_states(path) if known is None else known
     if held is None:
         return None
     # A report names files by the path that the run was named by.
-    told = repr((_judging(), path, str(Path(path).absolute()), held.stamp))
+    told = repr((_code_hash(), path, str(Path(path).absolute()), held.stamp))
     return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _in_folder(folder: str, above: str, depth: int) -> Iterator[File]:
+def _in_folder(folder: str, above: str, depth: int) -> Iterator[FileState]:
     """Yield the files of a folder, and of those in it; `above` is what leads to it from the run's folder."""
     try:
         with os.scandir(folder) as entries:
@@ -102,23 +102,23 @@ def _in_folder(folder: str, above: str, depth: int) -> Iterator[File]:
         except OSError:
             continue
         real = os.path.realpath(each.path) if links else None
-        yield File(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
+        yield FileState(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
 
 
-def _beside(file: Path) -> Iterator[File]:
+def _single_file(file: Path) -> Iterator[FileState]:
     names = [file.name, conventions.MANIFEST_FILE, *_logs_in(file.parent)]
     for name in dict.fromkeys(names):
-        if seen := _seen(file.parent / name, name):
+        if seen := _file_state(file.parent / name, name):
             yield seen
 
 
-def _seen(path: Path, place: str) -> File | None:
+def _file_state(path: Path, place: str) -> FileState | None:
     try:
         real = os.path.realpath(path) if path.is_symlink() else None
         known = path.stat()
     except OSError:
         return None
-    return File(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
+    return FileState(place, known.st_size, known.st_mtime_ns, known.st_ctime_ns, real)
 
 
 def _logs_in(folder: Path) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _names_of_logs(folder: str, changed_ns: int) -> tuple[str, ...]:  # noqa: AR
 
 
 @functools.cache
-def _judging() -> str:
+def _code_hash() -> str:
     """Return the hash of all code that makes a report, and of the rules with their thresholds, plugins among them."""
     package = Path(conventions.__file__).parent
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
@@ -143,12 +143,12 @@ def _judging() -> str:
         "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],
         "rules": rules,
-        "plugins": sorted({_plugin(rule) for rule in all_rules() if rule not in RULES}),
+        "plugins": sorted({_plugin_hash(rule) for rule in all_rules() if rule not in RULES}),
     }
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
 
 
-def _plugin(rule: type) -> str:
+def _plugin_hash(rule: type) -> str:
     """Return the hash of the sources beside a rule of another distribution."""
     try:
         source = Path(inspect.getfile(rule))

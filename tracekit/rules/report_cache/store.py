@@ -30,7 +30,7 @@ def report_cache() -> DiskCache:
 
 def get(key: str, path: str) -> Report | None:
     """Return the report kept under `key` of the run at `path`; None where there is none to trust."""
-    held, again = report_cache(), _Again(path, key)
+    held, again = report_cache(), _LazyRun(path, key)
 
     def recall(number: int) -> pl.DataFrame | None:
         return held.get(key, partial(entry.read_fact, number))
@@ -40,10 +40,10 @@ def get(key: str, path: str) -> Report | None:
 
 def put(key: str, report: Report) -> None:
     """Keep a report; one that cannot be written is not kept."""
-    report_cache().put(key, partial(entry.write, report), unless=entry.UNSAYABLE)
+    report_cache().put(key, partial(entry.write, report), unless=entry.UNSERIALIZABLE)
 
 
-class _Again:
+class _LazyRun:
     """A run that is loaded when one of its traces is asked for."""
 
     def __init__(self, path: str, key: str) -> None:
@@ -57,7 +57,7 @@ class _Again:
     def _read(self, window: int, rank: int, path: str) -> Trace:
         with self._lock:
             if self._run is None:
-                if keys.of_run(self._path) != self._key:
+                if keys.run_key(self._path) != self._key:
                     # No BadTraceError: a run takes that for a rank that cannot be read, and goes on without it.
                     raise InputError(f"{self._path}: changed since it was checked; open it again")
                 self._run = loader.load(self._path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tracekit.analysis.time import summary as facts
 from tracekit.rules.rule import Report, Severity
 
-MOST_STEPS = 60
+MAX_STEPS = 60
 DATA_FAMILY = "DATA"
 
 
@@ -27,22 +27,22 @@ class Summary:
     """The largest share of the step that one finding costs."""
 
 
-def of_report(report: Report) -> Summary:
+def summarize(report: Report) -> Summary:
     """Return a report in short; its run's facts have been measured."""
-    judged = [found for found in report.findings if not is_of_data(found.code)]
-    issues = [found for found in report.findings if is_of_data(found.code) and found.severity > Severity.INFO]
+    judged = [found for found in report.findings if not is_data_quality(found.code)]
+    issues = [found for found in report.findings if is_data_quality(found.code) and found.severity > Severity.INFO]
     steps = facts.step_times(report.run)
     return Summary(
         {severity.label: sum(found.severity is severity for found in judged) for severity in Severity},
         len(issues),
         len(report.run.ranks),
         facts.step_time_ns(report.run),
-        tuple(steps["duration_ns"].tail(MOST_STEPS).to_list()),
+        tuple(steps["duration_ns"].tail(MAX_STEPS).to_list()),
         facts.exposed_communication_ratio(report.run),
         max((found.impact for found in judged), default=0.0),
     )
 
 
-def is_of_data(code: str) -> bool:
+def is_data_quality(code: str) -> bool:
     """Return whether a rule judges the recording rather than the training."""
     return code.rstrip("0123456789") == DATA_FAMILY
