@@ -47,7 +47,7 @@ def raw_of(run, rank):
 
 def quoted(found):
     """The step and rank that a message names."""
-    match = re.search(r"the typical step \((\d+)\) of rank (\d+)", found.message)
+    match = re.search(r"the representative step \((\d+)\) of rank (\d+)", found.message)
     return int(match[1]), int(match[2])
 
 

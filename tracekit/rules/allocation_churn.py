@@ -29,10 +29,10 @@ class ChangingSizes(Rule):
     retries (MEM007).
 
     How it is measured: blocks of sizes that no earlier step of the window took (on a device: within 1 MiB, by which a
-    block may be larger than its request), as a share of the most that the step
-    holds; from `min_new_size_ratio` on, in the typical step of the worst rank. The first `warmup_steps` profiled steps are
-    left out. How much comes and goes in all is told beside it: eager training takes a multiple of its peak every step,
-    and as long as sizes come again, the cache serves it.
+    block may be larger than its request), as a share of the step's peak; reported from `min_new_size_ratio` on, for the
+    representative step of the worst rank. The first `warmup_steps` profiled steps are left out. The message also states
+    all bytes allocated in the step: eager training allocates a multiple of its peak in every step, which the cache
+    serves as long as sizes repeat.
 
     How to fix: pad or bucket inputs to few lengths; PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes
     one, expandable_segments:True joins what is free; allocate a buffer of the largest size once.
@@ -66,7 +66,8 @@ class ChangingSizes(Rule):
             self.code,
             Severity.INFO if worst["device"] is None else Severity.WARNING,
             f"{worst['fresh_count']:,} blocks{kind}, {units.size(worst['fresh_bytes'])} in all, have sizes that no "
-            f"step before took, in {representative_step.describe(worst)}, which holds {units.size(worst['peak_bytes'])} at most "
+            f"step before took, in {representative_step.describe(worst)}, which holds "
+            f"{units.size(worst['peak_bytes'])} at most "
             f"and takes {units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes.",
             "Pad or bucket inputs to few lengths, or keep a buffer of the largest size; "
             "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes one.",
@@ -120,7 +121,8 @@ class AlternatingBuffers(Rule):
             self.code,
             Severity.INFO,
             f"FSDP's gathers and reductions allocate {worst['count']} buffers of 1 MiB or more, "
-            f"{units.size(worst['bytes'])} in all, in {representative_step.describe(worst)}{_potential_saving(served)}.",
+            f"{units.size(worst['bytes'])} in all, in "
+            f"{representative_step.describe(worst)}{_potential_saving(served)}.",
             "Buffers allocated once serve all units: YaFSDP keeps two for weights and two for gradients.",
             cost_bytes=worst["bytes"],
             confidence=0.8,

@@ -96,7 +96,8 @@ class BlockingCheckpoint(Rule):
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
-            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} ({_quoted_save(typical, after_steps)})"
+            f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
+            f"({_quoted_save(typical, after_steps)})"
             f"{_slowest_stage(critical, own)}",
             f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
             impact=overhead,

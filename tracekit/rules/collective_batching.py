@@ -200,7 +200,8 @@ class ReducedEveryMicroBatch(Rule):
             Severity.WARNING,
             f"Gradients are reduced in each of {passed} backward passes a step: {own.height} reductions before the "
             f"last pass are done again by it, and {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in {representative_step.describe(worst)} "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
+            f"{representative_step.describe(worst)} "
             "are theirs, hidden by no compute.",
             _sync_once_fix(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
             impact=min(1.0, worst["lost_ratio"]),

@@ -188,7 +188,8 @@ def _message(worst: dict[str, Any]) -> str:
     told = (
         f"{units.share(worst['exposed_ratio'])} of the step is communication that no compute hides: "
         f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{representative_step.describe(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its communication."
+        f"{representative_step.describe(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its "
+        f"communication."
     )
     if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
         return told

@@ -231,6 +231,7 @@ def _why_unjudged(run: Run, found: pl.DataFrame, what: str, *, least_ratio: floa
     if worst is None or worst["lost_ratio"] < least_ratio:
         return None
     return (
-        f"{what} for {units.duration(worst['lost_ns'])} of {representative_step.describe(worst)}, and the same never alone, so "
+        f"{what} for {units.duration(worst['lost_ns'])} of {representative_step.describe(worst)}, and the same never "
+        f"alone, so "
         f"whether that slows them cannot be told: {contention.RECORD}."
     )

@@ -1,4 +1,4 @@
-"""What findings cost: what a replay of the run without their cause would take less."""
+"""The cost of a finding: how much shorter the steps are in a replay without its cause."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,24 +13,24 @@ from tracekit.replay.graph.nodes import WORK
 from tracekit.rules.rule import Finding, Report, Severity, WhatIf, sort_findings
 
 _MIN_LAUNCHED_RATIO = 0.9
-"""Of a device's work the launch must be known of this share: else nothing says what it waited for."""
+"""Share of a device's work whose launch must be known: otherwise the graph lacks the work's dependencies."""
 _MIN_ACTIVITIES = 100
-"""Of less work on each rank no waits can be inferred."""
+"""With less work on each rank, waits cannot be inferred."""
 
 
 def attribute_costs(report: Report) -> Report:
-    """Return the report with the cost of each finding taken from a replay without its cause, where one can tell.
+    """Return the report with the cost of each finding taken from a replay without its cause, where possible.
 
-    That is in runs of devices that tell the launches of 90% of their work, do a hundred pieces of it or more on a rank,
-    and are reproduced by the replay within 2%; there, for findings that say `without` what. Cost and impact become
-    those of the finding's own steps, per step, and the message says so. What saves less than the finding's
-    `least_ratio` of the step is information, since something else would hold it up next, and left out if it was
-    information before, or if the rule did not measure more either. Where no replay can tell, what the rule measured
-    counts. Findings are sorted again.
+    It is possible on runs with devices that have the launches of 90% of their work and 100 activities or more on each
+    rank, and whose replay is within 2% of the recorded steps; there, for findings with a `what_if`. Cost and impact
+    become those of the finding's own steps, per step, and the message states them. A finding whose replay saves less
+    than its `min_saved_ratio` becomes information, since the step has another bottleneck behind this one; it is left
+    out if it was information before, or if the rule did not measure more either. Otherwise the cost that the rule
+    measured stays. Findings are sorted again.
     """
-    run, asked = report.run, any(found.what_if for found in report.findings)
-    can_tell = asked and _can_be_replayed(run)
-    findings = [each for found in report.findings for each in _with_replayed_cost(run, found, can_tell=can_tell)]
+    run = report.run
+    replayable = any(finding.what_if for finding in report.findings) and _can_be_replayed(run)
+    findings = [new for old in report.findings for new in _with_replayed_cost(run, old, replayable=replayable)]
     return replace(report, findings=sort_findings(findings))
 
 
@@ -39,11 +39,10 @@ def _can_be_replayed(run: Run) -> bool:
         return False
     for graph in savings.graphs_of(run):
         work = graph.column("what") == WORK
-        known = graph.launch[: graph.count][work] >= 0
-        if (
-            work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique()
-            or known.sum() < _MIN_LAUNCHED_RATIO * work.sum()
-        ):
+        launched = graph.launch[: graph.count][work] >= 0
+        if work.sum() < _MIN_ACTIVITIES * graph.frame["rank"].n_unique():
+            return False
+        if launched.sum() < _MIN_LAUNCHED_RATIO * work.sum():
             return False
     replayed = savings.replayed(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
@@ -51,38 +50,38 @@ def _can_be_replayed(run: Run) -> bool:
     return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns
 
 
-def _with_replayed_cost(run: Run, found: Finding, *, can_tell: bool) -> Iterator[Finding]:
-    """Yield the finding, with its price if a replay tells one; nothing where it does not cost enough."""
-    if found.what_if is None:
-        yield found
+def _with_replayed_cost(run: Run, finding: Finding, *, replayable: bool) -> Iterator[Finding]:
+    """Yield the finding, with the cost from a replay if there is one; nothing if the cost is too small."""
+    if finding.what_if is None:
+        yield finding
         return
-    enough = found.impact >= found.what_if.min_saved_ratio
-    saved = savings.saving(run, found.what_if.cause) if can_tell else None
-    told = saved and _saving_per_step(saved.steps, found.steps)
-    if not saved or not told:
-        if enough:
-            yield found
+    is_costly = finding.impact >= finding.what_if.min_saved_ratio
+    saving = savings.saving(run, finding.what_if.cause) if replayable else None
+    per_step = _saving_per_step(saving.steps, finding.steps) if saving else None
+    if not saving or not per_step:
+        if is_costly:
+            yield finding
         return
-    better = _reprice(found, found.what_if, *told)
-    better = replace(better, confidence=min(found.confidence, saved.confidence))
-    if better.impact >= found.what_if.min_saved_ratio:
-        yield better
-    elif enough and found.severity > Severity.INFO:
-        yield replace(better, severity=Severity.INFO)
+    repriced = _reprice(finding, finding.what_if, *per_step)
+    repriced = replace(repriced, confidence=min(finding.confidence, saving.confidence))
+    if repriced.impact >= finding.what_if.min_saved_ratio:
+        yield repriced
+    elif is_costly and finding.severity > Severity.INFO:
+        yield replace(repriced, severity=Severity.INFO)
 
 
-def _reprice(found: Finding, without: WhatIf, saved_ns: int, step_ns: int) -> Finding:
-    saved_ns = max(0, min(saved_ns, found.cost_ns) if without.is_partial else saved_ns)
+def _reprice(finding: Finding, what_if: WhatIf, saved_ns: int, step_ns: int) -> Finding:
+    saved_ns = max(0, min(saved_ns, finding.cost_ns) if what_if.is_partial else saved_ns)
     share = min(1.0, saved_ns / step_ns)
-    message = f"{found.message} Replayed without it, a step takes {units.duration(saved_ns)} less"
-    return replace(found, cost_ns=saved_ns, impact=share, message=f"{message} ({units.share(share)}).")
+    saving = f"Potential saving by replay: {units.duration(saved_ns)} per step ({units.share(share)})."
+    return replace(finding, cost_ns=saved_ns, impact=share, message=f"{finding.message} {saving}")
 
 
-def _saving_per_step(saved: pl.DataFrame, judged: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return what the judged steps save on average, of the rank that takes longest, and how long they take."""
-    mine = saved.filter(pl.col("step").is_in(judged)) if judged else saved
-    if mine.is_empty():
+def _saving_per_step(saved: pl.DataFrame, judged_steps: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return the mean saving and the mean duration of the judged steps, on the slowest rank of each."""
+    judged = saved.filter(pl.col("step").is_in(judged_steps)) if judged_steps else saved
+    if judged.is_empty():
         return None
-    each = mine.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
-    saved_ns = (each["replayed_ns"] - each["without_ns"]).sum() // each.height
-    return int(saved_ns), max(1, int(each["duration_ns"].sum()) // each.height)
+    slowest = judged.group_by("window", "step").agg(pl.col("duration_ns", "replayed_ns", "without_ns").max())
+    saved_ns = (slowest["replayed_ns"] - slowest["without_ns"]).sum() // slowest.height
+    return int(saved_ns), max(1, int(slowest["duration_ns"].sum()) // slowest.height)

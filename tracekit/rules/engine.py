@@ -1,4 +1,4 @@
-"""Run the rules over a run and sort what they find."""
+"""Run the rules on a run and rank their findings."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -20,11 +20,11 @@ def check(
     facts: Iterable[Fact] = (),
     on_progress: Callable[[Source], None] | None = None,
 ) -> Report:
-    """Judge a run by `rules`, all of them with their default thresholds unless told.
+    """Judge a run by `rules`; by default all rules with their default thresholds.
 
-    All rules, and further `facts` that are to be asked for later, share one pass over the traces; `on_progress` is
-    called after each trace of it. What findings cost comes from a replay of the steps without their cause, where it can
-    tell: a second pass, made only if there is such a finding. Raises RuleError, naming the rule, if a rule crashes.
+    All rules, and `facts` that are needed later, share one pass over the traces; `on_progress` is called after each
+    trace. The cost of findings comes from a replay of the steps without their cause, where possible: a second pass,
+    only if there is such a finding. Raises RuleError, with the rule's code, if a rule crashes.
     """
     chosen = tuple(rule() for rule in all_rules()) if rules is None else tuple(rules)
     run.measure([*(fact for rule in chosen for fact in rule.facts), *facts], on_progress)

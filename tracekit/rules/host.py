@@ -167,7 +167,8 @@ class BlockingSync(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{worst['reads']} values are read onto the host in forward and backward of {representative_step.describe(worst)}; on "
+            f"{worst['reads']} values are read onto the host in forward and backward of "
+            f"{representative_step.describe(worst)}; on "
             "the CPU that costs nothing, on a device each read would wait for all that is queued.",
             _READ_LATER,
             confidence=0.9,

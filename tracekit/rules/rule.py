@@ -1,4 +1,4 @@
-"""Rule and Finding: what a judgement is. Rules read tables of facts and yield findings; they never measure."""
+"""Rule, Finding and Report. Rules read tables of facts and yield findings; they never measure."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -30,26 +30,26 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a replay of the run takes away to tell what a finding costs (`tracekit.rules.cost_attribution`).
+    """The cause that a replay removes to estimate a finding's cost (`tracekit.rules.cost_attribution`).
 
-    `cause` is a name of `tracekit.replay.graph.causes`. A finding whose replay saves less than `least_ratio` of the step is
-    information: something else would hold it up next.
+    `cause` is a name in `tracekit.replay.graph.causes`. If the replay saves less than `min_saved_ratio` of the step,
+    the finding is information: the step has another bottleneck behind this one.
     """
 
     cause: str
     min_saved_ratio: float = 0.005
     is_partial: bool = False
-    """Whether only a part of the cause can be taken away: then the finding's own cost bounds what is saved."""
+    """Whether only a part of the cause can be removed: the finding's own cost is then the upper bound of the saving."""
 
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """A claim about where a run loses time or memory, with its numbers, its evidence and what to change.
+    """A claim about where a run loses time or memory, with its numbers, its evidence and a fix.
 
     `impact` is the share of step time lost (0 to 1), `cost_ns` the time lost per step on the worst rank, `cost_bytes`
-    the memory it takes per rank, or takes anew every step: the message says which. What costs memory only has impact 0.
-    `confidence` runs from 0 to 1. `evidence` holds the rows that prove it: with columns window, rank, start_ns and
-    dur_ns where a moment in the trace can be shown.
+    the memory used per rank or allocated per step: the message states which. A finding that costs only memory has
+    impact 0. `confidence` ranges from 0 to 1. `evidence` contains the rows that prove the finding, with columns window,
+    rank, start_ns and dur_ns where they refer to a moment in the trace.
     """
 
     code: str
@@ -64,19 +64,19 @@ class Finding:
     steps: tuple[int, ...] = ()
     evidence: pl.DataFrame = field(default_factory=pl.DataFrame)
     what_if: WhatIf | None = None
-    """What is taken away to price it; None where its cost is as the rule measures it."""
+    """The cause to remove in a replay; None where the rule itself measures the cost."""
     subject: str = ""
-    """What it is about where a rule can speak of several things (a unit, a checkpoint, a file); never a number."""
+    """What the finding is about, if the rule can report several things (a unit, a checkpoint, a file); no numbers."""
 
     @property
     def id(self) -> str:
-        """Return a name that stays the same from run to run: the code, and a hash of the subject where there is one."""
+        """Return an id that is stable across runs: the code, and a hash of the subject if there is one."""
         if not self.subject:
             return self.code
         return f"{self.code}-{hashlib.sha256(self.subject.encode()).hexdigest()[:8]}"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: severity, message, fix and the first rows of evidence."""
+        """Return HTML for a notebook: severity, message, fix and the first rows of evidence."""
         head = f"<b>{escaping.escape(f'{self.severity.label} {self.id}')}</b> {escaping.escape(self.message, 1000)}"
         fix = f"<br><b>Fix</b> {escaping.escape(self.fix, 1000)}" if self.fix else ""
         more = self.evidence.height - _MAX_EVIDENCE_ROWS
@@ -87,7 +87,7 @@ class Finding:
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings, the gravest and costliest first."""
+    """Return findings by severity, then cost, highest first."""
     return tuple(sorted(findings, key=lambda f: (-f.severity, -f.impact, -f.cost_ns, -f.cost_bytes, f.code, f.subject)))
 
 
@@ -95,7 +95,7 @@ _MAX_EVIDENCE_ROWS = 10
 
 
 def _with_relative_time(evidence: pl.DataFrame) -> pl.DataFrame:
-    # Nobody can read a Unix time in ns.
+    # A Unix time in ns is unreadable.
     start_ns = pl.col("start_ns")
     after_first = (start_ns - start_ns.min()).alias("after_first_ns")
     return evidence.select(after_first if name == "start_ns" else name for name in evidence.columns)
@@ -112,7 +112,7 @@ class Rule(ABC):
 
     code: ClassVar[str]
     facts: ClassVar[tuple[Fact, ...]] = ()
-    """The facts `check` reads by ``run.table``, so that all rules share one pass over the traces."""
+    """The facts that `check` reads with ``run.table``: all rules share one pass over the traces."""
 
     @classmethod
     def name(cls) -> str:
@@ -121,16 +121,16 @@ class Rule(ABC):
 
     @abstractmethod
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield the findings of this rule on `run`; nothing where all is well."""
+        """Yield the findings of this rule on `run`; none if it sees no problem."""
 
     def blind_spot(self, run: Run) -> str | None:  # noqa: ARG002
-        """Return one sentence on why this rule cannot judge `run`; None where it can."""
+        """Return one sentence on why this rule cannot judge `run`; None if it can."""
         return None
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file that was read, with its hash, so that a report says what it speaks of."""
+    """An input file of a report, with its hash."""
 
     path: str
     size_bytes: int
@@ -139,7 +139,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class IgnoredFinding:
-    """A finding that the configuration accepts: why, and until when (None: for good)."""
+    """A finding that the configuration ignores: the reason, and the last day (None: no end)."""
 
     finding: Finding
     reason: str
@@ -148,7 +148,7 @@ class IgnoredFinding:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What `check` found of one run: findings by severity and impact, notes, and the inputs it rests on."""
+    """The result of `check` for one run: findings by severity and impact, notes, and the input files."""
 
     run: Run
     findings: tuple[Finding, ...]
@@ -157,6 +157,6 @@ class Report:
     tool_version: str
     ignored: tuple[IgnoredFinding, ...] = ()
     rules: tuple[str, ...] = ()
-    """The codes of the rules that were asked, in their order."""
+    """The codes of the rules that ran, in order."""
     blind_spots: Mapping[str, str] = field(default_factory=dict)
-    """Why rules could not judge, by code; each is a note too."""
+    """Why rules could not judge the run, by code; each is also a note."""

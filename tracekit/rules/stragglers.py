@@ -89,12 +89,13 @@ class Straggler(Rule):
         return Finding(
             self.code,
             Severity.WARNING,
-            f"Rank {rank} comes late: the other ranks lose {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) to waiting for it in the "
-            f"typical step ({worst['step']}), in {late.height} of {worst['since']} steps since step {worst['first']}; "
-            f"it comes last to {worst['late_calls']} of {worst['calls']} collectives, most at {_worst_collective(quoted)}.",
-            f"See what rank {rank} does before it comes: device clocks and temperature, uneven work, a busy host "
-            "(HOST001, HOST003), neighbours on its node; swap the node to tell hardware from data.",
+            f"Rank {rank} is a straggler: the other ranks wait {units.duration(worst['lost_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) for it in the "
+            f"representative step ({worst['step']}), and in {late.height} of {worst['since']} steps since step "
+            f"{worst['first']}. It arrives last at {worst['late_calls']} of {worst['calls']} collectives, with the "
+            f"longest waits at {_worst_collective(quoted)}.",
+            f"Check what rank {rank} does before its collectives: GPU clocks and temperature, uneven work, a busy host "
+            "(HOST001, HOST003), other jobs on its node; move the rank to another node to separate hardware from data.",
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.8 if worst["is_whole"] else 0.7,

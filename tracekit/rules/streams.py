@@ -68,7 +68,8 @@ class GiveWay(Rule):
         if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
             return None
         return (
-            f"{units.duration(worst['lost_ns'])} of preparation ran beside compute in {representative_step.describe(worst)}, and "
+            f"{units.duration(worst['lost_ns'])} of preparation ran beside compute in "
+            f"{representative_step.describe(worst)}, and "
             f"never alone, so whether it crawls cannot be told: {contention.RECORD}."
         )
 
@@ -126,7 +127,7 @@ class NeedlessOrder(Rule):
 
     How it is measured: a kernel could begin earlier where it had been launched, all that was launched before it on its
     own stream had ended, and one launched earlier on another stream began more than 20 µs later. Of a queue is spoken
-    where no more than `max_overtaking_ratio` of those do begin before it, and at least `min_blocked` begin right with it.
+    where no more than `max_overtaking_ratio` of those do begin before it, and at least `min_blocked` start with it.
     What they were held up while nothing of their kind (compute, communication) ran is lost, but no more than the step
     is longer than its compute or its communication alone. A collective waits for its communicator where it begins
     within 20 µs of the end of another of its group on another stream; one that reduces could not begin before the
@@ -225,7 +226,8 @@ def _queue_message(worst: dict[str, Any], order: pl.DataFrame) -> str:
     chances, overtaken, held = (int(order[name].sum()) for name in ("chances", "overtaken", "held"))
     return (
         f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
-        f"earlier on another stream {overtaken} did in {representative_step.describe(worst)}, and {held} began right with it; that "
+        f"earlier on another stream {overtaken} did in {representative_step.describe(worst)}, and {held} began right "
+        f"with it; that "
         f"holds up {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
         f"({units.share(worst['lost_ratio'])}) at most."
     )

@@ -26,7 +26,7 @@ def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
     ).findings
     assert (found.impact, found.cost_ns) == (0.4, 4)
     assert "40.0% of the step" in found.message
-    assert "4 ns of 10 ns in the typical step (2) of rank 0; compute hides 20.0%" in found.message
+    assert "4 ns of 10 ns in the representative step (2) of rank 0; compute hides 20.0%" in found.message
     first = found.evidence.row(0, named=True)
     assert (first["step"], first["start_ns"], first["dur_ns"], first["exposed_ns"]) == (2, 24, 5, 4)
     whole = found.evidence.filter(pl.col("name") == "whole step").row(0, named=True)

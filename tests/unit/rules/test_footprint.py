@@ -66,7 +66,9 @@ def test_sizes_that_change_are_counted_in_the_typical_step_and_the_first_is_warm
     run = taking(*({GIB + step * 2 * MIB: 1, GIB: 3} for step in range(4)))
     (found,) = judge(run, ChangingSizes())
     assert found.cost_bytes == GIB + 4 * MIB
-    assert "1 blocks, 1 GiB in all, have sizes that no step before took, in the typical step (2)" in found.message
+    assert (
+        "1 blocks, 1 GiB in all, have sizes that no step before took, in the representative step (2)" in found.message
+    )
     assert found.evidence["bytes"].to_list() == [GIB + 4 * MIB]
     assert found.steps == (1, 2, 3)
     assert judge(run, ChangingSizes(min_new_size_ratio=0.6)) == ()

@@ -45,7 +45,7 @@ def test_the_straggler_is_told_with_step_collective_and_how_often():
     assert found.cost_ns == 12 * CHARACTER_NS
     assert found.impact == pytest.approx(0.3, abs=0.02)
     assert "in 3 of 3 steps since step 0" in found.message
-    assert "it comes last to 4 of 4 collectives, most at the all-reduce." in found.message
+    assert "It arrives last at 4 of 4 collectives, with the longest waits at the all-reduce." in found.message
     assert set(found.evidence["rank"]) == {0, 2}
     assert set(found.evidence["wait_ns"]) == {3 * CHARACTER_NS}
 

@@ -1,7 +1,7 @@
 """A model of PyTorch's CUDA caching allocator (the native backend), block for block.
 
-Written from the allocator's behaviour, and checked against recorded snapshots: `tracekit.replay.allocator.playback` plays their histories
-and compares every address. Nothing here knows of traces or files.
+Written from the allocator's behaviour and checked against recorded snapshots: `playback` replays their histories and
+compares every address. The model itself knows neither traces nor files.
 """
 
 from tracekit.replay.allocator.blocks import Block, Overlap
