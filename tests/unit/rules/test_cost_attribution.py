@@ -40,7 +40,7 @@ def test_the_cost_is_that_of_the_steps_in_which_the_fault_acts(tmp_path: Path) -
     assert found.steps == known.steps == (2, 3)
     assert found.cost_ns == pytest.approx(known.cost_ns, rel=0.05)
     assert found.message.startswith(bare.findings[0].message)
-    assert f"less ({100 * found.impact:.1f}%)." in found.message
+    assert f"per step ({100 * found.impact:.1f}%)." in found.message
     assert found.severity is Severity.WARNING
 
 
