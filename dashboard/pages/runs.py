@@ -194,7 +194,7 @@ def _watched(path: str) -> str:
     now_s = time.time()
     with lock:
         watch.poll(now_s)
-        picture = watch.picture(now_s)
+        picture = watch.state(now_s)
     if not picture.steps_done:
         return "is being recorded; no step is logged yet"
     parts_of = [f"is at step {picture.steps_done:,}"]
@@ -202,8 +202,8 @@ def _watched(path: str) -> str:
         parts_of.append(f"{units.duration(picture.median_step_ns)} a step")
     if picture.loss is not None:
         parts_of.append(f"loss {picture.loss:.4g}")
-    if picture.out_of_line_count:
-        parts_of.append(f"{picture.out_of_line_count} steps out of line")
+    if picture.outlier_count:
+        parts_of.append(f"{picture.outlier_count} steps out of line")
     return ", ".join(parts_of) + (", and has ended" if picture.is_over else "")
 
 

@@ -81,11 +81,11 @@ def _take_example() -> None:
 def _ask(entry: RunEntry, held: run_store.OpenRun, query: str) -> None:
     st.session_state[_OWN] = query
     try:
-        asked = run_query.asked(query, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
+        asked = run_query.open_query(query, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, max_rows=MAX_ROWS + 1)
         with st.spinner("Asking"), asked as question:
             with held.lock:
-                tables = question.gather(held.run)
-            rows = question.answer(tables)  # others may look at the run meanwhile
+                tables = question.collect_tables(held.run)
+            rows = question.execute(tables)  # others may look at the run meanwhile
     except TracekitError as error:
         st.session_state[_ANSWER] = (entry.path, entry.stamp, str(error))
     else:

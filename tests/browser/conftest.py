@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Error as PlaywrightError
 
 from tests.browser import recorded
-from tracekit.cli.commands.dashboard import command
+from tracekit.cli.commands.dashboard import server_command
 
 ROOT = Path(__file__).parents[2]
 WAIT_MS = 40_000
@@ -180,7 +180,7 @@ def server(tmp_path_factory):
     environment = {"PYTHONPATH": str(ROOT), "TRACEKIT_CACHE_DIR": str(elsewhere / "cache"), "TMPDIR": str(temporary)}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command([str(runs)], port=port, browser=False),
+            server_command([str(runs)], port=port, browser=False),
             cwd=elsewhere,
             stdout=out,
             stderr=out,

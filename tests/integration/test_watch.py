@@ -120,7 +120,7 @@ def test_a_growing_training_is_followed_to_its_end(tmp_path: Path) -> None:
     done = [each["steps_done"] for each in states]
     assert done == sorted(done)
     assert (done[-1], states[-1]["is_over"], states[-1]["bad_lines"]) == (120, True, 0)
-    assert [(each["step"], each["what"]) for each in told if each["kind"] == "out_of_line"] == [(50, "slow")]
+    assert [(each["step"], each["symptom"]) for each in told if each["kind"] == "outlier"] == [(50, "slow")]
 
 
 def test_on_a_terminal_the_picture_stays_in_place_and_the_last_one_remains(tmp_path: Path) -> None:

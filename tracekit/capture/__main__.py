@@ -5,7 +5,7 @@ import sys
 from tracekit.capture.launcher import command
 
 _USAGE = """usage: python -m tracekit.capture record [options] -- COMMAND…
-       python -m tracekit.capture gather RUN PART…
+       python -m tracekit.capture merge RUN PART…
 """
 
 
@@ -14,7 +14,9 @@ def main(words: list[str]) -> int:
     if words[:1] == ["record"]:
         return command.record(words[1:], program="python -m tracekit.capture record")
     if words[:1] == ["gather"]:
-        return command.gather(words[1:], program="python -m tracekit.capture gather")
+        sys.stderr.write("tracekit: 'gather' is deprecated; use 'merge'\n")
+    if words[:1] in (["merge"], ["gather"]):
+        return command.merge_run(words[1:], program="python -m tracekit.capture merge")
     sys.stderr.write(_USAGE)
     return 2
 

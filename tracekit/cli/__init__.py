@@ -27,7 +27,7 @@ from tracekit.cli.commands.memory import memory
 from tracekit.cli.commands.ops import ops
 from tracekit.cli.commands.plan import plan
 from tracekit.cli.commands.query import query
-from tracekit.cli.commands.record import PASS_ON, gather, record
+from tracekit.cli.commands.record import PASS_THROUGH, gather, merge, record
 from tracekit.cli.commands.rules import explain, rules
 from tracekit.cli.commands.schema import schema
 from tracekit.cli.commands.scrub import scrub
@@ -40,7 +40,7 @@ from tracekit.errors import TracekitError
 DEBUG = "TRACEKIT_DEBUG"
 INTERNAL_ERROR, INTERRUPTED = 3, 130
 # What the system refuses wherever it is asked: no fault of ours, and for the user to mend.
-_OF_THE_SYSTEM = (
+_SYSTEM_ERRORS = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -62,9 +62,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes a tenth of a second to load, and --help is to be instant
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command, in_short in (
+for command, short_help in (
     (record, "Record a training, as it is: record -- COMMAND…"),
-    (gather, "Bring the parts of a run into one folder."),
+    (merge, "Merge the parts of a run into one folder."),
     (check, "Say why runs are slow; fail a build on it."),
     (summary, "Show where the time goes, by rank or by step."),
     (compare, "Say whether one run is better or worse than another."),
@@ -83,7 +83,8 @@ for command, in_short in (
     (watch, "Show a training as it runs, and its steps out of line."),
     (scrub, "Copy a run without hosts, users, paths and secrets."),
 ):
-    app.command(short_help=in_short, context_settings=PASS_ON if command in (record, gather) else None)(command)
+    app.command(short_help=short_help, context_settings=PASS_THROUGH if command in (record, merge) else None)(command)
+app.command(hidden=True, context_settings=PASS_THROUGH)(gather)
 app.add_typer(baseline, name="baseline")
 app.add_typer(plan, name="plan")
 app.add_typer(checkpoint, name="checkpoint")
@@ -96,27 +97,27 @@ def main() -> None:
     try:
         app(prog_name="tracekit")
     except TracekitError as error:
-        _leave(str(error), error.exit_code)
+        _exit(str(error), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:  # noqa: BLE001 whatever else comes here is a bug, and is said to be one
-        if isinstance(error, OSError) and error.errno in _OF_THE_SYSTEM:
+        if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
             where = f"{error.filename}: " if error.filename else ""
-            _leave(
+            _exit(
                 f"{where}{error.strerror}; check the path, its permissions and the space left", TracekitError.exit_code
             )
         cause = f": {error.__cause__!r}" if error.__cause__ else ""
         told = " ".join(f"{type(error).__name__}: {error}{cause}".split())
-        _leave(
+        _exit(
             f"an error of tracekit itself: {told}; please report it, with what {DEBUG}=1 shows",
             INTERNAL_ERROR,
         )
 
 
-def _leave(message: str, code: int) -> None:
+def _exit(message: str, code: int) -> None:
     if os.environ.get(DEBUG):
         logging.getLogger(__name__).exception("")
-    output.say(message)
+    output.notify(message)
     sys.exit(code)
 
 
@@ -127,7 +128,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _everything(
+def _main_options(
     *,
     debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks (as {DEBUG}=1 does).")] = False,
     version: Annotated[  # noqa: ARG001 answered by its callback

@@ -39,7 +39,7 @@ CommentKey = Annotated[
 ]
 
 
-def wanted(also: Sequence[str]) -> list[tuple[ReportFormat, Path]]:
+def parse_also(also: Sequence[str]) -> list[tuple[ReportFormat, Path]]:
     """Return the further reports that options such as ``sarif=tracekit.sarif`` ask for. Raises ConfigError."""
     found = []
     for text in also:
@@ -50,7 +50,7 @@ def wanted(also: Sequence[str]) -> list[tuple[ReportFormat, Path]]:
     return found
 
 
-def write(
+def write_reports(
     gates: "Sequence[CheckResult]",
     report_format: ReportFormat,
     out: Path | None,

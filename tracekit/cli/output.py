@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends
-_SILENT_S = 0.7
-_TOP = 20
+_DELAY_S = 0.7
+_DEFAULT_TOP = 20
 _MAX_MESSAGE = 4000
 _MAX_NAME = 40
 
@@ -68,7 +68,7 @@ def color(output: Path | None = None) -> bool:
 
 def emit(text: str, output: Path | None = None) -> None:
     """Write a command's result, which CI does not obey. A reader of stdout that has gone ends the process, quietly."""
-    emit_commands(_for_log(text) if output is None else text, output)
+    emit_commands(_without_ci_commands(text) if output is None else text, output)
 
 
 def emit_commands(text: str, output: Path | None = None) -> None:
@@ -87,7 +87,7 @@ def emit_commands(text: str, output: Path | None = None) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(output: Path) -> Iterator[BinaryIO]:
+def atomic_file(output: Path) -> Iterator[BinaryIO]:
     """Give a file to write bytes to, which takes its name once it is whole. Raises InputError where it cannot."""
     partial = output.with_name(output.name + conventions.PARTIAL_SUFFIX)
     try:
@@ -95,13 +95,13 @@ def whole_file(output: Path) -> Iterator[BinaryIO]:
             yield file
         partial.replace(output)
     except OSError as error:
-        raise _unwritable(output, error) from None
+        raise _write_error(output, error) from None
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
 
 
-def names(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
     """Return the names in an option's value, which commas part."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -112,7 +112,7 @@ def emit_totals(rows: "pl.DataFrame", totals_format: TotalsFormat, top: int | No
     from tracekit.report import totals
 
     if totals_format is TotalsFormat.TEXT:
-        emit(totals.as_text(rows, top=top or _TOP, width=width(output), color=color(output)), output)
+        emit(totals.as_text(rows, top=top or _DEFAULT_TOP, width=width(output), color=color(output)), output)
         return
     shown = rows if top is None else rows.head(top)
     emit_rows(written.as_csv(shown) if totals_format is TotalsFormat.CSV else written.as_json(shown), output)
@@ -127,21 +127,21 @@ def emit_rows(text: str, output: Path | None) -> None:
     emit(text, output)
 
 
-def say(message: str) -> None:
+def notify(message: str) -> None:
     """Write one line to stderr. Names from traces in it can do nothing to a terminal."""
     from tracekit.model import escaping
 
-    sys.stderr.write(_for_log(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n"))
+    sys.stderr.write(_without_ci_commands(f"tracekit: {escaping.inert(message, _MAX_MESSAGE)}\n"))
     sys.stderr.flush()
 
 
-def refuse_to_flood_terminal(output: Path | None, what: str) -> None:
+def require_output_file(output: Path | None, what: str) -> None:
     """Raise ConfigError where megabytes that no one can read would go to a terminal."""
     if output is None and sys.stdout.isatty():
         raise ConfigError(f"{what} is nothing for a terminal: name a file with --output")
 
 
-class Bar:
+class ProgressBar:
     """A progress bar on stderr. It shows only on a terminal, and only where there is time to see it."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Bar:
         self._task: TaskID | None = None
         self._done = 0
 
-    def measured(self, total: int) -> "Callable[[Source], None]":
+    def trace_callback(self, total: int) -> "Callable[[Source], None]":
         """Return what to call after each of `total` traces."""
 
         def step(source: "Source") -> None:
@@ -162,13 +162,13 @@ class Bar:
 
         return step
 
-    def listed(self, done: int, total: int) -> None:
+    def on_file(self, done: int, total: int) -> None:
         """Show how many of the files of a run were looked at."""
         self._show("looking at files", done, total)
 
     def _show(self, what: str, done: int, total: int) -> None:
         if self._progress is None:
-            if not sys.stderr.isatty() or time.monotonic() - self._began_s < _SILENT_S:
+            if not sys.stderr.isatty() or time.monotonic() - self._began_s < _DELAY_S:
                 return
             self._progress, self._task = _progress()
         assert self._task is not None
@@ -182,16 +182,16 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Bar]:
+def progress() -> Iterator[ProgressBar]:
     """Give a progress bar for the time of a block."""
-    bar = Bar()
+    bar = ProgressBar()
     try:
         yield bar
     finally:
         bar.close()
 
 
-def _for_log(text: str) -> str:
+def _without_ci_commands(text: str) -> str:
     """Return text as it can stand in the log of CI: names from traces in it can make the runner do nothing."""
     if not os.environ.get("GITHUB_ACTIONS"):
         return text
@@ -218,9 +218,9 @@ def _write(text: str, output: Path) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise _unwritable(output, error) from None
+        raise _write_error(output, error) from None
 
 
-def _unwritable(output: Path, error: OSError) -> InputError:
+def _write_error(output: Path, error: OSError) -> InputError:
     why = error.strerror if output.parent.exists() else f"there is no folder {output.parent}"
     return InputError(f"{output}: cannot be written: {why}; name another file")

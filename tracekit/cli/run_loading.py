@@ -30,7 +30,7 @@ SAMPLE = "sample_run"
 CHECKOUT_SAMPLES = "sample_traces"
 
 
-def sample() -> Path:
+def sample_run() -> Path:
     """Return the sample run: the one in the installed package, or the smallest of the checkout's."""
     package = Path(str(resources.files("tracekit")))
     if (package / SAMPLE).is_dir():
@@ -41,7 +41,7 @@ def sample() -> Path:
     return min(runs, key=lambda run: sum(file.stat().st_size for file in run.rglob("*") if file.is_file()))
 
 
-def checked(
+def check_runs(
     paths: Sequence[str], rules: "Sequence[Rule]", *, facts: "Sequence[Fact]" = (), cache: bool = True
 ) -> "list[tuple[Report, Run]]":
     """Return each run with its report, costs by replay, in the order named. Raises InputError if one is unusable.
@@ -54,39 +54,39 @@ def checked(
     found = []
     with output.progress() as bar:
         for path in paths:
-            run = loader.load(path, on_progress=bar.listed, cache=cache)
-            measured = bar.measured(len(run.sources))
+            run = loader.load(path, on_progress=bar.on_file, cache=cache)
+            measured = bar.trace_callback(len(run.sources))
             found.append((engine.check(run, rules, facts=facts, on_progress=measured), run))
     return found
 
 
-def measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
+def open_measured(path: str, facts: "Sequence[Fact]", *, cache: bool = True) -> "Run":
     """Return a run with facts measured, and not judged. Raises InputError where it cannot be used."""
-    run = opened(path, cache=cache)
+    run = open_run(path, cache=cache)
     with output.progress() as bar:
-        run.measure(facts, bar.measured(len(run.sources)))
+        run.measure(facts, bar.trace_callback(len(run.sources)))
     return run
 
 
-def baseline(path: str, rules: "Sequence[Rule]", *, cache: bool = True) -> "Baseline":
+def open_baseline(path: str, rules: "Sequence[Rule]", *, cache: bool = True) -> "Baseline":
     """Return what to hold a run against: a saved baseline, or a run. Raises InputError where it is neither."""
     from tracekit.regression import baseline as baselines
     from tracekit.report import baseline_json as saved
 
     if saved.is_baseline(Path(path)):
         return saved.read(Path(path))
-    return baselines.of_reports(checked([path], rules, facts=baselines.FACTS, cache=cache))
+    return baselines.of_reports(check_runs([path], rules, facts=baselines.FACTS, cache=cache))
 
 
-def opened(path: str, *, cache: bool = True) -> "Run":
+def open_run(path: str, *, cache: bool = True) -> "Run":
     """Return a run. Raises InputError where it cannot be used."""
     from tracekit.ingest import loader
 
     with output.progress() as bar:
-        return loader.load(path, on_progress=bar.listed, cache=cache)
+        return loader.load(path, on_progress=bar.on_file, cache=cache)
 
 
-def side(path: str, *, cache: bool = True) -> "RunSamples":
+def comparison_side(path: str, *, cache: bool = True) -> "RunSamples":
     """Return a run or a saved report as a side of a comparison. Raises InputError where it is neither."""
     from tracekit.regression.comparison import RunSamples
     from tracekit.regression.samples import samples
@@ -94,7 +94,7 @@ def side(path: str, *, cache: bool = True) -> "RunSamples":
 
     if json.is_report(Path(path)):
         return json.read(Path(path))
-    run = opened(path, cache=cache)
+    run = open_run(path, cache=cache)
     with output.progress() as bar:
-        run.measure((samples,), bar.measured(len(run.sources)))
+        run.measure((samples,), bar.trace_callback(len(run.sources)))
     return RunSamples.of(run)

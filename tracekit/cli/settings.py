@@ -53,7 +53,7 @@ class Ignore:
 
 
 @dataclass(frozen=True)
-class Config:
+class CheckSettings:
     """What a check is set to. `fail_on` None fails on nothing; an empty `select` selects every rule."""
 
     path: str = ""
@@ -73,10 +73,10 @@ def resolve(
     fail_on: str | None = None,
     select: Iterable[str] = (),
     assignments: Iterable[str] = (),
-) -> Config:
+) -> CheckSettings:
     """Return the settings of a file, or of the nearest one, overridden by options of the command line."""
-    file = path or nearest(Path.cwd())
-    config = with_settings(read(file, catalog) if file else Config(), assignments, catalog)
+    file = path or find_file(Path.cwd())
+    config = with_settings(read(file, catalog) if file else CheckSettings(), assignments, catalog)
     selected = tuple(name.strip() for names in select for name in names.split(",") if name.strip())
     return replace(
         config,
@@ -85,7 +85,7 @@ def resolve(
     )
 
 
-def nearest(folder: Path) -> Path | None:
+def find_file(folder: Path) -> Path | None:
     """Return the settings file that counts in `folder`: the first found going up; tracekit.toml before pyproject.toml.
 
     A pyproject.toml without ``[tool.tracekit]`` is passed over.
@@ -99,7 +99,7 @@ def nearest(folder: Path) -> Path | None:
     return None
 
 
-def read(path: Path, catalog: Catalog) -> Config:
+def read(path: Path, catalog: Catalog) -> CheckSettings:
     """Return the settings in a file. Raises ConfigError naming file, key and what is expected there."""
     table = _parse(path)
     section = _section(path, table)
@@ -112,11 +112,11 @@ def parse_fail_on(text: str) -> Severity | None:
     """Return the severity from which findings fail a check; None for "never". Raises ConfigError."""
     names = {severity.label: severity for severity in Severity}
     if text != NEVER and text not in names:
-        raise ConfigError(f"{text!r} is no severity: {_one_of((NEVER, *names), text)}")
+        raise ConfigError(f"{text!r} is no severity: {_suggestion((NEVER, *names), text)}")
     return names.get(text)
 
 
-def with_settings(config: Config, settings: Iterable[str], catalog: Catalog) -> Config:
+def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catalog) -> CheckSettings:
     """Return `config` with settings such as ``COMM001.max_exposed_ratio=0.3`` laid over it. Raises ConfigError."""
     thresholds = {code: dict(fields) for code, fields in config.thresholds.items()}
     for setting in settings:
@@ -131,17 +131,17 @@ def with_settings(config: Config, settings: Iterable[str], catalog: Catalog) -> 
     return replace(config, thresholds=thresholds)
 
 
-def with_strict_budgets(config: Config) -> Config:
+def with_strict_budgets(config: CheckSettings) -> CheckSettings:
     """Return `config` with budgets that fail where they cannot be told."""
     return replace(config, budget=replace(config.budget, is_strict=True))
 
 
-def configured(config: Config, catalog: Catalog) -> tuple[Rule, ...]:
+def configured_rules(config: CheckSettings, catalog: Catalog) -> tuple[Rule, ...]:
     """Return the selected rules with their thresholds set. Raises ConfigError where a selection matches no rule."""
     for pattern in config.select:
-        if not any(_speaks_of(pattern, rule) for rule in catalog):
-            raise ConfigError(f"no rule is called {pattern!r}: {_one_of(_patterns(catalog), pattern)}")
-    chosen = [rule for rule in catalog if not config.select or any(_speaks_of(p, rule) for p in config.select)]
+        if not any(_matches(pattern, rule) for rule in catalog):
+            raise ConfigError(f"no rule is called {pattern!r}: {_suggestion(_patterns(catalog), pattern)}")
+    chosen = [rule for rule in catalog if not config.select or any(_matches(p, rule) for p in config.select)]
     return tuple(rule(**config.thresholds.get(rule.code, {})) for rule in chosen)
 
 
@@ -151,7 +151,7 @@ def find_rule(name: str, catalog: Catalog) -> type[Rule]:
     return _rule(code if any(code == rule.code for rule in catalog) else name, catalog)
 
 
-def set_aside(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date) -> Report:
+def apply_ignores(report: Report, ignores: Sequence[Ignore], catalog: Catalog, *, today: date) -> Report:
     """Return the report with what the settings ignore moved out of its findings, and notes that say so.
 
     An ignore whose time has passed is said aloud too, and ignores nothing.
@@ -176,7 +176,7 @@ def ignore_for(finding: Finding, ignores: Iterable[Ignore], catalog: Catalog, *,
     """Return what says to ignore a finding, None where nothing does or its time has passed."""
     rules = {rule.code: rule for rule in catalog}
     for ignore in ignores:
-        named = ignore.code == finding.id or (finding.code in rules and _speaks_of(ignore.code, rules[finding.code]))
+        named = ignore.code == finding.id or (finding.code in rules and _matches(ignore.code, rules[finding.code]))
         if named and not is_expired(ignore, today):
             return ignore
     return None
@@ -198,7 +198,7 @@ class _Reader:
     path: Path
     catalog: Catalog
 
-    def config(self, table: Mapping[str, object]) -> Config:
+    def config(self, table: Mapping[str, object]) -> CheckSettings:
         known: dict[str, Callable[[object], object]] = {
             "fail_on": self._fail_on,
             "select": self._select,
@@ -209,11 +209,11 @@ class _Reader:
         }
         for key in table:
             if key not in known:
-                raise ConfigError(f"{self.path}: {key} is no setting: {_one_of(known, key)}")
+                raise ConfigError(f"{self.path}: {key} is no setting: {_suggestion(known, key)}")
         found = {key: known[key](value) for key, value in table.items()}
         if "rules" in found:
             found["thresholds"] = found.pop("rules")
-        return Config(path=str(self.path), **found)  # type: ignore[arg-type]  # each reader returns its field's type
+        return CheckSettings(path=str(self.path), **found)  # type: ignore[arg-type]  # each reader returns its field's type
 
     def _fail_on(self, value: object) -> Severity | None:
         try:
@@ -239,7 +239,7 @@ class _Reader:
             raise ConfigError(f'{self.path}: {key}: expected {{code = "…", reason = "…"}}, not {value!r}')
         for name in value:
             if name not in names:
-                raise ConfigError(f"{self.path}: {key}: {name} is no key of an ignore: {_one_of(names, name)}")
+                raise ConfigError(f"{self.path}: {key}: {name} is no key of an ignore: {_suggestion(names, name)}")
         for name in ("code", "reason"):
             if not isinstance(value.get(name), str) or not value[name].strip():
                 raise ConfigError(f"{self.path}: {key}: {name} is required, as text that is not empty")
@@ -252,7 +252,7 @@ class _Reader:
             raise ConfigError(f"{self.path}: baseline: expected a table of {', '.join(names)}, not {value!r}")
         for key in value:
             if key not in names:
-                raise ConfigError(f"{self.path}: baseline: {key} is no setting: {_one_of(names, key)}")
+                raise ConfigError(f"{self.path}: baseline: {key} is no setting: {_suggestion(names, key)}")
         given = dict(value)
         if "metrics" in given:
             given["metrics"] = self._metrics(given["metrics"])
@@ -303,8 +303,8 @@ class _Reader:
         return thresholds
 
     def _known(self, pattern: str, key: str, whole: str = "") -> None:
-        if not any(_speaks_of(name, rule) for name in {pattern, whole or pattern} for rule in self.catalog):
-            names = _one_of(_patterns(self.catalog), pattern)
+        if not any(_matches(name, rule) for name in {pattern, whole or pattern} for rule in self.catalog):
+            names = _suggestion(_patterns(self.catalog), pattern)
             raise ConfigError(f"{self.path}: {key}: no rule is called {whole or pattern!r}: {names}")
 
 
@@ -327,7 +327,7 @@ def _section(path: Path, table: Mapping[str, object]) -> Mapping[str, object] | 
     return section
 
 
-def _speaks_of(pattern: str, rule: type[Rule]) -> bool:
+def _matches(pattern: str, rule: type[Rule]) -> bool:
     return pattern in (rule.code, rule.name(), rule.code.rstrip("0123456789"))
 
 
@@ -345,9 +345,9 @@ def _rule(pattern: str, catalog: Catalog, where: str = "") -> type[Rule]:
         if pattern in (rule.code, rule.name()):
             return rule
     start = f"{where}{': ' * bool(where)}"
-    if family := [rule.code for rule in catalog if _speaks_of(pattern, rule)]:
+    if family := [rule.code for rule in catalog if _matches(pattern, rule)]:
         raise ConfigError(f"{start}{pattern} is a family of rules: name one of {', '.join(family)}")
-    raise ConfigError(f"{start}no rule is called {pattern!r}: {_one_of(_names(catalog), pattern)}")
+    raise ConfigError(f"{start}no rule is called {pattern!r}: {_suggestion(_names(catalog), pattern)}")
 
 
 def _field_type(rule: type[Rule], key: str, where: str) -> type:
@@ -355,7 +355,7 @@ def _field_type(rule: type[Rule], key: str, where: str) -> type:
     if not defaults:
         raise ConfigError(f"{where}: {rule.code} has no thresholds to set")
     if key not in defaults:
-        raise ConfigError(f"{where}: {key} is no threshold of {rule.code}: {_one_of(defaults, key)}")
+        raise ConfigError(f"{where}: {key} is no threshold of {rule.code}: {_suggestion(defaults, key)}")
     return type(defaults[key])
 
 
@@ -385,7 +385,7 @@ _MOST_LISTED = 12  # only of rules are there more
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
-def _one_of(names: Iterable[str], given: str) -> str:
+def _suggestion(names: Iterable[str], given: str) -> str:
     known = list(names)
     close = difflib.get_close_matches(given, known, n=1) or [name for name in known if name.lower() == given.lower()]
     if close:

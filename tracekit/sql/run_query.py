@@ -34,9 +34,9 @@ MEMORY_BYTES = 4 << 30
 _GRACE_S = 1.0
 _RESERVED = re.compile(r'(?i)(?<!")\b(window|group)\b(?!"|\s+by\b)')
 _PROGRAM = Path(__file__).with_name("sandbox.py")
-_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
+_PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
 
-_PLACE = (
+_RANK_COLUMNS = (
     Column("window", pl.Int64(), "", "Profiled window of the run, from 0."),
     Column("rank", pl.Int64(), "", "Global rank of the process."),
 )
@@ -64,31 +64,31 @@ BREAKDOWN = Table(
     ),
 )
 
-_OF_SNAPSHOTS = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
+_SNAPSHOT_NAMES = {name: f"snapshot_{name}" for name in schema.SNAPSHOT_TABLES}
 TABLES: Mapping[str, Table] = {
-    **{t.name: replace(t, columns=(*_PLACE, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
+    **{t.name: replace(t, columns=(*_RANK_COLUMNS, *t.columns)) for t in (*schema.TABLES.values(), BREAKDOWN)},
     **{t.name: t for t in (OFFSETS, collective_instances.INSTANCES, collective_instances.WAITS, RUN_DATA_QUALITY)},
     **{
-        name: replace(t, name=name, columns=(*_PLACE, *t.columns))
-        for name, t in zip(_OF_SNAPSHOTS.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
+        name: replace(t, name=name, columns=(*_RANK_COLUMNS, *t.columns))
+        for name, t in zip(_SNAPSHOT_NAMES.values(), schema.SNAPSHOT_TABLES.values(), strict=True)
     },
 }
 """Every table that a query can name, with its columns as a query sees them."""
 
-_MEASURED: dict[str, RunFact] = {
+_DERIVED: dict[str, RunFact] = {
     "data_quality": lambda run: run.table(trace_quality.data_quality),
     BREAKDOWN.name: lambda run: run.table(breakdown.by_step),
     OFFSETS.name: lambda run: run.offsets,
     collective_instances.INSTANCES.name: lambda run: run.run_table(collective_instances.instances),
     collective_instances.WAITS.name: lambda run: run.run_table(collective_instances.waits),
     RUN_DATA_QUALITY.name: lambda run: pl.concat([run.data_quality, alignment.data_quality(run)]),
-    **{told: run_snapshots.table(name) for name, told in _OF_SNAPSHOTS.items()},
+    **{told: run_snapshots.table(name) for name, told in _SNAPSHOT_NAMES.items()},
 }
 """Tables that are measured rather than read, and how."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class DerivedTable:
     """A table of another distribution, named by the entry point group ``tracekit.tables``: what it is, and of a run."""
 
     table: Table
@@ -100,13 +100,13 @@ def tables() -> Mapping[str, Table]:
 
     Raises InputError where one of those has the name of another table.
     """
-    return {**TABLES, **{name: told.table for name, told in _of_others().items()}}
+    return {**TABLES, **{name: told.table for name, told in _plugin_tables().items()}}
 
 
-def _of_others() -> dict[str, Measured]:
-    found: dict[str, Measured] = {}
+def _plugin_tables() -> dict[str, DerivedTable]:
+    found: dict[str, DerivedTable] = {}
     for point in entry_points(group="tracekit.tables"):
-        told: Measured = point.load()
+        told: DerivedTable = point.load()
         name = told.table.name
         if name in TABLES or name in found:
             raise InputError(f"{point.value}: another table is called {name} already; remove one of the two packages")
@@ -128,13 +128,13 @@ def query(
     tables that `sql` names are put together. Raises InputError if `sql` is not one SELECT, names what isn't there,
     fails, or needs more time or memory than allowed; the result itself counts as memory.
     """
-    with asked(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as question:
-        return question.of(run)
+    with open_query(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows) as question:
+        return question.run(run)
 
 
 def check(sql: str) -> None:
     """Raise InputError if `sql` is not one SELECT over TABLES and their columns. Needs no run, so it costs no time."""
-    with asked(sql):
+    with open_query(sql):
         pass
 
 
@@ -143,15 +143,15 @@ def find_table(name: str) -> Table:
     known = tables()
     if name.lower() in known:
         return known[name.lower()]
-    raise InputError(f"{name}: no such table{_near(name, list(known))}; the tables are {', '.join(known)}")
+    raise InputError(f"{name}: no such table{_suggestion(name, list(known))}; the tables are {', '.join(known)}")
 
 
 @contextlib.contextmanager
-def asked(
+def open_query(
     sql: str, *, timeout_s: float = TIMEOUT_S, memory_bytes: int = MEMORY_BYTES, max_rows: int | None = None
-) -> Iterator["Question"]:
+) -> Iterator["SandboxedQuery"]:
     """Give a checked query, before any trace is read. Raises InputError as `query` does."""
-    question = Question(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows)
+    question = SandboxedQuery(sql, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=max_rows)
     try:
         question.check()
         yield question
@@ -159,7 +159,7 @@ def asked(
         question.close()
 
 
-class Question:
+class SandboxedQuery:
     """A query in its process: `tracekit.sql.sandbox` tells how the two talk."""
 
     def __init__(self, sql: str, *, timeout_s: float, memory_bytes: int, max_rows: int | None) -> None:
@@ -173,35 +173,35 @@ class Question:
             cwd="/",
             env=_environment(),
         )
-        self._is_late = False
-        self._named: list[str] = []
+        self._is_timed_out = False
+        self._table_names: list[str] = []
         self._tables = tables()
 
     def check(self) -> None:
         """Find out which tables the query names. Raises InputError where it cannot be asked."""
         limits = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes, "max_rows": self._max_rows}
-        with self._in_time():
+        with self._deadline():
             empty = [table.empty() for table in self._tables.values()]
             self._send({"sql": self._sql, "tables": list(self._tables), **limits}, empty)
-            self._named = self._line()["named"]
+            self._table_names = self._read_line()["named"]
 
-    def of(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
+    def run(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> pl.DataFrame:
         """Return what the query finds in a run."""
-        return self.answer(self.gather(run, on_progress))
+        return self.execute(self.collect_tables(run, on_progress))
 
-    def gather(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, pl.DataFrame]:
+    def collect_tables(self, run: Run, on_progress: Callable[[Source], None] | None = None) -> dict[str, pl.DataFrame]:
         """Return the tables of a run that the query names: all that it needs of the run."""
-        return dict(_frames(run, self._named, on_progress))
+        return dict(_frames(run, self._table_names, on_progress))
 
-    def answer(self, tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    def execute(self, tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
         """Return what the query finds in these tables."""
         self._send({"tables": list(tables)}, tables.values())
-        with self._in_time():
-            self._line()
-            with self._told(), pa.ipc.open_stream(self._stdout) as stream:
+        with self._deadline():
+            self._read_line()
+            with self._explain_exit(), pa.ipc.open_stream(self._stdout) as stream:
                 found = stream.read_all()
-            self._line()
-        rows = _narrowed(_readable(found))
+            self._read_line()
+        rows = _narrow_integers(_to_polars(found))
         return rows if self._max_rows is None else rows.head(self._max_rows)
 
     def close(self) -> None:
@@ -217,11 +217,11 @@ class Question:
         return cast("BinaryIO", self._process.stdout)
 
     @contextlib.contextmanager
-    def _in_time(self) -> Iterator[None]:
+    def _deadline(self) -> Iterator[None]:
         """End the process where it did not end the query in time itself."""
 
         def stop() -> None:
-            self._is_late = True
+            self._is_timed_out = True
             self._process.kill()
 
         timer = threading.Timer(self._timeout_s + _GRACE_S, stop)
@@ -235,7 +235,7 @@ class Question:
 
     def _send(self, line: dict[str, Any], tables: Iterable[pl.DataFrame]) -> None:
         pipe = cast("BinaryIO", self._process.stdin)
-        with self._told():
+        with self._explain_exit():
             pipe.write(json.dumps(line).encode() + b"\n")
             for table in tables:
                 rows = table.to_arrow()
@@ -243,8 +243,8 @@ class Question:
                     stream.write_table(rows)
             pipe.flush()
 
-    def _line(self) -> dict[str, Any]:
-        with self._told():
+    def _read_line(self) -> dict[str, Any]:
+        with self._explain_exit():
             line = self._stdout.readline()
             if not line:
                 raise EOFError
@@ -254,20 +254,20 @@ class Question:
         return told
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _explain_exit(self) -> Iterator[None]:
         """Say why the process no longer answers."""
         try:
             yield
         except (EOFError, OSError, pa.ArrowException):
             code = self._process.wait()
             is_killed = code in (-signal.SIGABRT, -signal.SIGKILL)  # how a process ends that gets no more memory
-            kind = sandbox.LATE if self._is_late else sandbox.MEMORY if is_killed else ""
+            kind = sandbox.TIMED_OUT if self._is_timed_out else sandbox.OUT_OF_MEMORY if is_killed else ""
             raise self._failure(kind, str(code)) from None
 
     def _failure(self, kind: str, message: str) -> InputError:
-        if kind == sandbox.LATE:
+        if kind == sandbox.TIMED_OUT:
             return InputError(f"query: stopped after {self._timeout_s:g} s; ask for less, or allow more with --timeout")
-        if kind == sandbox.MEMORY:
+        if kind == sandbox.OUT_OF_MEMORY:
             limit = f"{self._memory_bytes / 2**30:.3g} GiB"
             return InputError(f"query: needs more than {limit}; ask for less, or allow more with --memory")
         if kind == sandbox.REFUSED:
@@ -276,12 +276,12 @@ class Question:
             return InputError(
                 f"query: its process ended with exit code {message}, which is no answer; write the query another way"
             )
-        return InputError(_explained(kind, message, self._sql, self._tables))
+        return InputError(_explain_error(kind, message, self._sql, self._tables))
 
 
 def _environment() -> dict[str, str]:
     """Return the variables that the process gets: where its modules are, and nothing that a query could tell."""
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     places = [os.path.abspath(place) for place in sys.path]  # noqa: PTH100 '' is the current folder
     return kept | {"PYTHONPATH": os.pathsep.join(places), "MALLOC_ARENA_MAX": "2"}
 
@@ -290,8 +290,8 @@ def _frames(
     run: Run, named: Sequence[str], on_progress: Callable[[Source], None] | None
 ) -> Iterator[tuple[str, pl.DataFrame]]:
     """Yield the tables named, put together in one pass over the traces."""
-    others = _of_others()
-    measured = _MEASURED | {name: told.measure for name, told in others.items()}
+    others = _plugin_tables()
+    measured = _DERIVED | {name: told.measure for name, told in others.items()}
     parts: dict[str, list[pl.DataFrame]] = {name: [] for name in named if name not in measured}
     sources = {(source.window, source.rank): source for source in run.sources}
     if parts:
@@ -309,7 +309,7 @@ def _frames(
             yield name, others[name].table.conform(found) if name in others else found
 
 
-def _readable(found: pa.Table) -> pl.DataFrame:
+def _to_polars(found: pa.Table) -> pl.DataFrame:
     """Return rows as a frame; of columns with one name the later are numbered."""
     columns: dict[str, pl.Series] = {}
     for name, values in zip(found.column_names, found.columns, strict=True):
@@ -321,7 +321,7 @@ def _readable(found: pa.Table) -> pl.DataFrame:
     return pl.DataFrame(list(columns.values()))
 
 
-def _narrowed(found: pl.DataFrame) -> pl.DataFrame:
+def _narrow_integers(found: pl.DataFrame) -> pl.DataFrame:
     """Return whole numbers as Int64 where they fit: DuckDB adds them up in 128 bits, which few programs read."""
     whole = [name for name, dtype in found.schema.items() if isinstance(dtype, pl.Decimal) and not dtype.scale]
     whole += [name for name, dtype in found.schema.items() if dtype == pl.Int128]
@@ -330,13 +330,13 @@ def _narrowed(found: pl.DataFrame) -> pl.DataFrame:
     return narrow.with_columns(found[name] for name in wide)
 
 
-def _explained(kind: str, told: str, sql: str, known: Mapping[str, Table]) -> str:
+def _explain_error(kind: str, told: str, sql: str, known: Mapping[str, Table]) -> str:
     """Return DuckDB's complaint on one line, with what to try next."""
     first = " ".join(re.split(r"\n\n|\nCandidate|\n?Did you mean", told)[0].split())
     reason = re.sub(r"^\w+(?: \w+)* Error: ", "", first).rstrip("!")
     table = re.search(r"Table with name (\S+) does not exist", told)
     if table:
-        return f"query: no table {table[1]}{_near(table[1], list(known))}; the tables are {', '.join(known)}"
+        return f"query: no table {table[1]}{_suggestion(table[1], list(known))}; the tables are {', '.join(known)}"
     if kind == "ParserException" and _RESERVED.search(sql):
         return f'query: {reason}; in SQL the columns window and group need double quotes: "window", "group"'
     near = re.search(r"(?:Candidate bindings:|Did you mean) (.+?)\??(?:\n|$)", told)
@@ -344,10 +344,10 @@ def _explained(kind: str, told: str, sql: str, known: Mapping[str, Table]) -> st
         return f"query: {reason}; did you mean {near[1]}? tracekit schema lists tables and columns"
     column = re.search(r'column named "(\w+)"', told)
     columns = sorted({column.name for table in known.values() for column in table.columns})
-    hint = _near(column[1], columns) if column else ""
+    hint = _suggestion(column[1], columns) if column else ""
     return f"query: {reason}{hint}; tracekit schema lists tables and columns"
 
 
-def _near(name: str, known: list[str]) -> str:
+def _suggestion(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=2)
     return f", did you mean {' or '.join(close)}?" if close else ""

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import duckdb
 import pyarrow as pa
 
-REFUSED, LATE, MEMORY = "refused", "late", "memory"
+REFUSED, TIMED_OUT, OUT_OF_MEMORY = "refused", "late", "memory"
 _BATCH_ROWS = 10_000
 _THREADS = 4
 _HEADROOM_BYTES = 768 << 20
@@ -29,7 +29,7 @@ _MAX_FILES = 64
 _TABLE_FUNCTIONS = frozenset({"range", "generate_series", "unnest", "repeat", "json_each", "json_tree"})
 _FORBIDDEN_FUNCTIONS = frozenset({"current_setting", "getenv", "getvariable", "write_log", "pg_sleep", "sleep_ms"})
 _EXOTIC = re.compile(r"INTERVAL|BIGNUM|UNION|VARIANT|GEOMETRY")
-_SEAL = (
+_LOCKDOWN = (
     "SET enable_progress_bar = false",
     "SET python_enable_replacements = false",  # a name is a table, never a variable of ours
     "SET autoinstall_known_extensions = false",
@@ -54,31 +54,31 @@ def main() -> None:
         with connect(memory_bytes) as connection:
             known: list[str] = asked["tables"]
             _register(connection, known, source)
-            _bound(memory_bytes)
-            with _in_time(connection, asked["timeout_s"]):
-                statement, named = checked(connection, asked["sql"], known)
-            _tell(sink, {"named": named})
+            _limit_process(memory_bytes)
+            with _deadline(connection, asked["timeout_s"]):
+                statement, named = validated(connection, asked["sql"], known)
+            _send(sink, {"named": named})
             line = source.readline()
             if not line:
                 return
             _register(connection, json.loads(line)["tables"], source)
-            _bound(memory_bytes)
-            with _in_time(connection, asked["timeout_s"]):
+            _limit_process(memory_bytes)
+            with _deadline(connection, asked["timeout_s"]):
                 _answer(connection, statement, sink, memory_bytes=memory_bytes, max_rows=asked["max_rows"])
     except (RefusedError, TimeoutError, MemoryError, duckdb.Error, pa.ArrowException, OSError) as error:
-        _tell(sink, {"error": {"kind": _kind(error), "message": str(error)}})
+        _send(sink, {"error": {"kind": _kind(error), "message": str(error)}})
 
 
 @contextlib.contextmanager
 def connect(memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
     """Give a DuckDB that can reach nothing but what is registered with it."""
     with duckdb.connect(":memory:", config={"threads": _THREADS}) as connection:
-        for setting in (f"SET memory_limit = '{max(memory_bytes >> 20, 1)}MiB'", *_SEAL):
+        for setting in (f"SET memory_limit = '{max(memory_bytes >> 20, 1)}MiB'", *_LOCKDOWN):
             connection.execute(setting)
         yield connection
 
 
-def checked(connection: duckdb.DuckDBPyConnection, sql: str, known: Sequence[str]) -> tuple[str, list[str]]:
+def validated(connection: duckdb.DuckDBPyConnection, sql: str, known: Sequence[str]) -> tuple[str, list[str]]:
     """Return the one SELECT that `sql` is and which of the `known` tables it may read.
 
     Raises RefusedError or duckdb.Error where it is anything else, or names what is not there.
@@ -159,7 +159,7 @@ def _nodes(tree: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
 
 
 @contextlib.contextmanager
-def _in_time(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterator[None]:
+def _deadline(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterator[None]:
     """Interrupt what runs too long. Raises TimeoutError then."""
     late = threading.Event()
 
@@ -180,7 +180,7 @@ def _in_time(connection: duckdb.DuckDBPyConnection, timeout_s: float) -> Iterato
         timer.cancel()
 
 
-def _bound(memory_bytes: int) -> None:
+def _limit_process(memory_bytes: int) -> None:
     """Let this process grow by `memory_bytes` and some headroom, and write no file, whatever DuckDB may believe."""
     try:
         import resource
@@ -204,10 +204,10 @@ def _kind(error: Exception) -> str:
     if isinstance(error, RefusedError):
         return REFUSED
     if isinstance(error, TimeoutError):
-        return LATE
+        return TIMED_OUT
     told = str(error).lower()
     if isinstance(error, MemoryError) or "out of memory" in told or "bad_alloc" in told or "malloc of size" in told:
-        return MEMORY
+        return OUT_OF_MEMORY
     return type(error).__name__
 
 
@@ -224,10 +224,10 @@ def _answer(
     connection: duckdb.DuckDBPyConnection, statement: str, sink: BinaryIO, *, memory_bytes: int, max_rows: int | None
 ) -> None:
     # A relation streams; what execute() returns lies whole in memory already.
-    relation = _plain(connection, connection.sql(statement), statement)
+    relation = _as_plain_types(connection, connection.sql(statement), statement)
     to_reader = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader  # its name before DuckDB 1.4
     batches = to_reader(_BATCH_ROWS)
-    _tell(sink, {"rows": True})
+    _send(sink, {"rows": True})
     size_bytes = rows = 0
     error: Exception | None = None
     with pa.ipc.new_stream(sink, batches.schema) as out:
@@ -246,10 +246,10 @@ def _answer(
             error = raised  # once the stream is closed, so that its reader finds the line after it
     if error is not None:
         raise error
-    _tell(sink, {"done": True})
+    _send(sink, {"done": True})
 
 
-def _plain(
+def _as_plain_types(
     connection: duckdb.DuckDBPyConnection, relation: duckdb.DuckDBPyRelation, statement: str
 ) -> duckdb.DuckDBPyRelation:
     """Return the rows with those columns as text whose types other programs don't know."""
@@ -264,7 +264,7 @@ def _plain(
     return connection.sql(f"SELECT {', '.join(shown)} FROM ({statement}\n) AS t({', '.join(places)})")  # noqa: S608
 
 
-def _tell(sink: BinaryIO, what: dict[str, Any]) -> None:
+def _send(sink: BinaryIO, what: dict[str, Any]) -> None:
     sink.write(json.dumps(what).encode() + b"\n")
     sink.flush()
 

@@ -67,12 +67,12 @@ def judge(recording: TraceRun, budget: TraceBudget, test: str, *, settings_from:
 
 def _gate(run: Run, asked: TraceBudget, folder: Path) -> CheckResult:
     catalog = all_rules()
-    file = settings.nearest(folder)
-    settled = settings.read(file, catalog) if file else settings.Config()
+    file = settings.find_file(folder)
+    settled = settings.read(file, catalog) if file else settings.CheckSettings()
     facts = (samples, *judgement.facts(asked.budgets, with_baseline=False))
-    report = engine.check(run, settings.configured(settled, catalog), facts=facts)
+    report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
     today = datetime.datetime.now(datetime.UTC).date()
-    report = settings.set_aside(report, settled.ignore, catalog, today=today)
+    report = settings.apply_ignores(report, settled.ignore, catalog, today=today)
     return judgement.judge(report, asked.fail_on, budgets=asked.budgets)
 
 

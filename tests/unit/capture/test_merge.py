@@ -21,7 +21,7 @@ def part(folder: Path, rank: int, training: str = "one") -> Path:
 
 def test_parts_from_nodes_become_one_run(tmp_path: Path) -> None:
     parts = [part(tmp_path / f"node{rank}", rank) for rank in (0, 1)]
-    assert merge.gather(tmp_path / "run", parts) == 8
+    assert merge.merge_parts(tmp_path / "run", parts) == 8
     found = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*.gz"))
     assert found == [
         "rank00000.pt.trace.json.gz",
@@ -37,7 +37,7 @@ def test_a_trace_that_waits_to_be_compressed_is_taken_too(tmp_path: Path) -> Non
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "rank00003.window002.json").write_text(json.dumps({"traceEvents": []}))
     (tmp_path / "scratch" / "rank00003.window003.json.partial").write_text('{"traceEv')
-    assert merge.gather(tmp_path / "run", [tmp_path / "scratch"]) == 1
+    assert merge.merge_parts(tmp_path / "run", [tmp_path / "scratch"]) == 1
     with gzip.open(tmp_path / "run" / "window002" / "rank00003.pt.trace.json.gz", "rt") as trace:
         assert json.load(trace) == {"traceEvents": []}
     assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["rank00003.window003.json.partial"]
@@ -54,7 +54,7 @@ def test_parts_that_do_not_fit_are_left_where_they_are(
     elif trouble != "no folder":
         part(second, 0 if trouble == "the same rank" else 1, "two" if trouble == "another training" else "one")
     before = sorted(tmp_path.rglob("*"))
-    code = command.gather([str(tmp_path / "run"), str(first), str(second)], program="tracekit gather")
+    code = command.merge_run([str(tmp_path / "run"), str(first), str(second)], program="tracekit merge")
     assert code == 2
     said = capsys.readouterr().err
     assert said.startswith("tracekit: ")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracekit.cli.watch import outliers
-from tracekit.cli.watch.outliers import Curve, Usual, Verdict
+from tracekit.cli.watch.outliers import DownsampledCurve, OutlierDetector, Verdict
 
-LEAST_RISE = math.log(1.2)
+MIN_RISE = math.log(1.2)
 STEPS = 6000
 FULL_WINDOW_SHARE = 4 / (outliers.WINDOW + 1)
 
@@ -28,10 +28,10 @@ NOISES = {
 
 
 def alarms(values, seen=None):
-    seen = seen or Usual()
+    seen = seen or OutlierDetector()
     found = []
     for number, value in enumerate(values):
-        if seen.judge(value, LEAST_RISE) is Verdict.OUT_OF_LINE:
+        if seen.judge(value, MIN_RISE) is Verdict.OUTLIER:
             found.append(number)
         seen.add(value)
     return found
@@ -67,8 +67,8 @@ def test_steady_steps_may_differ_by_a_fifth() -> None:
 
 
 def test_too_few_values_put_nothing_out_of_line() -> None:
-    assert alarms([0.0] * (outliers.LEAST_COUNT - 1) + [9.0]) == []
-    assert alarms([0.0] * outliers.LEAST_COUNT + [9.0]) == [outliers.LEAST_COUNT]
+    assert alarms([0.0] * (outliers.MIN_VALUES - 1) + [9.0]) == []
+    assert alarms([0.0] * outliers.MIN_VALUES + [9.0]) == [outliers.MIN_VALUES]
 
 
 def test_steps_that_get_slower_for_good_are_not_told_for_good() -> None:
@@ -81,7 +81,7 @@ def test_steps_that_get_slower_for_good_are_not_told_for_good() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
 def test_median_and_spread_are_those_of_the_last_values(values: list[float]) -> None:
-    seen = Usual()
+    seen = OutlierDetector()
     for value in values:
         seen.add(value)
     last = sorted(values[-outliers.WINDOW :])
@@ -94,7 +94,7 @@ def test_median_and_spread_are_those_of_the_last_values(values: list[float]) -> 
 
 
 def test_a_curve_of_any_length_keeps_its_shape_in_a_few_points() -> None:
-    curve = Curve(most=100)
+    curve = DownsampledCurve(most=100)
     for number in range(100_000):
         curve.add(number)
     assert 50 <= len(curve.values) <= 100

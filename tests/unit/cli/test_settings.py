@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import drawn_traces
 from tracekit.cli import settings as config
-from tracekit.cli.settings import Config, Ignore
+from tracekit.cli.settings import CheckSettings, Ignore
 from tracekit.errors import ConfigError
 from tracekit.model.run import Run
 from tracekit.rules.rule import Finding, Report, Rule, Severity
@@ -43,7 +43,7 @@ class ColdCache(Rule):
 CATALOG = (SlowStart, ColdCache)
 
 
-def read(folder: Path, text: str) -> Config:
+def read(folder: Path, text: str) -> CheckSettings:
     path = folder / config.FILE
     path.write_text(text)
     return config.read(path, CATALOG)
@@ -124,14 +124,14 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_nearest_file_counts_and_projects_without_a_section_are_passed_over(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
-    assert config.nearest(inner) is None or tmp_path not in config.nearest(inner).parents
+    assert config.find_file(inner) is None or tmp_path not in config.find_file(inner).parents
     (tmp_path / "pyproject.toml").write_text('[tool.tracekit]\nfail_on = "info"\n')
     (tmp_path / "a" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
-    found = config.nearest(inner)
+    found = config.find_file(inner)
     assert found == tmp_path / "pyproject.toml"
     assert config.read(found, CATALOG).fail_on is Severity.INFO
     (tmp_path / "tracekit.toml").write_text('fail_on = "never"\n')
-    found = config.nearest(inner)
+    found = config.find_file(inner)
     assert found == tmp_path / "tracekit.toml"
     assert config.read(found, CATALOG).fail_on is None
 
@@ -145,7 +145,7 @@ def test_a_named_pyproject_without_a_section_is_refused(tmp_path: Path) -> None:
 def test_settings_given_by_hand_win_over_the_file(tmp_path: Path) -> None:
     settings = read(tmp_path, "[rules.BOOT001]\nmax_start_ratio = 0.5\nmin_steps = 7")
     settings = config.with_settings(settings, ["slow-start.max_start_ratio=0.1", "BOOT001.strict=true"], CATALOG)
-    (rule, _) = config.configured(settings, CATALOG)
+    (rule, _) = config.configured_rules(settings, CATALOG)
     assert rule == SlowStart(max_start_ratio=0.1, min_steps=7, strict=True)
 
 
@@ -163,7 +163,7 @@ def test_settings_given_by_hand_win_over_the_file(tmp_path: Path) -> None:
 )
 def test_settings_given_by_hand_are_checked_too(setting: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.with_settings(Config(), [setting], CATALOG)
+        config.with_settings(CheckSettings(), [setting], CATALOG)
     assert str(caught.value).startswith(f"--set {setting}: ")
     assert expected in str(caught.value)
 
@@ -178,12 +178,12 @@ def test_settings_given_by_hand_are_checked_too(setting: str, expected: str) -> 
     ],
 )
 def test_rules_are_selected_by_code_name_and_family(select: tuple[str, ...], codes: list[str]) -> None:
-    assert [rule.code for rule in config.configured(Config(select=select), CATALOG)] == codes
+    assert [rule.code for rule in config.configured_rules(CheckSettings(select=select), CATALOG)] == codes
 
 
 def test_a_selection_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean cold-cache"):
-        config.configured(Config(select=("cold-cash",)), CATALOG)
+        config.configured_rules(CheckSettings(select=("cold-cash",)), CATALOG)
 
 
 @pytest.mark.parametrize("code", ["BOOT001", "slow-start", "BOOT", "BOOT001-5feceb66"])
@@ -208,7 +208,7 @@ def test_what_is_ignored_leaves_the_findings_and_is_said_aloud() -> None:
     report = Report(run=drawn_traces.run(), findings=(slow, cold), notes=("n",), inputs=(), tool_version="0")
     ignores = [Ignore("slow-start", "known", date(2027, 1, 31)), Ignore("BOOT002", "so it is", date(2025, 1, 1))]
 
-    told = config.set_aside(report, ignores, CATALOG, today=date(2026, 1, 1))
+    told = config.apply_ignores(report, ignores, CATALOG, today=date(2026, 1, 1))
 
     assert told.findings == (cold,)
     assert [(each.finding, each.reason, each.until) for each in told.ignored] == [(slow, "known", date(2027, 1, 31))]

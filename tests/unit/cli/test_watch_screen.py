@@ -20,12 +20,12 @@ NASTY = "\x1b[2J\x1b]0;owned\x07[bold red]x[/]\u202e\r\n"
 def watch(folder: Path, now_s: float = NOW_S) -> Watch:
     made = Watch(folder)
     made.poll(now_s)
-    made.settle_rest()
+    made.judge_pending()
     return made
 
 
 def text(folder: Path, *, width: int = 100, now_s: float = NOW_S) -> str:
-    return screen.as_text(watch(folder, now_s).picture(now_s), width=width)
+    return screen.as_text(watch(folder, now_s).state(now_s), width=width)
 
 
 def eventful(folder: Path) -> Path:
@@ -67,7 +67,7 @@ def test_a_thousand_ranks_stay_one_screen(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, *ranks, live=True)
     sample_logs.manifest(tmp_path, world_size=1000)
     now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime + 100
-    picture = watch(tmp_path, now_s).picture(now_s)
+    picture = watch(tmp_path, now_s).state(now_s)
     console = Console(file=io.StringIO(), width=80, height=24)
     console.print(screen.screen(picture, height=24))
     told = console.file.getvalue()
@@ -81,7 +81,7 @@ def test_a_short_terminal_gets_the_last_steps_out_of_line_and_their_number(tmp_p
     lines = steady(1000)
     for n in range(8):
         lines[200 + 100 * n] = line(200 + 100 * n, ms=300)
-    picture = watch(sample_logs.write(tmp_path, lines)).picture(NOW_S)
+    picture = watch(sample_logs.write(tmp_path, lines)).state(NOW_S)
     console = Console(file=io.StringIO(), width=100)
     console.print(screen.screen(picture, height=14))
     told = console.file.getvalue()
@@ -98,10 +98,10 @@ def test_names_can_do_nothing_to_the_terminal(tmp_path: Path) -> None:
     sample_logs.save(tmp_path / "[red]run[bold]", step=41, ms=200, name=NASTY)
     sample_logs.manifest(tmp_path / "[red]run[bold]", strategy=NASTY)
     made = watch(tmp_path / "[red]run[bold]")
-    (found,) = made.take_news()
-    picture = made.picture(NOW_S)
-    told = [screen.as_text(picture, width=200), screen.line(picture), screen.event(found)]
-    told += [screen.state_json(picture), screen.event_json(found)]
+    (found,) = made.take_new_outliers()
+    picture = made.state(NOW_S)
+    told = [screen.as_text(picture, width=200), screen.state_line(picture), screen.outlier_line(found)]
+    told += [screen.state_json(picture), screen.outlier_json(found)]
     for each in told:
         assert not [c for c in each if unicodedata.category(c) in ("Cc", "Cf") and c != "\n"]
     assert "[red]run[bold]" in told[0]
@@ -114,11 +114,11 @@ def test_json_has_no_numbers_that_json_does_not_know(tmp_path: Path) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    state = json.loads(screen.state_json(made.picture(NOW_S)), parse_constant=refuse)
-    assert (state["schema"], state["kind"], state["steps_done"]) == ("tracekit.watch/1", "state", 80)
-    assert state["out_of_line"][0]["coincided"][0]["what"] == "save"
-    for found in made.take_news():
-        assert json.loads(screen.event_json(found), parse_constant=refuse)["kind"] == "out_of_line"
+    state = json.loads(screen.state_json(made.state(NOW_S)), parse_constant=refuse)
+    assert (state["schema"], state["kind"], state["steps_done"]) == ("tracekit.watch/2", "state", 80)
+    assert state["outliers"][0]["events"][0]["kind"] == "save"
+    for found in made.take_new_outliers():
+        assert json.loads(screen.outlier_json(found), parse_constant=refuse)["kind"] == "outlier"
 
 
 @pytest.mark.parametrize(

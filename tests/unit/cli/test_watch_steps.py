@@ -10,22 +10,22 @@ import pytest
 from tests.support import sample_logs
 from tests.support.sample_logs import line, steady
 from tracekit.cli.watch.run_watch import Watch
-from tracekit.cli.watch.snapshot import Happened, OutOfLine, Picture
 from tracekit.cli.watch.steps import GRACE_S
+from tracekit.cli.watch.training_state import EventKind, OutlierStep, Symptom, TrainingState
 
 ROOT = Path(__file__).parents[3]
 NOW_S = 2e9  # later than any file is
 
 
-def seen(folder: Path, now_s: float = NOW_S) -> Picture:
+def seen(folder: Path, now_s: float = NOW_S) -> TrainingState:
     watch = Watch(folder)
     watch.poll(now_s)
-    watch.settle_rest()
-    return watch.picture(now_s)
+    watch.judge_pending()
+    return watch.state(now_s)
 
 
-def only(picture: Picture) -> OutOfLine:
-    (found,) = picture.out_of_line
+def only(picture: TrainingState) -> OutlierStep:
+    (found,) = picture.outliers
     return found
 
 
@@ -34,8 +34,8 @@ def slow(lines: list[dict[str, object]], step: int, *, ms: float = 300, **more: 
     return lines
 
 
-def whats(found: OutOfLine) -> list[Happened]:
-    return [coincidence.what for coincidence in found.coincided]
+def whats(found: OutlierStep) -> list[EventKind]:
+    return [coincidence.kind for coincidence in found.events]
 
 
 # Slow steps ----------------------------------------------------------------------------------------------------------
@@ -43,9 +43,9 @@ def whats(found: OutOfLine) -> list[Happened]:
 
 def test_a_slow_step_is_told_with_what_is_usual(tmp_path: Path) -> None:
     found = only(seen(sample_logs.write(tmp_path, slow(steady(60), 40))))
-    assert (found.what, found.step, found.last_step, found.step_time_ns) == (Happened.SLOW, 40, 40, 300e6)
-    assert found.usual_ns == pytest.approx(100e6, rel=0.02)
-    assert found.coincided == ()
+    assert (found.symptom, found.step, found.last_step, found.step_time_ns) == (Symptom.SLOW, 40, 40, 300e6)
+    assert found.median_ns == pytest.approx(100e6, rel=0.02)
+    assert found.events == ()
 
 
 def test_a_step_that_is_slow_on_all_ranks_is_told_once(tmp_path: Path) -> None:
@@ -63,13 +63,13 @@ def test_a_single_late_rank_is_named(tmp_path: Path) -> None:
 
 def test_the_number_of_ranks_does_not_raise_the_number_of_alarms(tmp_path: Path) -> None:
     ranks = [steady(300, seed=rank, jitter=0.1) for rank in range(64)]
-    assert seen(sample_logs.write(tmp_path, *ranks)).out_of_line_count <= 2
+    assert seen(sample_logs.write(tmp_path, *ranks)).outlier_count <= 2
 
 
 def test_steps_of_the_warm_up_are_never_out_of_line(tmp_path: Path) -> None:
     lines = [line(n, ms=5000) for n in range(5)] + steady(60, first=5)
     picture = seen(sample_logs.write(tmp_path, lines))
-    assert picture.out_of_line_count == 0
+    assert picture.outlier_count == 0
     assert picture.median_step_ns == pytest.approx(100e6, rel=0.02)
 
 
@@ -85,13 +85,13 @@ def test_a_stretch_is_news_when_it_begins_and_when_it_ends(tmp_path: Path) -> No
     sample_logs.write(tmp_path, slow(steady(41), 40), live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
-    assert [(each.step, each.last_step) for each in watch.take_news()] == [(40, 40)]
+    assert [(each.step, each.last_step) for each in watch.take_new_outliers()] == [(40, 40)]
     sample_logs.append(tmp_path, [line(41, ms=320), line(42, ms=310)])
     watch.poll(NOW_S)
-    assert watch.take_news() == []
+    assert watch.take_new_outliers() == []
     sample_logs.append(tmp_path, steady(3, first=43))
     watch.poll(NOW_S)
-    assert [(each.step, each.last_step, each.step_time_ns) for each in watch.take_news()] == [(40, 42, 320e6)]
+    assert [(each.step, each.last_step, each.step_time_ns) for each in watch.take_new_outliers()] == [(40, 42, 320e6)]
 
 
 # What coincided ------------------------------------------------------------------------------------------------------
@@ -101,15 +101,15 @@ def test_a_stretch_is_news_when_it_begins_and_when_it_ends(tmp_path: Path) -> No
 def test_a_save_at_the_end_or_the_beginning_of_the_slow_step_is_told(tmp_path: Path, step: int) -> None:
     sample_logs.write(tmp_path, slow(steady(60), step))
     sample_logs.save(tmp_path, step=40, ms=200)
-    (coincidence,) = only(seen(tmp_path)).coincided
-    assert (coincidence.what, coincidence.dur_ns, coincidence.name) == (Happened.SAVE, 200_000_000, "step-40")
+    (coincidence,) = only(seen(tmp_path)).events
+    assert (coincidence.kind, coincidence.dur_ns, coincidence.name) == (EventKind.SAVE, 200_000_000, "step-40")
 
 
 def test_a_save_in_the_background_is_told_as_long_as_it_lasts(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(slow(steady(80), 43), 60))
     sample_logs.save(tmp_path, step=40, ms=450, blocking=False)
-    first, second = seen(tmp_path).out_of_line
-    assert whats(first) == [Happened.BACKGROUND_SAVE]
+    first, second = seen(tmp_path).outliers
+    assert whats(first) == [EventKind.BACKGROUND_SAVE]
     assert whats(second) == []
 
 
@@ -120,18 +120,18 @@ def test_a_save_that_stops_the_training_and_goes_on_in_the_background_is_told_as
         sample_logs.save(tmp_path, step=40, ms=450, rank=rank, blocking=False, stage="complete")
     sample_logs.write(tmp_path, slow(slow(slow(steady(80), 40), 43), 60), steady(80, seed=1))
     picture = seen(tmp_path)
-    assert [whats(found) for found in picture.out_of_line] == [[Happened.SAVE], [Happened.BACKGROUND_SAVE], []]
+    assert [whats(found) for found in picture.outliers] == [[EventKind.SAVE], [EventKind.BACKGROUND_SAVE], []]
     assert picture.saves == 1
     assert picture.last_save is not None
     assert (picture.last_save.blocked_ns, picture.last_save.background_ns) == (151_000_000, 450_000_000)
 
 
-@pytest.mark.parametrize(("step", "what"), [(41, Happened.PROFILED), (44, Happened.TRACE_WRITTEN)])
-def test_a_profiled_window_and_the_writing_of_its_trace_are_told(tmp_path: Path, step: int, what: Happened) -> None:
+@pytest.mark.parametrize(("step", "what"), [(41, EventKind.PROFILED), (44, EventKind.TRACE_WRITTEN)])
+def test_a_profiled_window_and_the_writing_of_its_trace_are_told(tmp_path: Path, step: int, what: EventKind) -> None:
     sample_logs.write(tmp_path, slow(steady(60), step))
     sample_logs.manifest(tmp_path, windows=[{"window": 2, "first_step": 40, "steps": 4}])
-    (coincidence,) = only(seen(tmp_path)).coincided
-    assert (coincidence.what, coincidence.count) == (what, 2)
+    (coincidence,) = only(seen(tmp_path)).events
+    assert (coincidence.kind, coincidence.count) == (what, 2)
 
 
 def test_the_rank_that_waited_for_data_is_told_where_the_wait_makes_the_excess(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_the_rank_that_waited_for_data_is_told_where_the_wait_makes_the_excess(t
     for rank, lines in enumerate(ranks):
         slow(lines, 30, data_wait_ns=20e6)
         slow(lines, 40, data_wait_ns=190e6 if rank == 2 else 1e6)
-    first, second = seen(sample_logs.write(tmp_path, *ranks)).out_of_line
+    first, second = seen(sample_logs.write(tmp_path, *ranks)).outliers
     assert whats(first) == []
-    (coincidence,) = second.coincided
-    assert (coincidence.what, coincidence.rank, coincidence.dur_ns) == (Happened.DATA_WAIT, 2, 190e6)
+    (coincidence,) = second.events
+    assert (coincidence.kind, coincidence.rank, coincidence.dur_ns) == (EventKind.DATA_WAIT, 2, 190e6)
 
 
 def test_what_the_allocator_and_the_scaler_did_is_told(tmp_path: Path) -> None:
@@ -152,12 +152,12 @@ def test_what_the_allocator_and_the_scaler_did_is_told(tmp_path: Path) -> None:
         later |= {"num_alloc_retries": 5, "num_device_alloc": 11}
     picture = seen(sample_logs.write(tmp_path, lines))
     found = only(picture)
-    assert [(each.what, each.count) for each in found.coincided] == [
-        (Happened.RETRIES, 2),
-        (Happened.DEVICE_ALLOCS, 1),
-        (Happened.SKIPPED, None),
+    assert [(each.kind, each.count) for each in found.events] == [
+        (EventKind.RETRIES, 2),
+        (EventKind.DEVICE_ALLOCS, 1),
+        (EventKind.SKIPPED, None),
     ]
-    assert (picture.retries, picture.device_allocs, picture.skipped) == (5, 11, 1)
+    assert (picture.retries, picture.device_allocs, picture.skipped_updates) == (5, 11, 1)
 
 
 def test_a_window_is_told_though_its_trace_was_written_only_later(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_window_is_told_though_its_trace_was_written_only_later(tmp_path: Path
     watch.poll(NOW_S)
     sample_logs.manifest(tmp_path, windows=[{"window": 0, "first_step": 40, "steps": 4}])
     watch.poll(NOW_S)
-    assert whats(only(watch.picture(NOW_S))) == [Happened.PROFILED]
+    assert whats(only(watch.state(NOW_S))) == [EventKind.PROFILED]
 
 
 # Losses --------------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_is_told_once_with_its_ranks(tmp_path: Path) -
         ranks[1][step]["loss"] = float("nan")
     picture = seen(sample_logs.write(tmp_path, *ranks))
     found = only(picture)
-    assert (found.what, found.step, found.ranks) == (Happened.LOSS_NOT_FINITE, 40, (1,))
+    assert (found.symptom, found.step, found.ranks) == (Symptom.LOSS_NOT_FINITE, 40, (1,))
     assert picture.loss != picture.loss
 
 
@@ -188,7 +188,7 @@ def test_a_spike_of_the_loss_is_told_and_its_fall_is_not(tmp_path: Path) -> None
     lines[150]["loss"] = 9.0
     lines[170]["loss"] = 0.1
     found = only(seen(sample_logs.write(tmp_path, lines)))
-    assert (found.what, found.step, found.loss) == (Happened.LOSS_SPIKE, 150, 9.0)
+    assert (found.symptom, found.step, found.loss) == (Symptom.LOSS_SPIKE, 150, 9.0)
 
 
 # Ranks and logs ------------------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ def test_a_step_waits_for_the_ranks_that_have_not_told_of_it_but_not_for_long(tm
     sample_logs.write(tmp_path, slow(steady(60), 50), slow(steady(60, seed=1), 50)[:50], live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
-    assert watch.take_news() == []
+    assert watch.take_new_outliers() == []
     watch.poll(NOW_S + GRACE_S + 0.1)
-    assert [(each.step, each.rank_count) for each in watch.take_news()] == [(50, 1)]
+    assert [(each.step, each.rank_count) for each in watch.take_new_outliers()] == [(50, 1)]
 
 
 def test_ranks_behind_missing_or_standing_still_are_named(tmp_path: Path) -> None:
@@ -209,22 +209,22 @@ def test_ranks_behind_missing_or_standing_still_are_named(tmp_path: Path) -> Non
     now_s = sample_logs.path(tmp_path, live=True).stat().st_mtime
     watch = Watch(tmp_path)
     watch.poll(now_s + 1)
-    picture = watch.picture(now_s + 1)
-    assert (picture.slowest_rank, picture.lag_steps, picture.missing, picture.standing) == (2, 3, (3, 4), {})
-    picture = watch.picture(now_s + 60)
-    assert set(picture.standing) == {0, 1, 2}
-    assert picture.standing[0] == pytest.approx(60, abs=1)
+    picture = watch.state(now_s + 1)
+    assert (picture.slowest_rank, picture.lag_steps, picture.missing_ranks, picture.stalled_ranks) == (2, 3, (3, 4), {})
+    picture = watch.state(now_s + 60)
+    assert set(picture.stalled_ranks) == {0, 1, 2}
+    assert picture.stalled_ranks[0] == pytest.approx(60, abs=1)
 
 
 def test_a_log_that_grows_does_not_stand_still_though_its_server_has_another_clock(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, steady(30), live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
-    assert set(watch.picture(NOW_S).standing) == {0}
+    assert set(watch.state(NOW_S).stalled_ranks) == {0}
     sample_logs.append(tmp_path, steady(1, first=30))
     watch.poll(NOW_S + 1)
-    picture = watch.picture(NOW_S + 3)
-    assert (picture.standing, picture.quiet_s) == ({}, 2)
+    picture = watch.state(NOW_S + 3)
+    assert (picture.stalled_ranks, picture.quiet_s) == ({}, 2)
 
 
 def test_a_run_is_over_when_every_log_is_closed(tmp_path: Path) -> None:
@@ -236,18 +236,18 @@ def test_a_run_is_over_when_every_log_is_closed(tmp_path: Path) -> None:
         sample_logs.path(tmp_path, rank, live=True).rename(sample_logs.path(tmp_path, rank))
     watch.poll(NOW_S)
     assert watch.is_over
-    assert watch.picture(NOW_S).steps_done == 30
+    assert watch.state(NOW_S).steps_done == 30
 
 
 def test_a_log_that_is_replaced_makes_the_watch_begin_again(tmp_path: Path) -> None:
     sample_logs.write(tmp_path, slow(steady(60), 40), live=True)
     watch = Watch(tmp_path)
     watch.poll(NOW_S)
-    assert watch.picture(NOW_S).steps_done == 60
+    assert watch.state(NOW_S).steps_done == 60
     sample_logs.write(tmp_path, steady(30, seed=9), live=True)
     watch.poll(NOW_S)
-    picture = watch.picture(NOW_S)
-    assert (picture.steps_done, picture.out_of_line_count, watch.beginnings) == (30, 0, 2)
+    picture = watch.state(NOW_S)
+    assert (picture.steps_done, picture.outlier_count, watch.starts) == (30, 0, 2)
 
 
 def test_a_training_resumed_in_the_same_log_goes_on_from_where_it_resumed(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_training_resumed_in_the_same_log_goes_on_from_where_it_resumed(tmp_pa
         each["step"] = 40 + number
     picture = seen(sample_logs.write(tmp_path, lines))
     assert picture.steps_done == 105
-    assert [(each.step, each.step_time_ns) for each in picture.out_of_line] == [(90, 300e6)]
+    assert [(each.step, each.step_time_ns) for each in picture.outliers] == [(90, 300e6)]
 
 
 @pytest.mark.parametrize("stray", [0, 59, 10**15, -5, True, None, "7", 1.5, 10**30])
@@ -264,7 +264,7 @@ def test_a_single_damaged_step_number_changes_nothing(tmp_path: Path, stray: obj
     ranks = [steady(100, seed=rank) for rank in range(3)]
     ranks[1].insert(60, {"step": stray, "step_time_ns": 10**12})
     picture = seen(sample_logs.write(tmp_path, *ranks))
-    assert (picture.steps_done, picture.out_of_line_count, picture.lag_steps) == (100, 0, 0)
+    assert (picture.steps_done, picture.outlier_count, picture.lag_steps) == (100, 0, 0)
 
 
 def test_values_of_wrong_types_are_taken_as_missing(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_what_is_kept_does_not_grow_with_the_steps(tmp_path: Path) -> None:
         sample_logs.append(tmp_path, [{**each, "loss": 2.0} for each in steady(2000, first=2000 * part, seed=part)])
         watch.poll(NOW_S)
         steps = watch._steps
-        sizes.append(len(steps._pending) + len(steps._typical) + len(steps._losses) + len(steps._shares))
+        sizes.append(len(steps._pending) + len(steps._median_times) + len(steps._losses) + len(steps._data_waits))
         assert len(steps.loss_curve.values) <= 240
     assert sizes[0] == sizes[-1]
 
@@ -322,12 +322,12 @@ def test_recorded_samples_raise_few_alarms(run: Path) -> None:
     assert picture.is_over
     assert picture.steps_done == json.loads(list(sample_logs.path(run).open())[-1])["step"] + 1
     # Machines under load are slow in stretches; each is told once, in fewer than one of fifteen steps.
-    assert picture.out_of_line_count <= picture.steps_done / 15
+    assert picture.outlier_count <= picture.steps_done / 15
 
 
 def test_in_the_recorded_demo_the_steps_out_of_line_are_those_that_saved(tmp_path: Path) -> None:
-    first, second = seen(ROOT / "sample_traces" / "demo-fsdp2").out_of_line
+    first, second = seen(ROOT / "sample_traces" / "demo-fsdp2").outliers
     assert (first.last_step, second.step) == (23, 47)
-    assert Happened.SAVE in whats(first)
-    assert whats(second) == [Happened.SAVE]
+    assert EventKind.SAVE in whats(first)
+    assert whats(second) == [EventKind.SAVE]
     assert second.ranks == (0, 1)

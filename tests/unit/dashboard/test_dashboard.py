@@ -15,7 +15,7 @@ from tests.browser import recorded
 from tests.integration.test_cli_memory import run_on_a_device, simulated
 from tests.support import dashboard_pages, simulated_history
 from tests.support.dashboard_pages import TIMEOUT_S, html_of, page, testing
-from tracekit.cli.commands.dashboard import command
+from tracekit.cli.commands.dashboard import server_command
 from tracekit.regression.change import Verdict
 from tracekit.regression.history import store
 from tracekit.regression.history.commits import Commit
@@ -376,7 +376,7 @@ def test_the_page_is_there_where_a_history_is_named_or_lies_beside_the_runs(tmp_
     store.add(tmp_path / "history.duckdb", [])
     assert run_catalog.history_file([str(tmp_path)]) == tmp_path / "history.duckdb"
     assert run_catalog.history_file([str(tmp_path), "--history=/elsewhere"]) == Path("/elsewhere")
-    words = command(["runs"], port=1, browser=False, history=Path("/h.duckdb"))
+    words = server_command(["runs"], port=1, browser=False, history=Path("/h.duckdb"))
     assert words[words.index("--") + 1 :][-1] == "--history=/h.duckdb"
 
 

@@ -23,7 +23,7 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PROMPTS = re.compile(r"^(?:\$ |- (?:run: )?|run: |sh '|\.venv/bin/)+")
 _OF_THE_SHELL = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "<", "-<"})
-_PASSED_ON = {"record": recording.record, "gather": recording.gather}
+_PASSED_ON = {"record": recording.record, "merge": recording.merge_run}
 
 
 def shown(page: Path) -> str:

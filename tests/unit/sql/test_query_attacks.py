@@ -133,7 +133,9 @@ def test_nothing_outside_the_run_is_read_and_nothing_is_written(sealed_in, folde
         server.settimeout(0)
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises((sandbox.RefusedError, duckdb.Error)) as raised:
-            sandbox.checked(sealed_in, sql.format(folder=folder, port=server.getsockname()[1]), list(run_query.TABLES))
+            sandbox.validated(
+                sealed_in, sql.format(folder=folder, port=server.getsockname()[1]), list(run_query.TABLES)
+            )
         with pytest.raises(BlockingIOError):
             server.accept()  # nobody called
     assert SECRET not in str(raised.value)
@@ -217,7 +219,7 @@ def test_what_would_need_too_much_memory_is_stopped_and_nothing_spills_to_disk(r
 
 
 def test_no_process_outlives_its_query():
-    with run_query.asked("SELECT 1") as question:
+    with run_query.open_query("SELECT 1") as question:
         process = question._process
         assert process.poll() is None
     assert process.poll() is not None

@@ -1,4 +1,4 @@
-"""``tracekit record`` and ``tracekit gather``: their options, for both ways of calling them."""
+"""``tracekit record`` and ``tracekit merge``: their options, for both ways of calling them."""
 
 import argparse
 import os
@@ -47,14 +47,14 @@ def record(words: list[str], *, program: str) -> int:
     return launch.run(command, _settings(parser, options), on_signal=options.signal, quiet=options.quiet)
 
 
-def gather(words: list[str], *, program: str) -> int:
-    """Gather the parts of a run into one; return the exit code."""
-    parser = _Parser(prog=program, description="Bring the parts of one run, from several nodes, into one folder.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="the folder for all of it; made where there is none")
+def merge_run(words: list[str], *, program: str) -> int:
+    """Merge the parts of a run into one folder; return the exit code."""
+    parser = _Parser(prog=program, description="Merge the parts of one run, from several nodes, into one folder.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder to merge into; created if it does not exist")
     parser.add_argument("parts", metavar="PART", type=Path, nargs="+", help="folders that hold files of the run")
     options = parser.parse_args(words)
     try:
-        moved = merge.gather(options.run, options.parts)
+        moved = merge.merge_parts(options.run, options.parts)
     except OSError as error:
         sys.stderr.write(f"tracekit: {error.filename}: {error.strerror}; check the path and its permissions\n")
         return 2

@@ -7,12 +7,12 @@ from pathlib import Path
 from tracekit import conventions
 from tracekit.capture import atomic_files, folder_claim
 
-_PLAIN = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
+_UNCOMPRESSED = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
 # What died in the middle of its writing is no file of the run, but a log is good up to its last line.
-_OURS = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
+_RUN_FILES = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
 
 
-def gather(run: Path, parts: list[Path]) -> int:
+def merge_parts(run: Path, parts: list[Path]) -> int:
     """Move the files of the same run that lie in `parts` into `run`; return how many were moved.
 
     Traces that were not compressed yet are. Raises ValueError where a part is of another training or holds a file
@@ -26,11 +26,11 @@ def gather(run: Path, parts: list[Path]) -> int:
     for part in parts:
         if not part.is_dir():
             raise ValueError(f"{part}: no such folder; check the path")
-        found = [path for path in sorted(part.rglob("*")) if path.is_file() and _OURS.match(path.name)]
+        found = [path for path in sorted(part.rglob("*")) if path.is_file() and _RUN_FILES.match(path.name)]
         if not found:
             raise ValueError(f"{part}: no file of a run in it (rank….pt.trace.json.gz, run.json); nothing was moved")
         for path in found:
-            target = run / _place(path.relative_to(part))
+            target = run / _target(path.relative_to(part))
             taken = moves.get(target, target)
             if taken.exists() and path.name not in (conventions.MANIFEST_FILE, conventions.CLAIM_FILE):
                 raise ValueError(f"{path} and {taken} are the same file of the run: remove one; nothing was moved")
@@ -46,15 +46,15 @@ def finish(scratch: Path, run: Path, rank: int) -> list[Path]:
     """Bring a rank's traces that wait in `scratch` into `run`, and return where they are now."""
     brought = []
     for path in sorted(scratch.glob(conventions.rank_file(rank, ".window*.json"))):
-        target = run / _place(Path(path.name))
+        target = run / _target(Path(path.name))
         atomic_files.compress(path, target)
         brought.append(target)
     return brought
 
 
-def _place(path: Path) -> Path:
+def _target(path: Path) -> Path:
     """Return where a file of a part belongs in the run."""
-    match = _PLAIN.fullmatch(path.name)
+    match = _UNCOMPRESSED.fullmatch(path.name)
     if match is None:
         return path
     rank, window = int(match[1]), int(match[2])
@@ -63,7 +63,7 @@ def _place(path: Path) -> Path:
 
 
 def _move(path: Path, target: Path) -> None:
-    if _PLAIN.fullmatch(path.name):
+    if _UNCOMPRESSED.fullmatch(path.name):
         atomic_files.compress(path, target)
         return
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from tracekit.cli.run_loading import UseCache
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from tracekit.cli.settings import Config
+    from tracekit.cli.settings import CheckSettings
     from tracekit.model.run import Run
     from tracekit.regression.baseline import Baseline
     from tracekit.rules.rule import Report
@@ -56,7 +56,7 @@ def save(
 
     made = baselines.of_reports(_checked(runs, _settled(config), cache=cache), allow_different=allow_different)
     _write(made, out)
-    output.say(f"{out}: {_counted(made)} of {made.name}, {out.stat().st_size:,} bytes{_advice(made)}")
+    output.notify(f"{out}: {_counted(made)} of {made.name}, {out.stat().st_size:,} bytes{_advice(made)}")
 
 
 @baseline.command(short_help="Renew a baseline by a newer run.")
@@ -92,16 +92,16 @@ def update(
         repeats=[run for _, run in told[1:]],
         allow_different=allow_different,
     )
-    accepted = [name for each in accept or [] for name in output.names(each)]
+    accepted = [name for each in accept or [] for name in output.split_names(each)]
     left = judgement.not_accepted(gate, accepted)
     if left:
-        output.say(f"{file} stays as it is: {', '.join(left)} got worse; mend that, or --accept {','.join(left)}")
+        output.notify(f"{file} stays as it is: {', '.join(left)} got worse; mend that, or --accept {','.join(left)}")
         raise typer.Exit(REFUSED)
     fresh = baselines.of_reports(told, allow_different=allow_different)
     renewed, why = judgement.updated(held, fresh, gate, thresholds=settled.baseline)
     if renewed is not held:
         _write(renewed, file)
-    output.say(f"{file}: {why}; {_counted(renewed)}{_advice(renewed)}")
+    output.notify(f"{file}: {why}; {_counted(renewed)}{_advice(renewed)}")
 
 
 @baseline.command(short_help="Show what a baseline holds.")
@@ -128,22 +128,22 @@ def _read(file: Path) -> "Baseline":
     return baseline_json.read(file)
 
 
-def _settled(path: Path | None) -> "Config":
+def _settled(path: Path | None) -> "CheckSettings":
     from tracekit.cli import settings
     from tracekit.rules import all_rules
 
     return settings.resolve(path, all_rules())
 
 
-def _checked(runs: Sequence[str], settled: "Config", *, cache: bool) -> "list[tuple[Report, Run]]":
+def _checked(runs: Sequence[str], settled: "CheckSettings", *, cache: bool) -> "list[tuple[Report, Run]]":
     from tracekit.cli import settings
     from tracekit.regression import baseline as baselines
     from tracekit.rules import all_rules
 
     if len(runs) > baselines.MAX_RECORDINGS:
         raise ConfigError(f"a baseline holds {baselines.MAX_RECORDINGS} recordings at most, not {len(runs)}")
-    rules = settings.configured(settled, all_rules())
-    return run_loading.checked(runs, rules, facts=baselines.FACTS, cache=cache)
+    rules = settings.configured_rules(settled, all_rules())
+    return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=cache)
 
 
 def _write(made: "Baseline", path: Path) -> None:

@@ -94,35 +94,35 @@ def check(
 
         output.emit(json.schema(), out)
         return
-    paths = [*(runs or []), *([str(run_loading.sample())] if sample else [])]
+    paths = [*(runs or []), *([str(run_loading.sample_run())] if sample else [])]
     if not paths:
         raise InputError("no run is named: tracekit check RUN…, or --sample to see one")
-    besides = formats.wanted(also or [])
+    besides = formats.parse_also(also or [])
     if report_format is ReportFormat.HTML:
-        output.refuse_to_flood_terminal(out, "an HTML report")
+        output.require_output_file(out, "an HTML report")
     if again and len(paths) > 1:
         raise InputError("--again: is for a single RUN; check one after the other")
 
     from tracekit.cli import settings as settings_of
-    from tracekit.cli.commands.history import refuse_what_is_none, remember
+    from tracekit.cli.commands.history import add_gates, require_history
     from tracekit.regression import judgement
     from tracekit.rules import all_rules
 
     if history is not None:
-        refuse_what_is_none(history)
+        require_history(history)
     catalog = all_rules()
     settled = settings_of.resolve(config, catalog, fail_on=fail_on, select=select or [], assignments=settings or [])
     if strict:
         settled = settings_of.with_strict_budgets(settled)
-    rules = settings_of.configured(settled, catalog)
+    rules = settings_of.configured_rules(settled, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
     facts = judgement.facts(settled.budget, with_baseline=baseline is not None)
-    held = run_loading.baseline(baseline, rules, cache=cache) if baseline is not None else None
+    held = run_loading.open_baseline(baseline, rules, cache=cache) if baseline is not None else None
     told = [
-        settings_of.set_aside(report, settled.ignore, catalog, today=today)
-        for report, _ in run_loading.checked(paths, rules, facts=facts, cache=cache)
+        settings_of.apply_ignores(report, settled.ignore, catalog, today=today)
+        for report, _ in run_loading.check_runs(paths, rules, facts=facts, cache=cache)
     ]
-    further = [run_loading.measured(path, facts, cache=cache) for path in again or []]
+    further = [run_loading.open_measured(path, facts, cache=cache) for path in again or []]
     gates = [
         judgement.judge(
             report,
@@ -135,9 +135,9 @@ def check(
         )
         for report in told
     ]
-    formats.write(gates, report_format, out, also=besides, comment_key=comment_key)
+    formats.write_reports(gates, report_format, out, also=besides, comment_key=comment_key)
     if history is not None:
-        remember(history, gates)
+        add_gates(history, gates)
     _fail(gates)
 
 
@@ -147,7 +147,7 @@ def _fail(gates: "list[CheckResult]") -> None:
     if past:
         names = ", ".join(f"{run} {name}" if len(gates) > 1 else name for run, name in past)
         sys.stdout.flush()
-        output.say(f"{_what(gates, len(past))}: {names}")
+        output.notify(f"{_what(gates, len(past))}: {names}")
         raise typer.Exit(FINDINGS)
 
 

@@ -38,17 +38,19 @@ def verify(
     from tracekit.ingest import checkpoint_files as verifying
 
     verified = verifying.verify(path)
-    text = _as_json(verified) if table_format is Format.JSON else "".join(_told(each) for each in verified)
+    text = _as_json(verified) if table_format is Format.JSON else "".join(_as_text(each) for each in verified)
     output.emit(text, out)
     found = {each.status for each in verified}
     if found != {verifying.WHOLE}:
         raise typer.Exit(1 if verifying.DAMAGED in found else 2)
 
 
-def _told(each: "Verified") -> str:
+def _as_text(each: "Verified") -> str:
     from tracekit.model import escaping
 
-    lines = [f"{each.status:<10}  {each.path}  {each.files} files, {units.size(each.total_bytes)}: {_vouched(each)}"]
+    lines = [
+        f"{each.status:<10}  {each.path}  {each.files} files, {units.size(each.total_bytes)}: {_verified_share(each)}"
+    ]
     lines += [f"  {_problem(problem)}" for problem in each.problems]
     lines += [f"  note: {note}" for note in each.notes if not each.problems]
     if each.remedy:
@@ -56,7 +58,7 @@ def _told(each: "Verified") -> str:
     return "".join(escaping.inert(line, len(line) + 1) + "\n" for line in lines)
 
 
-def _vouched(each: "Verified") -> str:
+def _verified_share(each: "Verified") -> str:
     if not each.total_bytes:
         return ", ".join(each.kinds)
     return f"{units.share(each.checked_bytes / each.total_bytes)} by checksum ({', '.join(each.kinds)})"

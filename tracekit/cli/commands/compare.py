@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tracekit.regression.comparison import Comparison
     from tracekit.regression.limits import Limit
 
-CROSSED = 1
+LIMIT_CROSSED = 1
 
 
 class ComparisonFormat(StrEnum):
@@ -56,7 +56,7 @@ def compare(
     from tracekit.report import comparison as told
 
     wanted = [bars.parse(text) for text in fail_if or []]
-    sides = [run_loading.side(path, cache=cache) for path in (reference, candidate)]
+    sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
     found = comparing.compare(*sides, allow_different=allow_different)
     if comparison_format is ComparisonFormat.JSON:
         output.emit(told.as_json(found), out)
@@ -75,6 +75,6 @@ def _judge(wanted: "list[Limit]", found: "Comparison") -> None:
     if missing:
         raise InputError(f"--fail-if {missing[0]}: not measured in both runs; compare shows what is")
     for bar in wanted:
-        output.say(told.limit_verdict(bar, by_metric[bar.metric]))
+        output.notify(told.limit_verdict(bar, by_metric[bar.metric]))
     if any(bar.is_exceeded(by_metric[bar.metric]) for bar in wanted):
-        raise typer.Exit(CROSSED)
+        raise typer.Exit(LIMIT_CROSSED)

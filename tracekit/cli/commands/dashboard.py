@@ -15,8 +15,8 @@ from tracekit.cli import output
 from tracekit.errors import InputError, MissingExtraError
 
 DEFAULT_PORT = 8501
-THIS_MACHINE = "127.0.0.1"
-_OF_THIS_MACHINE = (THIS_MACHINE, "localhost", "::1")
+LOCALHOST = "127.0.0.1"
+_LOOPBACK = (LOCALHOST, "localhost", "::1")
 _PORTS_TRIED = 50
 
 
@@ -30,7 +30,7 @@ def dashboard(
     host: Annotated[
         str,
         typer.Option("--host", metavar="ADDRESS", help="Address to listen at; others than this machine's are open."),
-    ] = THIS_MACHINE,
+    ] = LOCALHOST,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine.")] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
@@ -44,20 +44,20 @@ def dashboard(
             raise InputError(f"{run}: there is no such file or folder; check the path")
     if importlib.util.find_spec("streamlit") is None:
         raise MissingExtraError("the dashboard needs Streamlit: pip install 'torch-tracekit[dashboard]'")
-    _refuse_what_cannot_listen(host, port)
-    if host not in _OF_THIS_MACHINE:
-        output.say(
+    _require_free_port(host, port)
+    if host not in _LOOPBACK:
+        output.notify(
             f"warning: listening at {host}, port {port}, without a password or encryption: whoever reaches it can "
             f"read {', '.join(runs)}; leave --host out where only you look, and forward the port: "
             f"ssh -L {port}:127.0.0.1:{port}"
         )
     # Streamlit takes over this very process: Ctrl-C and signals reach it, and its exit code is ours.
-    words = command(runs, host=host, port=port, browser=browser, history=history)
+    words = server_command(runs, host=host, port=port, browser=browser, history=history)
     os.execv(sys.executable, words)  # noqa: S606 no shell
 
 
-def command(
-    runs: list[str], *, port: int, browser: bool, history: Path | None = None, host: str = THIS_MACHINE
+def server_command(
+    runs: list[str], *, port: int, browser: bool, history: Path | None = None, host: str = LOCALHOST
 ) -> list[str]:
     """Return the command that serves the dashboard. What follows ``--`` is for the app."""
     options = {
@@ -66,7 +66,7 @@ def command(
         "server.headless": "false" if browser else "true",
         "browser.gatherUsageStats": "false",
     }
-    if host not in _OF_THIS_MACHINE:  # whatever name leads to it from elsewhere
+    if host not in _LOOPBACK:  # whatever name leads to it from elsewhere
         options |= {"server.allowedHosts": "*"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     paths = [str(Path(run).resolve()) for run in runs]
@@ -74,13 +74,13 @@ def command(
     return [sys.executable, "-P", str(_server()), *flags, "--", *paths]
 
 
-def _refuse_what_cannot_listen(host: str, port: int) -> None:
+def _require_free_port(host: str, port: int) -> None:
     """Raise InputError where nobody can listen at that address and port, rather than let Streamlit fail."""
     try:
         _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            free = _free_after(host, port)
+            free = _free_port_after(host, port)
             other = f", such as --port {free}" if free else ""
             raise InputError(
                 f"port {port} of {host} is taken, perhaps by a dashboard that runs already; choose another{other}"
@@ -92,7 +92,7 @@ def _refuse_what_cannot_listen(host: str, port: int) -> None:
         ) from None
 
 
-def _free_after(host: str, port: int) -> int | None:
+def _free_port_after(host: str, port: int) -> int | None:
     for other in range(port + 1, min(port + _PORTS_TRIED, 65535)):
         with contextlib.suppress(OSError):
             _listen(host, other)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
-_ALONE = "rank {} shares too few collectives with others: it is"
+_UNALIGNED_RANK = "rank {} shares too few collectives with others: it is"
 _MAX_RANKS = 1 << 20
 
 
@@ -53,31 +53,31 @@ def export(
     from tracekit.model import units
     from tracekit.report.export import perfetto
 
-    wanted = None if ranks is None else sorted(set(_numbers(ranks)))
+    wanted = None if ranks is None else sorted(set(_parse_ranks(ranks)))
     if wanted == []:
         raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
-    opened = run_loading.opened(run, cache=cache)
+    opened = run_loading.open_run(run, cache=cache)
     with output.progress() as bar:
-        step_on = bar.measured((1 + findings) * len(opened.sources))
-        found = _found(opened, step_on) if findings else ()
-        with output.whole_file(out) as file, _zipped(file, out) as packed:
+        step_on = bar.trace_callback((1 + findings) * len(opened.sources))
+        found = _findings(opened, step_on) if findings else ()
+        with output.atomic_file(out) as file, _compressed(file, out) as packed:
             done = perfetto.write(opened, packed, findings=found, step=step, ranks=wanted, on_progress=step_on)
-    own = f"; {_counted(done.own_tracks, 'track')} for slices that overlap others" if done.own_tracks else ""
-    output.say(
-        f"{out}: {_counted(done.slices, 'slice')} of {_counted(done.traces, 'trace')}{own}; open it at ui.perfetto.dev"
+    own = f"; {_count(done.own_tracks, 'track')} for slices that overlap others" if done.own_tracks else ""
+    output.notify(
+        f"{out}: {_count(done.slices, 'slice')} of {_count(done.traces, 'trace')}{own}; open it at ui.perfetto.dev"
     )
     if opened.offsets["residual_ns"].null_count() and len(opened.ranks) > 1:
         alone = opened.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
-        ranks_are = "ranks {} share too few collectives with others: each is" if len(alone) > 1 else _ALONE
-        output.say(f"{ranks_are.format(units.ranges(alone))} on its own clock in the file")
+        ranks_are = "ranks {} share too few collectives with others: each is" if len(alone) > 1 else _UNALIGNED_RANK
+        output.notify(f"{ranks_are.format(units.ranges(alone))} on its own clock in the file")
 
 
-def _counted(count: int, what: str) -> str:
+def _count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 
-def _numbers(text: str) -> Iterator[int]:
-    for part in output.names(text):
+def _parse_ranks(text: str) -> Iterator[int]:
+    for part in output.split_names(text):
         found = _RANGE.match(part)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if not 0 <= last - first < _MAX_RANKS:
@@ -85,14 +85,14 @@ def _numbers(text: str) -> Iterator[int]:
         yield from range(first, last + 1)
 
 
-def _found(run: "Run", on_progress: "Callable[[Source], None]") -> "tuple[Finding, ...]":
+def _findings(run: "Run", on_progress: "Callable[[Source], None]") -> "tuple[Finding, ...]":
     from tracekit.rules import engine
 
     return engine.check(run, on_progress=on_progress).findings
 
 
 @contextlib.contextmanager
-def _zipped(file: BinaryIO, out: Path) -> Iterator[BinaryIO]:
+def _compressed(file: BinaryIO, out: Path) -> Iterator[BinaryIO]:
     if out.suffix != ".gz":
         yield file
         return

@@ -50,14 +50,14 @@ def add(
     from tracekit.report import json
 
     store.check(db)
-    trained = commit_trained(commit, branch)
+    trained = trained_commit(commit, branch)
     entries: list[HistoryEntry] = []
     for path in runs:
         if json.is_report(Path(path)):
             entries += _saved(Path(path), trained)
         else:
             entries.append(_checked(path, trained, cache=cache))
-    tell(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
+    report_added(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
 
 
 @history.command("show", short_help="Show trends and what changed.")
@@ -81,7 +81,7 @@ def show(
     from tracekit.regression.history import store, trends
     from tracekit.report import history as told
 
-    wanted = [_metric(name) for each in metric or [] for name in output.names(each)]
+    wanted = [_metric(name) for each in metric or [] for name in output.split_names(each)]
     found = trends.groups(store.read(db), metrics=wanted or None, last=last, branch=branch)
     if history_format is output.Format.JSON:
         output.emit(told.as_json(found), out)
@@ -91,7 +91,7 @@ def show(
         output.emit(f"No run{f' of branch {branch}' if branch else ''} is in {db}.\n", out)
 
 
-def commit_trained(commit: str | None = None, branch: str | None = None) -> "Commit":
+def trained_commit(commit: str | None = None, branch: str | None = None) -> "Commit":
     """Return the commit that is trained here: as told, else as CI or git says."""
     from tracekit.regression.history import commits
 
@@ -115,27 +115,27 @@ def entries_of(gates: "Sequence[CheckResult]", commit: "Commit") -> "list[Histor
     ]
 
 
-def refuse_what_is_none(db: Path) -> None:
+def require_history(db: Path) -> None:
     """Raise InputError where a file is there and is no history: better now than after the check."""
     from tracekit.regression.history import store
 
     store.check(db)
 
 
-def remember(db: Path, gates: "Sequence[CheckResult]") -> None:
+def add_gates(db: Path, gates: "Sequence[CheckResult]") -> None:
     """Add what a check came to, and say so."""
     from tracekit.regression.history import store
 
     sys.stdout.flush()
-    tell(db, store.add(db, entries_of(gates, commit_trained())))
+    report_added(db, store.add(db, entries_of(gates, trained_commit())))
 
 
-def tell(db: Path, added: "AddedRuns") -> None:
+def report_added(db: Path, added: "AddedRuns") -> None:
     """Say what became of the runs that were to be added."""
     parts = [f"{added.new} run{'s' * (added.new != 1)} added"]
     parts += [f"{added.updated} told anew"] if added.updated else []
     parts += [f"{added.unchanged} there already"] if added.unchanged else []
-    output.say(f"{db}: {', '.join(parts)}")
+    output.notify(f"{db}: {', '.join(parts)}")
 
 
 def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
@@ -148,8 +148,8 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     catalog = all_rules()
     settled = settings.resolve(None, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
-    ((report, _),) = run_loading.checked([path], settings.configured(settled, catalog), cache=cache)
-    report = settings.set_aside(report, settled.ignore, catalog, today=today)
+    ((report, _),) = run_loading.check_runs([path], settings.configured_rules(settled, catalog), cache=cache)
+    report = settings.apply_ignores(report, settled.ignore, catalog, today=today)
     return entries_of([judgement.judge(report, settled.fail_on, budgets=settled.budget)], commit)[0]
 
 

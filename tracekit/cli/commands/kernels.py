@@ -33,7 +33,7 @@ def kernels(
     """
     from tracekit.analysis.compute import kernels as measured
 
-    opened = run_loading.opened(run, cache=cache)
+    opened = run_loading.open_run(run, cache=cache)
     with output.progress() as bar:
-        rows = measured.kernels(opened, output.names(by), on_progress=bar.measured(len(opened.sources)))
+        rows = measured.kernels(opened, output.split_names(by), on_progress=bar.trace_callback(len(opened.sources)))
     output.emit_totals(rows, totals_format, top, out)

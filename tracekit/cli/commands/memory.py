@@ -59,7 +59,7 @@ def memory(
     )
     if table_format is Format.JSON:
         for note in told.notes:
-            output.say(note)
+            output.notify(note)
         output.emit(report.as_json(told), out)
     else:
         output.emit(report.as_text(told, width=output.width(out), color=output.color(out)), out)
@@ -93,9 +93,9 @@ def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, c
     from tracekit.replay.allocator.facts import double_buffering
     from tracekit.report import memory as report
 
-    run = run_loading.opened(path, cache=cache)
+    run = run_loading.open_run(path, cache=cache)
     with output.progress() as bar:
-        run.measure(report.FACTS, bar.measured(len(run.sources)))
+        run.measure(report.FACTS, bar.trace_callback(len(run.sources)))
     told = report.of_run(run)
     if replay is None:
         return told

@@ -38,8 +38,8 @@ def ops(
     """
     from tracekit.analysis.host import ops as measured
 
-    opened = run_loading.opened(run, cache=cache)
+    opened = run_loading.open_run(run, cache=cache)
     with output.progress() as bar:
-        step = bar.measured(len(opened.sources))
-        rows = measured.ops(opened, output.names(by), output.names(kinds), on_progress=step)
+        step = bar.trace_callback(len(opened.sources))
+        rows = measured.ops(opened, output.split_names(by), output.split_names(kinds), on_progress=step)
     output.emit_totals(rows, totals_format, top, out)

@@ -79,25 +79,25 @@ def checkpoint(
     tells = {} if seen is None else dataclasses.asdict(seen)
     own = None if params is None and model is None else _parameters(params, model)
     result = planned.checkpoint(
-        _needed("--params or --model", own, tells.get("params")),
+        _required("--params or --model", own, tells.get("params")),
         planned.Layout(
             tp,
             pp,
-            _or(dp, tells.get("world_size"), 1),
-            _or(zero, seen and _ZERO_OF_STRATEGY.get(seen.strategy, 3), 0),
+            _first_known(dp, tells.get("world_size"), 1),
+            _first_known(zero, seen and _ZERO_OF_STRATEGY.get(seen.strategy, 3), 0),
             gpus_per_node,
         ),
         planned.Storage(
-            _needed("--write-bandwidth", write_bandwidth, tells.get("write_bytes_per_second")),
+            _required("--write-bandwidth", write_bandwidth, tells.get("write_bytes_per_second")),
             read_bandwidth,
             node_write_limit,
             burst_buffer,
         ),
-        interval_s=_needed(
+        interval_s=_required(
             "--interval", None if interval is None else _seconds("--interval", interval), tells.get("interval_seconds")
         ),
         mtbf_s=None if mtbf is None else _seconds("--mtbf", mtbf),
-        bytes_per_param=_or(bytes_per_param, tells.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
+        bytes_per_param=_first_known(bytes_per_param, tells.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
     )
     _emit(dataclasses.asdict(result), table_format, out, measured=tells or None)
 
@@ -131,7 +131,7 @@ def memory(
     of = _model(model)
     work = planned.Work(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
     result = planned.plan(
-        _needed("--params or --model", _parameters(params, model)),
+        _required("--params or --model", _parameters(params, model)),
         Layout(tp, pp, dp, zero),
         model=of,
         work=work,
@@ -183,7 +183,7 @@ def _measured(run: str | None, *, cache: bool) -> "Constants | None":
         return None
     from tracekit.analysis.checkpoint.planning_inputs import constants
 
-    return constants(run_loading.opened(run, cache=cache))
+    return constants(run_loading.open_run(run, cache=cache))
 
 
 def _model(name: str | None) -> "Model | None":
@@ -199,11 +199,11 @@ def _parameters(params: float | None, model: str | None) -> float | None:
     return None if found is None else float(found.parameters)
 
 
-def _or(given: Any, measured: Any, otherwise: Any) -> Any:
+def _first_known(given: Any, measured: Any, otherwise: Any) -> Any:
     return next(value for value in (given, measured, otherwise) if value is not None)
 
 
-def _needed(option: str, *values: float | None) -> float:
+def _required(option: str, *values: float | None) -> float:
     found = next((value for value in values if value is not None), None)
     if found is None:
         recorded = "; or take it from a recorded run: --measured RUN" if len(values) > 1 else ""
@@ -222,7 +222,7 @@ def _emit(
         return
     rows = list(values.items()) + [(f"measured {name}", value) for name, value in (measured or {}).items()]
     width = max(len(name) for name, _ in rows)
-    output.emit("".join(f"{name:<{width}}  {_told(name, value)}\n" for name, value in rows), out)
+    output.emit("".join(f"{name:<{width}}  {_value_text(name, value)}\n" for name, value in rows), out)
 
 
 def _seconds(option: str, text: str) -> float:
@@ -232,7 +232,7 @@ def _seconds(option: str, text: str) -> float:
     return float(found[1]) * _UNITS_S[found[2]]
 
 
-_NEEDED = {
+_MISSING_OPTIONS = {
     "drain": "--burst-buffer",
     "restore_seconds": "--read-bandwidth",
     "goodput": "--read-bandwidth and --mtbf",
@@ -245,9 +245,11 @@ _NEEDED = {
 }
 
 
-def _told(name: str, value: float | str | bool | None) -> str:
+def _value_text(name: str, value: float | str | bool | None) -> str:
     if value is None:
-        return f"not known: needs {next((way for key, way in _NEEDED.items() if key in name), 'more in the run')}"
+        return (
+            f"not known: needs {next((way for key, way in _MISSING_OPTIONS.items() if key in name), 'more in the run')}"
+        )
     if isinstance(value, bool | str):
         return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else value
     if "bytes_per_second" in name:

@@ -57,14 +57,14 @@ def query(
     memory_bytes = int(memory_gib * _GIB)
     most = None if limit is None else limit + 1
     text = sys.stdin.read() if sql == "-" else sql
-    with run_query.asked(text, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=most) as question:
-        opened = run_loading.opened(run, cache=cache)
+    with run_query.open_query(text, timeout_s=timeout_s, memory_bytes=memory_bytes, max_rows=most) as question:
+        opened = run_loading.open_run(run, cache=cache)
         with output.progress() as bar:
-            rows = question.of(opened, bar.measured(len(opened.sources)))
+            rows = question.run(opened, bar.trace_callback(len(opened.sources)))
     shown = rows if limit is None else rows.head(limit)
     if row_format is RowFormat.PARQUET:
         assert out is not None
-        with output.whole_file(out) as file:
+        with output.atomic_file(out) as file:
             shown.write_parquet(file)
         return
     from tracekit.report import query_rows as written

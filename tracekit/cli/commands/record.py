@@ -1,21 +1,29 @@
-"""``tracekit record`` and ``tracekit gather``: what `tracekit.capture` does where only torch is installed, as it is."""
+"""``tracekit record`` and ``tracekit merge``: their arguments go to `tracekit.capture`, which needs only torch."""
 
 import sys
 
 import typer
 
-PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+from tracekit.cli import output
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def record(context: typer.Context) -> None:
-    """Record a training as it is: tracekit record [options] -- COMMAND."""
+    """Record a training without changing it: tracekit record [options] -- COMMAND."""
     from tracekit.capture.launcher import command
 
     sys.exit(command.record(list(context.args), program="tracekit record"))
 
 
-def gather(context: typer.Context) -> None:
-    """Bring the parts of one run, from several nodes, into one folder."""
+def merge(context: typer.Context) -> None:
+    """Merge the parts of one run, from several nodes, into one folder."""
     from tracekit.capture.launcher import command
 
-    sys.exit(command.gather(list(context.args), program="tracekit gather"))
+    sys.exit(command.merge_run(list(context.args), program="tracekit merge"))
+
+
+def gather(context: typer.Context) -> None:
+    """Call `merge` by its name of older versions."""
+    output.notify("'tracekit gather' is deprecated; use 'tracekit merge'")
+    merge(context)

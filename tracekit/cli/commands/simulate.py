@@ -92,10 +92,10 @@ def simulate(
         "steps": steps,
         "seed": seed,
     }
-    output.emit(_told(simulation.simulate(job, asked, out, arguments=arguments, force=force), out))
+    output.emit(_as_text(simulation.simulate(job, asked, out, arguments=arguments, force=force), out))
 
 
-def _told(simulated: "Simulated", out: Path) -> str:
+def _as_text(simulated: "Simulated", out: Path) -> str:
     from tracekit.model import units
 
     job, recording = simulated.job, simulated.recording
@@ -103,10 +103,10 @@ def _told(simulated: "Simulated", out: Path) -> str:
     step = units.duration(recording.total_ns // job.steps)
     lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(recording.ranks)} traces in {out}"]
     for known in simulated.known:
-        ranks, steps = (f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}" for what, of in _where(known))
+        ranks, steps = (f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}" for what, of in _locations(known))
         lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} a step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
 
 
-def _where(known: "Known") -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _locations(known: "Known") -> tuple[tuple[str, tuple[int, ...]], ...]:
     return (("rank", known.ranks), ("step", known.steps))

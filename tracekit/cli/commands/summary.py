@@ -49,14 +49,14 @@ def summary(
     from tracekit.report import summary_tables
     from tracekit.sync import collective_matching
 
-    opened = run_loading.opened(run, cache=cache)
+    opened = run_loading.open_run(run, cache=cache)
     with output.progress() as bar:
         facts: dict[By, list[Fact]] = {
             By.COLLECTIVE: [collective_matching.calls],
             By.CLOCK: [collective_matching.calls],
             By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
         }
-        opened.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), bar.measured(len(opened.sources)))
+        opened.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), bar.trace_callback(len(opened.sources)))
     measures = {
         By.RANK: measured.by_rank,
         By.STEP: measured.by_step,

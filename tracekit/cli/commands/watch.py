@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TERMINAL_INTERVAL_S, _LOG_INTERVAL_S, _WAITING_S = 1.0, 10.0, 0.5
 _TERMINATED = 128 + signal.SIGTERM
-_SHOWN_OF_THE_PAST = 10
+_MAX_PAST_OUTLIERS = 10
 
 
 def watch(
@@ -48,32 +48,32 @@ def watch(
     from tracekit.cli.watch.run_watch import Watch
 
     watched = Watch(run)
-    _await(watched, once=once, wait=wait)
+    _wait_for_logs(watched, once=once, wait=wait)
     if once:
-        watched.settle_rest()
+        watched.judge_pending()
         _show_once(watched, watch_format)
-    elif watch_format is Format.TEXT and _is_screen():
+    elif watch_format is Format.TEXT and _is_terminal():
         _show_live(watched, interval_s or _TERMINAL_INTERVAL_S)
     else:
         _write_lines(watched, watch_format, interval_s or _LOG_INTERVAL_S)
 
 
-def _await(watched: "Watch", *, once: bool, wait: bool) -> None:
+def _wait_for_logs(watched: "Watch", *, once: bool, wait: bool) -> None:
     """Return once there is something to watch. Raises InputError where there is nothing and nobody wants to wait."""
     is_told = not sys.stderr.isatty()  # nobody reads it
     while True:
         watched.poll(time.time())
-        if watched.has_logs or (not wait and not once and _may_begin(watched.folder)):
+        if watched.has_logs or (not wait and not once and _is_starting(watched.folder)):
             return
         if not wait:
-            raise InputError(_nothing_there(watched.folder))
+            raise InputError(_no_logs_message(watched.folder))
         if not is_told:
-            output.say(f"waiting for a training that records into {watched.folder}")
+            output.notify(f"waiting for a training that records into {watched.folder}")
             is_told = True
         time.sleep(_WAITING_S)
 
 
-def _may_begin(folder: Path) -> bool:
+def _is_starting(folder: Path) -> bool:
     """Return whether a recording is about to begin here: its first files are there, or nothing is yet."""
     if not folder.is_dir():
         return False
@@ -81,7 +81,7 @@ def _may_begin(folder: Path) -> bool:
     return not present or bool(present & {conventions.MANIFEST_FILE, conventions.CLAIM_FILE})
 
 
-def _nothing_there(folder: Path) -> str:
+def _no_logs_message(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: there is no such folder; --wait waits for the training to make it"
     if not folder.is_dir():
@@ -96,7 +96,7 @@ def _nothing_there(folder: Path) -> str:
 def _show_once(watched: "Watch", watch_format: Format) -> None:
     from tracekit.cli.watch import screen
 
-    picture = watched.picture(time.time())
+    picture = watched.state(time.time())
     if watch_format is Format.JSON:
         output.emit(screen.state_json(picture))
     else:
@@ -116,7 +116,7 @@ def _follow(watched: "Watch", interval_s: float, show: Callable[[], None]) -> No
 # On a terminal -------------------------------------------------------------------------------------------------------
 
 
-def _is_screen() -> bool:
+def _is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
 
@@ -133,7 +133,7 @@ def _show_live(watched: "Watch", interval_s: float) -> None:
         _follow(
             watched,
             interval_s,
-            lambda: live.update(screen.screen(watched.picture(time.time()), height=console.height), refresh=True),
+            lambda: live.update(screen.screen(watched.state(time.time()), height=console.height), refresh=True),
         )
 
 
@@ -150,22 +150,22 @@ def _write_lines(watched: "Watch", watch_format: Format, interval_s: float) -> N
 
     is_json = watch_format is Format.JSON
     of_event, of_state = (
-        (screen.event_json, screen.state_json)
+        (screen.outlier_json, screen.state_json)
         if is_json
-        else (lambda found: screen.event(found) + "\n", lambda picture: screen.line(picture) + "\n")
+        else (lambda found: screen.outlier_line(found) + "\n", lambda picture: screen.state_line(picture) + "\n")
     )
     beginnings, last = 0, ""
 
     def show() -> None:
         nonlocal beginnings, last
-        news = watched.take_news()
-        if watched.beginnings != beginnings:
+        news = watched.take_new_outliers()
+        if watched.starts != beginnings:
             # What lies behind when it begins is told in short, and not again where the logs are read anew.
-            news = [] if beginnings else news[-_SHOWN_OF_THE_PAST:]
-            beginnings = watched.beginnings
+            news = [] if beginnings else news[-_MAX_PAST_OUTLIERS:]
+            beginnings = watched.starts
         for found in news:
             output.emit(of_event(found))
-        told = of_state(watched.picture(time.time()))
+        told = of_state(watched.state(time.time()))
         if told != last:
             output.emit(told)
         last = told

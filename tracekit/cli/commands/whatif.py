@@ -53,9 +53,9 @@ def whatif(
     from tracekit.report import what_if as told
 
     names = tuple(causes.find(name).name for name in without or ())
-    opened = run_loading.opened(run, cache=cache)
+    opened = run_loading.open_run(run, cache=cache)
     with output.progress() as bar:
-        opened.measure(dependency_graph.FACTS, bar.measured(len(opened.sources)))
+        opened.measure(dependency_graph.FACTS, bar.trace_callback(len(opened.sources)))
     predictions = []
     if strategy is not None:
         predictions.append(strategies.predicted(opened, strategy, _node(gpus_per_node, node_bandwidth)))

@@ -10,10 +10,10 @@ from tracekit.ingest import untrusted_json
 CHUNK_BYTES = 1 << 20
 """What one call reads at most; a longer line is none of ours."""
 
-_PROOF_BYTES = 64
+_COMPARED_BYTES = 64
 
 
-class Tail:
+class LogTail:
     """Where reading a log got to. The log is looked for under its name and, while it grows, that name and ``.partial``.
 
     A file that is renamed or copied goes on where it was; one whose bytes are others than those read before, or that
@@ -25,11 +25,11 @@ class Tail:
         self._paths = (path.with_name(path.name + conventions.PARTIAL_SUFFIX), path)
         self._first_bytes = first_bytes
         self._position = 0
-        self._proof = b""  # what stands before the position
+        self._last_bytes = b""  # what stands before the position
         self._is_inside_line = False
-        self._mark: tuple[object, ...] | None = None
+        self._last_stat: tuple[object, ...] | None = None
         self.starts = 0
-        self.begins_inside = False
+        self.skipped_beginning = False
         """Whether the beginning of the file was left out."""
         self.is_closed = False
         self.is_behind = False
@@ -44,20 +44,20 @@ class Tail:
             try:
                 found = path.stat()
                 mark = (path, found.st_ino, found.st_size, found.st_mtime_ns)
-                if mark == self._mark and not self.is_behind:
+                if mark == self._last_stat and not self.is_behind:
                     return []
                 if not stat.S_ISREG(found.st_mode):  # a pipe would never answer
                     continue
                 with path.open("rb") as file:
                     self.is_closed = path == self._paths[-1]
-                    rows = self._new(file, found.st_size)
+                    rows = self._read_new(file, found.st_size)
             except OSError:
                 continue
-            self._mark, self.changed_s = mark, found.st_mtime
+            self._last_stat, self.changed_s = mark, found.st_mtime
             return rows
         return []
 
-    def _new(self, file: BinaryIO, size_bytes: int) -> list[dict[str, Any]]:
+    def _read_new(self, file: BinaryIO, size_bytes: int) -> list[dict[str, Any]]:
         if not self.starts or not self._is_continued(file):
             self._start(size_bytes)
         file.seek(self._position)
@@ -73,18 +73,18 @@ class Tail:
             self.bad_lines += not self._is_inside_line
             end, self._is_inside_line = len(data), True
         self._position += end
-        self._proof = (self._proof + data[:end])[-_PROOF_BYTES:]
+        self._last_bytes = (self._last_bytes + data[:end])[-_COMPARED_BYTES:]
         return self._objects(lines)
 
     def _is_continued(self, file: BinaryIO) -> bool:
-        file.seek(self._position - len(self._proof))
-        return file.read(len(self._proof)) == self._proof
+        file.seek(self._position - len(self._last_bytes))
+        return file.read(len(self._last_bytes)) == self._last_bytes
 
     def _start(self, size_bytes: int) -> None:
         self.starts += 1
         self._position = max(0, size_bytes - self._first_bytes)
-        self._proof = b""
-        self._is_inside_line = self.begins_inside = self._position > 0
+        self._last_bytes = b""
+        self._is_inside_line = self.skipped_beginning = self._position > 0
 
     def _objects(self, lines: list[bytes]) -> list[dict[str, Any]]:
         found = []

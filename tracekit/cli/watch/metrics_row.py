@@ -7,11 +7,11 @@ from typing import Any
 
 from tracekit import conventions
 
-_MOST_STEPS = 1 << 53
-_MOST = 1e300
-_MOST_OTHERS = 8
-_MOST_NAME = 40
-_OWN = frozenset(
+_MAX_STEP = 1 << 53
+_MAX_VALUE = 1e300
+_MAX_CUSTOM_METRICS = 8
+_MAX_NAME = 40
+_KNOWN_METRICS = frozenset(
     {
         "step",
         "rank",
@@ -30,7 +30,7 @@ _OWN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricsRow:
     """What a rank tells of one step. What it does not tell, or not as a number, is None; a loss may be NaN."""
 
     step: int
@@ -43,14 +43,14 @@ class Row:
     reserved_bytes: float | None = None
     device_allocs: float | None = None
     retries: float | None = None
-    others: Mapping[str, float] = field(default_factory=dict)
+    custom_metrics: Mapping[str, float] = field(default_factory=dict)
     """The first few further numbers, by name."""
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> "Row | None":
+    def of(cls, line: Mapping[str, Any]) -> "MetricsRow | None":
         """Return the row of a line of the log; None where it has no step that could be one."""
         step = line.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST_STEPS:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP:
             return None
         time_ns, wait_ns = _size(line, conventions.STEP_TIME_METRIC), _size(line, conventions.DATA_WAIT_METRIC)
         return cls(
@@ -64,7 +64,7 @@ class Row:
             _size(line, conventions.RESERVED_METRIC),
             _size(line, conventions.DEVICE_ALLOC_METRIC),
             _size(line, conventions.ALLOC_RETRIES_METRIC),
-            _others(line) if len(line) > len(_OWN & line.keys()) else {},
+            _custom_metrics(line) if len(line) > len(_KNOWN_METRICS & line.keys()) else {},
         )
 
 
@@ -79,10 +79,10 @@ def _number(value: object) -> float | None:
 
 def _size(line: Mapping[str, Any], name: str) -> float | None:
     value = _number(line.get(name))
-    return value if value is not None and 0 <= value < _MOST else None
+    return value if value is not None and 0 <= value < _MAX_VALUE else None
 
 
-def _others(line: Mapping[str, Any]) -> dict[str, float]:
-    found = ((name[:_MOST_NAME], _number(line[name])) for name in line.keys() - _OWN)
+def _custom_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    found = ((name[:_MAX_NAME], _number(line[name])) for name in line.keys() - _KNOWN_METRICS)
     numbers = sorted((name, value) for name, value in found if value is not None and math.isfinite(value))
-    return dict(numbers[:_MOST_OTHERS])
+    return dict(numbers[:_MAX_CUSTOM_METRICS])

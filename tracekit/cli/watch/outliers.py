@@ -7,29 +7,29 @@ from enum import Enum, auto
 WINDOW = 256
 """Values that a new one is held against."""
 
-LEAST_COUNT = 16
+MIN_VALUES = 16
 """With fewer, nothing is out of line."""
 
 SPREADS = 4.0
 """How many spreads above the median a value must be."""
 
-_VALUES_PER_PLACE = 128
-_OF_GAUSSIAN = 1.4826  # times the median absolute deviation, it estimates the standard deviation of Gaussian noise
+_VALUES_PER_RANK = 128
+_GAUSSIAN_FACTOR = 1.4826  # times the median absolute deviation, it estimates the standard deviation of Gaussian noise
 
 
 class Verdict(Enum):
     """How a value stands to those before it."""
 
-    USUAL = auto()
+    NORMAL = auto()
     HIGH = auto()
     """Beyond the bound, but the like was there before: a slow stretch goes on, or the noise has a heavy tail."""
-    OUT_OF_LINE = auto()
+    OUTLIER = auto()
 
 
-class Usual:
+class OutlierDetector:
     """The last WINDOW values of a series, and the bound above which a further one is out of line.
 
-    A value is high if it is above ``median + max(SPREADS * spread, least_rise)``, where spread is 1.4826 times the
+    A value is high if it is above ``median + max(SPREADS * spread, min_rise)``, where spread is 1.4826 times the
     median absolute deviation: both ignore outliers, up to half of the values (Rousseeuw & Croux, "Alternatives to the
     median absolute deviation", JASA 88, 1993; Iglewicz & Hoaglin, "How to detect and handle outliers", 1993, who take
     3.5 spreads to label single outliers in one sample; here thousands of steps are judged).
@@ -58,42 +58,42 @@ class Usual:
     @property
     def median(self) -> float | None:
         """Return the median of the values; None of none."""
-        return _middle(self._ordered) if self._ordered else None
+        return _median(self._ordered) if self._ordered else None
 
     @property
     def spread(self) -> float | None:
         """Return the standard deviation that the values' median absolute deviation stands for; None of none."""
         if not self._ordered:
             return None
-        middle = _middle(self._ordered)
-        return _OF_GAUSSIAN * _middle(sorted(abs(value - middle) for value in self._ordered))
+        middle = _median(self._ordered)
+        return _GAUSSIAN_FACTOR * _median(sorted(abs(value - middle) for value in self._ordered))
 
-    def bound(self, least_rise: float) -> float | None:
+    def limit(self, min_rise: float) -> float | None:
         """Return the value above which one is high; None with too few values to tell."""
-        if len(self._last) < LEAST_COUNT:
+        if len(self._last) < MIN_VALUES:
             return None
         middle, spread = self.median, self.spread
         assert middle is not None
         assert spread is not None
-        return middle + max(SPREADS * spread, least_rise)
+        return middle + max(SPREADS * spread, min_rise)
 
-    def judge(self, value: float, least_rise: float) -> Verdict:
+    def judge(self, value: float, min_rise: float) -> Verdict:
         """Return how a value stands to those taken in so far."""
-        if len(self._last) < LEAST_COUNT or value <= _middle(self._ordered) + least_rise:
-            return Verdict.USUAL  # cheaper to see than the bound
-        bound = self.bound(least_rise)
+        if len(self._last) < MIN_VALUES or value <= _median(self._ordered) + min_rise:
+            return Verdict.NORMAL  # cheaper to see than the bound
+        bound = self.limit(min_rise)
         if bound is None or value <= bound:
-            return Verdict.USUAL
-        place = 2 + len(self._last) // _VALUES_PER_PLACE
-        return Verdict.OUT_OF_LINE if value > self._ordered[-place] else Verdict.HIGH
+            return Verdict.NORMAL
+        place = 2 + len(self._last) // _VALUES_PER_RANK
+        return Verdict.OUTLIER if value > self._ordered[-place] else Verdict.HIGH
 
 
-def _middle(ordered: list[float]) -> float:
+def _median(ordered: list[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-class Curve:
+class DownsampledCurve:
     """A series of any length as at most `most` means of equal stretches of it."""
 
     def __init__(self, most: int = 240) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.cli.watch.snapshot import Coincidence, Happened, Save, Window
+from tracekit.cli.watch.training_state import EventKind, ProfiledWindow, Save, StepEvent
 from tracekit.ingest import untrusted_json
 
-_MOST_MANIFEST_BYTES = 16 << 20
-_MOST_SAVES = 64
-_MOST_WORLD = 200_000
+_MAX_MANIFEST_BYTES = 16 << 20
+_MAX_SAVES = 64
+_MAX_WORLD_SIZE = 200_000
 _WRITING_STEPS = 2  # steps after a window beside which its trace is written
 
 
@@ -21,45 +21,45 @@ class Manifest:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / conventions.MANIFEST_FILE
-        self._mark: tuple[int, int, int] | None = None
+        self._last_stat: tuple[int, int, int] | None = None
         self.strategy: str | None = None
         self.world_size: int | None = None
-        self.windows: tuple[Window, ...] = ()
+        self.windows: tuple[ProfiledWindow, ...] = ()
 
     def read(self) -> None:
         """Take in what is new. What cannot be read or understood leaves everything as it was."""
         try:
             found = self._path.stat()
             mark = (found.st_ino, found.st_size, found.st_mtime_ns)
-            if mark == self._mark or found.st_size > _MOST_MANIFEST_BYTES:
+            if mark == self._last_stat or found.st_size > _MAX_MANIFEST_BYTES:
                 return
             told = untrusted_json.parsed(self._path.read_bytes())
         except (OSError, ValueError):
             return
-        self._mark = mark
+        self._last_stat = mark
         if isinstance(told, dict):
             self.strategy = told["strategy"] if isinstance(told.get("strategy"), str) else None
             world_size = _whole(told.get("world_size"))
-            self.world_size = world_size if world_size and world_size <= _MOST_WORLD else None
+            self.world_size = world_size if world_size and world_size <= _MAX_WORLD_SIZE else None
             windows = told.get("windows")
             self.windows = tuple(_windows(windows)) if isinstance(windows, list) else ()
 
-    def touching(self, step: int) -> Iterator[Coincidence]:
+    def events_at(self, step: int) -> Iterator[StepEvent]:
         """Yield the windows that a step lies in, or beside the writing of which."""
         for window in self.windows:
             end = window.first_step + window.steps
             if window.first_step <= step < end:
-                yield Coincidence(Happened.PROFILED, count=window.window)
+                yield StepEvent(EventKind.PROFILED, count=window.window)
             elif end <= step < end + _WRITING_STEPS:
-                yield Coincidence(Happened.TRACE_WRITTEN, count=window.window)
+                yield StepEvent(EventKind.TRACE_WRITTEN, count=window.window)
 
 
-def _windows(told: list[Any]) -> Iterator[Window]:
+def _windows(told: list[Any]) -> Iterator[ProfiledWindow]:
     for window in told:
         if isinstance(window, dict):
             numbers = [_whole(window.get(name)) for name in ("window", "first_step", "steps")]
             if None not in numbers:
-                yield Window(*(number for number in numbers if number is not None))
+                yield ProfiledWindow(*(number for number in numbers if number is not None))
 
 
 class Saves:
@@ -71,7 +71,7 @@ class Saves:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: deque[tuple[Save, set[tuple[int, str]]]] = deque(maxlen=_MOST_SAVES)  # with who told which stage
+        self._last: deque[tuple[Save, set[tuple[int, str]]]] = deque(maxlen=_MAX_SAVES)  # with who told which stage
 
     @property
     def last(self) -> Save | None:
@@ -98,7 +98,7 @@ class Saves:
         self.count += 1
         self._last.append((Save(name, step, blocked_ns, background_ns, size_bytes), {told}))
 
-    def touching(self, step: int, usual_ns: float | None) -> Iterator[Coincidence]:
+    def events_at(self, step: int, usual_ns: float | None) -> Iterator[StepEvent]:
         """Yield the saves that ran in a step: begun at its end or at its beginning or, in the background, before.
 
         How many steps a save in the background lasts is reckoned with the usual time of a step.
@@ -107,9 +107,9 @@ class Saves:
             if save.step is None or step < save.step - 1:
                 continue
             if save.blocked_ns and step <= save.step:
-                yield Coincidence(Happened.SAVE, dur_ns=save.blocked_ns, name=save.checkpoint)
+                yield StepEvent(EventKind.SAVE, dur_ns=save.blocked_ns, name=save.checkpoint)
             elif save.background_ns and step <= save.step + math.ceil(save.background_ns / (usual_ns or math.inf)):
-                yield Coincidence(Happened.BACKGROUND_SAVE, dur_ns=save.background_ns, name=save.checkpoint)
+                yield StepEvent(EventKind.BACKGROUND_SAVE, dur_ns=save.background_ns, name=save.checkpoint)
 
 
 def _whole(value: object) -> int | None:

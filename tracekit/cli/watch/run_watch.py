@@ -7,23 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from tracekit import conventions
-from tracekit.cli.watch.log_tail import Tail
+from tracekit.cli.watch.log_tail import LogTail
 from tracekit.cli.watch.rank_log import RankLog
 from tracekit.cli.watch.recorded_files import Manifest, Saves
-from tracekit.cli.watch.snapshot import Coincidence, OutOfLine, Picture
-from tracekit.cli.watch.steps import GRACE_S, Steps
+from tracekit.cli.watch.steps import GRACE_S, StepMonitor
+from tracekit.cli.watch.training_state import OutlierStep, StepEvent, TrainingState
 
-STANDING_S = 10.0
+STALLED_S = 10.0
 """A log stands still that did not grow for so long, and for ten times the usual step."""
 
-_STANDING_STEPS = 10
+_STALLED_STEPS = 10
 _FIRST_BYTES = 16 << 20  # of all ranks' logs together, read when a watch begins
 _FIRST_BYTES_OF_RANK = (32 << 10, 4 << 20)  # at least, at most
 _METRICS = re.compile(
     rf"rank(\d{{5,7}}){re.escape(conventions.METRICS_SUFFIX)}(?:{re.escape(conventions.PARTIAL_SUFFIX)})?"
 )
-_SHOWN = 10
-_MOST_STEPS_MET = 100
+_MAX_OUTLIERS = 10
+_MAX_STEPS_SEARCHED = 100
 
 
 class Watch:
@@ -35,9 +35,9 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.beginnings = 0
+        self.starts = 0
         """How often it began to read the logs: more than once where they were replaced."""
-        self._begin()
+        self._start()
 
     @property
     def has_logs(self) -> bool:
@@ -47,27 +47,27 @@ class Watch:
     def poll(self, now_s: float) -> None:
         """Read what is new; `now_s` is Unix time in seconds. A folder that is not there has nothing new."""
         if not self._read(now_s):
-            self._begin()
+            self._start()
             self._read(now_s)
         positions = [log.position for log in self._ranks.values() if not log.tail.is_closed]
         known = [position for position in positions if position is not None]
         self.is_over = self._has_ended(now_s)
         if self.is_over:
-            self.settle_rest()
+            self.judge_pending()
         elif known and len(known) == len(positions):
-            self._steps.settle(min(known), now_s)
+            self._steps.judge_ready(min(known), now_s)
         else:
-            self._steps.settle(None, now_s)
+            self._steps.judge_ready(None, now_s)
 
-    def settle_rest(self) -> None:
+    def judge_pending(self) -> None:
         """Judge what was read, though some ranks may still tell of it."""
-        self._steps.settle(None, float("inf"))
+        self._steps.judge_ready(None, float("inf"))
 
-    def take_news(self) -> list[OutOfLine]:
+    def take_new_outliers(self) -> list[OutlierStep]:
         """Return what was found out of line since the last call."""
-        return [self._with_windows(found) for found in self._steps.take_news()]
+        return [self._with_windows(found) for found in self._steps.take_new_outliers()]
 
-    def picture(self, now_s: float) -> Picture:
+    def state(self, now_s: float) -> TrainingState:
         """Return what is known now; `now_s` is Unix time in seconds."""
         logs = self._ranks.values()
         rows = [log.row for log in logs if log.row is not None]
@@ -76,7 +76,7 @@ class Watch:
         quiet_s = min((now_s - log.grew_s for log in logs), default=None)
         lag = front[1] - slowest.position[1] if front and slowest and slowest.position else 0
         steps = self._steps
-        return Picture(
+        return TrainingState(
             name=self.folder.name or str(self.folder),
             strategy=self._manifest.strategy,
             world_size=self._manifest.world_size,
@@ -91,8 +91,8 @@ class Watch:
             loss=steps.loss,
             loss_curve=tuple(steps.loss_curve.values),
             data_wait_ratio=steps.data_wait_ratio,
-            skipped=max((log.skipped for log in logs), default=0),
-            others=next((row.others for row in rows if row.others), {}),
+            skipped_updates=max((log.skipped for log in logs), default=0),
+            custom_metrics=next((row.custom_metrics for row in rows if row.custom_metrics), {}),
             allocated_bytes=_most(row.allocated_bytes for row in rows),
             reserved_bytes=_most(row.reserved_bytes for row in rows),
             retries=_sum(row.retries for row in rows),
@@ -101,23 +101,23 @@ class Watch:
             ranks_closed=sum(log.tail.is_closed for log in logs),
             slowest_rank=slowest.rank if slowest and lag > 0 else None,
             lag_steps=max(0, lag),
-            standing=self._standing(now_s),
-            missing=self._missing(),
+            stalled_ranks=self._stalled_ranks(now_s),
+            missing_ranks=self._missing_ranks(),
             saves=self._saves.count,
             last_save=self._saves.last,
             windows=self._manifest.windows,
-            out_of_line_count=steps.out_of_line_count,
-            out_of_line=tuple(self._with_windows(found) for found in tuple(steps.out_of_line)[-_SHOWN:]),
+            outlier_count=steps.outlier_count,
+            outliers=tuple(self._with_windows(found) for found in tuple(steps.outliers)[-_MAX_OUTLIERS:]),
             bad_lines=sum(log.tail.bad_lines + log.bad_rows for log in logs),
         )
 
-    def _begin(self) -> None:
-        self.beginnings += 1
+    def _start(self) -> None:
+        self.starts += 1
         self._ranks: dict[int, RankLog] = {}
-        self._checkpoints: dict[int, Tail] = {}
+        self._checkpoints: dict[int, LogTail] = {}
         self._manifest = Manifest(self.folder)
         self._saves = Saves()
-        self._steps = Steps(self._coinciding)
+        self._steps = StepMonitor(self._recorded_events)
         self.is_over = False
         """Whether every rank's log is closed: the training has ended."""
 
@@ -126,31 +126,31 @@ class Watch:
         if not logs or not all(log.tail.is_closed for log in logs):
             return False
         # A rank without a log may just not have made it yet.
-        return not self._missing() or now_s - max(log.grew_s for log in logs) > GRACE_S
+        return not self._missing_ranks() or now_s - max(log.grew_s for log in logs) > GRACE_S
 
-    def _missing(self) -> tuple[int, ...]:
+    def _missing_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(set(range(self._manifest.world_size or 0)) - set(self._ranks)))
 
-    def _coinciding(self, step: int, usual_ns: float | None) -> Iterator[Coincidence]:
-        yield from self._saves.touching(step, usual_ns)
-        yield from self._manifest.touching(step)
+    def _recorded_events(self, step: int, usual_ns: float | None) -> Iterator[StepEvent]:
+        yield from self._saves.events_at(step, usual_ns)
+        yield from self._manifest.events_at(step)
 
-    def _with_windows(self, found: OutOfLine) -> OutOfLine:
+    def _with_windows(self, found: OutlierStep) -> OutlierStep:
         """Return it with the profiled windows that it met: they are known only once their traces are written."""
-        steps = range(found.step, min(found.last_step, found.step + _MOST_STEPS_MET) + 1)
-        met = dict.fromkeys(window for step in steps for window in self._manifest.touching(step))
-        return replace(found, coincided=(*found.coincided, *(each for each in met if each not in found.coincided)))
+        steps = range(found.step, min(found.last_step, found.step + _MAX_STEPS_SEARCHED) + 1)
+        met = dict.fromkeys(window for step in steps for window in self._manifest.events_at(step))
+        return replace(found, events=(*found.events, *(each for each in met if each not in found.events)))
 
     def _read(self, now_s: float) -> bool:
         """Read all that is new; return False where a log was replaced, so that what was read before is void."""
-        self._find()
+        self._find_logs()
         self._manifest.read()
         is_behind = True
         while is_behind:
             is_behind = False
             for log in self._ranks.values():
                 for told in log.read(now_s):
-                    self._steps.add(told, now_s, begins_inside=log.tail.begins_inside)
+                    self._steps.add(told, now_s, skipped_beginning=log.tail.skipped_beginning)
                 is_behind |= log.tail.is_behind
             for rank, tail in self._checkpoints.items():
                 for line in tail.read():
@@ -161,7 +161,7 @@ class Watch:
                 return False
         return True
 
-    def _find(self) -> None:
+    def _find_logs(self) -> None:
         try:
             with os.scandir(self.folder) as entries:
                 matches = [match for entry in entries if (match := _METRICS.fullmatch(entry.name))]
@@ -174,10 +174,10 @@ class Watch:
             path = self.folder / conventions.rank_file(rank, conventions.METRICS_SUFFIX)
             self._ranks[rank] = RankLog(rank, path, first_bytes=first_bytes)
             saves = self.folder / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX)
-            self._checkpoints[rank] = Tail(saves, first_bytes=first_bytes)
+            self._checkpoints[rank] = LogTail(saves, first_bytes=first_bytes)
 
-    def _standing(self, now_s: float) -> dict[int, float]:
-        limit_s = max(STANDING_S, _STANDING_STEPS * (self._steps.median_ns or 0) / 1e9)
+    def _stalled_ranks(self, now_s: float) -> dict[int, float]:
+        limit_s = max(STALLED_S, _STALLED_STEPS * (self._steps.median_ns or 0) / 1e9)
         quiet = ((log.rank, now_s - log.grew_s) for log in self._ranks.values() if not log.tail.is_closed)
         return {rank: quiet_s for rank, quiet_s in quiet if quiet_s > limit_s}
 

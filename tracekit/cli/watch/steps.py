@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from tracekit.cli.watch.outliers import WINDOW, Curve, Usual, Verdict
-from tracekit.cli.watch.rank_log import Position, Told
-from tracekit.cli.watch.snapshot import Coincidence, Happened, OutOfLine
+from tracekit.cli.watch.outliers import WINDOW, DownsampledCurve, OutlierDetector, Verdict
+from tracekit.cli.watch.rank_log import Position, RankStep
+from tracekit.cli.watch.training_state import EventKind, OutlierStep, StepEvent, Symptom
 
 GRACE_S = 3.0
 """How long a step waits for the ranks that have not told of it: logs reach the disk up to a second late."""
@@ -20,23 +20,23 @@ GRACE_S = 3.0
 WARM_UP_STEPS = 5
 """The first steps of a training, or of a part that was resumed, are never out of line."""
 
-LEAST_RISE_RATIO = 0.2
+MIN_RISE_RATIO = 0.2
 """A step is not slow, nor a loss a spike, that is less than this above the median."""
 
-_LEAST_RISE_LOG = math.log1p(LEAST_RISE_RATIO)
-_EXPLAINS_RATIO = 0.5  # what share of a step's excess a wait for data must be to be told beside it
-_MOST_KEPT = 50
+_MIN_RISE_LOG = math.log1p(MIN_RISE_RATIO)
+_MIN_EXPLAINED_RATIO = 0.5  # what share of a step's excess a wait for data must be to be told beside it
+_MAX_OUTLIERS = 50
 
-Coinciding = Callable[[int, float | None], Iterable[Coincidence]]
+EventSource = Callable[[int, float | None], Iterable[StepEvent]]
 """What was recorded beside a step, by its number and the usual time of a step in ns."""
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _PendingStep:
     """What the ranks told of one step so far."""
 
     since_s: float
-    begins_inside: bool
+    skipped_beginning: bool
     times_ns: dict[int, float] = field(default_factory=dict)
     waits_ns: dict[int, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class _Gathered:
     is_skipped: bool = False
     tokens_per_s: float | None = None
 
-    def add(self, told: Told) -> None:
+    def add(self, told: RankStep) -> None:
         row = told.row
         if row.time_ns is not None:
             self.times_ns[told.rank] = row.time_ns
@@ -63,22 +63,22 @@ class _Gathered:
         self.tokens_per_s = row.tokens_per_s if row.tokens_per_s is not None else self.tokens_per_s
 
 
-class Steps:
+class StepMonitor:
     """The steps of a run, judged in order, each once all ranks have told of it or GRACE_S have passed."""
 
-    def __init__(self, coinciding: Coinciding) -> None:
-        self._coinciding = coinciding
-        self._pending: dict[Position, _Gathered] = {}
-        self._settled: Position | None = None
+    def __init__(self, recorded_events: EventSource) -> None:
+        self._recorded_events = recorded_events
+        self._pending: dict[Position, _PendingStep] = {}
+        self._last_judged: Position | None = None
         self._warm_up = WARM_UP_STEPS
-        self._typical, self._slowest = Usual(), Usual()  # logarithms of ns
-        self._losses, self._waits_ns = Usual(), Usual()
-        self._shares: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._median_times, self._slowest_times = OutlierDetector(), OutlierDetector()  # logarithms of ns
+        self._losses, self._waits_ns = OutlierDetector(), OutlierDetector()
+        self._data_waits: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._is_slow = self._is_bad_loss = False
-        self._news: list[int] = []  # numbers of those found out of line, counted from 1
-        self.out_of_line: deque[OutOfLine] = deque(maxlen=_MOST_KEPT)
-        self.out_of_line_count = 0
-        self.loss_curve = Curve()
+        self._unreported: list[int] = []  # numbers of those found out of line, counted from 1
+        self.outliers: deque[OutlierStep] = deque(maxlen=_MAX_OUTLIERS)
+        self.outlier_count = 0
+        self.loss_curve = DownsampledCurve()
         self.first_step: int | None = None
         self.step_time_ns: float | None = None
         self.loss: float | None = None
@@ -87,53 +87,53 @@ class Steps:
     @property
     def median_ns(self) -> float | None:
         """Return the median step time of the last steps."""
-        median = self._typical.median
+        median = self._median_times.median
         return None if median is None else math.exp(median)
 
     @property
     def spread_ratio(self) -> float | None:
         """Return how far step times usually are from the median, relative to it."""
-        spread = self._typical.spread
+        spread = self._median_times.spread
         return None if spread is None else math.expm1(spread)
 
     @property
     def data_wait_ratio(self) -> float | None:
         """Return the share of the last steps' time that was spent waiting for data."""
-        total_ns = sum(time for _, time in self._shares)
-        return sum(wait for wait, _ in self._shares) / total_ns if total_ns else None
+        total_ns = sum(time for _, time in self._data_waits)
+        return sum(wait for wait, _ in self._data_waits) / total_ns if total_ns else None
 
-    def add(self, told: Told, now_s: float, *, begins_inside: bool) -> None:
+    def add(self, told: RankStep, now_s: float, *, skipped_beginning: bool) -> None:
         """Take in what a rank tells of a step."""
-        if self._settled is not None and told.position <= self._settled:
+        if self._last_judged is not None and told.position <= self._last_judged:
             return  # too late
         gathered = self._pending.get(told.position)
         if gathered is None:
-            gathered = self._pending[told.position] = _Gathered(now_s, begins_inside)
+            gathered = self._pending[told.position] = _PendingStep(now_s, skipped_beginning)
         gathered.add(told)
 
-    def settle(self, ready: Position | None, now_s: float) -> None:
+    def judge_ready(self, ready: Position | None, now_s: float) -> None:
         """Judge the steps that all ranks have reached, those up to `ready`, and those that waited long enough."""
         for position in sorted(self._pending):
             gathered = self._pending[position]
             if (ready is None or position > ready) and now_s - gathered.since_s < GRACE_S:
                 return
             del self._pending[position]
-            self._settle(position, gathered)
+            self._judge(position, gathered)
 
-    def take_news(self) -> list[OutOfLine]:
+    def take_new_outliers(self) -> list[OutlierStep]:
         """Return what was found out of line since the last call. A slow stretch is told when it begins and ends."""
-        news, self._news = self._news, []
-        oldest = self.out_of_line_count - len(self.out_of_line) + 1
-        return [self.out_of_line[number - oldest] for number in news if number >= oldest]
+        news, self._unreported = self._unreported, []
+        oldest = self.outlier_count - len(self.outliers) + 1
+        return [self.outliers[number - oldest] for number in news if number >= oldest]
 
-    def _settle(self, position: Position, gathered: _Gathered) -> None:
+    def _judge(self, position: Position, gathered: _PendingStep) -> None:
         attempt, step = position
-        if self._settled is None:
+        if self._last_judged is None:
             self.first_step = step
-            self._warm_up = 0 if gathered.begins_inside else WARM_UP_STEPS
-        elif attempt > self._settled[0]:
+            self._warm_up = 0 if gathered.skipped_beginning else WARM_UP_STEPS
+        elif attempt > self._last_judged[0]:
             self._warm_up, self._is_slow = WARM_UP_STEPS, False
-        self._settled = position
+        self._last_judged = position
         is_warm = self._warm_up == 0
         self._warm_up -= not is_warm
         self._judge_loss(step, gathered, is_warm=is_warm)
@@ -143,62 +143,64 @@ class Steps:
 
     # Time ------------------------------------------------------------------------------------------------------------
 
-    def _judge_time(self, step: int, gathered: _Gathered, *, is_warm: bool) -> None:
+    def _judge_time(self, step: int, gathered: _PendingStep, *, is_warm: bool) -> None:
         self.step_time_ns = statistics.median(gathered.times_ns.values())
         typical, slowest = math.log(self.step_time_ns), math.log(max(gathered.times_ns.values()))
         if gathered.waits_ns:
-            self._shares.append((statistics.fmean(gathered.waits_ns.values()), self.step_time_ns))
+            self._data_waits.append((statistics.fmean(gathered.waits_ns.values()), self.step_time_ns))
         if not is_warm:
             return
-        verdicts = (self._typical.judge(typical, _LEAST_RISE_LOG), self._slowest.judge(slowest, _LEAST_RISE_LOG))
-        was_slow, self._is_slow = self._is_slow, any(verdict is not Verdict.USUAL for verdict in verdicts)
-        coincided: tuple[Coincidence, ...] = ()
+        verdicts = (self._median_times.judge(typical, _MIN_RISE_LOG), self._slowest_times.judge(slowest, _MIN_RISE_LOG))
+        was_slow, self._is_slow = self._is_slow, any(verdict is not Verdict.NORMAL for verdict in verdicts)
+        coincided: tuple[StepEvent, ...] = ()
         if self._is_slow:
-            coincided = self._coincided(step, gathered)
-            late = self._late(gathered, all_are=verdicts[0] is not Verdict.USUAL)
-            if was_slow and self.out_of_line[-1].what is Happened.SLOW:
-                self._prolong(step, max(gathered.times_ns.values()), late, coincided)
-            elif Verdict.OUT_OF_LINE in verdicts:
-                self._tell(Happened.SLOW, step, gathered, late, coincided)
+            coincided = self._events(step, gathered)
+            late = self._stragglers(gathered, all_are=verdicts[0] is not Verdict.NORMAL)
+            if was_slow and self.outliers[-1].symptom is Symptom.SLOW:
+                self._extend_stretch(step, max(gathered.times_ns.values()), late, coincided)
+            elif Verdict.OUTLIER in verdicts:
+                self._record_outlier(Symptom.SLOW, step, gathered, late, coincided)
             else:
                 self._is_slow = False
         if was_slow and not self._is_slow:
             self._end_stretch()
         # A slow step with a known reason says nothing of what is usual.
-        if not any(each.what in (Happened.SAVE, Happened.PROFILED, Happened.TRACE_WRITTEN) for each in coincided):
-            self._typical.add(typical)
-            self._slowest.add(slowest)
+        if not any(each.kind in (EventKind.SAVE, EventKind.PROFILED, EventKind.TRACE_WRITTEN) for each in coincided):
+            self._median_times.add(typical)
+            self._slowest_times.add(slowest)
         if gathered.waits_ns:
             self._waits_ns.add(max(gathered.waits_ns.values()))
 
-    def _late(self, gathered: _Gathered, *, all_are: bool) -> tuple[int, ...]:
-        bound = self._typical.bound(_LEAST_RISE_LOG)
+    def _stragglers(self, gathered: _PendingStep, *, all_are: bool) -> tuple[int, ...]:
+        bound = self._median_times.limit(_MIN_RISE_LOG)
         late = [rank for rank, ns in gathered.times_ns.items() if bound is not None and math.log(ns) > bound]
         if not late and not all_are:
             late = [max(gathered.times_ns, key=lambda rank: gathered.times_ns[rank])]
         return tuple(sorted(late or gathered.times_ns))
 
-    def _prolong(self, step: int, time_ns: float, late: tuple[int, ...], coincided: tuple[Coincidence, ...]) -> None:
-        last = self.out_of_line[-1]
+    def _extend_stretch(
+        self, step: int, time_ns: float, late: tuple[int, ...], coincided: tuple[StepEvent, ...]
+    ) -> None:
+        last = self.outliers[-1]
         worst = max(last.step_time_ns or 0, time_ns)
         ranks = tuple(sorted({*last.ranks, *late}))
-        new = tuple(each for each in coincided if each not in last.coincided)
-        kept = (last.coincided + new)[:8]
-        self.out_of_line[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, coincided=kept)
+        new = tuple(each for each in coincided if each not in last.events)
+        kept = (last.events + new)[:8]
+        self.outliers[-1] = replace(last, last_step=step, step_time_ns=worst, ranks=ranks, events=kept)
 
     def _end_stretch(self) -> None:
-        number, last = self.out_of_line_count, self.out_of_line[-1]
-        if last.last_step > last.step and number not in self._news:
-            self._news.append(number)
+        number, last = self.outlier_count, self.outliers[-1]
+        if last.last_step > last.step and number not in self._unreported:
+            self._unreported.append(number)
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
-    def _judge_loss(self, step: int, gathered: _Gathered, *, is_warm: bool) -> None:
+    def _judge_loss(self, step: int, gathered: _PendingStep, *, is_warm: bool) -> None:
         if gathered.bad_losses:
             # Once a loss is not finite, so are those after it, as a rule: it is said once.
             if not self._is_bad_loss:
                 ranks = tuple(sorted(gathered.bad_losses))
-                self._tell(Happened.LOSS_NOT_FINITE, step, gathered, ranks, self._coincided(step, gathered))
+                self._record_outlier(Symptom.LOSS_NOT_FINITE, step, gathered, ranks, self._events(step, gathered))
             self._is_bad_loss, self.loss = True, math.nan
             return
         if not gathered.losses:
@@ -207,49 +209,49 @@ class Steps:
         self.loss = statistics.fmean(gathered.losses)
         median = self._losses.median
         if is_warm and median is not None:
-            verdict = self._losses.judge(self.loss, LEAST_RISE_RATIO * abs(median))
-            if verdict is Verdict.OUT_OF_LINE:
-                self._tell(Happened.LOSS_SPIKE, step, gathered, (), self._coincided(step, gathered))
+            verdict = self._losses.judge(self.loss, MIN_RISE_RATIO * abs(median))
+            if verdict is Verdict.OUTLIER:
+                self._record_outlier(Symptom.LOSS_SPIKE, step, gathered, (), self._events(step, gathered))
         self._losses.add(self.loss)
         self.loss_curve.add(self.loss)
 
     # What is told ----------------------------------------------------------------------------------------------------
 
-    def _tell(
+    def _record_outlier(
         self,
-        what: Happened,
+        symptom: Symptom,
         step: int,
-        gathered: _Gathered,
+        gathered: _PendingStep,
         ranks: tuple[int, ...],
-        coincided: tuple[Coincidence, ...],
+        coincided: tuple[StepEvent, ...],
     ) -> None:
-        found = OutOfLine(
-            what=what,
+        found = OutlierStep(
+            symptom=symptom,
             step=step,
             last_step=step,
             step_time_ns=max(gathered.times_ns.values(), default=None),
-            usual_ns=self.median_ns,
+            median_ns=self.median_ns,
             loss=statistics.fmean(gathered.losses) if gathered.losses and not gathered.bad_losses else None,
-            usual_loss=self._losses.median,
+            median_loss=self._losses.median,
             ranks=ranks,
             rank_count=max(len(gathered.times_ns), len(gathered.losses) + len(gathered.bad_losses)),
-            coincided=coincided,
+            events=coincided,
         )
-        self.out_of_line.append(found)
-        self.out_of_line_count += 1
-        self._news.append(self.out_of_line_count)
+        self.outliers.append(found)
+        self.outlier_count += 1
+        self._unreported.append(self.outlier_count)
 
-    def _coincided(self, step: int, gathered: _Gathered) -> tuple[Coincidence, ...]:
-        found = [*self._coinciding(step, self.median_ns)]
+    def _events(self, step: int, gathered: _PendingStep) -> tuple[StepEvent, ...]:
+        found = [*self._recorded_events(step, self.median_ns)]
         if gathered.waits_ns and gathered.times_ns:
             rank, wait_ns = max(gathered.waits_ns.items(), key=lambda item: item[1])
             excess_ns = max(gathered.times_ns.values()) - (self.median_ns or 0)
-            if wait_ns - (self._waits_ns.median or 0) >= _EXPLAINS_RATIO * excess_ns > 0:
-                found.append(Coincidence(Happened.DATA_WAIT, dur_ns=wait_ns, rank=rank))
+            if wait_ns - (self._waits_ns.median or 0) >= _MIN_EXPLAINED_RATIO * excess_ns > 0:
+                found.append(StepEvent(EventKind.DATA_WAIT, dur_ns=wait_ns, rank=rank))
         if gathered.retries:
-            found.append(Coincidence(Happened.RETRIES, count=gathered.retries))
+            found.append(StepEvent(EventKind.RETRIES, count=gathered.retries))
         if gathered.device_allocs:
-            found.append(Coincidence(Happened.DEVICE_ALLOCS, count=gathered.device_allocs))
+            found.append(StepEvent(EventKind.DEVICE_ALLOCS, count=gathered.device_allocs))
         if gathered.is_skipped:
-            found.append(Coincidence(Happened.SKIPPED))
+            found.append(StepEvent(EventKind.SKIPPED))
         return tuple(found)

@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Happened(StrEnum):
-    """What puts a step out of line, or coincides with one that is."""
+class Symptom(StrEnum):
+    """How a step is an outlier."""
 
     SLOW = "slow"
     LOSS_SPIKE = "loss_spike"
     LOSS_NOT_FINITE = "loss_not_finite"
+
+
+class EventKind(StrEnum):
+    """What was recorded during an outlier step."""
+
     SAVE = "save"
     BACKGROUND_SAVE = "background_save"
     PROFILED = "profiled"
@@ -22,10 +27,10 @@ class Happened(StrEnum):
 
 
 @dataclass(frozen=True)
-class Coincidence:
+class StepEvent:
     """Something that happened in a step that is out of line."""
 
-    what: Happened
+    kind: EventKind
     dur_ns: float | None = None
     rank: int | None = None
     count: int | None = None
@@ -33,22 +38,22 @@ class Coincidence:
 
 
 @dataclass(frozen=True)
-class OutOfLine:
+class OutlierStep:
     """A step out of line with those before it, or several on end; of several, the worst is told."""
 
-    what: Happened
+    symptom: Symptom
     step: int
     last_step: int
     step_time_ns: float | None
-    usual_ns: float | None
+    median_ns: float | None
     """Median step time before it."""
     loss: float | None
-    usual_loss: float | None
+    median_loss: float | None
     ranks: tuple[int, ...]
     """Ranks that were late, or whose loss is not finite."""
     rank_count: int
     """Ranks that told of this step."""
-    coincided: tuple[Coincidence, ...] = ()
+    events: tuple[StepEvent, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Window:
+class ProfiledWindow:
     """A profiled window that is on disk."""
 
     window: int
@@ -72,7 +77,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Picture:
+class TrainingState:
     """A training at one moment. Numbers that no rank logged are None."""
 
     name: str
@@ -91,8 +96,8 @@ class Picture:
     loss: float | None
     loss_curve: tuple[float, ...] = field(repr=False)
     data_wait_ratio: float | None
-    skipped: int
-    others: Mapping[str, float]
+    skipped_updates: int
+    custom_metrics: Mapping[str, float]
     # Memory: of the rank that has most
     allocated_bytes: float | None
     reserved_bytes: float | None
@@ -103,15 +108,15 @@ class Picture:
     ranks_closed: int
     slowest_rank: int | None
     lag_steps: int
-    standing: Mapping[int, float]
+    stalled_ranks: Mapping[int, float]
     """Ranks whose log has stood still, and for how many seconds."""
-    missing: tuple[int, ...]
+    missing_ranks: tuple[int, ...]
     # What was recorded
     saves: int
     last_save: Save | None
-    windows: tuple[Window, ...]
+    windows: tuple[ProfiledWindow, ...]
     # What was out of line
-    out_of_line_count: int
-    out_of_line: tuple[OutOfLine, ...]
+    outlier_count: int
+    outliers: tuple[OutlierStep, ...]
     """The last of them, the newest last."""
     bad_lines: int
