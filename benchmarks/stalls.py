@@ -23,7 +23,7 @@ from benchmarks import stall_scenarios
 from benchmarks.results import machine_description
 from benchmarks.stall_scenarios import SCENARIOS, WORLD_SIZE
 from tracekit.analysis.checkpoint import saves
-from tracekit.ingest.readers import logs
+from tracekit.ingest import loader
 from tracekit.model.run import Run, Source
 from tracekit.model.trace import Trace
 from tracekit.rules import RULES
@@ -95,8 +95,7 @@ def _load(log: Path) -> Run:
     traces = []
     for rank in range(WORLD_SIZE):
         path = str(log / "no.trace")
-        checkpoints, metrics, _ = logs.read_beside(path, rank)
-        traces.append(Trace(rank, 0, path, checkpoints=checkpoints, metrics=metrics))
+        traces.append(loader.with_companions(Trace(rank, 0, path), path))
     sources = [Source(trace.rank, 0, trace.path, 0, lambda trace=trace: trace) for trace in traces]  # type: ignore[misc]
     return Run(str(log), sources)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracekit import conventions
-from tracekit.ingest import files, untrusted_json
+from tracekit.ingest import files, readers, untrusted_json
 from tracekit.model.run import created_ns
 from tracekit.regression.history import store
 from tracekit.rules import report_cache
@@ -258,7 +258,7 @@ def _is_trace_by_name(name: str) -> bool:
 
 def _may_be_trace(name: str) -> bool:
     other = (conventions.MANIFEST_FILE, conventions.TRUTH_FILE)
-    return name.lower().endswith(files.TRACE_SUFFIXES) and not name.startswith(".") and name not in other
+    return name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name not in other
 
 
 def _is_link_inside(link: Path, roots: Sequence[str]) -> bool:

@@ -1,23 +1,24 @@
-"""Whose each trace file is: rank, window and job, from its header, name and first bytes, not by reading it whole."""
+"""Which traces the files of a run hold: rank, window and job of each, from file headers and names."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 from tracekit.errors import BadTraceError
-from tracekit.ingest import decompression
+from tracekit.ingest import decompression, readers
 from tracekit.ingest.files import File, natural_key
-from tracekit.ingest.readers.kineto import reader, stream
-from tracekit.ingest.readers.kineto.header import MOST_RANKS
+from tracekit.ingest.readers.reader import Reader, TraceInfo
+
+MAX_RANKS = 1 << 20
+"""No job has more ranks: a larger number is damage, and a list of so many ranks would fill the memory."""
 
 _RANK_WORD = re.compile(r"(?:rank|worker)[-_]?(\d+)(?!\d)", re.I)
 _NUMBER = re.compile(r"(?:^|[_-])(\d+)(?=[._-]|$)")
 _STAMP = re.compile(r"\.(\d{10,19})\.(?:pt\.)?trace\.json")
 _WINDOW_FOLDER = re.compile(r"/window(\d+)/")
-_FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
 _REMOTE_HEAD_BYTES = 4 << 20
 _TRACE_NAME = (".trace.json", ".trace.json.gz", ".trace.json.zst")
 _HOUR_NS = 3_600_000_000_000
@@ -26,7 +27,7 @@ _SAME_START_NS = 1_000_000
 
 @dataclass(frozen=True)
 class QualityIssue:
-    """One row of a run's issues."""
+    """One row of a run's data_quality."""
 
     kind: str
     message: str
@@ -37,145 +38,117 @@ class QualityIssue:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace file with what is known of it before it is read."""
+    """One trace of a file, known from the header before the trace is read."""
 
     file: File
-    header: Mapping[str, Any] = field(repr=False)
-    begins_ns: int | None = None
+    reader: Reader
+    info: TraceInfo
+    job: tuple[object, ...]
+    """Folder of the manifest, world size and job id."""
     rank: int = -1
     window: int = 0
-    is_merged: bool = False
-    job: tuple[object, ...] = ()
-
-    @property
-    def world_size(self) -> int | None:
-        """Return the number of ranks in the job, as the file states it."""
-        return _size(_info(self.header).get("world_size"))
 
 
 def identify(
     files: Sequence[File],
     *,
-    manifests: Iterable[str] = (),
+    manifest_folders: Iterable[str] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[TraceFile], list[QualityIssue]]:
-    """Tell the rank, window and job of each file; what is left out, guessed or odd is said as a issue.
+    """Return the traces of one job in these files, and an issue for what is left out, guessed or inconsistent.
 
-    `manifests` are the folders of runs' manifests. Raises BadTraceError if no file is a trace.
+    Raises BadTraceError if no file has a trace.
     """
     issues: list[QualityIssue] = []
-    seen: list[TraceFile] = []
+    traces: list[TraceFile] = []
     for done, file in enumerate(files, 1):
-        listed = _look(file, len(files), issues)
-        seen += [replace(listed, job=_job(listed, manifests))] if listed else []
+        traces += _inspect(file, len(files), manifest_folders, issues)
         if on_progress:
             on_progress(done, len(files))
-    if not seen:
+    if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
-    ranked = _ranked(seen, issues)
-    placed = _windows(_without_copies(_one_job(ranked, issues), issues), issues)
-    return sorted(placed, key=lambda t: (t.window, t.rank)), issues
+    ranked = _ranked(traces, issues)
+    numbered = _windows(_without_copies(_one_job(ranked, issues), issues), issues)
+    return sorted(numbered, key=lambda t: (t.window, t.rank)), issues
 
 
-def missing_ranks(listed: Sequence[TraceFile], told_world_size: object, absent: set[int | None]) -> list[QualityIssue]:
-    """Return a issue for each window that lacks ranks; `absent` are ranks whose files were spoken of already."""
-    told = [size for t in listed if (size := t.world_size) is not None]
-    highest = max((t.rank for t in listed), default=-1) + 1
-    world_size = max(_size(told_world_size) or 0, highest, *told, 0)
+def missing_ranks(
+    traces: Sequence[TraceFile], manifest_world_size: object, reported_ranks: set[int | None]
+) -> list[QualityIssue]:
+    """Return an issue for each window without some ranks; `reported_ranks` already have an issue of their own."""
+    is_size = isinstance(manifest_world_size, int) and not isinstance(manifest_world_size, bool)
+    stated = manifest_world_size if is_size and 0 < cast("int", manifest_world_size) <= MAX_RANKS else 0
+    sizes = [size for t in traces if (size := t.info.world_size) is not None]
+    world_size = max(cast("int", stated), max((t.rank for t in traces), default=-1) + 1, *sizes, 0)
     by_window: dict[int, set[int]] = defaultdict(set)
-    for t in listed:
+    for t in traces:
         by_window[t.window].add(t.rank)
-    every = set().union(*by_window.values()) | {rank for rank in absent if rank is not None}
+    present = set().union(*by_window.values()) | {rank for rank in reported_ranks if rank is not None}
     issues = []
-    if len(every) < world_size:
-        lacking = _numbers(sorted(set(range(world_size)) - every))
-        message = f"{len(every)} of {world_size} ranks have a trace (not {lacking}); what the others did is not known."
-        issues.append(QualityIssue("missing_ranks", message, affected_ratio=1 - len(every) / world_size))
+    if len(present) < world_size:
+        absent = _numbers(sorted(set(range(world_size)) - present))
+        message = f"{len(present)} of {world_size} ranks have a trace (not {absent}); the others cannot be analyzed."
+        issues.append(QualityIssue("missing_ranks", message, affected_ratio=1 - len(present) / world_size))
     for window, ranks in sorted(by_window.items()):
-        if ranks | absent < every:
-            gone = sorted(every - ranks - absent)
-            message = f"Window {window} has no trace of rank {_numbers(gone)}, other windows do."
-            issues.append(QualityIssue("missing_ranks", message, affected_ratio=len(gone) / len(every)))
+        if absent_here := sorted(present - ranks - reported_ranks):
+            message = f"Window {window} has no trace of rank {_numbers(absent_here)}, other windows do."
+            issues.append(QualityIssue("missing_ranks", message, affected_ratio=len(absent_here) / len(present)))
     return issues
 
 
 # One file ------------------------------------------------------------------------------------------------------------
 
 
-def _look(file: File, count: int, issues: list[QualityIssue]) -> TraceFile | None:
+def _inspect(
+    file: File, file_count: int, manifest_folders: Iterable[str], issues: list[QualityIssue]
+) -> list[TraceFile]:
     try:
         with file.local(first_bytes=_REMOTE_HEAD_BYTES) as path:
-            header = stream.read_header(path)
-            if header is None and count > 1:
-                issues.append(_stray(file, path, count))
-                return None
-            is_silent = not _info(header or {}) and file.system is None
-            is_merged = header is not None and is_silent and reader.is_merged(path)
-            return TraceFile(file, header or {}, _begins_ns(path, header or {}), is_merged=is_merged)
+            head = next(iter(decompression.Blocks(path)), b"")
+            reader = readers.find(head, file.name)
+            if reader is None:
+                raise BadTraceError(f"{file.path}: {readers.unknown_format(head)}")
+            infos = reader.traces(path, is_complete=file.system is None)
     except BadTraceError as error:
-        if count == 1:
+        if file_count == 1:
             raise
-        issues.append(QualityIssue("unreadable", str(error), file.path, _word_rank(file), 1 / count))
-        return None
+        issues.append(_left_out(file, error, file_count))
+        return []
+    return [TraceFile(file, reader, info, _job(file, info, manifest_folders)) for info in infos]
 
 
-def _stray(file: File, path: str, count: int) -> QualityIssue:
-    """Return what to say of a file without events: that it is somebody else's, or that it should have been a trace."""
+def _left_out(file: File, error: BadTraceError, file_count: int) -> QualityIssue:
+    """Return the issue of a file without a trace: a warning only if its name says that it should have one."""
     rank = _word_rank(file)
     if rank is None and file.size_bytes and not file.name.endswith(_TRACE_NAME):
-        return QualityIssue("not_a_trace", f"{file.path}: not a profiler trace, left out", file.path)
-    try:
-        reader.is_merged(path)
-    except BadTraceError as error:
-        return QualityIssue("unreadable", str(error), file.path, rank, 1 / count)
-    return QualityIssue("unreadable", f"{file.path}: holds no events; record it again", file.path, rank, 1 / count)
+        reason = str(error).removeprefix(f"{file.path}: ").partition(";")[0]
+        return QualityIssue("not_a_trace", f"{file.path}: not a trace, left out ({reason})", file.path)
+    return QualityIssue("unreadable", str(error), file.path, rank, 1 / file_count)
 
 
-def _begins_ns(path: str, header: Mapping[str, Any]) -> int | None:
-    """Return about when the recording began: its first event's time, which is close to the first in time."""
-    found = _FIRST_TIME.search(next(iter(decompression.Blocks(path)), b""))
-    base = _whole(header.get("baseTimeNanoseconds")) or 0
-    return None if found is None else base + round(float(found[1]) * 1000)
-
-
-def _info(header: Mapping[str, Any]) -> Mapping[str, Any]:
-    info = header.get("distributedInfo")
-    return info if isinstance(info, dict) else {}
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _size(value: object) -> int | None:
-    size = _whole(value)
-    return size if size is not None and 0 < size <= MOST_RANKS else None
-
-
-def _job(listed: TraceFile, manifests: Iterable[str]) -> tuple[object, ...]:
-    folder = max((m for m in manifests if f"{listed.file.folder}/".startswith(f"{m}/")), key=len, default="")
-    job_id = listed.header.get("tw_job")
-    return (folder, listed.world_size, job_id if isinstance(job_id, str) else None)
+def _job(file: File, info: TraceInfo, manifest_folders: Iterable[str]) -> tuple[object, ...]:
+    folder = max((m for m in manifest_folders if f"{file.folder}/".startswith(f"{m}/")), key=len, default="")
+    return (folder, info.world_size, info.job_id)
 
 
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def _ranked(seen: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+def _ranked(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Give each file its rank: by its header, else its name, else its order."""
-    stated = {id(t): rank for t in seen if (rank := reader.rank_of(t.header)) is not None}
-    silent = [t for t in seen if id(t) not in stated]
+    stated = {id(t): rank for t in traces if (rank := t.info.rank) is not None}
+    silent = [t for t in traces if id(t) not in stated]
     named = _named_ranks([t.file for t in silent])
-    free = iter(sorted(set(range(len(seen))) - set(stated.values()) - set(named.values())))
+    free = iter(sorted(set(range(len(traces))) - set(stated.values()) - set(named.values())))
     ranked = []
-    for t in seen:
+    for t in traces:
         rank, how = stated.get(id(t)), ""
         if rank is None and (rank := named.get(t.file.path)) is not None:
             how = f"the trace doesn't state its rank; taken as rank {rank} from its name"
         elif rank is None:
-            rank = next(free, len(seen))
+            rank = next(free, len(traces))
             how = f"neither trace nor name state a rank; taken as rank {rank} from the order of files"
-        if how and len(seen) > 1:
+        if how and len(traces) > 1:
             issues.append(QualityIssue("rank_guessed", f"{t.file.path}: {how}", t.file.path, rank))
         ranked.append(replace(t, rank=rank))
     return ranked
@@ -196,7 +169,7 @@ def _named_ranks(files: Sequence[File]) -> dict[str, int]:
 
 def _word_rank(file: File) -> int | None:
     found = _RANK_WORD.search(file.name) or _RANK_WORD.search(file.folder.rpartition("/")[2])
-    return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MOST_RANKS else None
+    return int(found[1]) if found and len(found[1]) < 8 and int(found[1]) < MAX_RANKS else None
 
 
 # Jobs ----------------------------------------------------------------------------------------------------------------
@@ -210,7 +183,7 @@ def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
     _adopt(jobs)
     if len(jobs) == 1:
         return next(iter(jobs.values()))
-    chosen = max(jobs, key=lambda job: (len({t.rank for t in jobs[job]}), max(t.begins_ns or 0 for t in jobs[job])))
+    chosen = max(jobs, key=lambda job: (len({t.rank for t in jobs[job]}), max(t.info.start_ns or 0 for t in jobs[job])))
     for job, others in jobs.items():
         if job != chosen:
             message = (
@@ -264,12 +237,11 @@ def _without_copies(listed: list[TraceFile], issues: list[QualityIssue]) -> list
 
 
 def _same_recording(a: TraceFile, b: TraceFile) -> bool:
-    trace_id = a.header.get("trace_id")
-    if trace_id is not None and trace_id == b.header.get("trace_id"):
+    if a.info.recording_id is not None and a.info.recording_id == b.info.recording_id:
         return True
-    if a.begins_ns is None or b.begins_ns is None:
+    if a.info.start_ns is None or b.info.start_ns is None:
         return a.file.size_bytes == b.file.size_bytes
-    return abs(a.begins_ns - b.begins_ns) < _SAME_START_NS
+    return abs(a.info.start_ns - b.info.start_ns) < _SAME_START_NS
 
 
 def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
@@ -310,7 +282,7 @@ def _say_folders(placed: list[TraceFile], issues: list[QualityIssue]) -> None:
 
 def _times(listed: list[TraceFile]) -> list[int] | None:
     """Return when each recording began, or, where not every file tells, ended by its name; None where they do not."""
-    begins = [t.begins_ns for t in listed if t.begins_ns is not None]
+    begins = [t.info.start_ns for t in listed if t.info.start_ns is not None]
     if len(begins) == len(listed):
         return begins
     stamps = [int(found[1].ljust(19, "0")) for t in listed if (found := _STAMP.search(t.file.name))]

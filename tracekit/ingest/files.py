@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, cast
 
 from tracekit import conventions
 from tracekit.errors import BadTraceError, InputError
+from tracekit.ingest import readers
 
 Where: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-TRACE_SUFFIXES = (".json", ".json.gz", ".json.zst")
 _MAX_DEPTH = 5
 _GLOB = re.compile(r"[*?\[]")
 _URL = re.compile(r"^[a-z][a-z0-9+.-]+(?:::[a-z0-9+.-]+)*://", re.I)
@@ -40,10 +40,10 @@ class File:
         return self.path.rstrip("/").rpartition("/")[0]
 
     @contextlib.contextmanager
-    def local(self, *, first_bytes: int | None = None, beside: Iterable[str] = ()) -> Iterator[str]:
+    def local(self, *, first_bytes: int | None = None, companions: Iterable[str] = ()) -> Iterator[str]:
         """Give a local path to the file, or to at least its `first_bytes`; a URL's copy lives as long as the block.
 
-        Files named `beside` that lie in the same remote folder are copied along. Raises BadTraceError if that fails.
+        Remote files of the same folder named in `companions` are copied along. Raises BadTraceError if that fails.
         """
         if self.system is None:
             yield self.path
@@ -52,16 +52,16 @@ class File:
             copy = Path(folder, self.name)
             try:
                 if first_bytes is None:
-                    self._fetch(copy, beside)
+                    self._fetch(copy, companions)
                 else:
                     copy.write_bytes(self.system.cat_file(self.path, start=0, end=first_bytes))
             except Exception as error:  # each file system raises errors of its own
                 raise BadTraceError(f"{self.path}: cannot be fetched ({_line(error)}); check access to it") from error
             yield str(copy)
 
-    def _fetch(self, copy: Path, beside: Iterable[str]) -> None:
+    def _fetch(self, copy: Path, companions: Iterable[str]) -> None:
         self.system.get_file(self.path, str(copy))
-        for name in beside:
+        for name in companions:
             other = f"{self.folder}/{name}"
             if self.system.exists(other):
                 self.system.get_file(other, str(copy.with_name(name)))
@@ -115,10 +115,10 @@ def _why_none(root: str) -> str:
     if Path(root).is_file():
         return "this is a run's manifest, not a trace"
     if _GLOB.search(root) and not Path(root).exists():
-        return "no trace file is called so (*.json, *.json.gz)"
+        return f"no trace file matches it ({_patterns()})"
     if Path(root).is_dir() and not os.access(root, os.R_OK | os.X_OK):
         return "this folder is closed to you"
-    return "no trace files (*.json, *.json.gz) in this folder"
+    return f"no trace files ({_patterns()}) in this folder"
 
 
 def _of(named: str) -> list[File]:
@@ -190,7 +190,13 @@ def _line(error: Exception) -> str:
 
 
 def _may_be_trace(name: str) -> bool:
-    return name.lower().endswith(TRACE_SUFFIXES) and not name.startswith(".") and name != conventions.TRUTH_FILE
+    return (
+        name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name != conventions.TRUTH_FILE
+    )
+
+
+def _patterns() -> str:
+    return ", ".join(f"*{suffix}" for suffix in readers.trace_suffixes())
 
 
 def _is_checkpoint(names: Iterable[str]) -> bool:

@@ -16,16 +16,15 @@ import json
 import os
 import stat
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import polars as pl
 
-from tracekit import conventions
 from tracekit.errors import BadTraceError
-from tracekit.ingest import disk_cache
+from tracekit.ingest import disk_cache, readers
 from tracekit.ingest.disk_cache import DIRECTORY_VARIABLE, DiskCache
 from tracekit.model import schema
 from tracekit.model.run import Source
@@ -162,16 +161,11 @@ def key_of(source: Source) -> str | None:
     trace = _state(Path(source.path))
     if trace is None:
         return None
-    logs = [_state(path) for path in _logs(Path(source.path), source.rank)]
-    told = json.dumps([_code(), source.path, source.rank, source.window, trace, logs])
+    folder = Path(source.path).parent
+    names = readers.companions(source.rank)
+    companions = [_state(place / name) for place in (folder, folder.parent) for name in names]
+    told = json.dumps([_code(), source.path, source.rank, source.window, trace, companions])
     return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _logs(trace: Path, rank: int) -> Iterator[Path]:
-    """Yield where the logs that belong to a trace may lie: beside it or, for a window, in the folder above."""
-    for folder in (trace.parent, trace.parent.parent):
-        for suffix in (conventions.CHECKPOINT_LOG_SUFFIX, conventions.METRICS_SUFFIX):
-            yield folder / conventions.rank_file(rank, suffix)
 
 
 def _state(path: Path) -> tuple[int, int, str] | None:

@@ -41,6 +41,12 @@ class Trace:
         """Whether the trace has device activity; where it has none, a lane is a host thread."""
         return self.lanes.get_column("device").is_not_null().any()
 
+    def replaced(self, **fields: Any) -> "Trace":
+        """Return the trace with other values in some fields or tables."""
+        trace = object.__new__(type(self))
+        vars(trace).update(vars(self) | fields)
+        return trace
+
     @property
     def tables(self) -> dict[str, pl.DataFrame]:
         """Return all tables by name."""
@@ -68,6 +74,13 @@ class LazyTrace(Trace):
             makers.pop(name, None)
         made: pl.DataFrame = vars(self)[name]
         return made
+
+    def replaced(self, **fields: Any) -> Trace:
+        """Return the trace with other values in some fields or tables; tables not yet made stay so."""
+        makers = dict(vars(self).get("_makers", {}))  # a copy: each trace makes its own tables
+        trace = super().replaced(**fields)
+        vars(trace)["_makers"] = makers
+        return trace
 
     @property
     def deferred_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""The recorder's logs that lie beside a trace: checkpoint stages and metrics, one JSON object a line."""
+"""The recorder's logs of a rank: checkpoint stages and metrics, one JSON object a line."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,45 +9,70 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.ingest import untrusted_json
+from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
-
-_PLACE = ("step", "rank")
-
-
-def read_beside(trace_path: str, rank: int) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Return checkpoints, metrics and data-quality issues from the logs beside a trace (of a window: one folder up)."""
-    bad: list[str] = []
-    checkpoints = list(_lines(trace_path, rank, conventions.CHECKPOINT_LOG_SUFFIX, bad))
-    metrics = [
-        {"step": line["step"], "name": name, "value": float(value)}
-        for line in _lines(trace_path, rank, conventions.METRICS_SUFFIX, bad)
-        for name, value in line.items()
-        if name not in _PLACE and isinstance(line.get("step"), int) and _is_number(value)
-    ]
-    issues = pl.DataFrame(
-        [("bad_log", message, 0.0) for message in bad], schema=schema.DATA_QUALITY.schema, orient="row"
-    )
-    return _conform(schema.CHECKPOINTS, checkpoints), _conform(schema.METRICS, metrics), issues
+from tracekit.model.trace import Trace
 
 
-def _lines(trace_path: str, rank: int, suffix: str, bad: list[str]) -> Iterator[dict[str, Any]]:
-    folder = Path(trace_path).parent
-    name = conventions.rank_file(rank, suffix)
-    path = next((p for p in (folder / name, folder.parent / name) if p.is_file()), None)
-    if path is None:
-        return
-    skipped = 0
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+class _Logs(Reader):
+    has_traces = False
+    usage = "name the run's folder or a trace file"
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether the file is named like a log."""
+        return name.endswith(self.suffixes)
+
+    def companions(self, rank: int) -> Sequence[str]:
+        """Return the name of a rank's log."""
+        return [conventions.rank_file(rank, suffix) for suffix in self.suffixes]
+
+
+class CheckpointLogs(_Logs):
+    """Reads rank00000.checkpoint.jsonl."""
+
+    name = "checkpoint log"
+    suffixes = (conventions.CHECKPOINT_LOG_SUFFIX,)
+    contents = "stages of checkpoint saves and loads of a rank"
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
+        """Return a trace with checkpoints and data_quality only."""
+        lines, issues = _lines(path)
+        return Trace(rank, window, path, checkpoints=_conform(schema.CHECKPOINTS, lines), data_quality=issues)
+
+
+class MetricsLogs(_Logs):
+    """Reads rank00000.metrics.jsonl."""
+
+    name = "metrics log"
+    suffixes = (conventions.METRICS_SUFFIX,)
+    contents = "loss, tokens/s and allocator counters of each step of a rank"
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:  # noqa: ARG002
+        """Return a trace with metrics and data_quality only."""
+        lines, issues = _lines(path)
+        metrics = [
+            {"step": line["step"], "name": name, "value": float(value)}
+            for line in lines
+            for name, value in line.items()
+            if name not in ("step", "rank") and isinstance(line.get("step"), int) and _is_number(value)
+        ]
+        return Trace(rank, window, path, metrics=_conform(schema.METRICS, metrics), data_quality=issues)
+
+
+def _lines(path: str) -> tuple[list[dict[str, Any]], pl.DataFrame]:
+    """Return the JSON objects of a log, and a data-quality issue if other lines were skipped."""
+    lines, skipped = [], 0
+    for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = untrusted_json.parsed(text)
         except ValueError:
             line = None
         if isinstance(line, dict):
-            yield line
+            lines.append(line)
         elif text.strip():
             skipped += 1
-    if skipped:
-        bad.append(f"{path}: {skipped} lines are not JSON objects and were left out.")
+    issue = ("bad_log", f"{path}: {skipped} lines are not JSON objects and were left out.", 0.0)
+    return lines, pl.DataFrame([issue] if skipped else [], schema=schema.DATA_QUALITY.schema, orient="row")
 
 
 def _is_number(value: object) -> bool:

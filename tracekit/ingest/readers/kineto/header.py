@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from tracekit.errors import BadTraceError
 from tracekit.ingest import untrusted_json
 from tracekit.ingest.decompression import Blocks
+from tracekit.ingest.readers import foreign_formats
 
 Header: TypeAlias = dict[str, Any]
 
@@ -22,8 +22,6 @@ _BARE_ARRAY = re.compile(rb"\s*\[\s*(?:\{|\]\s*$)")
 _FIRST_EVENT = re.compile(rb'\{\s*"ph"\s*:\s*"')
 _ARRAY_END = re.compile(r'\]\s*(?:,\s*"|\}\s*\Z)')
 _WORTH_SAVING = ("distributedInfo", "baseTimeNanoseconds", "deviceProperties", "traceName")
-_OUR_SCHEMA = re.compile(rb'"schema"\s*:\s*"tracekit\.([a-z]+)/')
-_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _HEADER_KEYS = frozenset({*_WORTH_SAVING, "schemaVersion", "displayTimeUnit", "traceEvents"})
 
 
@@ -84,20 +82,15 @@ def end_of_events(text: str) -> int | None:
     return None
 
 
-def read_header(path: str) -> Header | None:
-    """Return the keys beside the events of a trace file; None if it holds no events.
+def read_header(path: str) -> Header:
+    """Return the keys before and after the events of a trace file.
 
-    The end of the file is looked at only where its start doesn't tell the rank. Raises BadTraceError if the file cannot
-    be opened.
+    Its end is read only if its start does not state the rank. Raises BadTraceError if the file cannot be read or has no
+    events.
     """
     blocks = Blocks(path)
     unread = iter(blocks)
-    try:
-        before, after, bare = find_events(blocks, unread)
-    except BadTraceError:
-        if not Path(path).is_file() and "://" not in path:
-            raise
-        return None
+    before, after, bare = find_events(blocks, unread)
     if bare:
         return {}
     header, _ = parse_start(before)
@@ -127,19 +120,8 @@ def _salvage(text: str) -> Header:
 
 
 def _what_it_is(start: bytes) -> str:
-    shown = start.lstrip()[:64].lower()
-    if not shown:
-        return "the file is empty; record it again"
-    if shown.startswith(b"version https://git-lfs"):
-        return "this is a Git LFS pointer, not the file it points to; run: git lfs pull"
-    if shown.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "this is a web page, not a trace, so the download failed; download the file again"
-    if shown.startswith(_PICKLES):
-        return "this is a pickle, not a trace; a memory snapshot is for tracekit memory"
-    if shown.startswith(b"pk\x03\x04") or start[257:262] == b"ustar":
-        return "this is an archive or a checkpoint, not a trace; unpack traces and name their folder"
-    if (ours := _OUR_SCHEMA.search(start[:200])) is not None:
-        return f"this is a {ours[1].decode()} that tracekit wrote, not a trace; name a trace file or the run's folder"
-    if shown.startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
+    if (known := foreign_formats.describe(start)) is not None:
+        return known
+    if start.lstrip().startswith(b"{") and (b'"schemaVersion"' in start or b'"deviceProperties"' in start):
         return "the file ends before its first event, it was cut; record it again"
     return "no traceEvents array, so this is no profiler trace; name a trace file or run"

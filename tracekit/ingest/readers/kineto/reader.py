@@ -1,15 +1,16 @@
 """Kineto trace files to Traces: lanes, ops, steps, activities, collectives, allocations."""
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from tracekit.ingest.readers import logs
+from tracekit.ingest import decompression
 from tracekit.ingest.readers.kineto import activities as work
 from tracekit.ingest.readers.kineto import (
     allocations,
@@ -25,13 +26,54 @@ from tracekit.ingest.readers.kineto.columns import Spoken
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.header import MOST_RANKS
 from tracekit.ingest.readers.kineto.stream import Events
+from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.model import schema
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import LazyTrace, Trace
 
+_FIRST_TIME = re.compile(rb'"ts"\s*:\s*"?(\d+(?:\.\d+)?)')
+
+
+class KinetoTraces(Reader):
+    """Reads the JSON files of torch.profiler: plain, gzip or zstd, of one rank or merged of several."""
+
+    name = "PyTorch profiler trace (Kineto JSON)"
+    suffixes = (".json", ".json.gz", ".json.zst")
+    contents = "all tables of a trace; of a merged file, a trace of each rank"
+
+    def sniff(self, head: bytes, name: str) -> bool:
+        """Return whether the file may be JSON, by its name or its first bytes; `traces` then searches for events."""
+        return name.lower().endswith(self.suffixes) or head.lstrip()[:1] in (b"{", b"[") or b'"traceEvents"' in head
+
+    def traces(self, path: str, *, is_complete: bool = True) -> Sequence[TraceInfo]:
+        """Return the trace of a file, from its header and first event; a merged file is read to know its ranks."""
+        header = stream.read_header(path)
+        info = _distributed_info(header)
+        if not info and is_complete and stream.states_ranks(path):
+            merged = read_merged(path)
+            start_ns = _start_ns(path, header)
+            return [
+                TraceInfo(rank, start_ns=start_ns, shares_file=True, trace=trace)
+                for rank, trace in sorted(merged.items())
+            ]
+        trace_id, job_id = header.get("trace_id"), header.get("tw_job")
+        return [
+            TraceInfo(
+                rank=_rank(info.get("rank"), lowest=0),
+                world_size=_rank(info.get("world_size"), lowest=1),
+                job_id=job_id if isinstance(job_id, str) else None,
+                start_ns=_start_ns(path, header),
+                recording_id=None if trace_id is None else str(trace_id),
+            )
+        ]
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
+        """Return the trace of a file, or of one rank of a merged file."""
+        return read_merged(path, window=window)[rank] if info.shares_file else read(path, rank=rank, window=window)
+
 
 def read(path: str, *, rank: int, window: int = 0) -> Trace:
-    """Read one trace file and the logs that lie beside it.
+    """Read one trace file.
 
     A truncated or damaged file is read as far as possible; `data_quality` states what is missing. Raises BadTraceError
     if the file is missing, empty, not a trace, or has no complete event.
@@ -61,15 +103,6 @@ def read_merged(path: str, *, window: int = 0) -> dict[int, Trace]:
     return {rank: _trace(_of_rank(events, rank), path, rank=rank, window=window, further=further) for rank in found}
 
 
-def is_merged(path: str) -> bool:
-    """Return whether a file holds several ranks merged into one: then its events name their rank one by one.
-
-    Looks at the file's start only, and at its end where the start doesn't name a rank for the file. Raises
-    BadTraceError as `read` does.
-    """
-    return stream.states_ranks(path)
-
-
 def counts(path: str) -> Counter[tuple[str | None, str | None]]:
     """Return how many events of each (ph, cat) a file holds, those included that no table needs.
 
@@ -78,11 +111,24 @@ def counts(path: str) -> Counter[tuple[str | None, str | None]]:
     return stream.counts(path)
 
 
-def rank_of(header: Mapping[str, Any]) -> int | None:
-    """Return the rank that the header of a trace file states; None where it states none."""
+def _distributed_info(header: Mapping[str, Any]) -> Mapping[str, Any]:
     info = header.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    return rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < MOST_RANKS else None
+    return info if isinstance(info, dict) else {}
+
+
+def _rank(value: object, *, lowest: int) -> int | None:
+    """Return a rank, or a number of ranks, that a header states; None if it is not plausible."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if lowest <= value < MOST_RANKS + lowest else None
+
+
+def _start_ns(path: str, header: Mapping[str, Any]) -> int | None:
+    """Return about when the recording began: the time of the first event in the file."""
+    first = _FIRST_TIME.search(next(iter(decompression.Blocks(path)), b""))
+    base_ns = header.get("baseTimeNanoseconds")
+    base_ns = base_ns if isinstance(base_ns, int) and not isinstance(base_ns, bool) else 0
+    return None if first is None else base_ns + round(float(first[1]) * 1000)
 
 
 def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.DataFrame) -> Trace:
@@ -103,7 +149,6 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
-    checkpoints, metrics, bad_logs = logs.read_beside(path, rank)
     memory = events.memory.filter(pl.col("at_ns") != numbers.BAD)
     waited = _timed(events.syncs, base_ns)
     bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
@@ -117,9 +162,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         steps=schema.STEPS.conform(device_windows.table(built.steps, activities, lanes)),
         activities=activities,
         groups=collectives.groups(events.header, speaking),
-        checkpoints=checkpoints,
-        metrics=metrics,
-        data_quality=pl.concat([bad_logs, found, further]),
+        data_quality=pl.concat([found, further]),
         header=events.header,
     )
     return LazyTrace.of(

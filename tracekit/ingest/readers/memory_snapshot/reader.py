@@ -7,15 +7,32 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from tracekit import conventions
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest.readers.memory_snapshot.interning import Frames, Rows
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
+from tracekit.ingest.readers.reader import Reader
 from tracekit.model import schema
 from tracekit.model.gc_pause import uncollected
 from tracekit.model.memory_snapshot import MemorySnapshot
 
 _COMMON_POOL = (0, 0)
+_PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 _MAX_TOLD = 200
+
+
+class MemorySnapshots(Reader):
+    """Recognizes memory snapshots; `read` of this module returns their tables."""
+
+    name = "CUDA memory snapshot (pickle)"
+    suffixes = (conventions.MEMORY_SNAPSHOT_SUFFIX, ".pickle")
+    contents = "segments, blocks, allocator history and call stacks (`tracekit memory`)"
+    has_traces = False
+    usage = "analyze it with: tracekit memory"
+
+    def sniff(self, head: bytes, name: str) -> bool:  # noqa: ARG002
+        """Return whether the file is a pickle."""
+        return head.startswith(_PICKLES)
 
 
 def read(path: str | Path) -> MemorySnapshot:

@@ -1,0 +1,62 @@
+"""Reader: the protocol of an input format."""
+# ruff: noqa: ARG002  # what a method of the protocol does not use, a reader may
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tracekit.errors import BadTraceError
+from tracekit.model.trace import Trace
+
+
+@dataclass(frozen=True)
+class TraceInfo:
+    """One trace in a file, as far as it is known before the trace is read; None where the file does not state it."""
+
+    rank: int | None = None
+    window: int | None = None
+    world_size: int | None = None
+    job_id: str | None = None
+    start_ns: int | None = None
+    """About when the recording began."""
+    recording_id: str | None = None
+    """The same for copies of one recording."""
+    shares_file: bool = False
+    """Whether the file may hold traces of other ranks too."""
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    """The trace itself, if the reader had to read it to know the above."""
+
+
+class Reader(Protocol):
+    """One input format. Subclass it, and list an instance in READERS or as an entry point of `tracekit.readers`."""
+
+    name: str
+    """What a file of this format is, such as "PyTorch profiler trace (Kineto JSON)"."""
+    suffixes: tuple[str, ...]
+    """Endings of file names, in lower case. A folder is searched for them where the format has traces."""
+    contents: str
+    """What tracekit reads from such a file, for the documentation."""
+    has_traces: bool = True
+    usage: str = ""
+    """What to do with such a file where a trace is expected; only for formats without traces."""
+
+    def sniff(self, head: bytes, name: str) -> bool:
+        """Return whether a file has this format, from its first bytes (decompressed, 256 KiB at most) and its name."""
+
+    def traces(self, path: str, *, is_complete: bool = True) -> Sequence[TraceInfo]:
+        """Return the traces in a file, in one cheap pass; if not `is_complete`, the file is only the start of another.
+
+        Raises BadTraceError if the file cannot be read or has no trace.
+        """
+        raise BadTraceError(f"{path}: this is a {self.name}, not a trace; {self.usage}")
+
+    def read(self, path: str, info: TraceInfo, *, rank: int, window: int) -> Trace:
+        """Return the trace `info` of a file, as this rank and window. Raises BadTraceError if it cannot be read."""
+        raise BadTraceError(f"{path}: this is a {self.name}, not a trace; {self.usage}")
+
+    def companions(self, rank: int) -> Sequence[str]:
+        """Return the names of files of this format that belong to a rank's trace and lie in its folder or one above.
+
+        What `read` returns for such a file is added to the tables of the trace.
+        """
+        return ()
