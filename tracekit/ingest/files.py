@@ -190,9 +190,8 @@ def _line(error: Exception) -> str:
 
 
 def _may_be_trace(name: str) -> bool:
-    return (
-        name.lower().endswith(readers.trace_suffixes()) and not name.startswith(".") and name != conventions.TRUTH_FILE
-    )
+    is_other = name.startswith(".") or name == conventions.TRUTH_FILE
+    return name.lower().endswith(readers.trace_suffixes()) and not is_other
 
 
 def _patterns() -> str:

@@ -6,6 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 
+import tracekit
 from tests.support.kineto_files import slice_, trace
 from tracekit.errors import BadTraceError
 from tracekit.ingest import decompression
@@ -169,16 +170,17 @@ NOT_TRACES = {
     b"\x1f\x8b\x08\x00": "gzip file ends early",
     b"\x28\xb5\x2f\xfd\x00": "zstd file",
     b'{"traceEvents": [{"ph": "X", "na': "not one whole event",
-    b"\x80\x04\x95pickle": "a memory snapshot is for tracekit memory",
+    b"\x80\x04\x95pickle": "CUDA memory snapshot (pickle), not a trace; analyze it with: tracekit memory",
     b"PK\x03\x04checkpoint": "an archive or a checkpoint",
     b'{\n"schema":"tracekit.baseline/1",': "a baseline that tracekit wrote",
 }
 
 
 @pytest.mark.parametrize("data", NOT_TRACES, ids=range(len(NOT_TRACES)))
-def test_what_is_no_trace_is_named_for_what_it_is(tmp_path, data):
+def test_a_file_that_is_not_a_trace_is_named_for_what_it_is(tmp_path, data):
+    (tmp_path / "trace.json").write_bytes(data)
     with pytest.raises(BadTraceError) as caught:
-        read(tmp_path, data)
+        tracekit.load(tmp_path / "trace.json", cache=False)
     assert NOT_TRACES[data] in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
