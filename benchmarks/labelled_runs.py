@@ -27,9 +27,9 @@ from tracekit.plan import models
 from tracekit.rules.engine import check
 from tracekit.rules.rule import Finding, Severity
 from tracekit.simulate import faults, hardware, memory, run
-from tracekit.simulate.faults import Asked, Fault
+from tracekit.simulate.faults import Fault, FaultRequest
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
-from tracekit.simulate.truth import Known
+from tracekit.simulate.truth import KnownFault
 
 STRATEGIES = (DDP, FSDP1, FSDP2, HSDP, YAFSDP)
 _HEALTHY = 0.25  # share of the runs that get no fault
@@ -46,7 +46,7 @@ class Judged:
 
     job: Job
     asked: tuple[str, ...]
-    known: tuple[Known, ...]
+    known: tuple[KnownFault, ...]
     total_ns: int
     findings: tuple[Finding, ...]
 
@@ -154,7 +154,7 @@ def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
     while True:  # until a job is drawn that can have the fault, and fits into memory with some to spare
         job, asked = _drawn(draw, fault)
         try:
-            full = max(memory.peak_bytes(each) for each in (job, faults.cause(job, asked)))
+            full = max(memory.peak_bytes(each) for each in (job, faults.inject(job, asked)))
             if full <= _FULL * job.hardware.memory_bytes:
                 done = run.simulate(job, asked, out, arguments={"seed": job.seed}, force=True)
                 return Judged(
@@ -164,14 +164,14 @@ def _simulated(draw: random.Random, fault: Fault | None, out: Path) -> Judged:
             continue
 
 
-def _drawn(draw: random.Random, fault: Fault | None) -> tuple[Job, tuple[Asked, ...]]:
+def _drawn(draw: random.Random, fault: Fault | None) -> tuple[Job, tuple[FaultRequest, ...]]:
     strategy = draw.choice([each for each in STRATEGIES if fault is None or each in fault.strategies])
     model = models.find(draw.choice(("llama2-7b", "llama2-13b", "llama3-8b")), layers=draw.choice((3, 4, 6)))
     gpus = draw.choice((16, 32, 64) if strategy == HSDP else (8, 16, 32, 64))
     machine, seq = hardware.find(draw.choice(tuple(hardware.HARDWARE))), draw.choice((2048, 4096, 8192))
     job = Job(strategy, model, machine, gpus, seq, steps=4, seed=draw.randrange(1 << 20), ranks_written=3)
     job = replace(job, micro_batches=draw.choice((1, 1, 2)))
-    return (job, ()) if fault is None else (job, (Asked(fault, ()),))
+    return (job, ()) if fault is None else (job, (FaultRequest(fault, ()),))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tracekit.model.trace import Trace
 from tracekit.plan import models
 from tracekit.replay.graph import savings
 from tracekit.simulate import faults, hardware, memory, run
-from tracekit.simulate.faults import Asked, Fault
+from tracekit.simulate.faults import Fault, FaultRequest
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, Job
 from tracekit.sync import alignment
 
@@ -141,10 +141,10 @@ def _scores(found: Sequence[Answer]) -> str:
 def _asked(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
     while True:  # until a job is drawn that can have the fault, and fits into memory with some to spare
         job = drawn(draw, fault)
-        asked = (Asked(fault, ()),)
+        asked = (FaultRequest(fault, ()),)
         try:
             if (
-                max(memory.peak_bytes(each) for each in (job, faults.cause(job, asked)))
+                max(memory.peak_bytes(each) for each in (job, faults.inject(job, asked)))
                 <= _FULL * job.hardware.memory_bytes
             ):
                 done = run.simulate(job, asked, out, arguments={"seed": job.seed}, force=True)

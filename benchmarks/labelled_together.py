@@ -23,7 +23,7 @@ from benchmarks.labelled_savings import CAUSE_OF
 from tracekit.errors import InputError
 from tracekit.replay.graph import savings
 from tracekit.simulate import faults, memory, run
-from tracekit.simulate.faults import FAULTS, Asked, Fault
+from tracekit.simulate.faults import FAULTS, Fault, FaultRequest
 from tracekit.simulate.job import Job
 
 _NAMES = tuple(name for name in CAUSE_OF if name != "slow-network")
@@ -111,9 +111,9 @@ def _can_meet(one: Fault, other: Fault) -> bool:
 
 
 def _asked(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer | None:
-    asked = (Asked(one, ()), Asked(other, ()))
+    asked = (FaultRequest(one, ()), FaultRequest(other, ()))
     try:
-        job = other.ready(one.ready(labelled_savings.drawn(draw, one)))
+        job = other.prepare(one.prepare(labelled_savings.drawn(draw, one)))
         if not _fits(job, asked):
             return None
         healthy = run.simulate(job, (), out, arguments={"seed": job.seed}, force=True)
@@ -133,8 +133,8 @@ def _asked(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer |
     return Answer(pair, job.strategy, true_ratio, together.saved_ratio, alone, together.why_not, together.note)
 
 
-def _fits(job: Job, asked: Sequence[Asked]) -> bool:
-    most = max(memory.peak_bytes(each) for each in (job, faults.cause(job, asked)))
+def _fits(job: Job, asked: Sequence[FaultRequest]) -> bool:
+    most = max(memory.peak_bytes(each) for each in (job, faults.inject(job, asked)))
     return most <= _FULL * job.hardware.memory_bytes
 
 

@@ -99,17 +99,17 @@ def parse(arguments: Sequence[str] | None = None) -> TrainingConfig:
         options[several] = tuple(options[several] or ())
     config = TrainingConfig(**{field.name: options[field.name] for field in fields(TrainingConfig)})
     config = _overridden(config, parser)
-    complaint = _complaint(config)
-    if complaint:
-        parser.error(complaint)
+    problem = _problem(config)
+    if problem:
+        parser.error(problem)
     return config
 
 
-class RefusedError(ValueError):
+class InvalidConfigError(ValueError):
     """The run cannot be done as asked. The message says why and what to change, on one line."""
 
 
-class FailedError(RuntimeError):
+class TrainingFailedError(RuntimeError):
     """The run cannot go on through no fault of the training. The message says why and what is left, on one line."""
 
 
@@ -133,7 +133,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-_TROUBLES = "Troubles made for real, to see them found. Losses stay what they are without.\n" + faults.explained()
+_FAULTS_HELP = "Troubles made for real, to see them found. Losses stay what they are without.\n" + faults.explained()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         ("checkpoints", _add_checkpoints),
         ("faults", _add_faults),
     ):
-        add(parser.add_argument_group(title, _TROUBLES if title == "faults" else None))
+        add(parser.add_argument_group(title, _FAULTS_HELP if title == "faults" else None))
     return parser
 
 
@@ -275,20 +275,20 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _device(asked: str) -> str:
-    if asked == "auto":
+def _device(requested: str) -> str:
+    if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
+    return requested
 
 
-def _world_size(asked: int | None, device: str) -> int:
+def _world_size(requested: int | None, device: str) -> int:
     """Return the number of ranks: the launcher's word counts, then the user's, then one per GPU or two."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    return asked or (torch.cuda.device_count() if device == "cuda" else 2) or 1
+    return requested or (torch.cuda.device_count() if device == "cuda" else 2) or 1
 
 
-def _complaint(config: TrainingConfig) -> str | None:
+def _problem(config: TrainingConfig) -> str | None:
     """Return what is wrong with a run before it starts, or None."""
     launched = "RANK" in os.environ
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -304,8 +304,8 @@ def _complaint(config: TrainingConfig) -> str | None:
         return "--strategy fsdp1 --precision fp64: FSDP1 cannot clip fp64 gradients; add --max-norm 0"
     if config.memory_report and config.profile_wait <= MEMORY_STEP:
         return f"--memory-report: measures step {MEMORY_STEP}; add --profile-wait {MEMORY_STEP + 1}, or more"
-    if complaint := _layout_complaint(config) or _fault_complaint(config):
-        return complaint
+    if problem := _layout_problem(config) or _fault_problem(config):
+        return problem
     if config.out.exists() and not config.out.is_dir():
         return f"--out {config.out}: is a file"
     if not launched and not config.overwrite and config.resume is None and _has_run(config.out):
@@ -315,7 +315,7 @@ def _complaint(config: TrainingConfig) -> str | None:
 
 def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> TrainingConfig:
     """Return the run with the settings that `--override` names, under their full names."""
-    values, kept = {}, []
+    values, overrides = {}, []
     actions = {action.dest: action for action in parser._actions}
     for text in config.override:
         name, equals, value = text.partition("=")
@@ -326,27 +326,27 @@ def _overridden(config: TrainingConfig, parser: argparse.ArgumentParser) -> Trai
             values[name] = parser._get_value(actions[name], value)
         except argparse.ArgumentError as error:
             parser.error(f"--override {text}: {error.message}")
-        kept.append(f"{name}={values[name]}")
+        overrides.append(f"{name}={values[name]}")
     if config.override and config.resume is None:
         parser.error("--override: only with --resume; a new training takes its settings from their options")
-    return replace(config, **values, override=tuple(kept))
+    return replace(config, **values, override=tuple(overrides))
 
 
-def _fault_complaint(config: TrainingConfig) -> str | None:
+def _fault_problem(config: TrainingConfig) -> str | None:
     """Return why the faults asked for cannot be made, or None."""
     for text in config.fault:
         try:
             fault = faults.parse(text)
         except ValueError as error:
             return f"--fault: {error}"
-        if complaint := fault.complaint(config.strategy, config.world_size):
-            return f"--fault {text}: {complaint}"
+        if problem := fault.problem(config.strategy, config.world_size):
+            return f"--fault {text}: {problem}"
         if fault.needs_saves and not config.checkpoint_every:
             return f"--fault {text}: a trouble of checkpoints, but none is saved; add --checkpoint-every N"
     return None
 
 
-def _layout_complaint(config: TrainingConfig) -> str | None:
+def _layout_problem(config: TrainingConfig) -> str | None:
     """Return why a model cannot lie on the ranks as asked, or None."""
     if config.replicate > 1 and config.strategy in ("ddp", "zero1"):
         return (

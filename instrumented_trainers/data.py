@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from instrumented_trainers.config import RefusedError
+from instrumented_trainers.config import InvalidConfigError
 
 BETWEEN_DOCUMENTS = 256
 TOKENS = 257
@@ -52,7 +52,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.sequences < 1:
-            raise RefusedError(
+            raise InvalidConfigError(
                 f"the text has {len(self.tokens):,} tokens, which is too short for sequences of {self.length}: "
                 "give more --data or fewer --tokens"
             )

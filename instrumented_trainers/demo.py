@@ -31,21 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     where = _ON_GPUS if torch.cuda.device_count() > 1 else _ON_CPU
     runs = [out / strategy for strategy in STRATEGIES]
-    _say(_place(torch.cuda.device_count()))
+    _print(_machine(torch.cuda.device_count()))
     for strategy, run in zip(STRATEGIES, runs, strict=True):
-        _say(f"training under {strategy}, with a profiled window and two checkpoints, into {run}")
+        _print(f"training under {strategy}, with a profiled window and two checkpoints, into {run}")
         shutil.rmtree(run, ignore_errors=True)
         code = _call("instrumented_trainers", "--strategy", strategy, "--out", str(run), *_RUN, *where)
         if code:
-            _say(f"the training under {strategy} failed (exit code {code})")
+            _print(f"the training under {strategy} failed (exit code {code})")
             return code
-    code = _tell(runs, out / "report.html")
+    code = _analyze(runs, out / "report.html")
     if code == 0:
-        _say(f"done in {time.monotonic() - began_s:.0f} s. To look at the runs: tracekit dashboard {out}")
+        _print(f"done in {time.monotonic() - began_s:.0f} s. To look at the runs: tracekit dashboard {out}")
     return code
 
 
-def _tell(runs: list[Path], report: Path) -> int:
+def _analyze(runs: list[Path], report: Path) -> int:
     """Print findings and comparison of the runs and write the HTML report; return the first exit code that is not 0."""
     check = ["check", *map(str, runs), "--fail-on", "never"]
     for what, words in (
@@ -53,10 +53,10 @@ def _tell(runs: list[Path], report: Path) -> int:
         (f"{STRATEGIES[1]} against {STRATEGIES[0]}", ["compare", *map(str, runs)]),
         ("the findings as a page for a browser", [*check, "--format", "html", "--output", str(report)]),
     ):
-        _say(f"{what}\n$ tracekit {shlex.join(words)}")
+        _print(f"{what}\n$ tracekit {shlex.join(words)}")
         code = _call("tracekit", *words)
         if code:
-            _say(f"tracekit {words[0]} failed (exit code {code})")
+            _print(f"tracekit {words[0]} failed (exit code {code})")
             return code
     return 0
 
@@ -65,14 +65,14 @@ def _call(module: str, *arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode  # noqa: S603 our own
 
 
-def _place(gpus: int) -> str:
+def _machine(gpus: int) -> str:
     if gpus > 1:
         return f"training on {gpus} GPUs, one process each (NCCL)"
     processes = "training on 2 CPU processes (gloo)"
     return processes if gpus == 0 else f"one GPU has no other to share a model with: {processes}"
 
 
-def _say(words: str) -> None:
+def _print(words: str) -> None:
     sys.stdout.write(f"\ndemo: {words}\n")
     sys.stdout.flush()
 

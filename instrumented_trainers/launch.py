@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from instrumented_trainers.checkpoints import seal
-from instrumented_trainers.config import FailedError, RefusedError, TrainingConfig
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
 
 _GRACE_S = 5.0  # how long the other ranks have to end by themselves once one has failed
 _TIMED_OUT = "Timed out waiting"  # gloo's words for a peer that does not answer
@@ -52,10 +52,10 @@ def run(config: TrainingConfig, command: list[str]) -> int:
 def _train_launched(config: TrainingConfig, rank: int, command: list[str]) -> int:
     try:
         _train_rank(config, rank, "env://", command)
-    except (RefusedError, FailedError) as error:
+    except (InvalidConfigError, TrainingFailedError) as error:
         if rank == 0:
             sys.stderr.write(f"instrumented_trainers: {error}\n")
-        return 2 if isinstance(error, RefusedError) else 1
+        return 2 if isinstance(error, InvalidConfigError) else 1
     return 0
 
 
@@ -71,9 +71,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def what_is_left(config: TrainingConfig, rank: int) -> str:
+def recovery_hint(config: TrainingConfig, rank: int) -> str:
     """Return what a killed rank was saving, and what to go on from; nothing where no save was under way."""
-    unfinished, whole = seal.unfinished(config.checkpoints), seal.whole(config.checkpoints)
+    unfinished, whole = seal.unfinished(config.checkpoints), seal.complete(config.checkpoints)
     if not unfinished:
         return ""
     own = sorted(path.name for path in unfinished[-1].glob(f"__{rank}_*"))
@@ -144,11 +144,11 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: T
         return 128 + signal.SIGTERM, "ended by SIGTERM before the training began"
     for rank, code in failed.items():
         if code < 0:
-            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{what_is_left(config, rank)}"
-    left = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
-    if not left:
+            return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{recovery_hint(config, rank)}"
+    failures = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
+    if not failures:
         return 1, "no reason given by " + ", ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items())
-    first = min(left, key=lambda failure: failure["at_ns"])
+    first = min(failures, key=lambda failure: failure["at_ns"])
     if silent and _TIMED_OUT in first["words"]:
         ranks = ", ".join(f"rank {rank}" for rank in silent)
         return 1, f"{ranks} did not answer within {config.timeout_s:g} s, for which the other ranks waited"
@@ -158,15 +158,15 @@ def _cause(folder: Path, failed: Mapping[int, int], silent: list[int], config: T
 def _serve(config: TrainingConfig, rank: int, folder: Path, command: list[str]) -> None:
     try:
         _train_rank(config, rank, f"file://{folder}/rendezvous", command)
-    except (RefusedError, FailedError) as error:
-        _fail(folder, rank, code=2 if isinstance(error, RefusedError) else 1, words=str(error))
+    except (InvalidConfigError, TrainingFailedError) as error:
+        _fail(folder, rank, code=2 if isinstance(error, InvalidConfigError) else 1, message=str(error))
     except BaseException:  # noqa: BLE001 the process ends here and leaves its reason to the one that started it
-        _fail(folder, rank, code=1, words=f"rank {rank} failed\n{traceback.format_exc()}")
+        _fail(folder, rank, code=1, message=f"rank {rank} failed\n{traceback.format_exc()}")
     leave(0)
 
 
-def _fail(folder: Path, rank: int, *, code: int, words: str) -> NoReturn:
-    failure = {"at_ns": time.time_ns(), "code": code, "words": words}
+def _fail(folder: Path, rank: int, *, code: int, message: str) -> NoReturn:
+    failure = {"at_ns": time.time_ns(), "code": code, "words": message}
     (folder / f"rank{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
     sys.stdout.flush()
     # Not by sys.exit: the process group's threads may wait for ranks that are gone.

@@ -16,38 +16,39 @@ from torch.optim import AdamW, Optimizer
 
 from instrumented_trainers import data, faults
 from instrumented_trainers.checkpoints import resume, storage
-from instrumented_trainers.checkpoints.resume import Origin
-from instrumented_trainers.checkpoints.saver import Checkpoints
-from instrumented_trainers.config import RefusedError, TrainingConfig
+from instrumented_trainers.checkpoints.resume import ResumePoint
+from instrumented_trainers.checkpoints.saver import CheckpointSaver
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig
 from instrumented_trainers.faults import Fault
 from instrumented_trainers.memory import MemoryWatch
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.parallelism import STRATEGIES, ShardOptions, accumulate, clip_grad_norm, make_optimizer
-from instrumented_trainers.progress import Progress, Reading
+from instrumented_trainers.progress import Progress
 from instrumented_trainers.stop import StopRequest
 from tracekit import conventions
 from tracekit.capture import Recorder
+from tracekit.capture.metrics import PendingScalar
 
 
 def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: StopRequest) -> None:
     """Train as asked on this rank of the mesh, recording into ``config.out``, until a `stop` is due."""
     rank = mesh.get_rank()
-    origin = resume.origin(config)
+    origin = resume.resume_point(config)
     first_step = origin.seal.step if origin else 0
     if first_step >= config.steps:
         if rank == 0:
-            sys.stdout.write(f"  nothing to do: {_done(origin, config)}\n")
+            sys.stdout.write(f"  nothing to do: {_nothing_to_do(origin, config)}\n")
         return
-    troubles = tuple(faults.parse(text) for text in config.fault)
+    active_faults = tuple(faults.parse(text) for text in config.fault)
     batches = _batches(config, rank, origin)
-    options = _options(config, troubles)
-    model, optimizer = _build(config, options, mesh, troubles)
+    options = _options(config, active_faults)
+    model, optimizer = _build(config, options, mesh, active_faults)
     if origin:
         _restore(origin, config, model, optimizer)
-    checkpoints = Checkpoints(config, troubles, origin)
+    checkpoints = CheckpointSaver(config, active_faults, origin)
     watch = MemoryWatch(config, options, model, optimizer, first_step=first_step)
     progress = Progress(rank=rank, steps=config.steps, every=config.log_every)
-    progress.say(_introduction(config, origin))
+    progress.print(_introduction(config, origin))
     with Recorder(
         config.out,
         device=config.device,
@@ -59,13 +60,15 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
         warmup=config.profile_warmup,
         memory=config.memory,
         stacks=config.stacks,
-        manifest={**_manifest(config, mesh, troubles, origin), "command": command},
+        manifest={**_manifest(config, mesh, active_faults, origin), "command": command},
     ) as recorder:
         for step in range(first_step, config.steps):
             _set(optimizer, "lr", learning_rate(step, config))
             with watch.step(step):
-                number = _step(step, config, model, optimizer, batches=batches, recorder=recorder, troubles=troubles)
-            loss = Reading(number)
+                number = _step(
+                    step, config, model, optimizer, batches=batches, recorder=recorder, active_faults=active_faults
+                )
+            loss = PendingScalar(number)
             stopped = stop.due(step, device=config.device)
             saved = None
             if stopped or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
@@ -75,15 +78,15 @@ def train(config: TrainingConfig, mesh: DeviceMesh, command: list[str], stop: St
             recorder.step({conventions.LOSS_METRIC: loss.value}, tokens=config.tokens_per_step, last=last)
             progress.step(step, loss, tokens=config.tokens_per_step, elapsed_ns=recorder.step_time_ns)
             if saved:
-                progress.say(f"saved {saved}" if checkpoints.blocking else f"saving {saved} in the background")
+                progress.print(f"saved {saved}" if checkpoints.blocking else f"saving {saved} in the background")
             if stopped:
-                progress.say(f"stopped by SIGTERM after {step + 1} steps; go on with --resume {saved}")
+                progress.print(f"stopped by SIGTERM after {step + 1} steps; go on with --resume {saved}")
                 break
         checkpoints.wait()
         if watch.report:
             recorder.describe({"memory": watch.report.as_manifest()})
-    for line in watch.last_words():
-        progress.say(line)
+    for line in watch.summary():
+        progress.print(line)
     progress.flush()
 
 
@@ -105,14 +108,14 @@ def _step(
     *,
     batches: data.Batches,
     recorder: Recorder,
-    troubles: tuple[Fault, ...],
+    active_faults: tuple[Fault, ...],
 ) -> Tensor:
     """Do one optimizer step and return its loss on this rank, the mean over micro-batches."""
     losses = []
     device = torch.device(config.device)
     for index in range(config.micro_batches):
         with recorder.span(conventions.DATA):
-            for trouble in troubles:
+            for trouble in active_faults:
                 trouble.delay_batch()
             tokens, targets = _to(device, *batches.batch_at(step * config.micro_batches + index))
         with accumulate(model, last=index == config.micro_batches - 1):
@@ -130,18 +133,18 @@ def _step(
     with recorder.span(conventions.OPTIMIZER):
         optimizer.step()
         optimizer.zero_grad()
-    for trouble in troubles:
+    for trouble in active_faults:
         trouble.end_step(config.device)
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
-def _batches(config: TrainingConfig, rank: int, origin: Origin | None) -> data.Batches:
+def _batches(config: TrainingConfig, rank: int, origin: ResumePoint | None) -> data.Batches:
     tokens = data.read_tokens(config.data or data.standard_library())
     taken, first = (origin.seal.sequences, origin.seal.step * config.micro_batches) if origin else (0, 0)
     return data.Batches(tokens, config.tokens, config.batch, rank, config.world_size, config.seed, taken, first)
 
 
-def _options(config: TrainingConfig, troubles: tuple[Fault, ...]) -> ShardOptions:
+def _options(config: TrainingConfig, active_faults: tuple[Fault, ...]) -> ShardOptions:
     lower = config.precision == "bf16"
     options = ShardOptions(
         param_dtype=torch.bfloat16 if lower else None,
@@ -149,13 +152,13 @@ def _options(config: TrainingConfig, troubles: tuple[Fault, ...]) -> ShardOption
         reshard_after_forward=config.reshard_to or not config.keep_gathered,
         prefetch=config.prefetch,
     )
-    for trouble in troubles:
+    for trouble in active_faults:
         options = trouble.change_options(options)
     return options
 
 
 def _build(
-    config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, troubles: tuple[Fault, ...]
+    config: TrainingConfig, options: ShardOptions, mesh: DeviceMesh, active_faults: tuple[Fault, ...]
 ) -> tuple[nn.Module, Optimizer]:
     """Return the sharded model and its optimizer; every rank draws the same weights, and then numbers of its own."""
     torch.manual_seed(config.seed)
@@ -166,8 +169,8 @@ def _build(
     try:
         model = STRATEGIES[config.strategy](model, mesh, options)
     except NotImplementedError as error:
-        raise RefusedError(str(error)) from error
-    for trouble in troubles:
+        raise InvalidConfigError(str(error)) from error
+    for trouble in active_faults:
         trouble.prepare(_sharded(model, layers), mesh.get_rank(), config.device)
     optimizer = make_optimizer(
         model, AdamW, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
@@ -179,10 +182,10 @@ def _build(
 def _sharded(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Return what the strategy has made of each layer: itself, or (FSDP1) a module around it."""
     around = {id(child): module for module in model.modules() for child in module.children()}
-    found = [around[id(layer)] for layer in layers]
+    parents = [around[id(layer)] for layer in layers]
     return [
         outer if isinstance(outer, FullyShardedDataParallel) else layer
-        for outer, layer in zip(found, layers, strict=True)
+        for outer, layer in zip(parents, layers, strict=True)
     ]
 
 
@@ -195,7 +198,7 @@ def _model_config(config: TrainingConfig) -> ModelConfig:
     )
 
 
-def _restore(origin: Origin, config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> None:
+def _restore(origin: ResumePoint, config: TrainingConfig, model: nn.Module, optimizer: Optimizer) -> None:
     storage.load(origin.path, model, optimizer, world_size=origin.seal.world_size)
     _set(optimizer, "weight_decay", config.weight_decay)
 
@@ -212,7 +215,7 @@ def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _manifest(
-    config: TrainingConfig, mesh: DeviceMesh, troubles: tuple[Fault, ...], origin: Origin | None
+    config: TrainingConfig, mesh: DeviceMesh, active_faults: tuple[Fault, ...], origin: ResumePoint | None
 ) -> Mapping[str, Any]:
     sizes = dataclasses.asdict(_model_config(config))
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
@@ -221,12 +224,12 @@ def _manifest(
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
         "model": {"name": config.model, "parameters": PRESETS[config.model].parameters, **sizes},
         "arguments": arguments,
-        "faults": [faults.truth(trouble) for trouble in troubles],
+        "faults": [faults.truth(trouble) for trouble in active_faults],
         "lineage": list(origin.lineage(config)) if origin else [],
     }
 
 
-def _introduction(config: TrainingConfig, origin: Origin | None) -> str:
+def _introduction(config: TrainingConfig, origin: ResumePoint | None) -> str:
     parameters = PRESETS[config.model].parameters
     where = f"{config.world_size} {'GPUs' if config.device == 'cuda' else 'CPU processes'}"
     since = f" from step {origin.seal.step}, saved in {origin.path}" if origin else ""
@@ -236,7 +239,7 @@ def _introduction(config: TrainingConfig, origin: Origin | None) -> str:
     )
 
 
-def _done(origin: Origin | None, config: TrainingConfig) -> str:
+def _nothing_to_do(origin: ResumePoint | None, config: TrainingConfig) -> str:
     assert origin is not None
     return (
         f"{origin.path} was saved after step {origin.seal.step} of {config.steps}; to train on, --override steps=N, "

@@ -3,36 +3,19 @@
 import sys
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-
-class Reading:
-    """A number on its way from the device. `value` waits for it only if it is not there yet."""
-
-    def __init__(self, number: Tensor) -> None:
-        self._host = number.detach().to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if number.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def value(self) -> float:
-        """Return the number."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return float(self._host)
+from tracekit.capture.metrics import PendingScalar
 
 
 class Progress:
     """A line every few steps on rank 0, and nothing on other ranks. It speaks of a step once the next one is done."""
 
     def __init__(self, *, rank: int, steps: int, every: int) -> None:
-        self._speaks = rank == 0
+        self._prints = rank == 0
         self._steps = steps
         self._every = every
         self._due: Callable[[], str] | None = None
 
-    def step(self, step: int, loss: Reading, *, tokens: int, elapsed_ns: int) -> None:
+    def step(self, step: int, loss: PendingScalar, *, tokens: int, elapsed_ns: int) -> None:
         """Note the end of a step that took `elapsed_ns` for the `tokens` of all ranks."""
         self.flush()
         if step % self._every == 0 or step == self._steps - 1:
@@ -47,12 +30,12 @@ class Progress:
         if due is not None:
             self._print(due())
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print a line of output, after what is due."""
         self.flush()
         self._print(line)
 
     def _print(self, line: str) -> None:
-        if self._speaks:
+        if self._prints:
             sys.stdout.write(f"  {line}\n")
             sys.stdout.flush()

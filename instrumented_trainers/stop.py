@@ -17,17 +17,17 @@ class StopRequest:
     """Listens for SIGTERM. Ranks hear it at different times, or only one does; all stop after the same step."""
 
     def __init__(self) -> None:
-        self._heard = False
-        self._said = False
-        signal.signal(signal.SIGTERM, self._hear)
+        self._received = False
+        self._announced = False
+        signal.signal(signal.SIGTERM, self._receive)
 
     def due(self, step: int, *, device: str) -> bool:
         """Return whether the training ends with this step, which the calling rank has just done."""
         store = dist.PrefixStore("stop", _get_default_store())
-        if self._heard and not self._said:
-            self._said = True
+        if self._received and not self._announced:
+            self._announced = True
             store.compare_set(_KEY, "", str(step + _LEAD_STEPS[device]))
         return store.check([_KEY]) and step >= int(store.get(_KEY))
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 the signature of a handler
-        self._heard = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 the signature of a handler
+        self._received = True

@@ -162,7 +162,7 @@ def _memory(chosen: Chosen) -> None:
         device_key = widgets.bind("plan-device", DEVICE_GIB, 80)
         device_gib = st.select_slider("Memory of a device, GiB", DEVICE_GIB, key=device_key)
     layout = chosen.layout
-    work = memory.Work(sequence, batch, layout.pp, recomputation, with_sequence)
+    work = memory.Workload(sequence, batch, layout.pp, recomputation, with_sequence)
     plans = {
         name: memory.plan(
             chosen.model.parameters, Layout(layout.tp, layout.pp, layout.dp, zero), model=chosen.model, work=work

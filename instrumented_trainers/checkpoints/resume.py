@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.checkpoints.seal import Seal
-from instrumented_trainers.config import NEWEST, OVERRIDABLE, RefusedError, TrainingConfig
+from instrumented_trainers.config import NEWEST, OVERRIDABLE, InvalidConfigError, TrainingConfig
 
 # What the result of a training depends on. Strategy, ranks and recording are not among them: they change only the order
 # of sums.
-_ESSENCE = (*OVERRIDABLE, "model", "data", "tokens", "precision", "seed")
+_TRAINING_ARGUMENTS = (*OVERRIDABLE, "model", "data", "tokens", "precision", "seed")
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumePoint:
     """The checkpoint that a training goes on from."""
 
     path: Path
@@ -38,7 +38,7 @@ class Origin:
         return (*self.seal.lineage, last)
 
 
-def origin(config: TrainingConfig) -> Origin | None:
+def resume_point(config: TrainingConfig) -> ResumePoint | None:
     """Return the checkpoint to go on from, verified; None if the training starts anew. Every rank calls it.
 
     A damaged one that was asked for by name is refused (RefusedError); without a name the one before it is taken, and
@@ -48,62 +48,62 @@ def origin(config: TrainingConfig) -> Origin | None:
         return None
     candidates, named = _candidates(config)
     for path in reversed(candidates):
-        found, complaint = _verified(path)
+        found, damage = _verified(path)
         if found is not None:
             _refuse_another_training(config, found)
-            return Origin(path, found)
+            return ResumePoint(path, found)
         if named:
-            raise RefusedError(
-                f"--resume {config.resume}: damaged: {complaint}; name another, or restore it from a copy"
+            raise InvalidConfigError(
+                f"--resume {config.resume}: damaged: {damage}; name another, or restore it from a copy"
             )
         if dist.get_rank() == 0:
-            sys.stderr.write(f"instrumented_trainers: {path} is damaged: {complaint}; trying the one before it\n")
+            sys.stderr.write(f"instrumented_trainers: {path} is damaged: {damage}; trying the one before it\n")
     words = "every checkpoint is damaged" if candidates else "no whole checkpoint"
     where = config.checkpoints if config.resume == NEWEST else Path(config.resume)
-    raise RefusedError(f"--resume: {words} in {where}; name one, or leave --resume out")
+    raise InvalidConfigError(f"--resume: {words} in {where}; name one, or leave --resume out")
 
 
-def essence(config: TrainingConfig) -> dict[str, Any]:
+def training_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return what the result of the training depends on, as it is after a way through JSON."""
-    values = {name: getattr(config, name) for name in _ESSENCE}
+    values = {name: getattr(config, name) for name in _TRAINING_ARGUMENTS}
     return json.loads(json.dumps({**values, "data": [str(path) for path in config.data]}))
 
 
 def _candidates(config: TrainingConfig) -> tuple[list[Path], bool]:
     """Return the checkpoints to choose from, oldest first, and whether one was named."""
     if config.resume == NEWEST:
-        return seal.whole(config.checkpoints), False
-    asked = Path(str(config.resume))
-    for path in (asked, config.checkpoints / asked):
+        return seal.complete(config.checkpoints), False
+    requested = Path(str(config.resume))
+    for path in (requested, config.checkpoints / requested):
         if seal.is_sealed(path):
             return [path], True
-    run = dataclasses.replace(config, out=asked)
+    run = dataclasses.replace(config, out=requested)
     if run.checkpoints.is_dir():
-        return seal.whole(run.checkpoints), False
-    raise RefusedError(f"--resume {asked}: no whole checkpoint")
+        return seal.complete(run.checkpoints), False
+    raise InvalidConfigError(f"--resume {requested}: no whole checkpoint")
 
 
 def _verified(path: Path) -> tuple[Seal | None, str | None]:
     """Return the seal if every file matches it, else what is wrong. The ranks share the reading."""
-    complaint = None
-    found: Seal | None = None
+    damage = None
+    read_seal: Seal | None = None
     try:
-        found = seal.read(path)
-        own = sorted(found.files.items())[dist.get_rank() :: dist.get_world_size()]
-        complaint = next(filter(None, (seal.damage(path, name, expected) for name, expected in own)), None)
-    except seal.BrokenSealError as error:
-        complaint = str(error)
+        read_seal = seal.read(path)
+        own = sorted(read_seal.files.items())[dist.get_rank() :: dist.get_world_size()]
+        damage = next(filter(None, (seal.damage(path, name, expected) for name, expected in own)), None)
+    except seal.InvalidSealError as error:
+        damage = str(error)
     complaints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(complaints, complaint)
-    complaint = next(filter(None, complaints), None)
-    return (None, complaint) if complaint else (found, None)
+    dist.all_gather_object(complaints, damage)
+    damage = next(filter(None, complaints), None)
+    return (None, damage) if damage else (read_seal, None)
 
 
-def _refuse_another_training(config: TrainingConfig, found: Seal) -> None:
+def _refuse_another_training(config: TrainingConfig, read_seal: Seal) -> None:
     overridden = {text.partition("=")[0] for text in config.override}
-    for name, value in essence(config).items():
-        if name in overridden or found.arguments.get(name, value) == value:
+    for name, value in training_arguments(config).items():
+        if name in overridden or read_seal.arguments.get(name, value) == value:
             continue
-        words = f"--resume: the checkpoint is of a training with {name} {found.arguments[name]}, not {value}"
+        words = f"--resume: the checkpoint is of a training with {name} {read_seal.arguments[name]}, not {value}"
         way_out = f", or say --override {name}={value}" if name in OVERRIDABLE else ""
-        raise RefusedError(f"{words}: repeat the options it was started with{way_out}")
+        raise InvalidConfigError(f"{words}: repeat the options it was started with{way_out}")

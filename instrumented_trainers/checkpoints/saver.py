@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim import Optimizer
 
 from instrumented_trainers.checkpoints import resume, storage
-from instrumented_trainers.checkpoints.resume import Origin
+from instrumented_trainers.checkpoints.resume import ResumePoint
 from instrumented_trainers.checkpoints.seal import Seal
 from instrumented_trainers.checkpoints.storage import Save, Writer
 from instrumented_trainers.config import TrainingConfig
@@ -19,10 +19,10 @@ from instrumented_trainers.faults import Fault
 from tracekit.capture import Recorder
 
 
-class Checkpoints:
+class CheckpointSaver:
     """Saves the checkpoints of one run on this rank, and keeps the newest."""
 
-    def __init__(self, config: TrainingConfig, faults: tuple[Fault, ...], origin: Origin | None) -> None:
+    def __init__(self, config: TrainingConfig, faults: tuple[Fault, ...], origin: ResumePoint | None) -> None:
         self._config = config
         self._faults = faults
         self._lineage = origin.lineage(config) if origin else ()
@@ -60,14 +60,14 @@ class Checkpoints:
             pending.result()
 
     def _run(self, work: Save, recorder: Recorder) -> None:
-        with contextlib.ExitStack() as troubles:
+        with contextlib.ExitStack() as active_faults:
             for fault in self._faults:
-                troubles.enter_context(fault.during_save())
+                active_faults.enter_context(fault.during_save())
             work.run(recorder)
         if dist.get_rank() == 0:
             storage.prune(self._config.checkpoints, self._config.keep)
 
     def _seal(self, step: int, sequences: int) -> Seal:
         config = self._config
-        arguments = resume.essence(config)
+        arguments = resume.training_arguments(config)
         return Seal(step, sequences, config.strategy, config.world_size, arguments, self._lineage)

@@ -35,11 +35,11 @@ class Seal:
     """By name: bytes and sha256."""
 
 
-class BrokenSealError(ValueError):
+class InvalidSealError(ValueError):
     """A seal cannot be read, or its own checksum is not that of its words."""
 
 
-def whole(folder: Path) -> list[Path]:
+def complete(folder: Path) -> list[Path]:
     """Return the sealed checkpoints under `folder`, oldest first."""
     return sorted(path for path in folder.glob("step-*") if is_sealed(path))
 
@@ -56,10 +56,10 @@ def is_sealed(path: Path) -> bool:
 
 def write(path: Path, seal: Seal) -> None:
     """Seal the checkpoint at `path`, durably: when the seal has its name, it and all names beside it are on disk."""
-    words = {**asdict(seal), "lineage": list(seal.lineage)}
+    fields = {**asdict(seal), "lineage": list(seal.lineage)}
     partial = path / _PARTIAL
     with partial.open("w", encoding="utf-8") as file:
-        json.dump({"sha256": _digest_of_words(words), **words}, file, indent=2)
+        json.dump({"sha256": _digest(fields), **fields}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path / SEAL_FILE)
@@ -70,13 +70,13 @@ def write(path: Path, seal: Seal) -> None:
 def read(path: Path) -> Seal:
     """Return the seal of the checkpoint at `path`. Raises BrokenSealError if it cannot be trusted."""
     try:
-        words = json.loads((path / SEAL_FILE).read_text(encoding="utf-8"))
-        expected = words.pop("sha256")
-        seal = Seal(**{**words, "lineage": tuple(words["lineage"])})
+        fields = json.loads((path / SEAL_FILE).read_text(encoding="utf-8"))
+        expected = fields.pop("sha256")
+        seal = Seal(**{**fields, "lineage": tuple(fields["lineage"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BrokenSealError(f"{SEAL_FILE}: {error}") from error
-    if _digest_of_words(words) != expected:
-        raise BrokenSealError(f"{SEAL_FILE}: its words have changed since it was written")
+        raise InvalidSealError(f"{SEAL_FILE}: {error}") from error
+    if _digest(fields) != expected:
+        raise InvalidSealError(f"{SEAL_FILE}: its words have changed since it was written")
     return seal
 
 
@@ -90,14 +90,14 @@ def describe(path: Path, name: str, *, sync: bool = False) -> dict[str, Any]:
 
 def damage(path: Path, name: str, expected: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a file of the checkpoint at `path`, with the rank that wrote it, or None."""
-    told = f"rank {_writer(name)}: {name}"
+    file = f"rank {_writer(name)}: {name}"
     try:
-        found = describe(path, name)
+        actual = describe(path, name)
     except OSError as error:
-        return f"{told}: {error.strerror}"
-    if found["bytes"] != expected["bytes"]:
-        return f"{told} has {found['bytes']:,} bytes, {expected['bytes']:,} were saved"
-    return None if found["sha256"] == expected["sha256"] else f"{told} holds other bytes than were saved"
+        return f"{file}: {error.strerror}"
+    if actual["bytes"] != expected["bytes"]:
+        return f"{file} has {actual['bytes']:,} bytes, {expected['bytes']:,} were saved"
+    return None if actual["sha256"] == expected["sha256"] else f"{file} holds other bytes than were saved"
 
 
 def _writer(name: str) -> int:
@@ -106,8 +106,8 @@ def _writer(name: str) -> int:
     return int(shard[1]) if shard else 0
 
 
-def _digest_of_words(words: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(path: Path) -> None:

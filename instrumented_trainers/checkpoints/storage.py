@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.checkpoints.seal import Seal
-from instrumented_trainers.config import FailedError
+from instrumented_trainers.config import TrainingFailedError
 from instrumented_trainers.parallelism import checkpoint_state, restore_state
 from tracekit.capture import Recorder
 
@@ -64,21 +64,21 @@ class Save:
         try:
             with recorded:
                 dcp.save(dict(self.state), storage_writer=self.writer, planner=planner, process_group=self.group)
-                complaint = self._close(rank)
+                problem = self._seal(rank)
         except CheckpointException as failure:
-            complaint = _words(failure)
-        if complaint is not None:
+            problem = _first_failure(failure)
+        if problem is not None:
             if rank == 0:
                 shutil.rmtree(self.path, ignore_errors=True)
-            raise FailedError(f"{self.path.name} could not be saved: {complaint}; {_what_is_left(self.path)}")
+            raise TrainingFailedError(f"{self.path.name} could not be saved: {problem}; {_recovery_hint(self.path)}")
 
-    def _close(self, rank: int) -> str | None:
+    def _seal(self, rank: int) -> str | None:
         """Exchange the files' checksums and seal the checkpoint; return what went wrong, the same on every rank."""
         described: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(described, self._describe_own(rank), group=self.group)
-        complaints = [found for found in described if isinstance(found, str)]
-        if complaints:
-            return complaints[0]
+        problems = [found for found in described if isinstance(found, str)]
+        if problems:
+            return problems[0]
         outcome: list[str | None] = [None]
         if rank == 0:
             files = {name: found for part in described for name, found in part.items()}
@@ -98,7 +98,7 @@ class Save:
                 **({_METADATA: seal.describe(self.path, _METADATA, sync=True)} if rank == 0 else {}),
             }
         except OSError as error:
-            return f"rank {rank}: {_told(error)}"
+            return f"rank {rank}: {_describe_error(error)}"
 
 
 def state_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def random_state() -> dict[str, Tensor]:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` sealed checkpoints. One rank calls it."""
-    for path in seal.whole(folder)[:-keep]:
+    for path in seal.complete(folder)[:-keep]:
         shutil.rmtree(path)
 
 
@@ -148,20 +148,20 @@ def _os_error_before(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _words(failure: CheckpointException) -> str:
+def _first_failure(failure: CheckpointException) -> str:
     """Return which rank failed first and why; errors that no disk is to blame for are raised again."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
-        return f"rank {rank}: {_told(error)}"
+        return f"rank {rank}: {_describe_error(error)}"
     raise failure
 
 
-def _told(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     return f"{Path(error.filename).name}: {error.strerror}" if error.filename else str(error.strerror)
 
 
-def _what_is_left(path: Path) -> str:
-    earlier = [other.name for other in seal.whole(path.parent) if other != path]
+def _recovery_hint(path: Path) -> str:
+    earlier = [other.name for other in seal.complete(path.parent) if other != path]
     if not earlier:
-        return "there is no earlier one: make it possible to write there, and start anew"
-    return f"{earlier[-1]} is the last whole one: make it possible to write there, and go on with --resume"
+        return "there is no earlier checkpoint: free the disk or fix its permissions, and start again"
+    return f"{earlier[-1]} is the last complete one: free the disk or fix its permissions, and continue with --resume"

@@ -31,7 +31,7 @@ class Fault:
             raise ValueError("takes no arguments")
         return cls()
 
-    def complaint(self, strategy: str, world_size: int) -> str | None:
+    def problem(self, strategy: str, world_size: int) -> str | None:
         """Return why it cannot be made in such a training, or None."""
         return None
 

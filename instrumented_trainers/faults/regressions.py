@@ -77,13 +77,13 @@ class MoreMemory(Fault):
         return cls(count(text)) if text else cls()
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
-        kept: list[Tensor] = []
+        copies: list[Tensor] = []
 
         def let_go(*_: Any) -> None:
-            kept.clear()
+            copies.clear()
 
         def keep(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-            kept.extend(output.detach().clone() for _ in range(self.count))
+            copies.extend(output.detach().clone() for _ in range(self.count))
 
         layers[0].register_forward_pre_hook(let_go)
         for layer in layers:

@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m instrumented_trainers.faults.samples", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("sample_traces/faults"), help="where they go")
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to record again, with their twins; else all")
-    asked = parser.parse_args(arguments)
-    out, names = asked.out, asked.names
+    options = parser.parse_args(arguments)
+    out, names = options.out, options.names
     with tempfile.TemporaryDirectory() as folder:
         for sample in (each for each in SAMPLES if not names or each.name in names):
             for name, fault in ((sample.twin, None), (sample.name, sample.fault)):
@@ -147,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _record(name: str, options: str, fault: str | None, raw: Path, out: Path) -> int:
     """Train, scrub into `out` and pack tightly; return the first exit code that is not 0."""
     sys.stdout.write(f"{name}\n")
-    asked = [*shlex.split(options), *(["--fault", fault] if fault else [])]
-    code = _call("instrumented_trainers", *asked, "--out", str(raw), "--overwrite")
+    arguments = [*shlex.split(options), *(["--fault", fault] if fault else [])]
+    code = _call("instrumented_trainers", *arguments, "--out", str(raw), "--overwrite")
     if code == 0:
         shutil.rmtree(raw / "checkpoints", ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ class SlowDisk(Fault):
             raise ValueError(f"{rank!r} is no rank")
         return cls(quantities.bytes_per_second(rate), int(rank) if colon else None)
 
-    def complaint(self, strategy: str, world_size: int) -> str | None:
+    def problem(self, strategy: str, world_size: int) -> str | None:
         return f"there is no rank {self.rank} among {world_size}" if (self.rank or 0) >= world_size else None
 
     def prepare_writer(self, writer: FileSystemWriter, rank: int) -> None:

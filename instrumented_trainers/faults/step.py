@@ -35,7 +35,7 @@ class SlowRank(Fault):
             raise ValueError(f"{rank!r} is no rank")
         return cls(int(rank), duration_ns(delay))
 
-    def complaint(self, strategy: str, world_size: int) -> str | None:
+    def problem(self, strategy: str, world_size: int) -> str | None:
         return None if self.rank < world_size else f"there is no rank {self.rank} among {world_size}"
 
     def prepare(self, layers: Sequence[nn.Module], rank: int, device: str) -> None:
@@ -77,7 +77,7 @@ class NoPrefetch(Fault):
     usage: ClassVar[str] = "no-prefetch"
     seen_by: ClassVar[tuple[str, ...]] = ("COMM001",)
 
-    def complaint(self, strategy: str, world_size: int) -> str | None:
+    def problem(self, strategy: str, world_size: int) -> str | None:
         return f"{strategy} gathers no weights" if strategy in ("ddp", "zero1") else None
 
     def change_options(self, options: ShardOptions) -> ShardOptions:

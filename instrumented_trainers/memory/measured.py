@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.parallelism.yafsdp.module import YaFSDPModule
 from tracekit import conventions
-from tracekit.capture.profiler_stderr import without_noise
+from tracekit.capture.profiler_stderr import without_profiler_noise
 
 # Spans in which a strategy, not the model, takes memory. FSDP1's own forward span is around the model's.
 _STRATEGY = re.compile(r"FSDP::|YaFSDP::|FullyShardedDataParallel\._|fsdp::")
@@ -25,11 +25,11 @@ _FORWARD = conventions.span_name(conventions.FORWARD)
 
 _GRADIENTS_READY = "gradients ready"  # our own mark in our own profile
 
-_BUFFER, _COLLECTIVES_OWN, _MODEL, _GRADIENT = "buffer", "collective's own", "model", "gradient"
+_BUFFER, _COLLECTIVE_BUFFER, _MODEL, _GRADIENT = "buffer", "collective's own", "model", "gradient"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMemory:
     """What one step took on this rank.
 
     `peak_bytes` is the most in use at any moment, temporaries included; by torch.cuda.memory_stats on a GPU, where
@@ -53,7 +53,7 @@ class _Event:
     in_forward: bool
 
 
-class Meter:
+class MemoryMeter:
     """Measures one step of a training. Make it before the step, run the step inside, then ask."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: str) -> None:
@@ -70,34 +70,36 @@ class Meter:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with without_noise():
+        with without_profiler_noise():
             profiler.start()
         try:
             yield
         finally:
             hook.remove()
-            with without_noise():
+            with without_profiler_noise():
                 profiler.stop()
         self._read(profiler)
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredMemory:
         """Return what the step took."""
         weights, states = sizes(self._model.parameters()), sizes(_states(self._optimizer))
-        kept = sizes(_kept_buffers(self._model))
+        persistent_buffers = sizes(_persistent_buffers(self._model))
         footprint = Footprint(
             sum(weights.values()),
             sum(self._gradients.values()),
             sum(states.values()),
-            sum(kept.values()) + self._most_buffers_bytes(),
+            sum(persistent_buffers.values()) + self._most_buffers_bytes(),
             self._activations_bytes(),
         )
         if self._device == "cuda":
             peak = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
-            return Measured(footprint, peak, torch.cuda.memory_stats()["reserved_bytes.all.peak"])
-        born = {event.address for event in self._events if event.owner == _GRADIENT}
-        lasting = {address: size for address, size in self._gradients.items() if address not in born}
-        held = sum({**weights, **states, **kept, **lasting}.values())
-        return Measured(footprint, held + _highest(event.size_bytes for event in self._events), None)
+            return MeasuredMemory(footprint, peak, torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+        allocated_in_step = {event.address for event in self._events if event.owner == _GRADIENT}
+        persistent_gradients = {
+            address: size for address, size in self._gradients.items() if address not in allocated_in_step
+        }
+        persistent_bytes = sum({**weights, **states, **persistent_buffers, **persistent_gradients}.values())
+        return MeasuredMemory(footprint, persistent_bytes + _highest(event.size_bytes for event in self._events), None)
 
     def _note_gradients(self) -> None:
         with record_function(_GRADIENTS_READY):
@@ -150,7 +152,7 @@ def _states(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _kept_buffers(model: nn.Module) -> Iterator[Tensor]:
+def _persistent_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Yield the communication buffers that outlive a step; YaFSDP alone has such."""
     if isinstance(model, YaFSDPModule):
         buffers = model.communication_buffers
@@ -172,8 +174,8 @@ def _allocations(roots: Iterable[Any], device: str) -> Iterator[_Event]:
 
 
 def _owner(name: str, around: str) -> str:
-    if around == _COLLECTIVES_OWN or _COLLECTIVE.match(name):
-        return _COLLECTIVES_OWN
+    if around == _COLLECTIVE_BUFFER or _COLLECTIVE.match(name):
+        return _COLLECTIVE_BUFFER
     return _BUFFER if _STRATEGY.match(name) else around
 
 

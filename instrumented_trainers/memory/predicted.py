@@ -40,19 +40,19 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
     with torch.device("meta"):
         model = Llama(PRESETS[config.model])
     ranks = config.world_size // config.replicate
-    place = rank % ranks
+    shard = rank % ranks
     weight = _WEIGHT_BYTES[config.precision]
-    shards = _shards(config.strategy, model, options, ranks=ranks, place=place, weight_bytes=weight)
-    kept = sum(padded for padded, _ in shards) * weight
+    shards = _shards(config.strategy, model, options, ranks=ranks, shard=shard, weight_bytes=weight)
+    stored = sum(padded for padded, _ in shards) * weight
     stepped = shards[:0] if config.strategy == "zero1" else shards
     own = sum(sum(parts) for _, parts in stepped)
     tensors = sum(len(parts) for _, parts in stepped)
     if config.strategy == "zero1":
-        dealt = _dealt([parameter.numel() for parameter in model.parameters()], config.world_size)[rank]
-        own, tensors = sum(dealt), len(dealt)
+        assigned = _assigned([parameter.numel() for parameter in model.parameters()], config.world_size)[rank]
+        own, tensors = sum(assigned), len(assigned)
     return Footprint(
-        kept,
-        kept,
+        stored,
+        stored,
         2 * own * weight + tensors * _STEP_BYTES,
         _buffers_bytes(config, model, options, ranks),
         _activations_bytes(config, PRESETS[config.model]),
@@ -60,28 +60,28 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
 
 
 def _shards(
-    strategy: str, model: Llama, options: ShardOptions, *, ranks: int, place: int, weight_bytes: int
+    strategy: str, model: Llama, options: ShardOptions, *, ranks: int, shard: int, weight_bytes: int
 ) -> list[tuple[int, list[int]]]:
     """Return, for each unit, the elements that the rank keeps with padding, and of which tensors how many."""
     if strategy in ("ddp", "zero1"):
         sizes = [parameter.numel() for parameter in model.parameters()]
         return [(sum(sizes), sizes)]
     if strategy == "fsdp2":
-        return [_rows(parameter, ranks, place) for parameter in model.parameters()]
+        return [_rows(parameter, ranks, shard) for parameter in model.parameters()]
     if strategy == "fsdp1":
-        return [_flat(unit, ranks, place, 16 // weight_bytes) for unit in _units(model)]
-    return [_aligned(unit, ranks, place) for unit in _yafsdp_units(model, options)]
+        return [_flat(unit, ranks, shard, 16 // weight_bytes) for unit in _units(model)]
+    return [_aligned(unit, ranks, shard) for unit in _yafsdp_units(model, options)]
 
 
-def _rows(parameter: nn.Parameter, ranks: int, place: int) -> tuple[int, list[int]]:
+def _rows(parameter: nn.Parameter, ranks: int, shard: int) -> tuple[int, list[int]]:
     """FSDP2 cuts each tensor along its first dim; every rank keeps as many rows as the first."""
     row = math.prod(parameter.shape[1:])
     rows = math.ceil(parameter.shape[0] / ranks)
-    own = min(max(parameter.shape[0] - place * rows, 0), rows)
+    own = min(max(parameter.shape[0] - shard * rows, 0), rows)
     return rows * row, [own * row]
 
 
-def _flat(unit: Sequence[nn.Parameter], ranks: int, place: int, alignment: int) -> tuple[int, list[int]]:
+def _flat(unit: Sequence[nn.Parameter], ranks: int, index: int, alignment: int) -> tuple[int, list[int]]:
     """FSDP1 lays a unit's tensors end to end, each on a boundary of 16 bytes, and cuts that."""
     starts, end = [], 0
     for parameter in unit:
@@ -89,14 +89,14 @@ def _flat(unit: Sequence[nn.Parameter], ranks: int, place: int, alignment: int) 
         end += parameter.numel()
         end += -end % alignment if parameter is not unit[-1] else 0
     shard = math.ceil(end / ranks)
-    first, last = place * shard, (place + 1) * shard
+    first, last = index * shard, (index + 1) * shard
     own = [min(start + p.numel(), last) - max(start, first) for start, p in zip(starts, unit, strict=True)]
     return shard, [size for size in own if size > 0]
 
 
-def _aligned(unit: Sequence[nn.Parameter], ranks: int, place: int) -> tuple[int, list[int]]:
+def _aligned(unit: Sequence[nn.Parameter], ranks: int, shard: int) -> tuple[int, list[int]]:
     layout = Layout.of([parameter.shape for parameter in unit], ranks)
-    parts = [layout.part(index, place) for index in range(len(unit))]
+    parts = [layout.part(index, shard) for index in range(len(unit))]
     return layout.shard_numel, [part.stop - part.start for part in parts]
 
 
@@ -115,11 +115,11 @@ def _yafsdp_units(model: Llama, options: ShardOptions) -> list[list[nn.Parameter
 
 
 def _others(model: Llama, units: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
-    taken = {id(parameter) for unit in units for parameter in unit}
-    return [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    excluded = {id(parameter) for unit in units for parameter in unit}
+    return [parameter for parameter in model.parameters() if id(parameter) not in excluded]
 
 
-def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+def _assigned(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Deal tensors out, the largest first, to the rank that has the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for size in sorted(sizes, reverse=True):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from instrumented_trainers.config import MEMORY_STEP, TrainingConfig
 from instrumented_trainers.memory.footprint import KINDS, Footprint
-from instrumented_trainers.memory.measured import Measured, Meter
+from instrumented_trainers.memory.measured import MeasuredMemory, MemoryMeter
 from instrumented_trainers.memory.predicted import predicted
 from instrumented_trainers.parallelism import ShardOptions
 
@@ -22,7 +22,7 @@ class MemoryReport:
 
     step: int
     predicted: tuple[Footprint, ...]
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredMemory, ...]
 
     def as_manifest(self) -> Mapping[str, Any]:
         """Return what ``run.json`` says of it under ``memory``, in bytes."""
@@ -31,21 +31,21 @@ class MemoryReport:
     def as_text(self) -> list[str]:
         """Return a table of the rank whose peak is the highest, in MiB."""
         rank = max(range(len(self.measured)), key=lambda rank: self.measured[rank].peak_bytes)
-        formula, found = self.predicted[rank], self.measured[rank]
+        formula, measured = self.predicted[rank], self.measured[rank]
         lines = [f"memory of rank {rank} in step {self.step}, MiB   predicted   measured"]
         for kind in KINDS:
-            by_formula, counted = (footprint.as_row()[f"{kind}_bytes"] for footprint in (formula, found.footprint))
+            by_formula, counted = (footprint.as_row()[f"{kind}_bytes"] for footprint in (formula, measured.footprint))
             lines.append(_line(kind, by_formula, counted))
-        lines.append(_line("together", formula.known_bytes, found.footprint.known_bytes))
-        lines.append(_line("most at any moment", None, found.peak_bytes))
-        if found.reserved_bytes is not None:
-            lines.append(_line("reserved by the allocator", None, found.reserved_bytes))
+        lines.append(_line("together", formula.known_bytes, measured.footprint.known_bytes))
+        lines.append(_line("most at any moment", None, measured.peak_bytes))
+        if measured.reserved_bytes is not None:
+            lines.append(_line("reserved by the allocator", None, measured.reserved_bytes))
         return lines
 
     def _rank(self, rank: int) -> Mapping[str, Any]:
-        found = self.measured[rank]
-        peaks = {"peak_bytes": found.peak_bytes, "reserved_bytes": found.reserved_bytes}
-        return {"predicted": self.predicted[rank].as_row(), "measured": {**found.footprint.as_row(), **peaks}}
+        measured = self.measured[rank]
+        peaks = {"peak_bytes": measured.peak_bytes, "reserved_bytes": measured.reserved_bytes}
+        return {"predicted": self.predicted[rank].as_row(), "measured": {**measured.footprint.as_row(), **peaks}}
 
 
 class MemoryWatch:
@@ -66,7 +66,7 @@ class MemoryWatch:
         if step != self._step:
             yield
             return
-        meter = Meter(self._model, self._optimizer, self._config.device)
+        meter = MemoryMeter(self._model, self._optimizer, self._config.device)
         with meter.step():
             yield
         formula = predicted(self._config, self._options, dist.get_rank())
@@ -74,7 +74,7 @@ class MemoryWatch:
         dist.all_gather_object(of_ranks, (formula, meter.measured()))
         self.report = MemoryReport(step, tuple(each for each, _ in of_ranks), tuple(each for _, each in of_ranks))
 
-    def last_words(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Return what to say at the end of the training."""
         if self.report is not None:
             return self.report.as_text()

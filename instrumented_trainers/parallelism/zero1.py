@@ -71,7 +71,7 @@ def _allocate(optimizer: Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters or optimizer.state:
         return
-    kept = [(parameter, parameter.grad) for parameter in parameters]
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     rates = [(group, group["lr"]) for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -80,5 +80,5 @@ def _allocate(optimizer: Optimizer) -> None:
     optimizer.step()
     for group, rate in rates:
         group["lr"] = rate
-    for parameter, gradient in kept:
+    for parameter, gradient in gradients:
         parameter.grad = gradient

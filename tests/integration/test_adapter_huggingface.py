@@ -147,7 +147,7 @@ def test_what_fails_in_the_callback_ends_the_recording_alone(tmp_path: Path, cap
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tracekit: ")]
     assert len(said) == 1
     assert "recording ends" in said[0]
-    assert not recording.follower.recording
+    assert not recording.recorder.recording
 
 
 def test_options_that_make_no_sense_are_refused_before_the_training() -> None:

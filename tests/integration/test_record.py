@@ -131,7 +131,7 @@ ENDS = [
     ("raise", 1, [10, 11], "recorded rank 0"),
     ("exit", 7, [10, 11], "recorded rank 0"),
     ("interrupt", -signal.SIGINT, [10, 11], "recorded rank 0"),
-    ("kill", -signal.SIGKILL, None, "rank 0 was ended while it was recorded, after "),
+    ("kill", -signal.SIGKILL, None, "rank 0 was killed while recording, after "),
     ("never", 0, None, "nothing was recorded: no torch optimizer took a step"),
     ("short", 0, None, "the training ended after 5 steps, before step 10: nothing was profiled; try --steps 2:5"),
     ("profile", 0, None, "steps 10:15 are not recorded: OccupiedError: another profiler is running"),
@@ -162,7 +162,7 @@ def test_a_rank_killed_in_a_window_costs_that_window(tmp_path: Path) -> None:
     done = do([sys.executable, "-c", WITHOUT_THE_ANALYSIS, *record[4:]], tmp_path)
     assert done.code == 1
     assert steps_by_rank(load(tmp_path / "run"))[1] == [2, 3]
-    assert sum("rank 1 was ended while it was recorded, after " in line for line in done.said) == 1
+    assert sum("rank 1 was killed while recording, after " in line for line in done.said) == 1
     assert "tracekit: recorded ranks 0, 1 in run" in done.said
 
 

@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_refused_and_the_checkpoint_before_it_used(
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(outcomes: Mapping[str, process_group.Outcome]) -> None:
     assert "no whole checkpoint" in said(outcomes, "nothing there")
     words = said(outcomes, "the damaged one by name")
-    assert words.startswith("RefusedError: --resume step-000006: damaged: rank 1: __1_0.distcp")
+    assert words.startswith("InvalidConfigError: --resume step-000006: damaged: rank 1: __1_0.distcp")
 
 
 def test_no_checkpoint_is_used_if_all_are_damaged_also_in_their_seals(
@@ -217,8 +217,8 @@ def test_a_rank_that_cannot_save_ends_the_training_with_the_last_good_checkpoint
 ) -> None:
     words = {said for _, said in outcomes["limited"].results()}
     assert words == {
-        "FailedError: step-000004 could not be saved: rank 1: __1_0.distcp: File too large; step-000002 is the last "
-        "whole one: make it possible to write there, and go on with --resume"
+        "TrainingFailedError: step-000004 could not be saved: rank 1: __1_0.distcp: File too large; "
+        "step-000002 is the last complete one: free the disk or fix its permissions, and continue with --resume"
     }
     assert [path.name for path in (folder / "limited" / "checkpoints").iterdir()] == ["step-000002"]
 

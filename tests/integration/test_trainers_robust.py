@@ -109,7 +109,7 @@ def test_a_full_disk_costs_the_trace_and_a_save_but_nothing_that_was_whole(small
     last = err.splitlines()[-1]
     assert "could not be saved: rank" in last
     assert "No space left on device" in last
-    assert f"{checkpoints(kept / 'run')[-1]} is the last whole one" in last
+    assert f"{checkpoints(kept / 'run')[-1]} is the last complete one" in last
     assert last.endswith("go on with --resume")
     for name in checkpoints(kept / "run"):
         folder = kept / "run" / "checkpoints" / name
@@ -133,7 +133,7 @@ def test_a_rank_killed_in_a_save_ends_the_run_and_leaves_the_checkpoint_before_i
     sound, cut = checkpoint_files.verify(tmp_path)
     assert (sound.path, sound.status, cut.status) == (str(whole), checkpoint_files.WHOLE, checkpoint_files.DAMAGED)
     assert cut.remedy.endswith(f"go on from {whole}, which is whole")
-    assert seal.whole(tmp_path / "checkpoints") == [whole]  # what --resume chooses from
+    assert seal.complete(tmp_path / "checkpoints") == [whole]  # what --resume chooses from
     assert ranks_of(process.pid) == []
 
 

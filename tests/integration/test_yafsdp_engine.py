@@ -382,7 +382,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "weights left unfilled": (leave_weights_unfilled, "ValueError: .*'weight' of LayerNorm was not filled"),
     "nothing to draw with": (draw_what_cannot_be_drawn, "NotImplementedError: .*Scale has no reset_parameters"),
     "left out for nobody": (leave_out_for_nobody, "ValueError: .*Block left parameters out"),
-    "run by itself without norms": (run_by_itself_without_norms, "RuntimeError: .*unit 'layers.0' was run by itself"),
+    "run by itself without norms": (run_by_itself_without_norms, "RuntimeError: .*unit 'layers.0' was called directly"),
     "an optimizer of whole matrices": (
         functools.partial(step_with, torch.optim.Adafactor),
         "NotImplementedError: .*Adafactor needs whole tensors",

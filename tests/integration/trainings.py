@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from instrumented_trainers import loop
-from instrumented_trainers.config import FailedError, RefusedError, TrainingConfig
+from instrumented_trainers.config import InvalidConfigError, TrainingConfig, TrainingFailedError
 from instrumented_trainers.stop import StopRequest
 from tracekit import conventions
 
@@ -25,7 +25,7 @@ def micro(strategy: str, out: Path, **settings: Any) -> TrainingConfig:
 
 
 def case(config: TrainingConfig) -> Callable[[], tuple[list[float], str]]:
-    """Return a case for `tests.support.process_group` that trains and returns the rank's losses and what it said on stderr."""
+    """Return a case for `tests.support.process_group` that trains and returns the rank's losses and its stderr."""
     return functools.partial(train, config)
 
 
@@ -36,7 +36,7 @@ def train(config: TrainingConfig) -> tuple[list[float], str]:
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
             loop.train(config, mesh, ["train"], StopRequest())
-    except (RefusedError, FailedError) as error:
+    except (InvalidConfigError, TrainingFailedError) as error:
         return [], f"{type(error).__name__}: {error}"
     return [row["loss"] for row in rows(config.out, dist.get_rank(), conventions.METRICS_SUFFIX)], said.getvalue()
 

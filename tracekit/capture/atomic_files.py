@@ -19,7 +19,7 @@ _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Give a partial name to write to; rename it to `path` when the block ends, remove it if the block raises."""
     partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` as indented JSON."""
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -55,7 +55,7 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def compress(source: Path, target: Path) -> None:
     """Write `source` to `target` through gzip, and remove it."""
     try:
-        with whole_file(target) as partial, source.open("rb") as plain, gzip.open(partial, "wb", _LEVEL) as packed:
+        with atomic_write(target) as partial, source.open("rb") as plain, gzip.open(partial, "wb", _LEVEL) as packed:
             shutil.copyfileobj(plain, packed, 1 << 20)
     except BaseException:
         # A compressed copy failed: the plain one is kept if it is a whole file in a scratch folder.
@@ -65,7 +65,7 @@ def compress(source: Path, target: Path) -> None:
     source.unlink()
 
 
-def plain_name(rank: int, window: int) -> str:
+def uncompressed_name(rank: int, window: int) -> str:
     """Return the name under which a trace waits in a scratch folder to be compressed.
 
     >>> plain_name(3, 1)
@@ -74,8 +74,8 @@ def plain_name(rank: int, window: int) -> str:
     return conventions.rank_file(rank, f".{conventions.window_folder(window)}.json")
 
 
-def complain(what: str, error: BaseException) -> None:
+def report_failure(consequence: str, error: BaseException) -> None:
     """Say on one line of stderr that a part of the recording failed. Recording never stops the training."""
     reason = " ".join(str(error).split())
-    sys.stderr.write(f"tracekit: {what}: {type(error).__name__}: {reason}; training goes on\n")
+    sys.stderr.write(f"tracekit: {consequence}: {type(error).__name__}: {reason}; training goes on\n")
     sys.stderr.flush()

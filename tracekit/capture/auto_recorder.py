@@ -21,10 +21,10 @@ import torch
 from tracekit.capture import atomic_files, folder_claim, launch_settings, rank_info
 from tracekit.capture.checkpoints import auto_recording
 from tracekit.capture.method_wrapping import wrap
-from tracekit.capture.step_inference import Rounds
+from tracekit.capture.step_inference import StepCounter
 
 if TYPE_CHECKING:
-    from tracekit.capture.metrics import Reading
+    from tracekit.capture.metrics import PendingScalar
     from tracekit.capture.recorder import Recorder
 
 _SHARED_KEY = "tracekit/training"
@@ -33,12 +33,12 @@ _SHARED_KEY = "tracekit/training"
 def imported(module: str) -> None:
     """Take note that the script has imported a module; with torch, recording begins to watch for a training."""
     if module == "torch":
-        asked = launch_settings.from_environment(os.environ)
-        if asked is None:
+        settings = launch_settings.from_environment(os.environ)
+        if settings is None:
             return
-        _agents.append(Agent(asked))
-        _agents[0].install()
-    for agent in _agents:
+        _recorders.append(AutoRecorder(settings))
+        _recorders[0].install()
+    for agent in _recorders:
         _WATCHES[module](agent.folder, agent.rank, agent.step)
 
 
@@ -47,17 +47,17 @@ _WATCHES = {
     "torch.distributed.checkpoint": auto_recording.watch_distributed_checkpoints,
     "safetensors.torch": auto_recording.watch_safetensors,
 }
-_agents: "list[Agent]" = []
+_recorders: "list[AutoRecorder]" = []
 
 
-class Agent:
+class AutoRecorder:
     """Watches one process for a training and records it, as `asked`. What fails in here never reaches the script."""
 
-    def __init__(self, asked: launch_settings.Settings) -> None:
-        self._asked = asked
+    def __init__(self, settings: launch_settings.Settings) -> None:
+        self._settings = settings
         self._on = True
         self._recorder: Recorder | None = None
-        self._forget()
+        self._reset()
 
     def install(self) -> None:
         """Wrap what is watched."""
@@ -65,32 +65,32 @@ class Agent:
         from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        from tracekit.capture.profiler_session import yield_to_others
+        from tracekit.capture.profiler_session import before_foreign_profiler
 
         before, after = self._safe(self._before_step), self._safe(self._after_step)
         register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: after(optimizer))
-        wrap(Optimizer, "__init__", after=self._safe(self._made))
+        wrap(Optimizer, "__init__", after=self._safe(self._optimizer_made))
         wrap(torch.Tensor, "backward", around=self._around_backward)
         wrap(GradScaler, "scale", result=self._safe(self._scaled))
         wrap(GradScaler, "step", around=self._around_scaled_step)
         wrap(_BaseDataLoaderIter, "__next__", around=self._around_batch)
-        yield_to_others(self._safe(self._give_way))
-        os.register_at_fork(after_in_child=self._forget)
+        before_foreign_profiler(self._safe(self._end_window))
+        os.register_at_fork(after_in_child=self._reset)
         atexit.register(self._close)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Begin anew: as in a process that was just forked, which shares nothing with its parent's recording."""
         self._pid = os.getpid()
         self._recorder = None
-        self._rounds = Rounds()
+        self._step_counter = StepCounter()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._within = threading.local()
         self._stepped: list[tuple[Any, bool]] = []
         self._loop_thread = threading.get_ident()
         self._in_backward = False
         self._losses: list[Any] = []
-        self._unscaled: tuple[Any, Any] | None = None
+        self._unscaled_loss: tuple[Any, Any] | None = None
         self._skipped = False
 
     # What saves and loads ask -----------------------------------------------------------------------------------------
@@ -111,15 +111,15 @@ class Agent:
 
     # What the script does ---------------------------------------------------------------------------------------------
 
-    def _made(self, optimizer: Any, *_: Any) -> None:
+    def _optimizer_made(self, optimizer: Any, *_: Any) -> None:
         elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-        self._rounds.made(self._number(optimizer), elements)
+        self._step_counter.add_optimizer(self._number(optimizer), elements)
 
     def _before_backward(self, root: Any) -> None:
         self._loop_thread = threading.get_ident()
         self._begin()
         if root.numel() == 1:
-            unscaled = self._unscaled
+            unscaled = self._unscaled_loss
             self._losses.append(unscaled[1] if unscaled is not None and unscaled[0]() is root else root.detach())
 
     def _around_backward(self, backward: Callable[..., Any], root: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,22 +138,22 @@ class Agent:
 
     def _scaled(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
         # Holding what autograd knows of the loss would hold the whole graph.
-        self._unscaled = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
+        self._unscaled_loss = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
     def _before_step(self, optimizer: Any) -> None:
         if not self._in_backward:
             self._begin()
-        within = self._inside()
+        within = self._stepping_optimizers()
         if optimizer in within:  # its last step raised
             del within[within.index(optimizer) :]
         within.append(optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
-        within = self._inside()
+        within = self._stepping_optimizers()
         if optimizer in within:
             del within[within.index(optimizer) :]
         if within:
-            self._rounds.inside(self._number(optimizer))
+            self._step_counter.nested_step(self._number(optimizer))
         else:
             self._within.stepped = True
             self._count(optimizer, skipped=False)
@@ -174,9 +174,9 @@ class Agent:
         try:
             return next_batch(*args, **kwargs)
         finally:
-            self._recorder.waited(time.perf_counter_ns() - began_ns)
+            self._recorder.add_data_wait(time.perf_counter_ns() - began_ns)
 
-    def _give_way(self) -> None:
+    def _end_window(self) -> None:
         if self._recorder is not None:
             self._recorder.end_window("the training started a profiler of its own")
 
@@ -191,7 +191,7 @@ class Agent:
             self._stepped.append((optimizer, skipped))
             return
         self._skipped |= skipped
-        for _ in range(self._rounds.stepped(self._number(optimizer))):
+        for _ in range(self._step_counter.step(self._number(optimizer))):
             self._end_step()
 
     def _end_step(self) -> None:
@@ -203,14 +203,14 @@ class Agent:
         if self._skipped:
             metrics["skipped"] = 1
         self._losses, self._skipped = [], False
-        self._recorder.step(metrics, tokens=self._asked.tokens_per_step)
+        self._recorder.step(metrics, tokens=self._settings.tokens_per_step)
 
     def _begin(self) -> None:
         """Begin to record, unless it has begun; a rank that was not asked for is left alone from here on."""
         if self._recorder is not None or not len(self._numbers):
             return
-        asked, rank = self._asked, rank_info.this_rank()
-        ranks = asked.ranks
+        settings, rank = self._settings, rank_info.this_rank()
+        ranks = settings.ranks
         if ranks is not None and rank not in ranks:
             self._on = False
             return
@@ -218,27 +218,27 @@ class Agent:
         from tracekit.capture.recorder import Recorder
 
         try:
-            folder = folder_claim.claim(Path(asked.out), training_name(asked))
+            folder = folder_claim.claim(Path(settings.out), training_name(settings))
         except OSError as error:
-            self._tell({"failed": True})
-            raise OSError(f"--out {asked.out} cannot be written ({error.strerror or error})") from error
+            self._write_note({"failed": True})
+            raise OSError(f"--out {settings.out} cannot be written ({error.strerror or error})") from error
         self._recorder = Recorder(
             folder,
-            steps=asked.steps,
-            every=asked.every,
-            warmup=asked.warmup,
+            steps=settings.steps,
+            every=settings.every,
+            warmup=settings.warmup,
             leads=rank == (0 if ranks is None else min(ranks)),
             device=self._device(),
-            memory=asked.memory,
-            stacks=asked.stacks,
-            shapes=asked.shapes,
-            snapshot=asked.snapshot,
-            scratch=asked.scratch,
-            disk_budget_bytes=asked.disk_budget_bytes,
+            memory=settings.memory,
+            stacks=settings.stacks,
+            shapes=settings.shapes,
+            snapshot=settings.snapshot,
+            scratch=settings.scratch,
+            disk_budget_bytes=settings.disk_budget_bytes,
             mid_step=True,
             manifest={"recorded_by": "tracekit record"},
         )
-        self._note(ended=False)
+        self._write_status(ended=False)
         self._recorder.__enter__()
         self._on = True
         # A forked process of multiprocessing leaves without atexit.
@@ -262,17 +262,17 @@ class Agent:
             self._on = False
             recorder.__exit__(None, None, None)
             self._recorder = recorder
-            self._safe(self._note, always=True)(ended=True)
+            self._safe(self._write_status, always=True)(ended=True)
             self._recorder = None
-            if not Path(self._asked.notes).is_dir():  # a node without a launcher to tidy up
+            if not Path(self._settings.notes).is_dir():  # a node without a launcher to tidy up
                 with contextlib.suppress(OSError):
-                    Path(self._asked.scratch).rmdir()
+                    Path(self._settings.scratch).rmdir()
 
-    def _note(self, *, ended: bool) -> None:
+    def _write_status(self, *, ended: bool) -> None:
         """Tell the launcher of this rank's recording."""
         recorder = self._recorder
         assert recorder is not None
-        self._tell(
+        self._write_note(
             {
                 "folder": str(recorder.folder),
                 "rank": recorder.rank,
@@ -282,16 +282,16 @@ class Agent:
             }
         )
 
-    def _tell(self, note: dict[str, Any]) -> None:
+    def _write_note(self, note: dict[str, Any]) -> None:
         """Leave a note to the launcher, where it is on this node."""
-        notes = Path(self._asked.notes)
+        notes = Path(self._settings.notes)
         if notes.is_dir():
             atomic_files.write_json(notes / f"{self._pid}.json", note)
 
     def _number(self, optimizer: Any) -> int:
         return self._numbers.setdefault(optimizer, len(self._numbers))
 
-    def _inside(self) -> list[Any]:
+    def _stepping_optimizers(self) -> list[Any]:
         within: list[Any] | None = getattr(self._within, "optimizers", None)
         if within is None:
             within = self._within.optimizers = []
@@ -307,18 +307,18 @@ class Agent:
                 call(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
                 self._on = False
-                atomic_files.complain("not recorded", error)
+                atomic_files.report_failure("not recorded", error)
 
         vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not look in here
         return safe
 
 
-def training_name(asked: launch_settings.Settings) -> str:
+def training_name(settings: launch_settings.Settings) -> str:
     """Return the name that all ranks of this training share and no other training has.
 
     The ranks agree by the store through which they found each other, without waiting for one another.
     """
-    own = f"{asked.launch}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    own = f"{settings.launch}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         try:
@@ -326,12 +326,12 @@ def training_name(asked: launch_settings.Settings) -> str:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives its restarts
             return str(store.compare_set(f"{_SHARED_KEY}/{attempt}", "", own).decode())
         except Exception:  # noqa: BLE001 a store that cannot: a launch then holds one training
-            return asked.launch
+            return settings.launch
     return own
 
 
-def _sum(losses: list[Any]) -> "Reading":
+def _sum(losses: list[Any]) -> "PendingScalar":
     """Return the sum of losses, on its way from the device: of what backward began at in one step."""
-    from tracekit.capture.metrics import Reading
+    from tracekit.capture.metrics import PendingScalar
 
-    return Reading(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())
+    return PendingScalar(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())

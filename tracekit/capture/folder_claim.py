@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tracekit import conventions
 
-_MOST = 1000
+_MAX_FOLDERS = 1000
 _PATIENCE_S = 2.0
 
 
@@ -15,7 +15,7 @@ def claim(out: Path, training: str) -> Path:
     A folder is free if it is empty or not there, and is then marked as this training's, so that ranks on other nodes
     find it, and other trainings pass on. Raises OSError where none can be written.
     """
-    for number in range(1, _MOST):
+    for number in range(1, _MAX_FOLDERS):
         folder = out if number == 1 else out.with_name(f"{out.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / conventions.CLAIM_FILE
@@ -26,7 +26,7 @@ def claim(out: Path, training: str) -> Path:
             return folder
         if owner(folder) == training:
             return folder
-    raise FileExistsError(f"{out} to {out.name}-{_MOST - 1} are all taken")
+    raise FileExistsError(f"{out} to {out.name}-{_MAX_FOLDERS - 1} are all taken")
 
 
 def owner(folder: Path) -> str | None:

@@ -18,7 +18,7 @@ from tracekit.capture.recorder import Recorder
 EVALUATION = "evaluation"  # a span like those of the phases, but no part of a step
 
 
-class Follower:
+class FrameworkRecorder:
     """A recorder that a framework's callbacks drive: begun and ended by them, told each turn that the loop takes.
 
     `options` are those of `Recorder`; what its `manifest` says wins over what the framework tells. Raises what
@@ -32,35 +32,37 @@ class Follower:
         self._recorder: Recorder | None = None
         self._span: contextlib.AbstractContextManager[Any] | None = None
         self._phase: str | None = None
-        self._turned_ns = 0  # when the present phase began
-        self._began_ns = 0  # when the present step began
-        self._aside_ns = 0  # what of the present step was none
-        self._turned_cpu_ns = self._began_cpu_ns = self._aside_cpu_ns = 0  # the same of the time that processors ran
-        self.given_up = False
+        self._phase_start_ns = 0  # when the present phase began
+        self._step_start_ns = 0  # when the present step began
+        self._evaluation_ns = 0  # what of the present step was none
+        self._phase_start_cpu_ns = self._step_start_cpu_ns = self._evaluation_cpu_ns = (
+            0  # the same of the time that processors ran
+        )
+        self.abandoned = False
 
     @property
     def recording(self) -> bool:
         """Return whether a recording has begun and not ended."""
         return self._recorder is not None
 
-    def begin(self, first_step: int, about: Callable[[], Mapping[str, Any]]) -> None:
+    def begin(self, first_step: int, describe_run: Callable[[], Mapping[str, Any]]) -> None:
         """Begin a recording at optimizer step `first_step`; end an earlier one that was left open.
 
         `about` gives what the framework knows of the run, for the manifest. Where it raises, the manifest lacks that.
         """
         self.end()
-        given = self._options.get("manifest") or {}
+        manifest = self._options.get("manifest") or {}
         try:
-            given = {**about(), **given}
+            manifest = {**describe_run(), **manifest}
         except Exception as error:  # noqa: BLE001 a run without it is still worth recording
-            atomic_files.complain("what the framework knows of the run is not recorded", error)
-        recorder = Recorder(self._out, first_step=first_step, **{**self._options, "manifest": given})
+            atomic_files.report_failure("what the framework knows of the run is not recorded", error)
+        recorder = Recorder(self._out, first_step=first_step, **{**self._options, "manifest": manifest})
         recorder.__enter__()
         self._recorder = recorder
         atexit.register(self.end)  # a training that raises ends no callback
-        self._phase, self._aside_ns, self._aside_cpu_ns = None, 0, 0
-        self._began_ns = self._turned_ns = time.perf_counter_ns()
-        self._began_cpu_ns = self._turned_cpu_ns = time.process_time_ns()
+        self._phase, self._evaluation_ns, self._evaluation_cpu_ns = None, 0, 0
+        self._step_start_ns = self._phase_start_ns = time.perf_counter_ns()
+        self._step_start_cpu_ns = self._phase_start_cpu_ns = time.process_time_ns()
 
     def end(self) -> None:
         """End the recording, if there is one."""
@@ -70,19 +72,19 @@ class Follower:
         if recorder is not None:
             recorder.__exit__(None, None, None)
 
-    def turn_to(self, phase: str | None, *, was: str | None = None) -> None:
+    def enter_phase(self, phase: str | None, *, previous: str | None = None) -> None:
         """Tell that the loop turns to another phase, or to none; and what it did before, where that was not known."""
         if self._recorder is None:
             return
         self._close_span()
         now_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
-        was = was or self._phase
-        if was == EVALUATION:
-            self._aside_ns += now_ns - self._turned_ns
-            self._aside_cpu_ns += cpu_ns - self._turned_cpu_ns
-        elif was == conventions.DATA:
-            self._recorder.waited(now_ns - self._turned_ns)
-        self._phase, self._turned_ns, self._turned_cpu_ns = phase, now_ns, cpu_ns
+        previous = previous or self._phase
+        if previous == EVALUATION:
+            self._evaluation_ns += now_ns - self._phase_start_ns
+            self._evaluation_cpu_ns += cpu_ns - self._phase_start_cpu_ns
+        elif previous == conventions.DATA:
+            self._recorder.add_data_wait(now_ns - self._phase_start_ns)
+        self._phase, self._phase_start_ns, self._phase_start_cpu_ns = phase, now_ns, cpu_ns
         if phase is not None:
             self._span = record_function(conventions.span_name(phase))  # not recorder.span: was it data? that turns out
             self._span.__enter__()
@@ -91,23 +93,25 @@ class Follower:
         """Tell that an optimizer step ends. Evaluation since the one before counts neither to its time nor speed."""
         if self._recorder is None:
             return
-        self.turn_to(None)
-        given = dict(metrics)
-        if self._aside_ns:
-            own_ns = max(1, time.perf_counter_ns() - self._began_ns - self._aside_ns)
-            given[conventions.STEP_TIME_METRIC] = own_ns
-            given[conventions.CPU_TIME_METRIC] = time.process_time_ns() - self._began_cpu_ns - self._aside_cpu_ns
+        self.enter_phase(None)
+        row = dict(metrics)
+        if self._evaluation_ns:
+            own_ns = max(1, time.perf_counter_ns() - self._step_start_ns - self._evaluation_ns)
+            row[conventions.STEP_TIME_METRIC] = own_ns
+            row[conventions.CPU_TIME_METRIC] = (
+                time.process_time_ns() - self._step_start_cpu_ns - self._evaluation_cpu_ns
+            )
             if tokens is not None:
-                given[conventions.TOKENS_METRIC] = tokens * 1e9 / own_ns
-        self._recorder.step(given, tokens=tokens, last=last)
-        self._aside_ns = self._aside_cpu_ns = 0
-        self._began_ns = self._turned_ns = time.perf_counter_ns()
-        self._began_cpu_ns = self._turned_cpu_ns = time.process_time_ns()
+                row[conventions.TOKENS_METRIC] = tokens * 1e9 / own_ns
+        self._recorder.step(row, tokens=tokens, last=last)
+        self._evaluation_ns = self._evaluation_cpu_ns = 0
+        self._step_start_ns = self._phase_start_ns = time.perf_counter_ns()
+        self._step_start_cpu_ns = self._phase_start_cpu_ns = time.process_time_ns()
 
-    def give_up(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Say that following failed, and end the recording for good."""
-        self.given_up = True
-        atomic_files.complain("recording ends: the training could not be followed", error)
+        self.abandoned = True
+        atomic_files.report_failure("recording ends: the training could not be followed", error)
         with contextlib.suppress(Exception):
             self.end()
 
@@ -117,19 +121,19 @@ class Follower:
             span.__exit__(None, None, None)
 
 
-def harmless(hook: Callable[..., None]) -> Callable[..., None]:
+def never_raises(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a callback's method made such that it never raises: what fails in it ends the recording.
 
-    The callback has its Follower under `follower`.
+    The callback has its FrameworkRecorder under `recorder`.
     """
 
     @functools.wraps(hook)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.follower.given_up:
+        if self.recorder.abandoned:
             return
         try:
             hook(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            self.follower.give_up(error)
+            self.recorder.abandon(error)
 
     return call

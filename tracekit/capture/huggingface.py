@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.framework_recorder import EVALUATION, Follower, harmless
+from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
 from tracekit.capture.metrics import Number
 
 try:
@@ -32,48 +32,48 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, out: str | os.PathLike[str], **options: Any) -> None:
-        self.follower = Follower(out, options)
+        self.recorder = FrameworkRecorder(out, options)
         self._hooks: list[Any] = []
         self._tokens = 0  # of this rank, since the step began
         self._tokens_seen = 0  # by all ranks, as the Trainer counts, when the step began
         self._learning_rate: float | None = None
         self._logged: dict[str, float] = {}
 
-    @harmless
+    @never_raises
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self._unhook()
+        self._remove_hooks()
         self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen
-        self.follower.begin(state.global_step, lambda: _about(args, model))
+        self.recorder.begin(state.global_step, lambda: _describe_run(args, model))
         # What is compiled stays as it is: a hook would become part of it.
         if isinstance(model, torch.nn.Module) and not (args.torch_compile or hasattr(model, "_orig_mod")):
             self._hooks = [
                 model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
                 model.register_forward_hook(self._after_forward),
             ]
-        self._turn(control)
+        self._enter_next_phase(control)
 
-    @harmless
+    @never_raises
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.follower.turn_to(conventions.DATA)
+        self.recorder.enter_phase(conventions.DATA)
 
-    @harmless
+    @never_raises
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.follower.turn_to(None)
+        self.recorder.enter_phase(None)
 
-    @harmless
+    @never_raises
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.follower.turn_to(None)
+        self.recorder.enter_phase(None)
 
-    @harmless
+    @never_raises
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         self._learning_rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else None
-        self.follower.turn_to(conventions.OPTIMIZER)
+        self.recorder.enter_phase(conventions.OPTIMIZER)
 
-    @harmless
+    @never_raises
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.follower.turn_to(None)
+        self.recorder.enter_phase(None)
 
-    @harmless
+    @never_raises
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         metrics: dict[str, Number] = {}
         if self._learning_rate is not None:
@@ -87,70 +87,70 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
         counted = state.num_input_tokens_seen - self._tokens_seen
         tokens = counted if counted > 0 else self._tokens * args.world_size
         self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen
-        self.follower.step(metrics, tokens=tokens or None, last=control.should_training_stop)
-        self._turn(control)
+        self.recorder.step(metrics, tokens=tokens or None, last=control.should_training_stop)
+        self._enter_next_phase(control)
 
-    @harmless
+    @never_raises
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._turn(control, epoch_over=True)
+        self._enter_next_phase(control, epoch_over=True)
 
-    @harmless
+    @never_raises
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        told = logs or {}
-        self._logged.update({name: float(told[name]) for name in ("loss", "grad_norm") if name in told})
+        values = logs or {}
+        self._logged.update({name: float(values[name]) for name in ("loss", "grad_norm") if name in values})
 
-    @harmless
+    @never_raises
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.follower.turn_to(None, was=EVALUATION)
-        self._turn(control)
+        self.recorder.enter_phase(None, previous=EVALUATION)
+        self._enter_next_phase(control)
 
-    @harmless
+    @never_raises
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        self.follower.turn_to(None, was=EVALUATION)
+        self.recorder.enter_phase(None, previous=EVALUATION)
 
-    @harmless
+    @never_raises
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.follower.turn_to(None, was=conventions.CHECKPOINT)
-        self._turn(control)
+        self.recorder.enter_phase(None, previous=conventions.CHECKPOINT)
+        self._enter_next_phase(control)
 
-    @harmless
+    @never_raises
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._unhook()
-        self.follower.end()
+        self._remove_hooks()
+        self.recorder.end()
 
-    def _turn(self, control: Any, *, epoch_over: bool = False) -> None:
+    def _enter_next_phase(self, control: Any, *, epoch_over: bool = False) -> None:
         """Turn to what the Trainer does next between two steps: it evaluates, then saves, then fetches batches.
 
         What a callback after this one asks for is seen only when it is done.
         """
         if control.should_evaluate:
-            self.follower.turn_to(EVALUATION)
+            self.recorder.enter_phase(EVALUATION)
         elif control.should_save:
-            self.follower.turn_to(conventions.CHECKPOINT)
+            self.recorder.enter_phase(conventions.CHECKPOINT)
         elif control.should_training_stop or control.should_epoch_stop or epoch_over:
-            self.follower.turn_to(None)
+            self.recorder.enter_phase(None)
         else:
-            self.follower.turn_to(conventions.DATA)
+            self.recorder.enter_phase(conventions.DATA)
 
-    @harmless
+    @never_raises
     def _before_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if model.training:
             words = kwargs.get("input_ids")
             self._tokens += words.numel() if isinstance(words, torch.Tensor) else 0
-            self.follower.turn_to(conventions.FORWARD)
+            self.recorder.enter_phase(conventions.FORWARD)
 
-    @harmless
+    @never_raises
     def _after_forward(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         if model.training:
-            self.follower.turn_to(conventions.BACKWARD)
+            self.recorder.enter_phase(conventions.BACKWARD)
 
-    def _unhook(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
 
-def _about(args: Any, model: Any) -> dict[str, Any]:
+def _describe_run(args: Any, model: Any) -> dict[str, Any]:
     """Return what the Trainer knows about the run."""
     strategy = _strategy()
     described: dict[str, Any] = {"name": type(model).__name__}

@@ -45,8 +45,8 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
     if not text:
         return None
     try:
-        told = json.loads(text)
-        ranks = told.pop("ranks", None)
-        return Settings(**told, ranks=None if ranks is None else tuple(ranks))
+        values = json.loads(text)
+        ranks = values.pop("ranks", None)
+        return Settings(**values, ranks=None if ranks is None else tuple(ranks))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{conventions.RECORD_VARIABLE} cannot be read: {error}") from error

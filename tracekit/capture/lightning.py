@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tracekit import conventions
-from tracekit.capture.framework_recorder import EVALUATION, Follower, harmless
+from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
 from tracekit.capture.metrics import Number
 
 _FETCHING = "train_dataloader_next"  # as Lightning tells its profiler
@@ -49,52 +49,52 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
         self, out: str | os.PathLike[str], *, tokens: Callable[[Any], int | None] | None = None, **options: Any
     ) -> None:
         super().__init__()
-        self.follower = Follower(out, options)
+        self.recorder = FrameworkRecorder(out, options)
         self._tokens_in = tokens or _tokens_in
         self._undo: list[Callable[[], None]] = []
         self._steps_seen = 0  # by the Trainer's count
-        self._between: str | None = None  # what a training step does when neither backward nor an optimizer runs
+        self._default_phase: str | None = None  # what a training step does when neither backward nor an optimizer runs
         self._tokens: int | None = None  # this and the next two since the step began
         self._loss: torch.Tensor | None = None
         self._learning_rate: float | None = None
 
-    @harmless
+    @never_raises
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._stop_watching()
         self._steps_seen = trainer.global_step
         automatic = pl_module.automatic_optimization
-        self._between = None if automatic else conventions.FORWARD
+        self._default_phase = None if automatic else conventions.FORWARD
         self._begin_step()
         optimizers = 1 if automatic else max(1, len(trainer.optimizers))
-        self.follower.begin(trainer.global_step // optimizers, lambda: _about(trainer, pl_module))
+        self.recorder.begin(trainer.global_step // optimizers, lambda: _describe_run(trainer, pl_module))
         self._watch_fetching(trainer.profiler)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._undo.append(optimizer.register_step_post_hook(self._after_optimizer_step).remove)
 
-    @harmless
+    @never_raises
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         tokens = self._tokens_in(batch)
         self._tokens = tokens if self._tokens is None or tokens is None else self._tokens + tokens
-        self.follower.turn_to(conventions.FORWARD)
+        self.recorder.enter_phase(conventions.FORWARD)
 
-    @harmless
+    @never_raises
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        self.follower.turn_to(conventions.BACKWARD)
+        self.recorder.enter_phase(conventions.BACKWARD)
 
-    @harmless
+    @never_raises
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        self.follower.turn_to(self._between)
+        self.recorder.enter_phase(self._default_phase)
 
-    @harmless
+    @never_raises
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._learning_rate is None:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
-        self.follower.turn_to(conventions.OPTIMIZER)
+        self.recorder.enter_phase(conventions.OPTIMIZER)
 
-    @harmless
+    @never_raises
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.follower.turn_to(None)
+        self.recorder.enter_phase(None)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             # In automatic optimization each is divided by the number of batches that it is accumulated over.
@@ -110,21 +110,21 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
             metrics["learning_rate"] = self._learning_rate
         tokens = self._tokens * trainer.world_size if self._tokens is not None else None
         self._begin_step()
-        self.follower.step(metrics, tokens=tokens, last=_is_last(trainer))
+        self.recorder.step(metrics, tokens=tokens, last=_is_last(trainer))
 
-    @harmless
+    @never_raises
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.follower.turn_to(EVALUATION)
+        self.recorder.enter_phase(EVALUATION)
 
-    @harmless
+    @never_raises
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.follower.turn_to(None)
+        self.recorder.enter_phase(None)
 
-    @harmless
+    @never_raises
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end()
 
-    @harmless
+    @never_raises
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end()
 
@@ -133,11 +133,11 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
 
     def _end(self) -> None:
         self._stop_watching()
-        self.follower.end()
+        self.recorder.end()
 
-    @harmless
+    @never_raises
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.follower.turn_to(self._between)
+        self.recorder.enter_phase(self._default_phase)
 
     def _watch_fetching(self, profiler: Any) -> None:
         """Learn from what Lightning tells its own profiler when it waits for a batch."""
@@ -146,26 +146,26 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
         def starts(action: str) -> None:
             start(action)
             if action.endswith(_FETCHING):
-                self._turn_to(conventions.DATA)
+                self._enter_phase(conventions.DATA)
 
         def stops(action: str) -> None:
             if action.endswith(_FETCHING):
-                self._turn_to(None)
+                self._enter_phase(None)
             stop(action)
 
         profiler.start, profiler.stop = starts, stops
-        self._undo.append(lambda: _forget(profiler, start=starts, stop=stops))
+        self._undo.append(lambda: _restore_methods(profiler, start=starts, stop=stops))
 
-    @harmless
-    def _turn_to(self, phase: str | None) -> None:
-        self.follower.turn_to(phase)
+    @never_raises
+    def _enter_phase(self, phase: str | None) -> None:
+        self.recorder.enter_phase(phase)
 
     def _stop_watching(self) -> None:
         while self._undo:
             self._undo.pop()()
 
 
-def _forget(owner: Any, **ours: Any) -> None:
+def _restore_methods(owner: Any, **ours: Any) -> None:
     """Give an object its own methods back, unless somebody replaced ours since."""
     for name, method in ours.items():
         if vars(owner).get(name) is method:
@@ -184,7 +184,7 @@ def _tokens_in(batch: Any) -> int | None:
     return words.numel() if isinstance(words, torch.Tensor) else None
 
 
-def _about(trainer: Any, module: Any) -> dict[str, Any]:
+def _describe_run(trainer: Any, module: Any) -> dict[str, Any]:
     """Return what the Trainer knows about the run."""
     name = type(trainer.strategy).__name__
     strategy = _STRATEGIES.get(name, name)

@@ -24,21 +24,21 @@ class ManifestFile:
     The arguments are those of `manifest`. The methods raise OSError where it cannot be written.
     """
 
-    def __init__(self, folder: Path, given: Mapping[str, Any], *, device: str, world_size: int | None) -> None:
+    def __init__(self, folder: Path, provided: Mapping[str, Any], *, device: str, world_size: int | None) -> None:
         self._path = folder / conventions.MANIFEST_FILE
-        self._found = manifest(given, device=device, world_size=world_size)
+        self._fields = manifest(provided, device=device, world_size=world_size)
         self._windows: dict[int, dict[str, int]] = {}
         self._lock = threading.Lock()  # windows are added by the thread that writes them
 
     def describe(self, more: Mapping[str, Any]) -> None:
         """Add what became known in training, secrets redacted."""
-        self._found = {**self._found, **redact(dict(more))}
+        self._fields = {**self._fields, **redact(dict(more))}
         self.write()
 
-    def add_window(self, window: int, *, first_step: int, steps: int, gone: Iterable[int] = ()) -> None:
+    def add_window(self, window: int, *, first_step: int, steps: int, removed: Iterable[int] = ()) -> None:
         """Add a window that is written, and leave out those that are `gone` again."""
         self._windows[window] = {"window": window, "first_step": first_step, "steps": steps}
-        for number in gone:
+        for number in removed:
             self._windows.pop(number, None)
         self.write()
 
@@ -46,15 +46,15 @@ class ManifestFile:
         """Write what is known."""
         with self._lock:
             windows = [self._windows[number] for number in sorted(self._windows)]
-            atomic_files.write_json(self._path, {**self._found, "windows": windows})
+            atomic_files.write_json(self._path, {**self._fields, "windows": windows})
 
 
-def manifest(given: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:
+def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:
     """Return the manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
 
     `given` holds what only the training knows (strategy, mesh, model, arguments, …) and wins over what is found here.
     """
-    found = {
+    fields = {
         "schema": conventions.RUN_SCHEMA,
         "created_ns": time.time_ns(),
         "strategy": None,
@@ -69,7 +69,7 @@ def manifest(given: Mapping[str, Any], *, device: str, world_size: int | None = 
         "command": [os.path.basename(sys.argv[0]) if sys.argv else "", *sys.argv[1:]],  # noqa: PTH119 may be "-c"
         "simulated": False,
     }
-    clean: dict[str, Any] = redact({**found, **given})
+    clean: dict[str, Any] = redact({**fields, **provided})
     return clean
 
 

@@ -20,7 +20,7 @@ def begin(device: str) -> None:
 def end(path: Path) -> None:
     """Write what the allocator remembers, and have it forget."""
     try:
-        with atomic_files.whole_file(path) as partial:
+        with atomic_files.atomic_write(path) as partial:
             torch.cuda.memory._dump_snapshot(str(partial))
     finally:
         with contextlib.suppress(Exception):

@@ -19,13 +19,13 @@ def wrap(
     `before` and `after` get the arguments, `result` the value and the arguments; `around` gets the method and the
     arguments, calls it and returns its value. Name, signature and documentation stay those of the method.
     """
-    original = getattr(owner, name)
+    method = getattr(owner, name)
 
-    @functools.wraps(original)
+    @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(*args)
-        value = original(*args, **kwargs) if around is None else around(original, *args, **kwargs)
+        value = method(*args, **kwargs) if around is None else around(method, *args, **kwargs)
         if after is not None:
             after(*args)
         if result is not None:

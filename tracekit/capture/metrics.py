@@ -15,28 +15,28 @@ _MOST_PENDING = 64
 _WRITE_EVERY_S = 1.0  # a step is to cost no call into a file system, least of all into a shared one
 
 
-class Reading:
+class PendingScalar:
     """A number on its way from the device. `value` waits for it only if it is not there yet."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._host = number.detach().to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if number.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+        self._copied = torch.cuda.Event() if number.is_cuda else None
+        if self._copied is not None:
+            self._copied.record()
 
     @property
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         """Return whether the number is there."""
-        return self._arrived is None or bool(self._arrived.query())
+        return self._copied is None or bool(self._copied.query())
 
     def value(self) -> float:
         """Return the number."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return float(self._host)
 
 
-Number = float | int | Callable[[], float] | Reading
+Number = float | int | Callable[[], float] | PendingScalar
 """A number; a function that gives it, called one step later; or one on its way from the device, never waited for."""
 
 
@@ -56,13 +56,13 @@ class MetricsLog:
         self._file.writelines(earlier)
         self._file.flush()
         self._pending: deque[Mapping[str, Number]] = deque()
-        self._arrived: list[dict[str, float]] = []
+        self._collected: list[dict[str, float]] = []
         self._written_s = time.monotonic()
 
     def add(self, row: Mapping[str, Number]) -> None:
         """Keep this row until the next, and take in those before it whose numbers have arrived."""
         while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
-            self._take()
+            self._collect_oldest()
         self._pending.append(row)
         if time.monotonic() - self._written_s > _WRITE_EVERY_S:
             self._write()
@@ -70,27 +70,27 @@ class MetricsLog:
     def close(self) -> None:
         """Write what is left and give the file its name."""
         while self._pending:
-            self._take()
+            self._collect_oldest()
         self._write()
         self._file.close()
         self._partial.replace(self._path)
 
-    def _take(self) -> None:
-        self._arrived.append({name: _number(value) for name, value in self._pending.popleft().items()})
+    def _collect_oldest(self) -> None:
+        self._collected.append({name: _number(value) for name, value in self._pending.popleft().items()})
 
     def _write(self) -> None:
-        rows, self._arrived = self._arrived, []
+        rows, self._collected = self._collected, []
         self._file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
         self._file.flush()
         self._written_s = time.monotonic()
 
 
 def _is_ready(row: Mapping[str, Number]) -> bool:
-    return all(value.arrived for value in row.values() if isinstance(value, Reading))
+    return all(value.ready for value in row.values() if isinstance(value, PendingScalar))
 
 
 def _number(value: Number) -> float:
-    if isinstance(value, Reading):
+    if isinstance(value, PendingScalar):
         return value.value()
     return value() if callable(value) else value
 

@@ -12,33 +12,33 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture import atomic_files
-from tracekit.capture.window_schedule import Windows
+from tracekit.capture.window_schedule import WindowSchedule
 
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 _LEAD_S = 3.0
 _MOST_STEPS = 1000
 
 
-class Requests:
+class WindowRequests:
     """Adds to `windows` what is asked for in the run's folder; one rank of the run `leads`."""
 
-    def __init__(self, run: Path, windows: Windows, *, length: int, warmup: int, leads: bool) -> None:
+    def __init__(self, run: Path, windows: WindowSchedule, *, length: int, warmup: int, leads: bool) -> None:
         self._run = run
         self._windows = windows
         self._length = length
         self._warmup = warmup
         self._leads = leads
         self._known: Any = self._read()  # left by a training before this one
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
 
-    def look(self, step: int, step_time_ns: int) -> None:
+    def poll(self, step: int, step_time_ns: int) -> None:
         """Take note of what was asked for, if it is time to look again; `step` is about to begin.
 
         Raises OSError where the folder cannot be read or written, ValueError where a request makes no sense.
         """
-        if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+        if time.monotonic() - self._polled_s < _POLL_EVERY_S:
             return
-        self._looked_s = time.monotonic()
+        self._polled_s = time.monotonic()
         if self._leads:
             self._answer(step, step_time_ns)
         request = self._read()
@@ -46,17 +46,17 @@ class Requests:
             return
         self._known = request
         first, end = int(request["first"]), int(request["end"])
-        if not self._windows.ask(first, end) or step > first:
+        if not self._windows.request(first, end) or step > first:
             raise ValueError(f"steps {first}:{end} were asked for and cannot be recorded any more at step {step}")
 
     def _answer(self, step: int, step_time_ns: int) -> None:
         touched = self._run / conventions.NOW_FILE
         if not touched.exists() or (self._known and step < int(self._known["end"])):
             return
-        length = _asked_length(touched) or self._length
+        length = _requested_length(touched) or self._length
         touched.unlink()
         lead_steps = math.ceil(_LEAD_S * 1e9 / max(1, step_time_ns)) + self._warmup + 1
-        first = self._windows.room(step + lead_steps, length, apart=self._warmup)
+        first = self._windows.first_free_step(step + lead_steps, length, margin=self._warmup)
         atomic_files.write_json(
             self._run / conventions.REQUEST_FILE, {"first": first, "end": first + length, "asked_ns": time.time_ns()}
         )
@@ -71,11 +71,11 @@ class Requests:
         return request if whole and 0 <= request["first"] < request["end"] else None
 
 
-def _asked_length(touched: Path) -> int | None:
+def _requested_length(touched: Path) -> int | None:
     """Return the number of steps that the touched file asks for: ``{"steps": 3}``, or empty for the usual."""
     try:
-        asked = json.loads(touched.read_text(encoding="utf-8"))
-        steps = asked["steps"]
+        request = json.loads(touched.read_text(encoding="utf-8"))
+        steps = request["steps"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return min(steps, _MOST_STEPS) if type(steps) is int and steps > 0 else None

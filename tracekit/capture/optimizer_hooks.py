@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tracekit.capture.step_inference import Rounds
+from tracekit.capture.step_inference import StepCounter
 
 
 class OptimizerSteps:
@@ -18,11 +18,11 @@ class OptimizerSteps:
     torch once `leave` was called, and knows optimizers from their first step on only.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
-        self._ended = ended
-        self._rounds = Rounds()
+    def __init__(self, on_step: Callable[[], None]) -> None:
+        self._on_step = on_step
+        self._step_counter = StepCounter()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._within: list[Any] = []
+        self._stepping: list[Any] = []
         self._hooks: list[Any] = []
         self._thread = 0
         self.unseen = 0
@@ -36,7 +36,7 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: self._after(optimizer)),
         ]
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         """Take the hooks away."""
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
@@ -45,24 +45,24 @@ class OptimizerSteps:
     def _before(self, optimizer: Optimizer) -> None:
         if self._is_elsewhere():
             return
-        if optimizer in self._within:  # its last step raised
-            del self._within[self._within.index(optimizer) :]
-        self._within.append(optimizer)
+        if optimizer in self._stepping:  # its last step raised
+            del self._stepping[self._stepping.index(optimizer) :]
+        self._stepping.append(optimizer)
         if optimizer not in self._numbers:
             elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-            self._rounds.made(self._number(optimizer), elements)
+            self._step_counter.add_optimizer(self._number(optimizer), elements)
 
     def _after(self, optimizer: Optimizer) -> None:
         if self._is_elsewhere():
             self.unseen += 1
             return
-        if optimizer in self._within:
-            del self._within[self._within.index(optimizer) :]
-        if self._within:
-            self._rounds.inside(self._number(optimizer))
+        if optimizer in self._stepping:
+            del self._stepping[self._stepping.index(optimizer) :]
+        if self._stepping:
+            self._step_counter.nested_step(self._number(optimizer))
             return
-        for _ in range(self._rounds.stepped(self._number(optimizer))):
-            self._ended()
+        for _ in range(self._step_counter.step(self._number(optimizer))):
+            self._on_step()
 
     def _is_elsewhere(self) -> bool:
         # Autograd keeps the profiler's state of each thread, and puts it back in the end.

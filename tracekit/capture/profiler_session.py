@@ -11,16 +11,16 @@ import torch
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity, _KinetoProfile, record_function
 
-from tracekit.capture.profiler_stderr import without_noise
+from tracekit.capture.profiler_stderr import without_profiler_noise
 
 _STARTS, _ENDS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler",)
 
 
-class OccupiedError(RuntimeError):
+class ProfilerBusyError(RuntimeError):
     """The training profiles itself just now, and torch has one profiler only."""
 
 
-class Session:
+class ProfilerSession:
     """The profiler of one window of steps on the calling thread: `prepare`, `start`, `mark` each step, `stop`, `save`.
 
     `device` is cuda or cpu. The methods raise OccupiedError where the training's own profiler runs.
@@ -41,8 +41,8 @@ class Session:
 
     def prepare(self) -> None:
         """Let the profiler warm up: it records and forgets."""
-        _refuse_a_second()
-        with _ours(), without_noise():
+        _refuse_second_profiler()
+        with _own_call(), without_profiler_noise():
             self._profiler.prepare_trace()
         self.prepared = True
 
@@ -50,9 +50,9 @@ class Session:
         """Begin to record."""
         if not self.prepared:
             self.prepare()
-        _refuse_a_second()
+        _refuse_second_profiler()
         block = torch.empty(1)
-        with _ours(), without_noise():
+        with _own_call(), without_profiler_noise():
             self._profiler.start_trace()
             # torch complains of the first block freed that it has not seen allocated: let that be one, in here.
             del block
@@ -75,57 +75,57 @@ class Session:
         self.unmark()
         if self.prepared:
             self.prepared = False
-            with _ours(), without_noise():
+            with _own_call(), without_profiler_noise():
                 if not self.started:
                     self._profiler.start_trace()  # what is prepared ends only through having begun
                 self._profiler.stop_trace()
 
     def save(self, path: Path) -> None:
         """Write what was recorded as plain JSON. Raises OSError where it cannot be written whole."""
-        with without_noise():
+        with without_profiler_noise():
             self._profiler.export_chrome_trace(str(path))
         if not path.exists():  # Kineto removes what it could not write whole
             raise OSError("the profiler could not write it; is the disk full?")
 
 
-def yield_to_others(give_way: Callable[[], None]) -> None:
+def before_foreign_profiler(callback: Callable[[], None]) -> None:
     """Call `give_way` before any profiler but a `Session` starts in this process, so that it finds torch's free.
 
     torch.profiler, torch.autograd.profiler and emit_nvtx all begin and end by the functions wrapped here.
     """
-    if _others.watched:
+    if _foreign.watched:
         return
-    _others.watched = True
+    _foreign.watched = True
     for name in _STARTS:
-        setattr(torch_profiler, name, _told(getattr(torch_profiler, name), give_way, running=True))
+        setattr(torch_profiler, name, _watched(getattr(torch_profiler, name), callback, running=True))
     for name in _ENDS:
-        setattr(torch_profiler, name, _told(getattr(torch_profiler, name), None, running=False))
+        setattr(torch_profiler, name, _watched(getattr(torch_profiler, name), None, running=False))
 
 
-class _Others:
+class _ForeignProfiler:
     watched = False
     running = False
 
 
-_others = _Others()
+_foreign = _ForeignProfiler()
 _own = threading.local()
 
 
-def _told(call: Callable[..., Any], before: Callable[[], None] | None, *, running: bool) -> Callable[..., Any]:
+def _watched(call: Callable[..., Any], before: Callable[[], None] | None, *, running: bool) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if getattr(_own, "acting", False):
             return call(*args, **kwargs)
-        if before is not None and not _others.running:
+        if before is not None and not _foreign.running:
             before()
-        _others.running = running
+        _foreign.running = running
         return call(*args, **kwargs)
 
     return wrapped
 
 
 @contextlib.contextmanager
-def _ours() -> Iterator[None]:
+def _own_call() -> Iterator[None]:
     _own.acting = True
     try:
         yield
@@ -133,6 +133,6 @@ def _ours() -> Iterator[None]:
         _own.acting = False
 
 
-def _refuse_a_second() -> None:
-    if _others.running or torch.autograd._profiler_enabled():
-        raise OccupiedError("another profiler is running")
+def _refuse_second_profiler() -> None:
+    if _foreign.running or torch.autograd._profiler_enabled():
+        raise ProfilerBusyError("another profiler is running")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 _STDERR = 2
-_REMARKS = (
+_NOISE = (
     b"Memory block of unknown size was allocated before the profiling",
     b"gpuGetDeviceCount failed",  # a torch built for CUDA, profiled on a machine without a driver
     b"External init callback must run in same thread",  # a loop that does not run on the main thread
@@ -16,7 +16,7 @@ _REMARKS = (
 
 
 @contextlib.contextmanager
-def without_noise() -> Iterator[None]:
+def without_profiler_noise() -> Iterator[None]:
     """Drop Kineto's ``USDT:`` lines and remarks on what the profiler cannot see here; pass all other lines on.
 
     These go to the file descriptor, so that is led through a pipe meanwhile. (Log levels would silence errors
@@ -49,4 +49,4 @@ def _pass_on(out: int, terminal: int) -> None:
 
 
 def _is_noise(line: bytes) -> bool:
-    return line.startswith(b"USDT:") or any(remark in line for remark in _REMARKS)
+    return line.startswith(b"USDT:") or any(remark in line for remark in _NOISE)

@@ -13,16 +13,16 @@ def this_rank() -> int:
     """Return the rank of this process: of its process group, else by the launcher's environment, else 0."""
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    return _told(_RANKS, 0)
+    return _from_environment(_RANKS, 0)
 
 
 def this_world_size() -> int:
     """Return how many ranks the job has: by its process group, else by the launcher's environment, else 1."""
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
-    return _told(_WORLD_SIZES, 1)
+    return _from_environment(_WORLD_SIZES, 1)
 
 
-def _told(variables: tuple[str, ...], otherwise: int) -> int:
-    told = [os.environ.get(name, "") for name in variables]
-    return next((int(number) for number in told if number.isdigit()), otherwise)
+def _from_environment(variables: tuple[str, ...], default: int) -> int:
+    values = [os.environ.get(name, "") for name in variables]
+    return next((int(number) for number in values if number.isdigit()), default)

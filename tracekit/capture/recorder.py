@@ -16,10 +16,10 @@ from tracekit.capture import atomic_files, trace_writer
 from tracekit.capture.checkpoints.dcp import record_save
 from tracekit.capture.manifest import ManifestFile
 from tracekit.capture.metrics import MetricsLog, Number, allocator_counters
-from tracekit.capture.on_demand_windows import Requests
+from tracekit.capture.on_demand_windows import WindowRequests
 from tracekit.capture.rank_info import this_rank
-from tracekit.capture.window_profiler import Profiling, ProfilingOptions
-from tracekit.capture.window_schedule import Window, Windows, parse_steps
+from tracekit.capture.window_profiler import ProfilingOptions, WindowProfiler
+from tracekit.capture.window_schedule import Window, WindowSchedule, parse_steps
 
 DEFAULT_STEPS = "10:15"
 WARMUP_STEPS = 2
@@ -78,7 +78,7 @@ class Recorder:
         self.rank = this_rank() if rank is None else rank
         self.step_time_ns = 0  # of the last step
         self._leads = self.rank == 0 if leads is None else leads
-        self._given = manifest or {}
+        self._manifest_fields = manifest or {}
         self._world_size = world_size
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._step = self._first_step = first_step
@@ -87,10 +87,10 @@ class Recorder:
         self._disk_budget_bytes = disk_budget_bytes
         # On a GPU the collectives' kernels tell their sizes; on the CPU only the shapes of ops do.
         shapes = self._device == "cpu" if shapes is None else shapes
-        place = Path(scratch) if scratch is not None else None
-        options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, place)
-        self._profiling = Profiling(self.folder, self.rank, self._windows, options, written=self._written)
-        self._requests: Requests | None = None
+        scratch_folder = Path(scratch) if scratch is not None else None
+        options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, scratch_folder)
+        self._profiler = WindowProfiler(self.folder, self.rank, self._windows, options, written=self._on_written)
+        self._requests: WindowRequests | None = None
         self._manifest: ManifestFile | None = None
         self._metrics: MetricsLog | None = None
         self._data_wait_ns: int | None = None
@@ -108,17 +108,17 @@ class Recorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._leads:
                 self._manifest = ManifestFile(
-                    self.folder, self._given, device=self._device, world_size=self._world_size
+                    self.folder, self._manifest_fields, device=self._device, world_size=self._world_size
                 )
                 self._manifest.write()
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
             self._metrics = MetricsLog(path, first_step=self._first_step)
         with self._guard("windows cannot be asked for"):
-            self._requests = Requests(
+            self._requests = WindowRequests(
                 self.folder, self._windows, length=self._length, warmup=self._warmup, leads=self._leads
             )
-        self._profiling.begin(self._step)
+        self._profiler.begin(self._step)
         self._began_ns = None if self._mid_step else time.perf_counter_ns()
         self._began_cpu_ns = time.process_time_ns()
         return self
@@ -126,8 +126,8 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._profiling.stop(self._step)
-        self._profiling.finish()
+        self._profiler.stop(self._step)
+        self._profiler.finish()
         if self._metrics is not None:
             with self._guard("the metrics log was not finished"):
                 self._metrics.close()
@@ -145,7 +145,7 @@ class Recorder:
         The time in ``data`` is also in the metrics, as what the step waited for its data.
         """
         span: contextlib.AbstractContextManager[Any] = record_function(conventions.span_name(phase))
-        return self._waiting(span) if phase == conventions.DATA else span
+        return self._timed_data_wait(span) if phase == conventions.DATA else span
 
     @contextlib.contextmanager
     def checkpoint(
@@ -157,7 +157,7 @@ class Recorder:
         ):
             yield
 
-    def waited(self, wait_ns: int) -> None:
+    def add_data_wait(self, wait_ns: int) -> None:
         """Add to the time that the present step waited for its data."""
         self._data_wait_ns = (self._data_wait_ns or 0) + wait_ns
 
@@ -174,16 +174,16 @@ class Recorder:
         if self._metrics is not None:
             with self._guard("metrics are no longer recorded", self._drop_metrics):
                 self._metrics.add({**row, **(metrics or {}), **allocator_counters()})
-        self._profiling.end(self._step)
+        self._profiler.end(self._step)
         self._step += 1
         if not last:
-            self._look_for_requests()
-            self._profiling.begin(self._step)
+            self._poll_requests()
+            self._profiler.begin(self._step)
         self._began_ns, self._began_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
 
     def end_window(self, why: str) -> None:
         """End the window that is being recorded, if there is one, before its time, and say why."""
-        self._profiling.stop(self._step, why)
+        self._profiler.stop(self._step, why)
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
         row: dict[str, Number] = {"step": self._step}
@@ -197,31 +197,31 @@ class Recorder:
             row[conventions.DATA_WAIT_METRIC], self._data_wait_ns = self._data_wait_ns, 0
         return row
 
-    def _look_for_requests(self) -> None:
-        if self._requests is not None and self._profiling.idle:
+    def _poll_requests(self) -> None:
+        if self._requests is not None and self._profiler.idle:
             with self._guard("a window that was asked for is not recorded"):
-                self._requests.look(self._step, self.step_time_ns)
+                self._requests.poll(self._step, self.step_time_ns)
 
-    def _written(self, window: Window, steps: int) -> None:
+    def _on_written(self, window: Window, steps: int) -> None:
         """Make room where traces take too much, and say in the manifest what there is."""
         if self._manifest is not None:
             budget_bytes = self._disk_budget_bytes
-            gone = trace_writer.prune(self.folder, budget_bytes) if budget_bytes is not None else []
-            self._manifest.add_window(window.number, first_step=window.first, steps=steps, gone=gone)
+            removed = trace_writer.prune(self.folder, budget_bytes) if budget_bytes is not None else []
+            self._manifest.add_window(window.number, first_step=window.first, steps=steps, removed=removed)
 
     @contextlib.contextmanager
-    def _waiting(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    def _timed_data_wait(self, span: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         began_ns = time.perf_counter_ns()
         with span:
             yield
-        self.waited(time.perf_counter_ns() - began_ns)
+        self.add_data_wait(time.perf_counter_ns() - began_ns)
 
     @contextlib.contextmanager
     def _guard(self, what: str, give_up: Callable[[], None] | None = None) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            atomic_files.complain(f"rank {self.rank}: {what}", error)
+            atomic_files.report_failure(f"rank {self.rank}: {what}", error)
             if give_up is not None:
                 give_up()
 
@@ -229,9 +229,9 @@ class Recorder:
         self._metrics = None
 
 
-def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[Windows, int]:
+def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:
     """Return the windows of a run, and how long one is that is asked for."""
     first, end = parse_steps(steps or DEFAULT_STEPS) if not isinstance(steps, tuple) else steps
     if steps is None:
-        return Windows(None), end - first
-    return Windows(first_step + first, first_step + end, every=every), end - first
+        return WindowSchedule(None), end - first
+    return WindowSchedule(first_step + first, first_step + end, every=every), end - first

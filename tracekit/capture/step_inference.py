@@ -3,7 +3,7 @@
 _PATIENCE = 8  # steps of others after which an optimizer that never stepped counts no more
 
 
-class Rounds:
+class StepCounter:
     """Counts the training steps of a script by the steps of its optimizers, each known by a number.
 
     With one optimizer each of its steps ends a training step. With several, the one with the most elements leads: a
@@ -21,40 +21,40 @@ class Rounds:
     def __init__(self) -> None:
         self._elements: dict[int, int] = {}
         self._steps: dict[int, int] = {}
-        self._opener: int | None = None  # the first that ever stepped opens each round
+        self._first: int | None = None  # the first that ever stepped opens each round
         self._leader: int | None = None
         self._expected: list[int] = []
         self._followed: list[int] = []
         self._learning = False
         self._waiting = False
 
-    def made(self, optimizer: int, elements: int) -> None:
+    def add_optimizer(self, optimizer: int, elements: int) -> None:
         """Take note of an optimizer of parameters with so many elements."""
         self._elements[optimizer] = elements
         if self._leader is None or elements > self._elements[self._leader]:
-            self._lead(optimizer)
+            self._set_leader(optimizer)
 
-    def inside(self, optimizer: int) -> None:
+    def nested_step(self, optimizer: int) -> None:
         """Take note that an optimizer stepped as a part of another's step, which is no step of its own."""
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
-    def stepped(self, optimizer: int) -> int:
+    def step(self, optimizer: int) -> int:
         """Take note of an optimizer's step and return how many training steps ended with it.
 
         That is 0 or 1; more only where it took until now to see that earlier ones had ended.
         """
         if optimizer not in self._elements:
-            self.made(optimizer, 0)
+            self.add_optimizer(optimizer, 0)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        self._opener = optimizer if self._opener is None else self._opener
-        ended = self._follow_another_leader()
+        self._first = optimizer if self._first is None else self._first
+        ended = self._replace_idle_leader()
         if optimizer == self._leader:
             ended += self._end()  # those it waited for did not come
             unseen = [other for other in self._elements if other not in self._steps]
             self._expected = self._followed if self._steps[optimizer] > 1 else unseen
             self._followed = []
             self._learning = self._waiting = True
-        elif optimizer == self._opener:
+        elif optimizer == self._first:
             ended += self._end()
             self._learning = False
         elif self._learning:
@@ -63,16 +63,16 @@ class Rounds:
             ended += self._end()
         return ended
 
-    def _follow_another_leader(self) -> int:
+    def _replace_idle_leader(self) -> int:
         """Take another leader where the present one never steps; return how many steps the new one has ended before."""
         assert self._leader is not None
         if self._leader in self._steps or sum(self._steps.values()) < _PATIENCE:
             return 0
         self._elements = {other: self._elements.get(other, 0) for other in self._steps}
-        self._lead(max(self._elements, key=lambda other: self._elements[other]))
+        self._set_leader(max(self._elements, key=lambda other: self._elements[other]))
         return max(0, self._steps[self._leader] - 1)
 
-    def _lead(self, optimizer: int) -> None:
+    def _set_leader(self, optimizer: int) -> None:
         self._leader, self._expected, self._followed = optimizer, [], []
 
     def _end(self) -> int:

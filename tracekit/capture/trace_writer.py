@@ -11,10 +11,10 @@ from pathlib import Path
 from tracekit import conventions
 from tracekit.capture import atomic_files
 
-_MOST_WAITING = 2
+_MAX_PENDING = 2
 
 
-class Writer:
+class BackgroundWriter:
     """Does pieces of work one after the other on a thread of its own, which lives while there are any.
 
     `submit` says whether there was room: what writes more slowly than windows come is not piled up. What raises is
@@ -29,7 +29,7 @@ class Writer:
     @property
     def busy(self) -> bool:
         """Return whether there is no room for another piece of work."""
-        return self._work.unfinished_tasks >= _MOST_WAITING
+        return self._work.unfinished_tasks >= _MAX_PENDING
 
     def submit(self, what: str, work: Callable[[], None]) -> None:
         """Do `work` soon; `what` is how a failure of it is told ("the trace was not written")."""
@@ -60,7 +60,7 @@ class Writer:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-                atomic_files.complain(what, error)
+                atomic_files.report_failure(what, error)
             finally:
                 self._work.task_done()
 

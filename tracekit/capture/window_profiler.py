@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tracekit import conventions
 from tracekit.capture import atomic_files, memory_snapshot
-from tracekit.capture.profiler_session import Session
-from tracekit.capture.trace_writer import Writer
-from tracekit.capture.window_schedule import Window, Windows
+from tracekit.capture.profiler_session import ProfilerSession
+from tracekit.capture.trace_writer import BackgroundWriter
+from tracekit.capture.window_schedule import Window, WindowSchedule
 
-_LEAST_FREE_BYTES = 1 << 30  # in scratch, for a trace that is not compressed yet
+_MIN_FREE_BYTES = 1 << 30  # in scratch, for a trace that is not compressed yet
 
-Written = Callable[[Window, int], None]
+OnWritten = Callable[[Window, int], None]
 """Called with a window that is written and the number of its steps that were recorded, on any thread."""
 
 
@@ -32,24 +32,24 @@ class ProfilingOptions:
     scratch: Path | None
 
 
-class Profiling:
+class WindowProfiler:
     """Profiles windows of steps into the folder of a run.
 
     Nothing that fails in here raises: it is said once on stderr, and that window is not recorded.
     """
 
     def __init__(
-        self, folder: Path, rank: int, windows: Windows, options: ProfilingOptions, *, written: Written
+        self, folder: Path, rank: int, windows: WindowSchedule, options: ProfilingOptions, *, written: OnWritten
     ) -> None:
         self._folder = folder
         self._rank = rank
         self._windows = windows
         self._options = options
         self._written = written
-        self._writer = Writer()
-        self._session: Session | None = None
+        self._writer = BackgroundWriter()
+        self._session: ProfilerSession | None = None
         self._window: Window | None = None
-        self._given_up = -1  # the first step of the last window that could not be recorded
+        self._failed_first_step = -1  # the first step of the last window that could not be recorded
 
     @property
     def idle(self) -> bool:
@@ -59,12 +59,12 @@ class Profiling:
     def begin(self, step: int) -> None:
         """Warm the profiler up, start it or mark the step that begins, whichever is due."""
         window = self._window or self._windows.upcoming(step)
-        if window is None or step < window.first - self._options.warmup or window.first == self._given_up:
+        if window is None or step < window.first - self._options.warmup or window.first == self._failed_first_step:
             return
         if self._session is None and step > window.first:
             return  # it began before this rank knew of it
         with self._guard(f"steps {window.first}:{window.end} are not recorded"):
-            self._move(window, step)
+            self._advance(window, step)
 
     def end(self, step: int) -> None:
         """End a step: where it is the last of its window, write the window."""
@@ -77,12 +77,12 @@ class Profiling:
         self._session = self._window = None
         if session is None or window is None:
             return
-        self._given_up = window.first
+        self._failed_first_step = window.first
         with self._guard(f"steps {window.first}:{window.end} were not written"):
             started = session.started
             session.stop()
             if started and step > window.first:
-                self._keep(session, window, step - window.first)
+                self._write_window(session, window, step - window.first)
             if why is not None:
                 raise RuntimeError(f"{why}; recorded up to step {step - 1}" if step > window.first else why)
 
@@ -90,13 +90,13 @@ class Profiling:
         """Wait until all windows are written."""
         self._writer.finish()
 
-    def _move(self, window: Window, step: int) -> None:
+    def _advance(self, window: Window, step: int) -> None:
         self._window = window
         if self._session is None:
             if self._writer.busy:
                 raise RuntimeError("earlier windows are still being written; record them farther apart")
             options = self._options
-            self._session = Session(
+            self._session = ProfilerSession(
                 device=options.device, memory=options.memory, stacks=options.stacks, shapes=options.shapes
             )
             self._session.prepare()
@@ -108,12 +108,12 @@ class Profiling:
         if self._session.started:
             self._session.mark(step)
 
-    def _keep(self, session: Session, window: Window, steps: int) -> None:
+    def _write_window(self, session: ProfilerSession, window: Window, steps: int) -> None:
         """Write the trace of a window; have it compressed and put in its place while the training goes on."""
         folder = self._folder / conventions.window_folder(window.number) if window.number else self._folder
         if self._options.snapshot and self._options.device == "cuda":
             memory_snapshot.end(folder / conventions.rank_file(self._rank, conventions.MEMORY_SNAPSHOT_SUFFIX))
-        plain = self._save(session, window, folder)
+        plain = self._write_trace(session, window, folder)
         trace = folder / conventions.rank_file(self._rank, conventions.TRACE_SUFFIX)
 
         def put() -> None:
@@ -122,12 +122,12 @@ class Profiling:
 
         self._writer.submit(f"rank {self._rank}: {trace.name} was not written", put)
 
-    def _save(self, session: Session, window: Window, folder: Path) -> Path:
+    def _write_trace(self, session: ProfilerSession, window: Window, folder: Path) -> Path:
         """Write the trace as it is, on local disk if there is room: torch writes it once, there is no second try."""
-        name = atomic_files.plain_name(self._rank, window.number)
+        name = atomic_files.uncompressed_name(self._rank, window.number)
         scratch = self._options.scratch
         if scratch is not None and _has_room(scratch):
-            with atomic_files.whole_file(scratch / name) as partial:
+            with atomic_files.atomic_write(scratch / name) as partial:
                 session.save(partial)
             return scratch / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,14 +140,14 @@ class Profiling:
         try:
             yield
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            atomic_files.complain(f"rank {self._rank}: {what}", error)
-            self._give_up()
+            atomic_files.report_failure(f"rank {self._rank}: {what}", error)
+            self._drop_window()
 
-    def _give_up(self) -> None:
+    def _drop_window(self) -> None:
         session, window = self._session, self._window
         self._session = self._window = None
         if window is not None:
-            self._given_up = window.first
+            self._failed_first_step = window.first
         if session is not None:
             with contextlib.suppress(Exception):
                 session.stop()
@@ -156,6 +156,6 @@ class Profiling:
 def _has_room(scratch: Path) -> bool:
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        return os.access(scratch, os.W_OK) and shutil.disk_usage(scratch).free > _LEAST_FREE_BYTES
+        return os.access(scratch, os.W_OK) and shutil.disk_usage(scratch).free > _MIN_FREE_BYTES
     except OSError:
         return False

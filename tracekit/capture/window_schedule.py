@@ -15,7 +15,7 @@ class Window(NamedTuple):
     end: int
 
 
-class Windows:
+class WindowSchedule:
     """The windows of a run, the same on every rank that is told the same.
 
     `first` and `end` are the first window (half-open, counted from 0), None if there is none; with `every`, one of that
@@ -37,60 +37,60 @@ class Windows:
         self._length = end - first if first is not None else 0
         if self._every is not None and self._every < self._length:
             raise ValueError(f"every {every} steps is too often for windows of {self._length} steps")
-        self._asked: list[tuple[int, int]] = []
+        self._requested: list[tuple[int, int]] = []
 
     def upcoming(self, step: int) -> Window | None:
         """Return the window that holds `step`, else the next one; None if there is none to come."""
-        spans = [span for span in (self._regular(step), *self._asked) if span is not None and span[1] > step]
+        spans = [span for span in (self._regular(step), *self._requested) if span is not None and span[1] > step]
         if not spans:
             return None
         first, end = min(spans)
         return Window(self._number(first), first, end)
 
-    def ask(self, first: int, end: int) -> bool:
+    def request(self, first: int, end: int) -> bool:
         """Add a window, unless it would overlap another; return whether it was added."""
-        if any(first < other_end and other_first < end for other_first, other_end in self._near(first, end)):
+        if any(first < other_end and other_first < end for other_first, other_end in self._neighbors(first, end)):
             return False
-        self._asked.append((first, end))
+        self._requested.append((first, end))
         return True
 
-    def room(self, first: int, length: int, *, apart: int = 0) -> int:
+    def first_free_step(self, first: int, length: int, *, margin: int = 0) -> int:
         """Return the first step from `first` on at which a window of `length` fits, `apart` steps from its neighbours.
 
         Raises ValueError where the regular windows leave no room.
         """
-        if self._every is not None and self._every - self._length < length + 2 * apart:
+        if self._every is not None and self._every - self._length < length + 2 * margin:
             raise ValueError(f"windows every {self._every} steps leave no room for one of {length}")
         while True:
-            crossed = [
+            blocking_ends = [
                 end
-                for begin, end in self._near(first - apart, first + length + apart)
-                if begin - apart < first + length and first < end + apart
+                for begin, end in self._neighbors(first - margin, first + length + margin)
+                if begin - margin < first + length and first < end + margin
             ]
-            if not crossed:
+            if not blocking_ends:
                 return first
-            first = max(crossed) + apart
+            first = max(blocking_ends) + margin
 
     def _regular(self, step: int) -> tuple[int, int] | None:
         """Return the regular window that holds `step` or is the next."""
         if self._first is None:
             return None
-        rounds = 0
+        repeats = 0
         if self._every is not None:
-            rounds = max(0, -(-(step + 1 - self._first - self._length) // self._every))
-        first = self._first + rounds * (self._every or 0)
+            repeats = max(0, -(-(step + 1 - self._first - self._length) // self._every))
+        first = self._first + repeats * (self._every or 0)
         return (first, first + self._length) if first + self._length > step else None
 
-    def _near(self, first: int, end: int) -> list[tuple[int, int]]:
+    def _neighbors(self, first: int, end: int) -> list[tuple[int, int]]:
         """Return the windows that a span may touch."""
         regular = [self._regular(max(0, first)), self._regular(max(0, end))]
-        return [*(span for span in regular if span is not None), *self._asked]
+        return [*(span for span in regular if span is not None), *self._requested]
 
     def _number(self, first: int) -> int:
         before = 0
         if self._first is not None and first > self._first:
             before = 1 if self._every is None else -(-(first - self._first) // self._every)
-        return before + sum(other < first for other, _ in self._asked)
+        return before + sum(other < first for other, _ in self._requested)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

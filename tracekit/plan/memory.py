@@ -35,7 +35,7 @@ class StateMemory:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a step works on: `batch` sequences of `sequence` tokens in a micro-batch, and what backward recomputes."""
 
     sequence: int
@@ -95,7 +95,7 @@ def plan(
     layout: Layout,
     *,
     model: Model | None = None,
-    work: Work | None = None,
+    work: Workload | None = None,
     with_yafsdp: bool = False,
     largest_layer: float | None = None,
 ) -> MemoryPlan:
@@ -115,17 +115,17 @@ def plan(
             raise ConfigError("YaFSDP's buffers are as large as the largest layer: give --largest-layer or --model")
         # Equal parts of a deep pipeline can be smaller than a layer, and no stage gathers more than it has.
         gathered = min(largest / layout.tp, own) if largest <= params else largest / layout.tp
-        held, buffers = yafsdp(own, ranks=layout.dp, largest_layer=gathered)
+        state_memory, buffers = yafsdp(own, ranks=layout.dp, largest_layer=gathered)
     else:
-        held = state(own, ranks=layout.dp, zero=layout.zero)
-    kept = activations_of(model, work, layout) if model and work else None
+        state_memory = state(own, ranks=layout.dp, zero=layout.zero)
+    activations = activations_of(model, work, layout) if model and work else None
     return MemoryPlan(
-        held.weight_bytes,
-        held.gradient_bytes,
-        held.optimizer_bytes,
+        state_memory.weight_bytes,
+        state_memory.gradient_bytes,
+        state_memory.optimizer_bytes,
         buffers,
-        kept,
-        held.total_bytes + (buffers or 0) + (kept or 0),
+        activations,
+        state_memory.total_bytes + (buffers or 0) + (activations or 0),
         data_parallel_bytes(own, layout, is_sharded=with_yafsdp),
     )
 
@@ -141,7 +141,7 @@ def data_parallel_bytes(params: float, layout: Layout, *, is_sharded: bool = Fal
     return params * WEIGHT_BYTES * (3 if layout.zero == 3 or is_sharded else 2)
 
 
-def activations_of(model: Model, work: Work, layout: Layout) -> float:
+def activations_of(model: Model, work: Workload, layout: Layout) -> float:
     """Return the bytes of activations of a Llama-style model that a rank of the first stage keeps for backward.
 
     Under 1F1B the first of p stages keeps those of min(p, m) micro-batches of its L / p layers.
@@ -154,7 +154,7 @@ def activations_of(model: Model, work: Work, layout: Layout) -> float:
     )
 
 
-def llama_factor(model: Model, *, tp: int = 1, work: Work) -> float:
+def llama_factor(model: Model, *, tp: int = 1, work: Workload) -> float:
     """Return the bytes per s·b·h of a layer with flash attention, RMSNorm and SwiGLU; 40.5 for Llama 2 70B.
 
     2 each of both norms' inputs and outputs, the queries and the attention's output; 4 k/a of keys and values; 8 f/h of
@@ -167,7 +167,7 @@ def llama_factor(model: Model, *, tp: int = 1, work: Work) -> float:
     return (8 / tp if work.sequence_parallel else 8) + divided / tp
 
 
-def gpt_factor(*, width: int, heads: int, tp: int = 1, work: Work) -> float:
+def gpt_factor(*, width: int, heads: int, tp: int = 1, work: Workload) -> float:
     """Return the bytes per s·b·h of a layer of a GPT without flash attention (arXiv 2205.05198, table 2).
 
     34 + 5as/h; under t-fold tensor parallelism 10 + 24/t + 5as/(ht); with sequence parallelism (34 + 5as/h)/t. Without

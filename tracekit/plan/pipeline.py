@@ -59,9 +59,9 @@ def plan(
         raise ConfigError(f"schedule {schedule!r} does not exist: {', '.join(SCHEDULES)}")
     if chunks > 1 and schedule in (ZB_H1, ZB_H2):
         raise ConfigError(f"{schedule} has one chunk per rank; only interleaved schedules have {chunks}")
-    found = _BUBBLES.get(schedule, bubble)(stages, micro_batches, chunks=chunks)
-    told = PipelinePlan(found.bubble_to_ideal_ratio, found.bubble_ratio, activation_ratio(stages, chunks, schedule))
-    return told if sizes is None else _with_traffic(told, stages, micro_batches, chunks, sizes)
+    stall = _BUBBLES.get(schedule, bubble)(stages, micro_batches, chunks=chunks)
+    result = PipelinePlan(stall.bubble_to_ideal_ratio, stall.bubble_ratio, activation_ratio(stages, chunks, schedule))
+    return result if sizes is None else _with_traffic(result, stages, micro_batches, chunks, sizes)
 
 
 def bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
@@ -72,18 +72,18 @@ def bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
     """
     if min(stages, micro_batches, chunks) < 1:
         raise ConfigError("stages, micro-batches and chunks must be 1 or more")
-    return _of((stages - 1) / (chunks * micro_batches))
+    return _bubble((stages - 1) / (chunks * micro_batches))
 
 
 def zb_h1_bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
     """Return the bubble (p − 1) / 3 m of the schedule ZB-H1, where forward, backward and weights take alike."""
-    return _of(bubble(stages, micro_batches, chunks=chunks).bubble_to_ideal_ratio / 3)
+    return _bubble(bubble(stages, micro_batches, chunks=chunks).bubble_to_ideal_ratio / 3)
 
 
 def zb_h2_bubble(stages: int, micro_batches: int, *, chunks: int = 1) -> Bubble:
     """Return no bubble: ZB-H2 fills it, at twice the activations."""
     bubble(stages, micro_batches, chunks=chunks)  # refuses what cannot be
-    return _of(0.0)
+    return _bubble(0.0)
 
 
 def activation_ratio(stages: int, chunks: int, schedule: str) -> float:
@@ -109,15 +109,15 @@ def tensor_parallel_elements(*, batch: int, sequence: int, width: int, tp: int) 
     return 8 * batch * sequence * width * (tp - 1) / tp
 
 
-def _with_traffic(told: PipelinePlan, stages: int, micro_batches: int, chunks: int, sizes: Sizes) -> PipelinePlan:
+def _with_traffic(pipeline: PipelinePlan, stages: int, micro_batches: int, chunks: int, sizes: Sizes) -> PipelinePlan:
     shape = {"batch": sizes.batch, "sequence": sizes.sequence, "width": sizes.width, "tp": sizes.tp}
     stage = ELEMENT_BYTES * stage_elements(**shape, scatter_gather=sizes.scatter_gather) if stages > 1 else 0.0
     layer = ELEMENT_BYTES * tensor_parallel_elements(**shape)
     layers = None if sizes.layers is None else sizes.layers / stages
     return PipelinePlan(
-        told.bubble_to_ideal_ratio,
-        told.bubble_ratio,
-        told.activation_ratio,
+        pipeline.bubble_to_ideal_ratio,
+        pipeline.bubble_ratio,
+        pipeline.activation_ratio,
         stage_bytes_per_micro_batch=stage,
         stage_bytes_per_step=2 * stage * micro_batches * chunks,
         tensor_parallel_bytes_per_micro_batch=layer,
@@ -128,5 +128,5 @@ def _with_traffic(told: PipelinePlan, stages: int, micro_batches: int, chunks: i
 _BUBBLES = {ZB_H1: zb_h1_bubble, ZB_H2: zb_h2_bubble}
 
 
-def _of(to_ideal: float) -> Bubble:
+def _bubble(to_ideal: float) -> Bubble:
     return Bubble(to_ideal, to_ideal / (1 + to_ideal))

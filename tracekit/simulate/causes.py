@@ -7,52 +7,52 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tracekit.simulate import engine, memory
-from tracekit.simulate.job import HSDP, Job, Troubles
+from tracekit.simulate.job import HSDP, Impairments, Job
 
 _STALL = 1.3  # times a step: the host runs ahead, so only what takes longer than a step makes the device wait
 
 
 def step_ns(job: Job) -> int:
     """Return how long a step of the job takes when nothing is wrong with it."""
-    healthy = replace(job, troubles=Troubles(), ranks_written=1, steps=2)
+    healthy = replace(job, impairments=Impairments(), ranks_written=1, steps=2)
     return engine.simulate(healthy).total_ns // 2
 
 
 def slow_rank(job: Job, given: Sequence[str]) -> Job:
     """Let a rank compute slowly: arguments RANK, FACTOR."""
     rank, factor = _rank(job, given, 0), _factor(given, 1, 1.3)
-    return _with(job, slow_ranks={**job.troubles.slow_ranks, rank: (factor, 0)})
+    return _impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, 0)})
 
 
 def straggler(job: Job, given: Sequence[str]) -> Job:
     """Let a rank compute slowly from a step on: STEP, RANK, FACTOR."""
     since = _step(job, given, 0, job.steps // 2)
     rank, factor = _rank(job, given, 1), _factor(given, 2, 1.3)
-    return _with(job, slow_ranks={**job.troubles.slow_ranks, rank: (factor, since)})
+    return _impaired(job, slow_ranks={**job.impairments.slow_ranks, rank: (factor, since)})
 
 
 def slow_link(job: Job, given: Sequence[str]) -> Job:
     """Let collectives through a rank's network link be slow: RANK, FACTOR, STEP."""
     usual = 0 if job.strategy == HSDP else job.steps // 2
     rank, factor, since = _rank(job, given, 0), _factor(given, 1, 2.5), _step(job, given, 2, usual)
-    return _with(job, slow_links={**job.troubles.slow_links, rank: (factor, since)})
+    return _impaired(job, slow_links={**job.impairments.slow_links, rank: (factor, since)})
 
 
 def late_launch(job: Job, given: Sequence[str]) -> Job:
     """Let the host lose time before each layer: DURATION."""
     passes = job.model.layers * job.micro_batches
-    return _with(job, launch_delay_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job) / passes)))
+    return _impaired(job, launch_delay_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job) / passes)))
 
 
 def host_sync(job: Job, given: Sequence[str]) -> Job:
     """Let the host read each layer's output, and think about it: DURATION."""
     passes = job.model.layers * job.micro_batches
-    return _with(job, reading_ns=_duration(given, 0, lambda: step_ns(job) // (10 * passes)))
+    return _impaired(job, host_read_ns=_duration(given, 0, lambda: step_ns(job) // (10 * passes)))
 
 
 def data_stall(job: Job, given: Sequence[str]) -> Job:
     """Let each batch be late: DURATION."""
-    return _with(job, data_stall_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job))))
+    return _impaired(job, data_stall_ns=_duration(given, 0, lambda: round(_STALL * step_ns(job))))
 
 
 _LEAST_SAVE_NS = 500_000_000  # shorter ones trouble nobody
@@ -63,7 +63,7 @@ def save(job: Job, given: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more, for a save must come between two")
     took_ns = _duration(given, 0, lambda: max(_LEAST_SAVE_NS, step_ns(job)))
-    return _with(job, save_ns=took_ns, save_step=_step(job, given, 1, (job.steps - 1) // 2))
+    return _impaired(job, save_ns=took_ns, save_step=_step(job, given, 1, (job.steps - 1) // 2))
 
 
 def retry(job: Job, given: Sequence[str]) -> Job:
@@ -71,7 +71,7 @@ def retry(job: Job, given: Sequence[str]) -> Job:
     if job.steps < 2:
         raise ValueError("it needs --steps 2 or more, for an allocator retries in steady state")
     calls = _count(given, 0) if given else max(8, step_ns(job) // 10_000_000)
-    return _with(job, retry_steps=tuple(range(1, job.steps)), retry_calls=calls)
+    return _impaired(job, retry_steps=tuple(range(1, job.steps)), retry_cuda_calls=calls)
 
 
 def recompute(job: Job, given: Sequence[str]) -> Job:
@@ -81,7 +81,7 @@ def recompute(job: Job, given: Sequence[str]) -> Job:
         raise ValueError("all layers recompute already (--checkpoint-layers)")
     if memory.peak_bytes(job) > job.hardware.memory_bytes:
         raise ValueError("memory could not hold the activations, so it would not be needless")
-    return _with(job, extra_checkpointed_layers=min(most, _count(given, 0) if given else most))
+    return _impaired(job, extra_checkpointed_layers=min(most, _count(given, 0) if given else most))
 
 
 def slow_network(job: Job, given: Sequence[str]) -> Job:
@@ -96,14 +96,14 @@ def sm_contention(job: Job, given: Sequence[str]) -> Job:
     return replace(job, hardware=replace(job.hardware, collective_slows_compute=_factor(given, 0, 1.6) - 1))
 
 
-def starved(job: Job, given: Sequence[str]) -> Job:
+def starved_collectives(job: Job, given: Sequence[str]) -> Job:
     """Let compute slow collectives: FACTOR."""
     return replace(job, hardware=replace(job.hardware, compute_slows_collective=_factor(given, 0, 2.0) - 1))
 
 
-def in_pieces(job: Job, given: Sequence[str]) -> Job:
+def split_collectives(job: Job, given: Sequence[str]) -> Job:
     """Let each unit be gathered and reduced in pieces: COUNT."""
-    return _with(job, collectives_per_unit=_count(given, 0) if given else 32)
+    return _impaired(job, collectives_per_unit=_count(given, 0) if given else 32)
 
 
 def switch(**changes: bool) -> Callable[[Job, Sequence[str]], Job]:
@@ -112,13 +112,13 @@ def switch(**changes: bool) -> Callable[[Job, Sequence[str]], Job]:
     def cause_it(job: Job, given: Sequence[str]) -> Job:
         if given:
             raise ValueError("it takes no arguments")
-        return _with(job, **changes)
+        return _impaired(job, **changes)
 
     return cause_it
 
 
-def _with(job: Job, **changes: object) -> Job:
-    return replace(job, troubles=replace(job.troubles, **changes))  # type: ignore[arg-type]
+def _impaired(job: Job, **changes: object) -> Job:
+    return replace(job, impairments=replace(job.impairments, **changes))  # type: ignore[arg-type]
 
 
 def accumulating(job: Job) -> Job:
@@ -134,42 +134,44 @@ def since(job: Job, slow: Mapping[int, tuple[float, int]]) -> tuple[int, ...]:
 # Arguments -----------------------------------------------------------------------------------------------------------
 
 
-def _rank(job: Job, given: Sequence[str], at: int) -> int:
+def _rank(job: Job, arguments: Sequence[str], index: int) -> int:
     # Not rank 0 by default: it is what everything else is compared with.
     text = (
-        given[at] if len(given) > at and given[at] else str(1 + job.seed % (min(job.ranks_written, job.gpus) - 1 or 1))
+        arguments[index]
+        if len(arguments) > index and arguments[index]
+        else str(1 + job.seed % (min(job.ranks_written, job.gpus) - 1 or 1))
     )
     if not text.isdecimal() or int(text) >= job.gpus:
         raise ValueError(f"{text!r} is no rank of {job.gpus}")
     return int(text)
 
 
-def _factor(given: Sequence[str], at: int, usual: float) -> float:
-    text = given[at] if len(given) > at and given[at] else str(usual)
+def _factor(arguments: Sequence[str], index: int, default: float) -> float:
+    text = arguments[index] if len(arguments) > index and arguments[index] else str(default)
     factor = float(text)
     if not 1 < factor < 1000:
         raise ValueError(f"{text} is no factor above 1")
     return factor
 
 
-def _step(job: Job, given: Sequence[str], at: int, usual: int) -> int:
-    text = given[at] if len(given) > at and given[at] else str(usual)
+def _step(job: Job, arguments: Sequence[str], index: int, default: int) -> int:
+    text = arguments[index] if len(arguments) > index and arguments[index] else str(default)
     if not text.isdecimal() or int(text) >= job.steps:
         raise ValueError(f"{text!r} is no step of {job.steps}")
     return int(text)
 
 
-def _count(given: Sequence[str], at: int) -> int:
-    if not given[at].isdecimal() or int(given[at]) < 1:
-        raise ValueError(f"{given[at]!r} is no count")
-    return int(given[at])
+def _count(arguments: Sequence[str], index: int) -> int:
+    if not arguments[index].isdecimal() or int(arguments[index]) < 1:
+        raise ValueError(f"{arguments[index]!r} is no count")
+    return int(arguments[index])
 
 
-def _duration(given: Sequence[str], at: int, usual: Callable[[], int]) -> int:
-    if len(given) <= at or not given[at]:
-        return usual()
+def _duration(arguments: Sequence[str], index: int, default: Callable[[], int]) -> int:
+    if len(arguments) <= index or not arguments[index]:
+        return default()
     for unit, ns in (("us", 1e3), ("ms", 1e6), ("s", 1e9)):
-        number = given[at].removesuffix(unit)
-        if number != given[at] and number.replace(".", "", 1).isdecimal():
+        number = arguments[index].removesuffix(unit)
+        if number != arguments[index] and number.replace(".", "", 1).isdecimal():
             return round(float(number) * ns)
-    raise ValueError(f"{given[at]!r} is no duration such as 20ms")
+    raise ValueError(f"{arguments[index]!r} is no duration such as 20ms")

@@ -38,7 +38,7 @@ def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     ring = partial(_ring_s, of, rates)
     gather, reduce = ring(costs.WEIGHT_BYTES * layer), ring(costs.REDUCED_BYTES * layer)
     prepare = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, layer, rates)
-    crawl = rates.give_way * costs.pieces(layer)
+    slowdown = rates.give_way * costs.pieces(layer)
     carried = ring(costs.WEIGHT_BYTES * root)
     end, before = carried, 0.0 * carried
     for _ in range(layers):
@@ -52,8 +52,8 @@ def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
         start = np.maximum(end, gathered)
         end = start + takes
         if index < layers - 1:  # the preparation of the layer above begins with this one's compute
-            end = end + _taken(prepare, takes, crawl)
-            carried = np.maximum(carried, start + prepare + np.minimum(crawl * prepare, takes)) + reduce
+            end = end + _compute_delay(prepare, takes, slowdown)
+            carried = np.maximum(carried, start + prepare + np.minimum(slowdown * prepare, takes)) + reduce
         if index:
             gathered = carried = carried + gather
     carried = np.maximum(carried, end + prepare) + reduce
@@ -92,16 +92,18 @@ def _cast_and_reduce(
 ) -> tuple[Quantity, Quantity]:
     """Return when gradients that are `whole` are reduced, and when the compute that would end at `end` now does."""
     cast = costs.moved_s(costs.CAST_BYTES, parameters, rates)
-    crawl = rates.give_way_high_priority * costs.pieces(parameters)
+    slowdown = rates.give_way_high_priority * costs.pieces(parameters)
     start = np.maximum(carried, whole)
-    beside = np.maximum(end - start, 0.0)
-    reduced = start + cast + np.minimum(crawl * cast, beside)
-    return reduced + _ring_s(of, rates, costs.REDUCED_BYTES * parameters), end + _taken(cast, beside, crawl)
+    concurrent = np.maximum(end - start, 0.0)
+    reduced = start + cast + np.minimum(slowdown * cast, concurrent)
+    return reduced + _ring_s(of, rates, costs.REDUCED_BYTES * parameters), end + _compute_delay(
+        cast, concurrent, slowdown
+    )
 
 
-def _taken(work: Quantity, beside: Quantity, crawl: Quantity) -> Quantity:
+def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> Quantity:
     """Return how much later compute of length `beside` ends because `work` runs next to it."""
-    return np.minimum(work, beside / np.maximum(crawl, 1e-9))
+    return np.minimum(work, concurrent / np.maximum(slowdown, 1e-9))
 
 
 def _backward_s(of: Setting, parts: Parts, layer: int) -> Quantity:

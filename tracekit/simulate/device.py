@@ -38,20 +38,20 @@ class Work:
 
 
 @dataclass(slots=True, eq=False)
-class Recorded:
+class EventRecord:
     """A stream reaches an event."""
 
     event: Event
 
 
 @dataclass(slots=True, eq=False)
-class Awaited:
+class EventWait:
     """A stream may go on once an event is reached."""
 
     event: Event
 
 
-Item: TypeAlias = Work | Recorded | Awaited
+Item: TypeAlias = Work | EventRecord | EventWait
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class Device:
     launched: int = 0
     done: int = 0
     last_end_ns: int = 0
-    turns: dict[str, deque["Transfer"]] = field(default_factory=dict)
+    issue_order: dict[str, deque["Transfer"]] = field(default_factory=dict)
     """By process group: collectives in the order the host issued them, the one that runs first among them."""
     transferring: dict[str, list["Transfer"]] = field(default_factory=dict)
     """By link: what is being carried."""
@@ -142,10 +142,10 @@ class Device:
         if not main:
             return copies + [(w, 1.0) for w in side]
         slowed = [(w, 1 / (1 + self.give_way[w.kernel.stream] * w.kernel.pieces)) for w in side]
-        taken = sum(rate for _, rate in slowed)
+        side_rate = sum(rate for _, rate in slowed)
         beside = self.resident[COMMUNICATION]
-        held = 1 + self.collective_slows_compute if beside else 1.0
-        return copies + slowed + [(w, max(_LEAST_RATE, 1 - taken) / held) for w in main]
+        slowdown = 1 + self.collective_slows_compute if beside else 1.0
+        return copies + slowed + [(w, max(_LEAST_RATE, 1 - side_rate) / slowdown) for w in main]
 
 
 @dataclass(slots=True, eq=False)
@@ -163,11 +163,11 @@ class Transfer:
     version: int = 0
 
     @property
-    def is_carried(self) -> bool:
+    def has_all_ranks(self) -> bool:
         """Whether all ranks have come."""
         return len(self.arrived) == self.expected
 
-    def rate_now(self, compute_slows: float) -> float:
+    def current_rate(self, compute_slows: float) -> float:
         """Return how fast it goes: links are shared evenly, and compute on a member may slow it."""
         shared = max(len(device.transferring[self.group.link]) for device, _ in self.arrived)
         slowed = 1 + compute_slows if compute_slows and any(device.computes for device, _ in self.arrived) else 1.0

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tracekit.simulate.device import Awaited, Device, Event, Recorded, Stream, Transfer, Work
+from tracekit.simulate.device import Device, Event, EventRecord, EventWait, Stream, Transfer, Work
 from tracekit.simulate.hosts import HostState
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import MAIN_STREAM, Instruction, Kernel
@@ -41,7 +41,7 @@ class Engine:
         self._transfers: dict[tuple[str, int], Transfer] = {}
         self._members = set(job.simulated_ranks)
         self.devices = {
-            rank: Device(RankRecord(rank), *self._contention(), shares_queue=job.troubles.shares_queue)
+            rank: Device(RankRecord(rank), *self._contention(), shares_queue=job.impairments.shares_queue)
             for rank in job.simulated_ranks
         }
         self.hosts = {rank: HostState(self, device, program) for rank, device in self.devices.items()}
@@ -63,7 +63,7 @@ class Engine:
         self._count += 1
         heapq.heappush(self._heap, (time_ns, self._count, handler, arguments))
 
-    def enqueue(self, stream: Stream, item: Work | Recorded | Awaited, ready_ns: int) -> None:
+    def enqueue(self, stream: Stream, item: Work | EventRecord | EventWait, ready_ns: int) -> None:
         """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
         stream.queue.append((item, ready_ns))
         if len(stream.queue) == 1 and stream.running is None:
@@ -71,7 +71,7 @@ class Engine:
 
     def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
         """Return how long a kernel takes alone on a device in a step, jitter included."""
-        factor, since = self.job.troubles.slow_ranks.get(device.rank, (1.0, 0))
+        factor, since = self.job.impairments.slow_ranks.get(device.rank, (1.0, 0))
         jitter = self._jitter[(key + 7919 * device.rank) % _JITTERS]
         return kernel.work_ns * float(jitter) * (factor if step >= since else 1.0)
 
@@ -83,16 +83,16 @@ class Engine:
         """Note that a rank's host issues a collective: it takes its turn on the group's communicator."""
         assert kernel.collective is not None
         group = self.world.group(kernel.collective.group, device.rank)
-        turns = device.turns.setdefault(group.name, deque())
+        turns = device.issue_order.setdefault(group.name, deque())
         number = self.hosts[device.rank].issued(group.name)
-        found = self._transfers.get((group.name, number))
-        if found is None:
+        transfer = self._transfers.get((group.name, number))
+        if transfer is None:
             expected = len(self._members.intersection(group.ranks))
-            took_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowed(group, step)
-            found = Transfer(group, number, kernel.collective, expected, took_ns * self.jitter(key + 104_729))
-            self._transfers[group.name, number] = found
-        turns.append(found)
-        return found
+            transfer_ns = self.world.transfer_ns(kernel.collective, group) * self.world.slowed(group, step)
+            transfer = Transfer(group, number, kernel.collective, expected, transfer_ns * self.jitter(key + 104_729))
+            self._transfers[group.name, number] = transfer
+        turns.append(transfer)
+        return transfer
 
     # Streams ---------------------------------------------------------------------------------------------------------
     def _advance(self, now_ns: int, stream: Stream) -> None:
@@ -101,9 +101,9 @@ class Engine:
             if max(ready_ns, stream.free_ns) > now_ns:
                 self.at(max(ready_ns, stream.free_ns), self._advance, stream)
                 return
-            if isinstance(item, Recorded):
-                self._reach(now_ns, item.event, stream.device)
-            elif isinstance(item, Awaited):
+            if isinstance(item, EventRecord):
+                self._complete_event(now_ns, item.event, stream.device)
+            elif isinstance(item, EventWait):
                 if item.event.done_ns is None:
                     item.event.waiters.append(stream)
                     return
@@ -111,7 +111,7 @@ class Engine:
                 return
             stream.queue.popleft()
 
-    def _reach(self, now_ns: int, event: Event, device: Device) -> None:
+    def _complete_event(self, now_ns: int, event: Event, device: Device) -> None:
         event.done_ns = now_ns
         for waiter in event.waiters:
             self.at(now_ns, self._advance, waiter)
@@ -121,7 +121,7 @@ class Engine:
     def _begin(self, now_ns: int, stream: Stream, work: Work) -> bool:
         """Let a kernel become resident; False where its communicator is taken."""
         device, transfer = stream.device, work.transfer
-        if transfer is not None and device.turns[transfer.group.name][0] is not transfer:
+        if transfer is not None and device.issue_order[transfer.group.name][0] is not transfer:
             return False  # it is tried again when its turn comes
         if device.shares_queue and device.queue[0] is not work:
             return False
@@ -133,9 +133,9 @@ class Engine:
         work.start_ns = work.since_ns = now_ns
         if transfer is not None:
             transfer.arrived.append((device, work))
-            if transfer.is_carried:
-                self._carry(now_ns, transfer)
-        self._settle(now_ns, device)
+            if transfer.has_all_ranks:
+                self._begin_transfer(now_ns, transfer)
+        self._update_rates(now_ns, device)
         return True
 
     def _leave_queue(self, now_ns: int, device: Device) -> None:
@@ -146,7 +146,7 @@ class Engine:
             if stream.running is None and stream.queue and device.queue and stream.queue[0][0] is device.queue[0]:
                 self.at(max(now_ns, stream.free_ns), self._advance, stream)
 
-    def _settle(self, now_ns: int, device: Device) -> None:
+    def _update_rates(self, now_ns: int, device: Device) -> None:
         """Give every resident kernel its rate, and set when it ends if that changed."""
         for work, rate in device.rates():
             if rate != work.rate:
@@ -156,7 +156,7 @@ class Engine:
                 ends_ns = now_ns + max(1, math.ceil(work.remaining_ns / rate - 1e-6))
                 self.at(ends_ns, self._end, device, work, work.version)
         if self.job.hardware.compute_slows_collective:
-            self._settle_links(now_ns, device)
+            self._update_link_rates(now_ns, device)
 
     def _end(self, now_ns: int, device: Device, work: Work, version: int) -> None:
         if version == work.version:
@@ -173,51 +173,51 @@ class Engine:
             Activity(work.kernel, work.start_ns, now_ns, work.correlation, work.owner, group, number)
         )
         # What marks the end of the kernel is reached with it; what runs next must first be started.
-        while stream.queue and isinstance(stream.queue[0][0], Recorded) and stream.queue[0][1] <= now_ns:
-            self._reach(now_ns, stream.queue.popleft()[0].event, device)  # type: ignore[union-attr]
+        while stream.queue and isinstance(stream.queue[0][0], EventRecord) and stream.queue[0][1] <= now_ns:
+            self._complete_event(now_ns, stream.queue.popleft()[0].event, device)  # type: ignore[union-attr]
         if stream.queue:
             self.at(stream.free_ns, self._advance, stream)
-        self._settle(now_ns, device)
+        self._update_rates(now_ns, device)
         self.hosts[device.rank].wake(now_ns)
 
     # Links -----------------------------------------------------------------------------------------------------------
-    def _carry(self, now_ns: int, transfer: Transfer) -> None:
+    def _begin_transfer(self, now_ns: int, transfer: Transfer) -> None:
         transfer.since_ns = now_ns
         for device, _ in transfer.arrived:
             device.transferring.setdefault(transfer.group.link, []).append(transfer)
-        self._share(now_ns, transfer)
+        self._share_link(now_ns, transfer)
 
-    def _share(self, now_ns: int, changed: Transfer) -> None:
+    def _share_link(self, now_ns: int, changed: Transfer) -> None:
         """Give every transfer that shares a link with `changed` its rate."""
         link = changed.group.link
         for transfer in {id(t): t for device, _ in changed.arrived for t in device.transferring[link]}.values():
             self._set_rate(now_ns, transfer)
 
-    def _settle_links(self, now_ns: int, device: Device) -> None:
+    def _update_link_rates(self, now_ns: int, device: Device) -> None:
         for transfers in device.transferring.values():
             for transfer in transfers:
                 self._set_rate(now_ns, transfer)
 
     def _set_rate(self, now_ns: int, transfer: Transfer) -> None:
-        rate = transfer.rate_now(self.job.hardware.compute_slows_collective)
+        rate = transfer.current_rate(self.job.hardware.compute_slows_collective)
         if rate == transfer.rate:
             return
         transfer.remaining_ns -= (now_ns - transfer.since_ns) * transfer.rate
         transfer.rate, transfer.since_ns = rate, now_ns
         transfer.version += 1
         ends_ns = now_ns + max(1, math.ceil(transfer.remaining_ns / rate - 1e-6))
-        self.at(ends_ns, self._deliver, transfer, transfer.version)
+        self.at(ends_ns, self._end_transfer, transfer, transfer.version)
 
-    def _deliver(self, now_ns: int, transfer: Transfer, version: int) -> None:
+    def _end_transfer(self, now_ns: int, transfer: Transfer, version: int) -> None:
         """Let all ranks leave a collective together."""
         if version != transfer.version:
             return
         transfer.version += 1
         for device, _ in transfer.arrived:
             device.transferring[transfer.group.link].remove(transfer)
-        self._share(now_ns, transfer)
+        self._share_link(now_ns, transfer)
         for device, work in transfer.arrived:
-            turns = device.turns[transfer.group.name]
+            turns = device.issue_order[transfer.group.name]
             turns.popleft()
             self._finish(now_ns, device, work)
             for stream in device.streams.values():
@@ -226,8 +226,10 @@ class Engine:
         del self._transfers[transfer.group.name, transfer.number]
 
     def _contention(self) -> tuple[dict[int, float], float]:
-        hardware, troubles = self.job.hardware, self.job.troubles
-        high = frozenset() if troubles.prepares_on_communication else HIGH_PRIORITY.get(self.job.strategy, frozenset())
+        hardware, impairments = self.job.hardware, self.job.impairments
+        high = (
+            frozenset() if impairments.prepares_on_communication else HIGH_PRIORITY.get(self.job.strategy, frozenset())
+        )
         ways = {False: hardware.give_way, True: hardware.give_way_high_priority}
         return {stream: ways[stream in high] for stream in range(64)}, hardware.collective_slows_compute
 

@@ -42,55 +42,56 @@ class Fault:
     code: str
     usage: str
     summary: str
-    cause: Callable[[Job, Sequence[str]], Job]
+    inject: Callable[[Job, Sequence[str]], Job]
     strategies: tuple[str, ...] = _ALL
-    ready: Callable[[Job], Job] = lambda job: job
+    prepare: Callable[[Job], Job] = lambda job: job
     steps: Callable[[Job], tuple[int, ...]] = lambda job: tuple(range(job.steps))
     ranks: Callable[[Job], tuple[int, ...]] = lambda job: job.simulated_ranks
-    cure: Callable[[Job], Job] | None = None
+    remove: Callable[[Job], Job] | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
+class FaultRequest:
     """A fault as it was asked for: its arguments too."""
 
     fault: Fault
     arguments: tuple[str, ...]
 
 
-def parse(text: str) -> Asked:
+def parse(text: str) -> FaultRequest:
     """Return the fault that ``NAME[:ARGUMENT…]`` asks for. Raises InputError if there is none such."""
     name, *arguments = text.split(":")
     if name not in FAULTS:
         near = difflib.get_close_matches(name, FAULTS, n=1)
         guess = f"did you mean {near[0]}? " if near else ""
         raise InputError(f"{name!r} is no fault; {guess}tracekit simulate --list-faults names all")
-    return Asked(FAULTS[name], tuple(arguments))
+    return FaultRequest(FAULTS[name], tuple(arguments))
 
 
-def cause(job: Job, asked: Sequence[Asked]) -> Job:
+def inject(job: Job, requests: Sequence[FaultRequest]) -> Job:
     """Return the job with these faults. Raises InputError where one cannot be had, or its arguments make no sense."""
-    for each in asked:
-        if job.strategy not in each.fault.strategies:
+    for request in requests:
+        if job.strategy not in request.fault.strategies:
             raise InputError(
-                f"{each.fault.name} cannot be had under {job.strategy}, only under {', '.join(each.fault.strategies)}"
+                f"{request.fault.name} is not possible under {job.strategy}; use one of: "
+                f"{', '.join(request.fault.strategies)}"
             )
-        job = each.fault.ready(job)
-    for each in asked:
+        job = request.fault.prepare(job)
+    for request in requests:
         try:
-            job = each.fault.cause(job, each.arguments)
+            job = request.fault.inject(job, request.arguments)
         except ValueError as error:
-            raise InputError(f"{each.fault.name}: {error}; it is asked for as {each.fault.usage}") from error
+            raise InputError(f"{request.fault.name}: {error}; it is asked for as {request.fault.usage}") from error
     return job
 
 
-def cure(job: Job, asked: Sequence[Asked], which: Asked) -> Job:
+def without(job: Job, requests: Sequence[FaultRequest], removed: FaultRequest) -> Job:
     """Return the job that had `asked` without one of them: `job` is as it was before any."""
-    for each in asked:
-        job = each.fault.ready(job)
-    if which.fault.cure is not None:
-        return which.fault.cure(cause(job, asked))
-    return cause(job, [each for each in asked if each is not which])
+    for each in requests:
+        job = each.fault.prepare(job)
+    if removed.fault.remove is not None:
+        return removed.fault.remove(inject(job, requests))
+    return inject(job, [each for each in requests if each is not removed])
 
 
 def without_give_way(job: Job) -> Job:
@@ -116,7 +117,7 @@ _LISTED = (
         "slow-rank[:RANK[:FACTOR]]",
         "one rank's kernels take FACTOR times as long (1.3)",
         causes.slow_rank,
-        ranks=lambda job: tuple(job.troubles.slow_ranks),
+        ranks=lambda job: tuple(job.impairments.slow_ranks),
     ),
     Fault(
         "straggler-from-step",
@@ -124,8 +125,8 @@ _LISTED = (
         "straggler-from-step[:STEP[:RANK[:FACTOR]]]",
         "one rank is slow from a step on (the middle one)",
         causes.straggler,
-        steps=lambda job: causes.since(job, job.troubles.slow_ranks),
-        ranks=lambda job: tuple(job.troubles.slow_ranks),
+        steps=lambda job: causes.since(job, job.impairments.slow_ranks),
+        ranks=lambda job: tuple(job.impairments.slow_ranks),
     ),
     Fault(
         "slow-link",
@@ -134,8 +135,8 @@ _LISTED = (
         "collectives through one rank's network link take FACTOR times as long (2.5), where all ranks share one group "
         "from the middle step on",
         causes.slow_link,
-        steps=lambda job: causes.since(job, job.troubles.slow_links),
-        ranks=lambda job: tuple(job.troubles.slow_links),
+        steps=lambda job: causes.since(job, job.impairments.slow_links),
+        ranks=lambda job: tuple(job.impairments.slow_links),
     ),
     Fault(
         "late-launch",
@@ -166,7 +167,7 @@ _LISTED = (
         "checkpoint-stall[:DURATION[:STEP]]",
         "a save blocks training for DURATION (one step, at least half a second) after a step",
         causes.save,
-        steps=lambda job: (job.troubles.save_step,),
+        steps=lambda job: (job.impairments.save_step,),
     ),
     Fault(
         "allocator-retry",
@@ -175,7 +176,7 @@ _LISTED = (
         "in every step but the first the allocator waits for the device, frees its cache in CALLS calls, and takes as "
         "many anew",
         causes.retry,
-        steps=lambda job: job.troubles.retry_steps,
+        steps=lambda job: job.impairments.retry_steps,
     ),
     Fault(
         "give-way",
@@ -184,7 +185,7 @@ _LISTED = (
         "gradients are cast and divided on the communication stream beside the main compute (under fsdp1 always)",
         causes.switch(prepares_on_communication=True),
         strategies=(FSDP2, HSDP, YAFSDP),
-        cure=without_give_way,
+        remove=without_give_way,
     ),
     Fault(
         "serialized-communicators",
@@ -200,14 +201,14 @@ _LISTED = (
         "sm-contention[:FACTOR]",
         "compute takes FACTOR times as long (1.6) while a collective is resident",
         causes.sm_contention,
-        cure=without_contention,
+        remove=without_contention,
     ),
     Fault(
         "starved-collectives",
         "STREAM004",
         "starved-collectives[:FACTOR]",
         "collectives take FACTOR times as long (2) while compute runs",
-        causes.starved,
+        causes.starved_collectives,
     ),
     Fault(
         "no-prefetch",
@@ -229,7 +230,7 @@ _LISTED = (
         "COMM002",
         "small-collectives[:COUNT]",
         "each unit is gathered and reduced in COUNT collectives (32)",
-        causes.in_pieces,
+        causes.split_collectives,
     ),
     Fault(
         "reduce-every-microbatch",
@@ -238,7 +239,7 @@ _LISTED = (
         "gradients are reduced at every micro-batch (of 2, if --micro-batches is 1)",
         causes.switch(reduces_every_micro_batch=True),
         strategies=(DDP, FSDP1, FSDP2, HSDP),
-        ready=causes.accumulating,
+        prepare=causes.accumulating,
     ),
     Fault(
         "needless-recomputation",

@@ -9,9 +9,9 @@ from tracekit.simulate.program import (
     GATHER_STREAM,
     MAIN_STREAM,
     REDUCE_STREAM,
-    Give,
+    Allocate,
+    Free,
     Synchronize,
-    Take,
 )
 from tracekit.simulate.schedule import Schedule
 from tracekit.simulate.sharded import CAST, DIVIDE, Sharded
@@ -74,7 +74,7 @@ class Fsdp1(Sharded):
         """Gather the last layer while the head's backward pass runs."""
         with self._span("_pre_backward_hook"):
             self.host.follow(GATHER_STREAM, MAIN_STREAM)
-            if self.job.troubles.prefetches:
+            if self.job.impairments.prefetches:
                 self._gather(self.layers - 1)
 
     def enter_backward(self, layer: int) -> None:
@@ -85,7 +85,7 @@ class Fsdp1(Sharded):
             self.await_gather(layer)
         if layer < self.layers - 1:
             self._post_backward(layer + 1)
-        if layer and self.job.troubles.prefetches:
+        if layer and self.job.impairments.prefetches:
             with self._span("_pre_backward_prefetch"):
                 self._gather(layer - 1)
 
@@ -99,19 +99,19 @@ class Fsdp1(Sharded):
         self.move("aten::cat", "CatArrayBatchedCopy<c10::BFloat16>", 4, self.parameters(None), MAIN_STREAM)
         self._post_backward(None)
         self.host.follow(MAIN_STREAM, REDUCE_STREAM)
-        self.host.add(Give("weights -1"))
+        self.host.add(Free("weights -1"))
 
     def _gather(self, layer: int | None) -> None:
         if len(self._freed) >= 2:
             with self._span("rate_limiter"):
                 self.host.add(Synchronize(self._freed.pop(0), "cudaEventSynchronize"))
         buffer = -1 if layer is None else layer
-        self.host.add(Take(f"weights {buffer}", costs.WEIGHT_BYTES * self.parameters(layer)))
+        self.host.add(Allocate(f"weights {buffer}", costs.WEIGHT_BYTES * self.parameters(layer)))
         self.gather(layer)
 
     def _free(self, layer: int) -> None:
         self._freed.append(self.host.record(MAIN_STREAM))
-        self.host.add(Give(f"weights {layer}"))
+        self.host.add(Free(f"weights {layer}"))
 
     def _post_backward(self, layer: int | None) -> None:
         parameters = self.parameters(layer)
@@ -122,11 +122,11 @@ class Fsdp1(Sharded):
                 return
             self.host.follow(REDUCE_STREAM, MAIN_STREAM)
             buffer = f"gradients {layer}"
-            self.host.add(Take(buffer, costs.REDUCED_BYTES * parameters))
+            self.host.add(Allocate(buffer, costs.REDUCED_BYTES * parameters))
             self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, REDUCE_STREAM)
             self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, REDUCE_STREAM)
             self.collective("reduce_scatter", REDUCE_STREAM, parameters)
-            self.host.add(Give(buffer))
+            self.host.add(Free(buffer))
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return self.host.span(f"FullyShardedDataParallel.{name}")

@@ -11,8 +11,8 @@ from tracekit.simulate.program import (
     MAIN_STREAM,
     REDUCE_STREAM,
     REPLICATE,
-    Give,
-    Take,
+    Allocate,
+    Free,
 )
 from tracekit.simulate.sharded import ADD, CAST, DIVIDE, SPLIT, Sharded
 
@@ -46,7 +46,7 @@ class Fsdp2(Sharded):
     def leave_forward(self, layer: int) -> None:
         """Free the layer's weights."""
         with self._span("post_forward", layer):
-            self.host.add(Give(f"weights {layer}"))
+            self.host.add(Free(f"weights {layer}"))
 
     def enter_backward(self, layer: int) -> None:
         """Gather the layer, if that was not done early, and the one below early."""
@@ -54,14 +54,14 @@ class Fsdp2(Sharded):
             if layer not in self.gathers:
                 self._unshard(layer)
             self._await(layer)
-            if layer and self.job.troubles.prefetches:
+            if layer and self.job.impairments.prefetches:
                 with self.host.span(f"{self.prefix}backward_prefetch for layers.{layer - 1}"):
                     self._unshard(layer - 1)
 
     def leave_backward(self, layer: int) -> None:
         """Reduce the layer's gradients once those of the layer above are reduced."""
         with self._span("post_backward_reshard", layer):
-            self.host.add(Give(f"weights {layer}"))
+            self.host.add(Free(f"weights {layer}"))
         self._reduce(layer)
 
     def end_backward(self) -> None:
@@ -71,13 +71,13 @@ class Fsdp2(Sharded):
             for event in self._reduced:
                 self.host.wait(MAIN_STREAM, event)
             self._reduced = []
-            self.host.add(Give("weights -1"))
+            self.host.add(Free("weights -1"))
 
     def _unshard(self, layer: int | None) -> None:
         parameters = self.parameters(layer)
         with self._span("all_gather", layer):
             buffer = -1 if layer is None else layer
-            self.host.add(Take(f"weights {buffer}", 2 * costs.WEIGHT_BYTES * parameters))
+            self.host.add(Allocate(f"weights {buffer}", 2 * costs.WEIGHT_BYTES * parameters))
             shard = parameters // self.job.shards
             self.move("fsdp::all_gather_copy_in", SPLIT, costs.COPY_BYTES, shard, COPY_IN_STREAM)
             self.host.follow(GATHER_STREAM, COPY_IN_STREAM)
@@ -100,19 +100,19 @@ class Fsdp2(Sharded):
                 with self._span("post_backward_rs_wait", layer):
                     self.host.wait(MAIN_STREAM, self._reduced.pop(0))
             buffer = f"gradients {layer}"
-            self.host.add(Take(buffer, costs.REDUCED_BYTES * parameters))
+            self.host.add(Allocate(buffer, costs.REDUCED_BYTES * parameters))
             self._prepare(parameters)
             self.collective("reduce_scatter", REDUCE_STREAM, parameters)
             reduced = self.host.record(REDUCE_STREAM)
             shard = parameters // self.job.shards
             self._finish(shard, reduced)
-            self.host.add(Give(buffer))
+            self.host.add(Free(buffer))
 
     def _prepare(self, parameters: int) -> None:
-        if not self.job.troubles.prepares_on_communication:
+        if not self.job.impairments.prepares_on_communication:
             self.move("fsdp::chunk_cat", "chunk_cat_cuda_kernel<float>", costs.CAST_BYTES, parameters, MAIN_STREAM)
         self.host.follow(REDUCE_STREAM, MAIN_STREAM)
-        if self.job.troubles.prepares_on_communication:
+        if self.job.impairments.prepares_on_communication:
             self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, REDUCE_STREAM)
             self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, REDUCE_STREAM)
 

@@ -3,25 +3,25 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tracekit.simulate.device import Awaited, Device, Event, Recorded, Stream, Transfer, Work
+from tracekit.simulate.device import Device, Event, EventRecord, EventWait, Stream, Transfer, Work
 from tracekit.simulate.job import Job
 from tracekit.simulate.memory import Memory
 from tracekit.simulate.program import (
     MAIN_THREAD,
+    Allocate,
     Call,
-    Close,
+    CloseSlice,
     Flush,
-    Give,
+    Free,
     Instruction,
     Kernel,
     Launch,
-    Open,
+    OpenSlice,
+    PassTime,
     Record,
-    Spend,
     Step,
-    Switch,
+    SwitchThread,
     Synchronize,
-    Take,
     Wait,
 )
 from tracekit.simulate.recording import HostSlice, HostWait, StreamWait
@@ -40,7 +40,7 @@ class Scheduler(Protocol):
     def at(self, time_ns: int, handler: Callable[..., None], *arguments: object) -> None:
         """Call a handler at a time."""
 
-    def enqueue(self, stream: Stream, item: Work | Recorded | Awaited, ready_ns: int) -> None:
+    def enqueue(self, stream: Stream, item: Work | EventRecord | EventWait, ready_ns: int) -> None:
         """Put an item at the end of a stream; it can be reached from `ready_ns` on."""
 
     def duration_ns(self, device: Device, kernel: Kernel, key: int, step: int) -> float:
@@ -59,10 +59,10 @@ class HostState:
     def __init__(self, engine: Scheduler, device: Device, program: list[Instruction]) -> None:
         self._engine, self._device, self._program = engine, device, program
         self._record = device.record
-        self._at = 0
+        self._position = 0
         self._clock_ns = 0
-        self._waits = self._runs = False
-        self._is_held_back = False
+        self._waiting = self._running = False
+        self._queue_was_full = False
         self._step = 0
         self._thread = MAIN_THREAD
         self._open: dict[int, list[HostSlice]] = {MAIN_THREAD: []}
@@ -71,22 +71,22 @@ class HostState:
         self._issued: dict[str, int] = {}
         self._memory = Memory(engine.job, device.record)
         hardware = engine.job.hardware
-        ideal = engine.job.troubles.ideal_host
+        ideal = engine.job.impairments.ideal_host
         self._depth = hardware.queue_depth
         self._launch_ns = 1 if ideal else round(hardware.launch_s * 1e9)
         self._call_ns, self._space_ns = (1, 0) if ideal else (_EVENT_CALL_NS, _SPACE_NS)
         self._do: dict[type[Any], Callable[[Any], bool]] = {
-            Open: self._begin_slice,
-            Close: self._end_slice,
-            Switch: self._switch,
-            Spend: self._spend,
+            OpenSlice: self._begin_slice,
+            CloseSlice: self._end_slice,
+            SwitchThread: self._switch,
+            PassTime: self._spend,
             Call: self._call,
             Launch: self._launch,
             Record: self._record_event,
             Wait: self._wait,
             Synchronize: self._synchronize,
-            Take: self._take,
-            Give: self._give,
+            Allocate: self._allocate,
+            Free: self._free,
             Flush: self._flush,
             Step: self._begin_step,
         }
@@ -94,25 +94,25 @@ class HostState:
     @property
     def is_done(self) -> bool:
         """Whether the program has ended and the device has done all of it."""
-        return self._at == len(self._program) and self._device.done == self._device.launched
+        return self._position == len(self._program) and self._device.done == self._device.launched
 
     def run(self, now_ns: int) -> None:
         """Do what can be done from `now_ns` on, up to the next wait."""
         self._clock_ns = max(self._clock_ns, now_ns)
-        self._waits, self._runs = False, True
-        while self._at < len(self._program):
-            instruction = self._program[self._at]
+        self._waiting, self._running = False, True
+        while self._position < len(self._program):
+            instruction = self._program[self._position]
             if not self._do[type(instruction)](instruction):
-                self._waits = True
+                self._waiting = True
                 break
-            self._at += 1
-        self._runs = False
+            self._position += 1
+        self._running = False
 
     def wake(self, now_ns: int) -> None:
         """Look again whether the host can go on, if it waits."""
-        if self._waits and not self._runs:
+        if self._waiting and not self._running:
             self._engine.at(now_ns, self._again)
-            self._waits = False
+            self._waiting = False
 
     def issued(self, group: str) -> int:
         """Count the collectives that the host issues to a group, and return this one's number, from 1."""
@@ -123,7 +123,7 @@ class HostState:
         self.run(0)  # its clock is set by what it waited for
 
     # Slices ----------------------------------------------------------------------------------------------------------
-    def _begin_slice(self, what: Open) -> bool:
+    def _begin_slice(self, what: OpenSlice) -> bool:
         self._ids += 1
         self._clock_ns += self._space_ns
         self._open[self._thread].append(
@@ -132,7 +132,7 @@ class HostState:
         self._clock_ns += what.cost_ns
         return True
 
-    def _end_slice(self, _: Close) -> bool:
+    def _end_slice(self, _: CloseSlice) -> bool:
         self._clock_ns += self._space_ns
         closed = self._open[self._thread].pop()
         closed.end_ns = self._clock_ns
@@ -141,12 +141,12 @@ class HostState:
             self._record.host_steps[self._step] = (closed.start_ns, closed.end_ns)
         return True
 
-    def _switch(self, what: Switch) -> bool:
+    def _switch(self, what: SwitchThread) -> bool:
         self._thread = what.thread
         self._open.setdefault(what.thread, [])
         return True
 
-    def _spend(self, what: Spend) -> bool:
+    def _spend(self, what: PassTime) -> bool:
         self._clock_ns += what.ns
         return True
 
@@ -172,10 +172,10 @@ class HostState:
     def _launch(self, what: Launch) -> bool:
         device, kernel = self._device, what.kernel
         if device.launched - device.done >= self._depth:
-            self._is_held_back = True
+            self._queue_was_full = True
             return False
-        start_ns = max(self._clock_ns, device.last_end_ns) if self._is_held_back else self._clock_ns
-        self._is_held_back = False
+        start_ns = max(self._clock_ns, device.last_end_ns) if self._queue_was_full else self._clock_ns
+        self._queue_was_full = False
         took_ns = max(1, round(self._launch_ns * self._engine.jitter(what.key)))
         call = _LAUNCH_CALLS.get(kernel.kind, "cudaLaunchKernelExC" if kernel.collective else "cudaLaunchKernel")
         correlation = self._runtime(call, self._clock_ns, start_ns + took_ns)  # a full queue holds up the call itself
@@ -192,13 +192,13 @@ class HostState:
     def _record_event(self, what: Record) -> bool:
         correlation = self._runtime("cudaEventRecord", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event] = Event(what.stream, correlation)
-        self._engine.enqueue(self._device.stream(what.stream), Recorded(event), self._clock_ns)
+        self._engine.enqueue(self._device.stream(what.stream), EventRecord(event), self._clock_ns)
         return True
 
     def _wait(self, what: Wait) -> bool:
         correlation = self._runtime("cudaStreamWaitEvent", self._clock_ns, self._clock_ns + self._call_ns)
         event = self._events[what.event]
-        self._engine.enqueue(self._device.stream(what.stream), Awaited(event), self._clock_ns)
+        self._engine.enqueue(self._device.stream(what.stream), EventWait(event), self._clock_ns)
         self._record.waits.append(
             StreamWait(what.stream, event.stream, self._clock_ns, correlation, event.correlation, self._owner)
         )
@@ -227,12 +227,12 @@ class HostState:
         return True
 
     # Memory ----------------------------------------------------------------------------------------------------------
-    def _take(self, what: Take) -> bool:
-        self._memory.take(what.buffer, what.bytes, self._thread, self._clock_ns)
+    def _allocate(self, what: Allocate) -> bool:
+        self._memory.allocate(what.buffer, what.bytes, self._thread, self._clock_ns)
         return True
 
-    def _give(self, what: Give) -> bool:
-        self._memory.give(what.buffer, self._thread, self._clock_ns)
+    def _free(self, what: Free) -> bool:
+        self._memory.free(what.buffer, self._thread, self._clock_ns)
         return True
 
     def _flush(self, what: Flush) -> bool:

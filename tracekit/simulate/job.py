@@ -19,7 +19,7 @@ STRATEGIES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Troubles:
+class Impairments:
     """What is wrong with a job beyond what its strategy costs by itself. The default is nothing.
 
     Factors are 1 where nothing is slower; times are in ns; steps count from 0.
@@ -31,7 +31,7 @@ class Troubles:
     """By rank: how many times as long the collectives through its network link take, and from which step on."""
     launch_delay_ns: int = 0
     """Host time lost in Python before each layer's forward pass."""
-    reading_ns: int | None = None
+    host_read_ns: int | None = None
     """Host time spent on each layer's output, which is read for it and so waits for the device; None: it isn't read."""
     data_stall_ns: int = 0
     """Time that each batch takes to come, nothing being launched meanwhile."""
@@ -40,7 +40,7 @@ class Troubles:
     save_step: int = 0
     retry_steps: tuple[int, ...] = ()
     """Steps in which the allocator frees its cache and takes memory anew."""
-    retry_calls: int = 24
+    retry_cuda_calls: int = 24
     prefetches: bool = True
     shares_queue: bool = False
     """Whether all streams are fed by one queue, so that no kernel starts before all launched earlier have started."""
@@ -76,7 +76,7 @@ class Job:
     ranks_written: int = 8
     step_overhead_ns: int = 0
     """Device time that every step takes besides: logging, clipping, optimizer launches."""
-    troubles: Troubles = field(default_factory=Troubles)
+    impairments: Impairments = field(default_factory=Impairments)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -111,7 +111,7 @@ class Job:
     @property
     def recomputed_layers(self) -> int:
         """Return how many layers recompute their activations, counted from the first."""
-        return min(self.checkpoint_layers + self.troubles.extra_checkpointed_layers, self.model.layers)
+        return min(self.checkpoint_layers + self.impairments.extra_checkpointed_layers, self.model.layers)
 
     @property
     def simulated_ranks(self) -> tuple[int, ...]:
@@ -119,5 +119,5 @@ class Job:
 
         The others are taken to behave as these do at their best: nobody waits for them.
         """
-        troubled = {*self.troubles.slow_ranks, *self.troubles.slow_links}
-        return tuple(sorted({*range(min(self.ranks_written, self.gpus)), *troubled}))
+        impaired = {*self.impairments.slow_ranks, *self.impairments.slow_links}
+        return tuple(sorted({*range(min(self.ranks_written, self.gpus)), *impaired}))

@@ -22,14 +22,14 @@ class Memory:
         self._buffers: dict[str, tuple[int, int]] = {}
         self._addresses = 0x7F00_0000_0000
 
-    def take(self, buffer: str, size_bytes: int, thread: int, at_ns: int) -> None:
+    def allocate(self, buffer: str, size_bytes: int, thread: int, at_ns: int) -> None:
         """Allocate a buffer."""
         size = rounded(size_bytes)
         self._addresses += size
         self._buffers[buffer] = (self._addresses, size)
         self._note(thread, at_ns, self._addresses, size)
 
-    def give(self, buffer: str, thread: int, at_ns: int) -> None:
+    def free(self, buffer: str, thread: int, at_ns: int) -> None:
         """Free a buffer, if it was allocated."""
         if buffer in self._buffers:
             address, size = self._buffers.pop(buffer)
@@ -51,18 +51,18 @@ class Memory:
 def static_bytes(job: Job) -> int:
     """Return what a rank holds all the time: its share of weights, gradients and optimizer, and YaFSDP's buffers."""
     model = job.model
-    held = _STATE_BYTES * model.parameters // job.shards
+    state_bytes = _STATE_BYTES * model.parameters // job.shards
     if job.strategy in (YAFSDP, YAFSDP_V1):
         per_unit = 2 * (WEIGHT_BYTES + REDUCED_BYTES)
-        held += per_unit * model.layer_parameters + (WEIGHT_BYTES + REDUCED_BYTES) * 2 * model.outer_parameters
-    return rounded(held)
+        state_bytes += per_unit * model.layer_parameters + (WEIGHT_BYTES + REDUCED_BYTES) * 2 * model.outer_parameters
+    return rounded(state_bytes)
 
 
 def peak_bytes(job: Job) -> int:
     """Return what a rank needs at most in a step: what it holds, activations, logits, and buffers for two units."""
     model, width_tokens = job.model, job.model.width * job.tokens
-    kept = job.model.layers - job.recomputed_layers
-    activations = (_ACTIVATION_BYTES * kept + _INPUT_BYTES * job.recomputed_layers) * width_tokens
+    stored_layers = job.model.layers - job.recomputed_layers
+    activations = (_ACTIVATION_BYTES * stored_layers + _INPUT_BYTES * job.recomputed_layers) * width_tokens
     recomputing = _ACTIVATION_BYTES * width_tokens if job.recomputed_layers else 0
     logits = _LOGIT_BYTES * model.vocabulary * job.tokens
     buffers = 0

@@ -43,7 +43,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenSlice:
     """A host slice begins. `category` is Kineto's."""
 
     name: str
@@ -53,19 +53,19 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseSlice:
     """The innermost open slice of the thread ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class SwitchThread:
     """The work goes on on another thread; the one left waits."""
 
     thread: int
 
 
 @dataclass(frozen=True, slots=True)
-class Spend:
+class PassTime:
     """Host time passes: Python, or waiting for data."""
 
     ns: int
@@ -113,7 +113,7 @@ class Synchronize:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Allocate:
     """The allocator gives memory to `buffer`."""
 
     buffer: str
@@ -121,7 +121,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class Free:
     """The memory of `buffer` goes back to the allocator."""
 
     buffer: str
@@ -142,7 +142,19 @@ class Step:
 
 
 Instruction: TypeAlias = (
-    Open | Close | Switch | Spend | Call | Launch | Record | Wait | Synchronize | Take | Give | Flush | Step
+    OpenSlice
+    | CloseSlice
+    | SwitchThread
+    | PassTime
+    | Call
+    | Launch
+    | Record
+    | Wait
+    | Synchronize
+    | Allocate
+    | Free
+    | Flush
+    | Step
 )
 
 
@@ -154,12 +166,12 @@ class Host:
     program: list[Instruction] = field(default_factory=list)
     thread: int = MAIN_THREAD
     _events: int = 0
-    _place: str = ""
+    _position: str = ""
     _launched: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, place: str) -> None:
+    def begin(self, position: str) -> None:
         """Say where in the training the next launches stand: step, micro-batch, phase and unit."""
-        self._place = place
+        self._position = position
         self._launched = {}
 
     @contextmanager
@@ -167,9 +179,9 @@ class Host:
         self, name: str, category: str = "user_annotation", *, cost_ns: int = 0, args: dict[str, object] | None = None
     ) -> Iterator[None]:
         """Surround what is written meanwhile by a slice."""
-        self.program.append(Open(name, category, cost_ns, args))
+        self.program.append(OpenSlice(name, category, cost_ns, args))
         yield
-        self.program.append(Close())
+        self.program.append(CloseSlice())
 
     @contextmanager
     def op(self, name: str, args: dict[str, object] | None = None) -> Iterator[None]:
@@ -181,15 +193,15 @@ class Host:
     def on(self, thread: int) -> Iterator[None]:
         """Let another thread do what is written meanwhile."""
         before, self.thread = self.thread, thread
-        self.program.append(Switch(thread))
+        self.program.append(SwitchThread(thread))
         yield
         self.thread = before
-        self.program.append(Switch(before))
+        self.program.append(SwitchThread(before))
 
     def launch(self, kernel: Kernel) -> None:
         """Launch a kernel."""
         count = self._launched[kernel.name] = self._launched.get(kernel.name, -1) + 1
-        self.program.append(Launch(kernel, zlib.crc32(f"{self._place} {kernel.name} {count}".encode())))
+        self.program.append(Launch(kernel, zlib.crc32(f"{self._position} {kernel.name} {count}".encode())))
 
     def run(self, op: str, kernel: Kernel, args: dict[str, object] | None = None) -> None:
         """Run an op that launches one kernel."""

@@ -10,10 +10,10 @@ from tracekit import conventions
 from tracekit.errors import InputError
 from tracekit.plan.checkpoint import ADAM_BYTES_PER_PARAM
 from tracekit.simulate import engine, faults, kineto_writer, memory, truth
-from tracekit.simulate.faults import Asked
+from tracekit.simulate.faults import FaultRequest
 from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
 from tracekit.simulate.recording import Recording
-from tracekit.simulate.truth import Known
+from tracekit.simulate.truth import KnownFault
 
 _OURS = (
     f"rank*{kineto_writer.TRACE_SUFFIX}",
@@ -28,12 +28,12 @@ class Simulated:
 
     job: Job
     recording: Recording
-    known: list[Known]
+    known: list[KnownFault]
 
 
 def simulate(
     healthy: Job,
-    asked: Sequence[Asked],
+    requests: Sequence[FaultRequest],
     out: Path,
     *,
     arguments: Mapping[str, Any],
@@ -46,17 +46,17 @@ def simulate(
     does not fit into memory, or the folder is not empty and `force` is not given: then what a simulation wrote there
     before is replaced.
     """
-    job = faults.cause(healthy, asked)
+    job = faults.inject(healthy, requests)
     memory.require_fit(job)
     _make_room(out, force=force)
     recording = engine.simulate(job)
-    known = truth.known_faults(healthy, asked, job, recording)
+    known = truth.known_faults(healthy, requests, job, recording)
     written = [rank for rank in job.simulated_ranks if rank in recording.ranks]
     for done, rank in enumerate(written, 1):
         record = recording.ranks[rank]
         kineto_writer.write(out / conventions.rank_file(rank, kineto_writer.TRACE_SUFFIX), job, record)
         _write_lines(out / conventions.rank_file(rank, conventions.METRICS_SUFFIX), _metrics(job, recording, rank))
-        if job.troubles.save_ns:
+        if job.impairments.save_ns:
             _write_lines(
                 out / conventions.rank_file(rank, conventions.CHECKPOINT_LOG_SUFFIX), _saves(job, recording, rank)
             )
@@ -97,11 +97,11 @@ def _manifest(job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
-    record, troubles = recording.ranks[rank], job.troubles
+    record, impairments = recording.ranks[rank], job.impairments
     lines: list[dict[str, Any]] = []
     retries = 0
     for step, (start_ns, end_ns) in sorted(record.account.windows.items()):
-        retries += step in troubles.retry_steps
+        retries += step in impairments.retry_steps
         lines.append(
             {
                 "simulated": True,
@@ -116,20 +116,20 @@ def _metrics(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
 
 
 def _saves(job: Job, recording: Recording, rank: int) -> list[dict[str, Any]]:
-    step = job.troubles.save_step
+    step = job.impairments.save_step
     end_ns = kineto_writer.BASE_NS + recording.ranks[rank].host_steps[step][1]
     common = {
         "simulated": True,
         "checkpoint": f"step-{step + 1}",
         "operation": "save",
         "step": step + 1,
-        "start_ns": end_ns - job.troubles.save_ns,
+        "start_ns": end_ns - job.impairments.save_ns,
         "blocking": True,
         "rank": rank,
         # Weights, master weights and Adam's moments, each part written by one rank, as distributed checkpoint does.
         "bytes": int(ADAM_BYTES_PER_PARAM * job.model.parameters) // job.gpus,
     }
-    stages = ((conventions.WRITE, job.troubles.save_ns), (conventions.TOTAL, job.troubles.save_ns))
+    stages = ((conventions.WRITE, job.impairments.save_ns), (conventions.TOTAL, job.impairments.save_ns))
     return [{**common, "stage": stage, "dur_ns": dur_ns} for stage, dur_ns in stages]
 
 

@@ -11,15 +11,15 @@ from tracekit.simulate.program import (
     COPY,
     MAIN_STREAM,
     SHARD,
+    Allocate,
     Call,
     Flush,
-    Give,
+    Free,
     Host,
     Kernel,
-    Spend,
+    PassTime,
     Step,
     Synchronize,
-    Take,
 )
 from tracekit.simulate.topology import World
 
@@ -27,7 +27,7 @@ _READ_BYTES = 4
 _PCIE_BYTES_PER_S = 20e9
 _LAYER_ACTIVATION_BYTES = 40.5  # per token and unit of width, 16 bits, grouped heads, flash attention (no softmax kept)
 _INPUT_BYTES = 2  # per token and unit of width: all that a recomputing layer keeps
-_CHUNKS = {
+_COLLECTIVE_NAMES = {
     "all_gather": ("c10d::_allgather_base_", "nccl:_all_gather_base", "_allgather_base"),
     "reduce_scatter": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base", "_reduce_scatter_base"),
     "all_reduce": ("c10d::allreduce_", "nccl:all_reduce", "allreduce"),
@@ -44,7 +44,7 @@ class Schedule:
         self.job = job
         self.world = World(job)
         self.parts = costs.parts_of(job)
-        self.host = Host(0 if job.troubles.ideal_host else round(job.hardware.op_s * 1e9))
+        self.host = Host(0 if job.impairments.ideal_host else round(job.hardware.op_s * 1e9))
         self.layers = job.model.layers
         self.micro_batch = 0
         self._forward_ops = kernels.layer_forward(job, self.parts)
@@ -81,7 +81,7 @@ class Schedule:
     # The step --------------------------------------------------------------------------------------------------------
     def step(self, number: int) -> None:
         """Write one training step down."""
-        host, troubles = self.host, self.job.troubles
+        host, impairments = self.host, self.job.impairments
         with host.span(f"ProfilerStep#{number}"):
             host.add(Step(number))
             host.begin(f"{number} data")
@@ -96,7 +96,7 @@ class Schedule:
                 host.span("Optimizer.step#AdamW.step", "cpu_op"),
             ):
                 self._run(kernels.optimizer(self.parts))
-            if troubles.save_ns and number == troubles.save_step:
+            if impairments.save_ns and number == impairments.save_step:
                 self._save()
 
     @property
@@ -107,21 +107,21 @@ class Schedule:
     @property
     def reduces(self) -> bool:
         """Whether gradients are reduced in this micro-batch."""
-        return self.is_last_micro_batch or self.job.troubles.reduces_every_micro_batch
+        return self.is_last_micro_batch or self.job.impairments.reduces_every_micro_batch
 
     def collective(
         self, op: str, stream: int, parameters: int, *, group: str = SHARD, dtype: str | None = None, ranks: int = 0
     ) -> None:
         """Run a collective on a unit's weights or gradients: in several where the unit is cut up."""
-        whole = -(-parameters // self.job.troubles.collectives_per_unit)
+        whole = -(-parameters // self.job.impairments.collectives_per_unit)
         kind = dtype or ("BFloat16" if op == "all_gather" else "Float")
         kernel = kernels.collective(op, group, stream, whole=whole, ranks=ranks or self.job.shards, dtype=kind)
-        outer, backend, told = _CHUNKS[op]
+        outer, backend, collective_name = _COLLECTIVE_NAMES[op]
         message = kernel.collective
         assert message is not None
-        args: dict[str, object] = {"Collective name": told, "dtype": kind, "group": group}
+        args: dict[str, object] = {"Collective name": collective_name, "dtype": kind, "group": group}
         args |= {"In msg nelems": message.sent, "Out msg nelems": message.received}
-        for _ in range(self.job.troubles.collectives_per_unit):
+        for _ in range(self.job.impairments.collectives_per_unit):
             with self.host.op(outer), self.host.op("record_param_comms", args), self.host.span(backend):
                 self.host.launch(kernel)
 
@@ -141,7 +141,7 @@ class Schedule:
         )
         with self.host.span(conventions.span_name(conventions.DATA)):
             with self.host.span("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", cost_ns=50_000):
-                self.host.add(Spend(self.job.troubles.data_stall_ns))
+                self.host.add(PassTime(self.job.impairments.data_stall_ns))
             with self.host.op("aten::to"), self.host.op("aten::_to_copy"), self.host.op("aten::copy_"):
                 self.host.launch(copy)
 
@@ -154,9 +154,9 @@ class Schedule:
             self._run([kernels.embedding(self.job, backward=False)])
             for layer in range(self.layers):
                 host.begin(f"{place} {layer}")
-                host.add(Spend(self.job.troubles.launch_delay_ns))
+                host.add(PassTime(self.job.impairments.launch_delay_ns))
                 self.enter_forward(layer)
-                self._keep(f"activations {layer}", layer)
+                self._allocate_activations(f"activations {layer}", layer)
                 self._run(self._forward_ops)
                 self._read_output()
                 self.leave_forward(layer)
@@ -172,18 +172,18 @@ class Schedule:
             self.begin_backward()
             self._run(kernels.head(self.job, self.parts, backward=True))
             self.leave_head()
-            if number in self.job.troubles.retry_steps:
+            if number in self.job.impairments.retry_steps:
                 self._retry()
             for layer in reversed(range(self.layers)):
                 host.begin(f"{place} {layer}")
                 self.enter_backward(layer)
                 if layer < self.job.recomputed_layers:
                     with self.host.span("CheckpointFunctionBackward", "cpu_op"):
-                        host.add(Take(f"recomputed {layer}", self._activation_bytes))
+                        host.add(Allocate(f"recomputed {layer}", self._activation_bytes))
                         self._run(self._forward_ops)
                 self._run(self._backward_ops)
-                host.add(Give(f"recomputed {layer}"))
-                host.add(Give(f"activations {layer}"))
+                host.add(Free(f"recomputed {layer}"))
+                host.add(Free(f"activations {layer}"))
                 self.leave_backward(layer)
             host.begin(f"{place} root")
             self._run([kernels.embedding(self.job, backward=True)])
@@ -203,36 +203,36 @@ class Schedule:
     def _run_one(self, op: Op) -> None:
         self.host.run(op.name, op.kernel, {"Input Dims": op.dims} if op.dims else None)
 
-    def _keep(self, buffer: str, layer: int) -> None:
+    def _allocate_activations(self, buffer: str, layer: int) -> None:
         input_bytes = round(_INPUT_BYTES * self.job.tokens * self.job.model.width)
-        self.host.add(Take(buffer, input_bytes if layer < self.job.recomputed_layers else self._activation_bytes))
+        self.host.add(Allocate(buffer, input_bytes if layer < self.job.recomputed_layers else self._activation_bytes))
 
     @property
     def _activation_bytes(self) -> int:
         return round(_LAYER_ACTIVATION_BYTES * self.job.tokens * self.job.model.width)
 
     def _read_output(self) -> None:
-        reading_ns = self.job.troubles.reading_ns
-        if reading_ns is None:
+        host_read_ns = self.job.impairments.host_read_ns
+        if host_read_ns is None:
             return
         copy = Kernel("Memcpy DtoH (Device -> Pageable)", COPY, MAIN_STREAM, 1_500, bytes=_READ_BYTES)
         with self.host.op("aten::item"), self.host.op("aten::_local_scalar_dense"):
             self.host.launch(copy)
             self.host.add(Synchronize(self.host.record(MAIN_STREAM), "cudaStreamSynchronize"))
-        self.host.add(Spend(reading_ns))
+        self.host.add(PassTime(host_read_ns))
 
     def _retry(self) -> None:
         """Let the allocator run out of memory: it waits for the device, frees its cache and takes it anew."""
         with self.host.op("aten::empty"):
             self.host.add(Call("cudaDeviceSynchronize", 5_000, drains=True))
-            for _ in range(self.job.troubles.retry_calls):
+            for _ in range(self.job.impairments.retry_cuda_calls):
                 self.host.add(Call("cudaFree", 400_000, drains=True))
             self.host.add(Flush(empties=True))
-            for _ in range(self.job.troubles.retry_calls):
+            for _ in range(self.job.impairments.retry_cuda_calls):
                 self.host.add(Call("cudaMalloc", 600_000))
             self.host.add(Flush(empties=False))
 
     def _save(self) -> None:
         with self.host.span(conventions.span_name(conventions.CHECKPOINT)):
             self.host.add(Call("cudaDeviceSynchronize", 5_000, drains=True))
-            self.host.add(Spend(self.job.troubles.save_ns))
+            self.host.add(PassTime(self.job.impairments.save_ns))

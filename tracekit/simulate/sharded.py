@@ -23,7 +23,7 @@ class Sharded(Schedule):
         parameters = self.parameters(layer)
         if after is not None:
             self.host.wait(GATHER_STREAM, after)
-        if not self.job.troubles.prefetches:
+        if not self.job.impairments.prefetches:
             self.host.follow(GATHER_STREAM, MAIN_STREAM)
         self.collective("all_gather", GATHER_STREAM, parameters)
         self.gathers[-1 if layer is None else layer] = self.host.record(GATHER_STREAM)

@@ -46,7 +46,7 @@ class World:
 
     def transfer_ns(self, collective: Collective, group: Group) -> int:
         """Return how long a collective takes once all its ranks are there, if nothing else uses the link."""
-        if self._job.troubles.ideal_links:
+        if self._job.impairments.ideal_links:
             return 1
         elements = max(collective.sent, collective.received)
         size_bytes = elements * _ITEM_BYTES[collective.dtype]
@@ -56,7 +56,7 @@ class World:
 
     def slowed(self, group: Group, step: int) -> float:
         """Return how many times as long the group's collectives take in a step because a link in its ring is slow."""
-        links = self._job.troubles.slow_links
+        links = self._job.impairments.slow_links
         hit = [factor for rank, (factor, since) in links.items() if rank in group.ranks and step >= since]
         return max(hit, default=1.0) if group.link == NETWORK or self._job.gpus <= self._job.node else 1.0
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tracekit.simulate import engine, faults
-from tracekit.simulate.faults import Asked
+from tracekit.simulate.faults import FaultRequest
 from tracekit.simulate.job import FSDP1, Job
 from tracekit.simulate.kineto_writer import BASE_NS
 from tracekit.simulate.recording import Recording
@@ -14,7 +14,7 @@ _LEAST_RATIO = 0.01  # what a setting costs by itself is told from this share of
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFault:
     """One fault of a run: the ranks and steps in which it acts, and the time it costs in each of these steps."""
 
     fault: str
@@ -26,35 +26,35 @@ class Known:
     cost_ns: int
 
 
-def known_faults(healthy: Job, asked: Sequence[Asked], job: Job, recording: Recording) -> list[Known]:
+def known_faults(healthy: Job, requests: Sequence[FaultRequest], job: Job, recording: Recording) -> list[KnownFault]:
     """Return the faults of `job`, which is `healthy` with what was `asked`, and `recording` what came of it.
 
     What the setting costs by itself comes after them: give-way under fsdp1, communication that no compute hides
     (`slow-network`: found by links that take no time) and a host that is too slow (`late-launch`: by one that takes
     none), where that is at least 1% of the run. The cost is the time the run takes longer, over the fault's steps.
     """
-    known = [_known(each, job, recording, faults.cure(healthy, asked, each)) for each in asked]
-    codes = {each.fault.code for each in asked}
-    for name, without in _own(job):
+    known = [_known(each, job, recording, faults.without(healthy, requests, each)) for each in requests]
+    codes = {each.fault.code for each in requests}
+    for name, without in _inherent_faults(job):
         fault = faults.FAULTS[name]
         if fault.code not in codes:
-            found = _known(Asked(replace(fault, steps=_every_step), ()), job, recording, without(job))
+            found = _known(FaultRequest(replace(fault, steps=_every_step), ()), job, recording, without(job))
             if found.cost_ns * job.steps >= _LEAST_RATIO * recording.total_ns:
                 known.append(found)
     return known
 
 
-def as_json(arguments: dict[str, Any], known: Sequence[Known]) -> dict[str, Any]:
+def as_json(arguments: dict[str, Any], known: Sequence[KnownFault]) -> dict[str, Any]:
     """Return what truth.json says."""
     return {"simulated": True, "arguments": arguments, "faults": [{**vars(each)} for each in known]}
 
 
-def _known(asked: Asked, job: Job, recording: Recording, without: Job) -> Known:
-    fault = asked.fault
+def _known(request: FaultRequest, job: Job, recording: Recording, without: Job) -> KnownFault:
+    fault = request.fault
     steps = fault.steps(job)
     saved_ns = recording.total_ns - engine.simulate(without).total_ns
     first = min(record.host_steps[steps[0]][0] for record in recording.ranks.values())
-    return Known(
+    return KnownFault(
         fault.name,
         fault.code,
         fault.ranks(job),
@@ -65,11 +65,11 @@ def _known(asked: Asked, job: Job, recording: Recording, without: Job) -> Known:
     )
 
 
-def _own(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
+def _inherent_faults(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
     if job.strategy == FSDP1:
         yield "give-way", faults.without_give_way
-    yield "slow-network", lambda j: replace(j, troubles=replace(j.troubles, ideal_links=True))
-    yield "late-launch", lambda j: replace(j, troubles=replace(j.troubles, ideal_host=True))
+    yield "slow-network", lambda j: replace(j, impairments=replace(j.impairments, ideal_links=True))
+    yield "late-launch", lambda j: replace(j, impairments=replace(j.impairments, ideal_host=True))
 
 
 def _every_step(job: Job) -> tuple[int, ...]:

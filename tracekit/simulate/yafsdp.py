@@ -21,11 +21,11 @@ class Yafsdp(Sharded):
         super().__init__(job)
         self._released: dict[int, int] = {}
         self._reduced: dict[int, int] = {}
-        self._kept: set[int] = set()
+        self._still_gathered: set[int] = set()
 
     def begin_forward(self) -> None:
         """Gather the root, which has buffers of its own."""
-        self._released, self._kept = {}, set()
+        self._released, self._still_gathered = {}, set()
         with self._span("pre_forward", None):
             # For the weights that the optimizer has just written.
             self._unshard(None, after=self.host.record(MAIN_STREAM))
@@ -38,7 +38,7 @@ class Yafsdp(Sharded):
                 self._unshard(layer, after=self._released.get(layer - 2))
             with self._span("all_gather_wait", layer):
                 self.await_gather(layer)
-            if layer + 1 < self.layers and self.job.troubles.prefetches:
+            if layer + 1 < self.layers and self.job.impairments.prefetches:
                 with self.host.span(f"{self.prefix}forward_prefetch for layers.{layer + 1}"):
                     self._unshard(layer + 1, after=self._released.get(layer - 1))
 
@@ -46,21 +46,21 @@ class Yafsdp(Sharded):
         """Release the layer's buffer; the last two stay."""
         with self._span("post_forward", layer):
             if layer >= self.layers - 2:
-                self._kept.add(layer)
+                self._still_gathered.add(layer)
             else:
                 self._released[layer] = self.host.record(MAIN_STREAM)
 
     def enter_backward(self, layer: int) -> None:
         """Gather the layer, and the one below early."""
         with self._span("pre_backward", layer):
-            if layer in self._kept:
-                self._kept.discard(layer)
+            if layer in self._still_gathered:
+                self._still_gathered.discard(layer)
             else:
                 if layer not in self.gathers:
                     self._unshard(layer, after=self._released.get(layer + 2))
                 self.await_gather(layer)
             below = layer - 1
-            if below >= 0 and below not in self._kept and self.job.troubles.prefetches:
+            if below >= 0 and below not in self._still_gathered and self.job.impairments.prefetches:
                 with self.host.span(f"{self.prefix}backward_prefetch for layers.{below}"):
                     self._unshard(below, after=self._released.get(below + 2))
 
@@ -86,12 +86,12 @@ class Yafsdp(Sharded):
         if layer is not None and layer + 2 in self._reduced:
             with self._span("grad_slot_wait", layer):
                 self.host.wait(MAIN_STREAM, self._reduced.pop(layer + 2))
-        beside = self.job.troubles.prepares_on_communication
-        if not beside:
+        on_communication_stream = self.job.impairments.prepares_on_communication
+        if not on_communication_stream:
             self.move("aten::copy_", CAST, costs.CAST_BYTES, parameters, MAIN_STREAM)
         with self._span("post_backward_reduce", layer):
             self.host.follow(GATHER_STREAM, MAIN_STREAM)
-            if beside:
+            if on_communication_stream:
                 self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, GATHER_STREAM)
                 self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, GATHER_STREAM)
             self.collective("reduce_scatter", GATHER_STREAM, parameters)

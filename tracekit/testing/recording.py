@@ -111,7 +111,7 @@ class TraceRun:
     def stop(self) -> None:
         """End the recording, and wait until it is written."""
         if self._watched is not None:
-            self._watched.leave()
+            self._watched.remove()
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             self._steps_done = recorder.steps_done

@@ -30,8 +30,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: ShardOptions) -> nn.Modul
     policy = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype)
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, buffers=options.buffers)
     for layer in model.layers:
-        left_out = _vectors(layer) if options.gather_norms_once else ()
-        unit(layer, reshard_after_forward=options.reshard_after_forward, left_out=left_out)
+        ignored = _vectors(layer) if options.gather_norms_once else ()
+        unit(layer, reshard_after_forward=options.reshard_after_forward, left_out=ignored)
     for part in _large_parts(model):
         unit(part, reshard_after_forward=False)
     return unit(model)

@@ -84,17 +84,17 @@ def _own_parameters(
     module: nn.Module, left_out: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Return the parameters that no unit inside `module` has, each with every place where it stands."""
-    taken = {
+    excluded = {
         id(parameter.shard)
         for inner in module.modules()
         if isinstance(inner, YaFSDPModule)
         for parameter in inner._yafsdp_unit.parameters
     }
-    taken |= {id(parameter) for parameter in left_out}
+    excluded |= {id(parameter) for parameter in left_out}
     sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
-            if parameter is not None and id(parameter) not in taken:
+            if parameter is not None and id(parameter) not in excluded:
                 sites[parameter].append((inner, name))
     return dict(sites)
 
@@ -153,15 +153,15 @@ def _make_engine(root: Unit) -> Engine:
             units.append(inner._yafsdp_unit)
     if any(unit.engine is not None for unit in units):
         raise RuntimeError("YaFSDP: a sharded module inside ran before its root did; run the root first")
-    _refuse_unready(units)
-    _find_takers(root.module, None)
+    _check_units(units)
+    _find_outer_units(root.module, None)
     for unit in units:
         unit.encloses_units = sum(isinstance(inner, YaFSDPModule) for inner in unit.module.modules()) > 1
         unit.owns_slots = unit.owns_slots or unit.encloses_units or unit is root
     return Engine(root, units)
 
 
-def _refuse_unready(units: list[Unit]) -> None:
+def _check_units(units: list[Unit]) -> None:
     if any(unit.master.is_meta for unit in units):
         raise RuntimeError(
             "YaFSDP: the model has no weights yet, only shapes; call yafsdp.materialize(model), or to_empty and load a "
@@ -171,7 +171,7 @@ def _refuse_unready(units: list[Unit]) -> None:
         raise ValueError("YaFSDP: all units of a model must have the same mesh and the same number of buffers")
 
 
-def _find_takers(module: nn.Module, around: Unit | None) -> None:
+def _find_outer_units(module: nn.Module, around: Unit | None) -> None:
     """Tell each unit that left parameters out which unit around it has them."""
     if isinstance(module, YaFSDPModule):
         unit = module._yafsdp_unit
@@ -180,10 +180,10 @@ def _find_takers(module: nn.Module, around: Unit | None) -> None:
                 f"YaFSDP: {type(module).__name__} left parameters out, but no unit around it has them; shard the model "
                 "that holds it, too"
             )
-        unit.leaves_to = around if unit.left_out else None
+        unit.outer_unit = around if unit.left_out else None
         around = unit
     for child in module.children():
-        _find_takers(child, around)
+        _find_outer_units(child, around)
 
 
 def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:

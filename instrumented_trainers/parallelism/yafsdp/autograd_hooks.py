@@ -11,35 +11,35 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
-def watch_inputs(unit: Unit, inputs: Any) -> Any:
+def hook_inputs(unit: Unit, inputs: Any) -> Any:
     """Return `inputs`, any nesting of containers, such that the unit's engine hears when their gradients are there."""
     if not torch.is_grad_enabled():
         return inputs
     leaves, tree = tree_flatten(inputs)
-    watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not watched:
+    differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not differentiable:
         return inputs
-    for i, tensor in zip(watched, _BackwardEnd.apply(unit, *(leaves[i] for i in watched)), strict=True):
+    for i, tensor in zip(differentiable, _BackwardEnd.apply(unit, *(leaves[i] for i in differentiable)), strict=True):
         leaves[i] = tensor
     return tree_unflatten(leaves, tree)
 
 
-def refuse_lost_weights(unit: Unit) -> None:
+def refuse_evicted(unit: Unit) -> None:
     """Raise RuntimeError if another unit took the weights while this one's backward was under way."""
-    if unit.lost_weights:
+    if unit.evicted:
         raise RuntimeError(
-            f"YaFSDP: another unit took the weight buffer of {named(unit)} during its backward; shard it with "
+            f"YaFSDP: another unit took the weight buffer of {unit_label(unit)} during its backward; shard it with "
             "reshard_after_forward=False, which gives it a buffer of its own"
         )
 
 
 def refuse_replaced_parameters(unit: Unit) -> None:
     """Raise RuntimeError if an optimizer's parameter is no longer the shard that the engine gathers from."""
-    if (parameter := unit.replaced()) is not None:
+    if (parameter := unit.replaced_parameter()) is not None:
         module, name = parameter.sites[0]
         raise RuntimeError(
-            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {named(unit)} was replaced after fully_shard, "
-            "or given other memory or another dtype; copy values into it in place, and cast before sharding"
+            f"YaFSDP: parameter {name!r} of {type(module).__name__} in {unit_label(unit)} was replaced after "
+            "fully_shard, or given other memory or another dtype; copy values in place, and cast before sharding"
         )
 
 
@@ -48,7 +48,7 @@ def span(label: str, unit: Unit) -> record_function:
     return record_function(f"YaFSDP::{label} ({unit.name})" if unit.name else f"YaFSDP::{label}")
 
 
-def named(unit: Unit) -> str:
+def unit_label(unit: Unit) -> str:
     """Return what to call the unit in a message."""
     return f"unit {unit.name!r}" if unit.name else "the root unit"
 
@@ -65,6 +65,6 @@ class _BackwardEnd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_lost_weights(ctx.unit)
+        refuse_evicted(ctx.unit)
         ctx.unit.engine.post_backward(ctx.unit)
         return (None, *gradients)

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from instrumented_trainers.parallelism.yafsdp.communication_lane import Token
+from instrumented_trainers.parallelism.yafsdp.communication_lane import PendingCollective
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
 
 
@@ -30,7 +30,7 @@ class WeightSlot(Generic[U]):
     buffer: Tensor
     owner: U | None = None
     """The unit whose weights are in the buffer or on their way into it."""
-    arriving: Token | None = None
+    gather: PendingCollective | None = None
     """The gather that fills the buffer, until the computation was made to wait for it."""
 
 
@@ -43,7 +43,7 @@ class GradientSlot(Generic[U]):
     """The unit whose gradients are being written."""
     written: set[int] = field(default_factory=set)
     """Indices of the owner's parameters whose gradients are there."""
-    leaving: tuple[U, Token] | None = None
+    reduction: tuple[U, PendingCollective] | None = None
     """The unit whose sum is on its way, until it was added to the unit's gradient shard."""
 
 

@@ -34,11 +34,11 @@ class FlatShard(Tensor):
     def __new__(cls, local: Tensor, shape: torch.Size, origin: int) -> Self:
         shard = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         shard.pieces = []
-        taken = 0
+        offset = 0
         for offsets, sizes in boxes(shape, origin, origin + local.numel()):
             size = torch.Size(sizes)
-            shard.pieces.append((torch.Size(offsets), local[taken : taken + size.numel()].view(size)))
-            taken += size.numel()
+            shard.pieces.append((torch.Size(offsets), local[offset : offset + size.numel()].view(size)))
+            offset += size.numel()
         return shard
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
@@ -133,8 +133,10 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, A
                 _copy(value, loaded)
             else:
                 optimizer.state[shards[name]][key] = loaded
-    for group, mine, loaded in zip(optimizer.param_groups, own["param_groups"], state["param_groups"], strict=True):
-        if mine["params"] != loaded["params"]:
+    for group, own_group, loaded in zip(
+        optimizer.param_groups, own["param_groups"], state["param_groups"], strict=True
+    ):
+        if own_group["params"] != loaded["params"]:
             raise ValueError("YaFSDP: the optimizer's parameter groups are not those of the loaded state")
         group.update({key: value for key, value in loaded.items() if key != "params"})
 

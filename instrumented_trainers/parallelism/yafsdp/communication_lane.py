@@ -18,7 +18,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Token(Protocol):
+class PendingCollective(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
@@ -76,15 +76,15 @@ class Lane:
         self.world_size = ranks.shards.size()
         self.rank = ranks.shards.rank()
 
-    def all_gather(self, whole: Tensor) -> Token:
+    def all_gather(self, whole: Tensor) -> PendingCollective:
         """Gather every rank's chunk of `whole` in place; this rank's own chunk must lie there already."""
         raise NotImplementedError
 
-    def reduce_scatter(self, whole: Tensor) -> Token:
+    def reduce_scatter(self, whole: Tensor) -> PendingCollective:
         """Sum this rank's chunk of every rank's `whole` in place; the rest of `whole` is undefined afterwards."""
         raise NotImplementedError
 
-    def maximum(self, values: Tensor) -> Token:
+    def all_reduce_max(self, values: Tensor) -> PendingCollective:
         """Replace each value, in place, by its maximum over all ranks."""
         raise NotImplementedError
 
@@ -93,28 +93,28 @@ class Lane:
         return whole.view(self.world_size, -1)[self.rank]
 
 
-class HostLane(Lane):
+class GlooLane(Lane):
     """For gloo: its threads run the collectives, and a token is gloo's own Work."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
-        self._halfway: _ThenReplicas | None = None
+        self._replica_sum: _HybridReduction | None = None
 
-    def all_gather(self, whole: Tensor) -> Token:
+    def all_gather(self, whole: Tensor) -> PendingCollective:
         return _all_gather(whole, self.chunk(whole), group=self.ranks.shards, async_op=True)
 
-    def reduce_scatter(self, whole: Tensor) -> Token:
+    def reduce_scatter(self, whole: Tensor) -> PendingCollective:
         work = _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards, async_op=True)
         if self.ranks.replicas is None:
             return work
         # The second sum cannot be issued before the first is over. By now the one of the unit before should be: at
         # this place of the program, the same on all ranks, it goes on.
-        if self._halfway is not None:
-            self._halfway.go_on()
-        self._halfway = _ThenReplicas(work, self.chunk(whole), self.ranks.replicas)
-        return self._halfway
+        if self._replica_sum is not None:
+            self._replica_sum.start_all_reduce()
+        self._replica_sum = _HybridReduction(work, self.chunk(whole), self.ranks.replicas)
+        return self._replica_sum
 
-    def maximum(self, values: Tensor) -> Token:
+    def all_reduce_max(self, values: Tensor) -> PendingCollective:
         work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.shards, async_op=True)
         if self.ranks.replicas is None:
             return work
@@ -122,25 +122,25 @@ class HostLane(Lane):
         return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.ranks.replicas, async_op=True)
 
 
-class _ThenReplicas:
+class _HybridReduction:
     """A sum over the shards' ranks that is to be summed over the replicas' ranks when it is over."""
 
     def __init__(self, work: dist.Work, values: Tensor, replicas: dist.ProcessGroup) -> None:
         self._work, self._values, self._replicas = work, values, replicas
-        self._went_on = False
+        self._all_reduce_started = False
 
-    def go_on(self) -> None:
-        if not self._went_on:
+    def start_all_reduce(self) -> None:
+        if not self._all_reduce_started:
             self._work.wait()
             self._work = dist.all_reduce(self._values, group=self._replicas, async_op=True)
-            self._went_on = True
+            self._all_reduce_started = True
 
     def wait(self) -> None:
-        self.go_on()
+        self.start_all_reduce()
         self._work.wait()
 
 
-class StreamLane(Lane):
+class CudaStreamLane(Lane):
     """For CUDA: one high-priority stream, ordered against the computing stream by events. The host never waits.
 
     The tensors must outlive their use on the stream: buffers that live as long as the model do, others would need
@@ -151,10 +151,10 @@ class StreamLane(Lane):
         super().__init__(ranks)
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def all_gather(self, whole: Tensor) -> Token:
+    def all_gather(self, whole: Tensor) -> PendingCollective:
         return self._issue(lambda: _all_gather(whole, self.chunk(whole), group=self.ranks.shards))
 
-    def reduce_scatter(self, whole: Tensor) -> Token:
+    def reduce_scatter(self, whole: Tensor) -> PendingCollective:
         def sum_up() -> None:
             _reduce_scatter(self.chunk(whole), whole, group=self.ranks.shards)
             if self.ranks.replicas is not None:
@@ -162,7 +162,7 @@ class StreamLane(Lane):
 
         return self._issue(sum_up)
 
-    def maximum(self, values: Tensor) -> Token:
+    def all_reduce_max(self, values: Tensor) -> PendingCollective:
         def over_all() -> None:
             for group in (self.ranks.shards, self.ranks.replicas):
                 if group is not None:
@@ -170,14 +170,14 @@ class StreamLane(Lane):
 
         return self._issue(over_all)
 
-    def _issue(self, collectives: Callable[[], Any]) -> Token:
+    def _issue(self, collectives: Callable[[], Any]) -> PendingCollective:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             collectives()
-        return _Passed(self.stream)
+        return _StreamEvent(self.stream)
 
 
-class _Passed:
+class _StreamEvent:
     """This moment on the lane's stream, for which the current stream of its device can be made to wait."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -190,7 +190,7 @@ class _Passed:
 def lane_for(device: torch.device, ranks: Ranks) -> Lane:
     """Return the lane for a device. Raises NotImplementedError where there is none for its kind."""
     if device.type == "cpu":
-        return HostLane(ranks)
+        return GlooLane(ranks)
     if device.type == "cuda":
-        return StreamLane(ranks, device)
+        return CudaStreamLane(ranks, device)
     raise NotImplementedError(f"YaFSDP runs on cpu and cuda, not on {device.type}")

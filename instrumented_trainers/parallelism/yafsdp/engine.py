@@ -20,18 +20,18 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 
 from instrumented_trainers.parallelism.yafsdp.autograd_hooks import (
-    named,
-    refuse_lost_weights,
+    hook_inputs,
+    refuse_evicted,
     refuse_replaced_parameters,
     span,
-    watch_inputs,
+    unit_label,
 )
 from instrumented_trainers.parallelism.yafsdp.buffers import GradientSlot, Slots, WeightSlot, allocate
 from instrumented_trainers.parallelism.yafsdp.communication_lane import lane_for
 from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOrder
 from instrumented_trainers.parallelism.yafsdp.mixed_precision import tensors_in
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
-from instrumented_trainers.parallelism.yafsdp.unused_parameters import Usage
+from instrumented_trainers.parallelism.yafsdp.unused_parameters import ParameterUsage
 
 
 class Engine:
@@ -46,12 +46,12 @@ class Engine:
         self.root, self.units = root, tuple(units)
         self.lane = lane_for(root.device, root.ranks)
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.usage = Usage(self.units, self.lane)
+        self.usage = ParameterUsage(self.units, self.lane)
         filled = [unit for unit in self.units if unit.layout.numel]
         self.shared_slots = allocate([unit for unit in filled if not unit.owns_slots], root.buffers)
         self.own_slots = {unit: allocate([unit], 1)[0] for unit in filled if unit.owns_slots}
-        self._turn = 0  # which of the shared slots the unit that ran last has
-        self._depth = max(1, root.buffers - 1)
+        self._last_slot = 0  # which of the shared slots the unit that ran last has
+        self._prefetch_depth = max(1, root.buffers - 1)
         self._callback_queued = False
         for unit in self.units:
             unit.engine = self
@@ -69,10 +69,10 @@ class Engine:
             if _in_backward():
                 self._recompute(unit)
             else:
-                self._enter(unit)
-            self._await_weights(unit)
+                self._begin_forward(unit)
+            self._wait_for_unshard(unit)
             args, kwargs = unit.policy.cast_inputs((args, kwargs))
-            return watch_inputs(unit, (args, kwargs))
+            return hook_inputs(unit, (args, kwargs))
 
     def post_forward(self, unit: Unit, outputs: Any) -> Any:
         """Give the unit's slot free and watch its outputs for backward's begin."""
@@ -80,7 +80,7 @@ class Engine:
             if not _in_backward():
                 unit.in_forward = max(0, unit.in_forward - 1)
                 if not unit.in_forward:
-                    unit.show_shards()
+                    unit.use_shards()
             outputs = unit.policy.cast_outputs(outputs)
             if torch.is_grad_enabled():
                 for tensor in tensors_in(outputs):
@@ -93,107 +93,107 @@ class Engine:
         with span("pre_backward", unit):
             self._queue_callback()
             unit.in_backward = True
-            self._gather(unit)
-            if unit is self.root or self.order.leave(unit):
-                self._prefetch(self.order.behind(self._depth), "backward")
-            self._await_weights(unit)
+            self._unshard(unit)
+            if unit is self.root or self.order.record_backward(unit):
+                self._prefetch(self.order.next_backward(self._prefetch_depth), "backward")
+            self._wait_for_unshard(unit)
         return gradient
 
     def on_gradient(self, unit: Unit, index: int) -> None:
         """Move a gradient that autograd has finished into the unit's gradient slot, waiting until the slot is free."""
         gradient = unit.parameters[index].weight.grad  # type: ignore[union-attr]
         if gradient is not None and gradient.requires_grad:
-            raise NotImplementedError(f"YaFSDP: {named(unit)}: backward with create_graph=True is not supported")
-        refuse_lost_weights(unit)
+            raise NotImplementedError(f"YaFSDP: {unit_label(unit)}: backward with create_graph=True is not supported")
+        refuse_evicted(unit)
         self._queue_callback()  # no output of a unit may have been part of this backward pass
         assert unit.slots is not None
         slot = unit.slots.gradients
         if slot.owner is not unit:
             if slot.owner is not None:
-                self._reduce(slot.owner)
-            if slot.leaving is not None:
+                self._reduce_scatter(slot.owner)
+            if slot.reduction is not None:
                 with span("grad_slot_wait", unit):
-                    self._receive(slot)
+                    self._finish_reduction(slot)
             slot.owner = unit
         with span("post_backward_accumulate", unit):
-            unit.take_gradient(index)
+            unit.accumulate_gradient(index)
 
     def post_backward(self, unit: Unit) -> None:
         """Send the unit's gradients off to be summed and give its weight slot free."""
         if unit.slots is not None and unit.slots.gradients.owner is unit:
-            self._reduce(unit)
+            self._reduce_scatter(unit)
         if unit.in_backward:
             with span("post_backward_reshard", unit):
-                unit.in_backward = unit.lost_weights = False
-                unit.show_shards()
+                unit.in_backward = unit.evicted = False
+                unit.use_shards()
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
-    def _enter(self, unit: Unit) -> None:
+    def _begin_forward(self, unit: Unit) -> None:
         if unit is self.root:
-            self._begin_pass()
+            self._begin_root_forward()
         elif not self.root.in_forward:
-            self._begin_alone(unit)
+            self._begin_forward_without_root(unit)
         unit.in_forward += 1
-        self._place(unit)
-        self._gather(unit)
+        self._assign_slots(unit)
+        self._unshard(unit)
         if not unit.encloses_units:
-            self.order.enter(unit)
+            self.order.record_forward(unit)
         # The root computes nothing before the first unit that could hide the second's gather, so both are sent for.
-        self._prefetch(self.order.ahead(self._depth + (unit is self.root)), "forward")
+        self._prefetch(self.order.next_forward(self._prefetch_depth + (unit is self.root)), "forward")
 
-    def _begin_pass(self) -> None:
+    def _begin_root_forward(self) -> None:
         if self._callback_queued:
-            self._abandon_backward()
+            self._reset_failed_backward()
         for unit in self.units:
             if unit.in_forward:  # the last forward raised
                 unit.in_forward = 0
-                unit.show_shards()
-        self._forget_all()
+                unit.use_shards()
+        self._reshard_all()
         for unit in self.units:
             refuse_replaced_parameters(unit)
-        self._turn = -1
-        self.order.begin()
+        self._last_slot = -1
+        self.order.begin_forward()
 
-    def _begin_alone(self, unit: Unit) -> None:
-        if unit.leaves_to is not None:
+    def _begin_forward_without_root(self, unit: Unit) -> None:
+        if unit.outer_unit is not None:
             raise RuntimeError(
-                f"YaFSDP: {named(unit)} was run by itself, but {named(unit.leaves_to)} has the parameters that it left "
-                "out; run that one"
+                f"YaFSDP: {unit_label(unit)} was called directly, but {unit_label(unit.outer_unit)} owns the "
+                "parameters that it left out; call that module"
             )
         refuse_replaced_parameters(unit)
         if unit.slots is not None:
-            self._forget(unit.slots.weights)  # the optimizer may have stepped since they were gathered
+            self._reshard(unit.slots.weights)  # the optimizer may have stepped since they were gathered
 
-    def _place(self, unit: Unit) -> None:
+    def _assign_slots(self, unit: Unit) -> None:
         """Give a unit that runs for the first time its slots: the ones after those of the unit that ran before it."""
         if unit.slots is None and unit.layout.numel:
-            slots = self.own_slots.get(unit) or self.shared_slots[(self._turn + 1) % len(self.shared_slots)]
-            unit.bind(slots)
+            slots = self.own_slots.get(unit) or self.shared_slots[(self._last_slot + 1) % len(self.shared_slots)]
+            unit.assign_slots(slots)
         if unit.slots in self.shared_slots:
-            self._turn = self.shared_slots.index(unit.slots)
+            self._last_slot = self.shared_slots.index(unit.slots)
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
-    def _gather(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit) -> None:
         if unit.slots is None or unit.has_weights:
             return
         slot = unit.slots.weights
-        self._take(slot, unit)
+        self._evict(slot, unit)
         with span("all_gather", unit):
             slot.owner = unit
-            slot.arriving = self.lane.all_gather(unit.stage(self.lane))
-        unit.lost_weights = False
+            slot.gather = self.lane.all_gather(unit.copy_in_shard(self.lane))
+        unit.evicted = False
 
-    def _await_weights(self, unit: Unit) -> None:
+    def _wait_for_unshard(self, unit: Unit) -> None:
         if unit.slots is None:
             return
         slot = unit.slots.weights
-        if slot.arriving is not None:
+        if slot.gather is not None:
             with span("all_gather_wait", unit):
-                slot.arriving.wait()
-            slot.arriving = None
-        unit.show_weights()
+                slot.gather.wait()
+            slot.gather = None
+        unit.use_weights()
 
     def _prefetch(self, units: Iterable[Unit], direction: str) -> None:
         """Start gathering the units as far as their slots are free; a slot that holds a wrong guess is free."""
@@ -207,67 +207,67 @@ class Engine:
             expected.append(unit)
             if owner is not unit:
                 with record_function(f"YaFSDP::{direction}_prefetch for {unit.name}"):
-                    self._gather(unit)
+                    self._unshard(unit)
 
-    def _take(self, slot: WeightSlot[Unit], taker: Unit) -> None:
+    def _evict(self, slot: WeightSlot[Unit], requester: Unit) -> None:
         if slot.owner is None:
             return
         if slot.owner.in_forward:
             raise RuntimeError(
-                f"YaFSDP: {named(taker)} needs the weight buffer of {named(slot.owner)}, whose forward is under way "
-                "and does not hold it; shard one of them with reshard_after_forward=False, which gives it a buffer of "
-                "its own"
+                f"YaFSDP: {unit_label(requester)} needs the weight buffer of {unit_label(slot.owner)}, whose forward is "
+                "running and does not enclose it; shard one of them with reshard_after_forward=False, which gives it a "
+                "buffer of its own"
             )
-        slot.owner.lost_weights = slot.owner.in_backward
-        self._forget(slot)
+        slot.owner.evicted = slot.owner.in_backward
+        self._reshard(slot)
 
-    def _forget(self, slot: WeightSlot[Unit]) -> None:
-        if slot.arriving is not None:
-            slot.arriving.wait()
+    def _reshard(self, slot: WeightSlot[Unit]) -> None:
+        if slot.gather is not None:
+            slot.gather.wait()
         if slot.owner is not None:
-            slot.owner.show_shards()
-        slot.owner = slot.arriving = None
+            slot.owner.use_shards()
+        slot.owner = slot.gather = None
 
-    def _forget_all(self) -> None:
+    def _reshard_all(self) -> None:
         for slots in self.slots:
-            self._forget(slots.weights)
+            self._reshard(slots.weights)
 
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _recompute(self, unit: Unit) -> None:
         """Bring the weights of a unit whose forward is run again for activation checkpointing."""
         self._queue_callback()
-        if unit.leaves_to is not None and not unit.leaves_to.in_backward:
-            unit.leaves_to.in_backward = True  # until the whole backward pass is over, as it is the root
-            self._gather(unit.leaves_to)
-            self._await_weights(unit.leaves_to)
+        if unit.outer_unit is not None and not unit.outer_unit.in_backward:
+            unit.outer_unit.in_backward = True  # until the whole backward pass is over, as it is the root
+            self._unshard(unit.outer_unit)
+            self._wait_for_unshard(unit.outer_unit)
         unit.in_backward = True
-        self._place(unit)
-        self._gather(unit)
-        if self.order.is_next_back(unit):
-            self.order.leave(unit)
-            self._prefetch(self.order.behind(self._depth), "backward")
+        self._assign_slots(unit)
+        self._unshard(unit)
+        if self.order.is_next_backward(unit):
+            self.order.record_backward(unit)
+            self._prefetch(self.order.next_backward(self._prefetch_depth), "backward")
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce_scatter(self, unit: Unit) -> None:
         assert unit.slots is not None
         slot = unit.slots.gradients
         with span("post_backward_reduce", unit):
-            slot.leaving = (unit, self.lane.reduce_scatter(unit.fill_gaps()))
+            slot.reduction = (unit, self.lane.reduce_scatter(unit.zero_missing_gradients()))
         slot.owner = None
         slot.written.clear()
 
-    def _receive(self, slot: GradientSlot[Unit]) -> None:
-        if slot.leaving is not None:
-            unit, token = slot.leaving
+    def _finish_reduction(self, slot: GradientSlot[Unit]) -> None:
+        if slot.reduction is not None:
+            unit, token = slot.reduction
             token.wait()
-            unit.add_sum(self.lane.chunk(unit.whole_gradients))
-            slot.leaving = None
+            unit.accumulate_reduced(self.lane.chunk(unit.whole_gradients))
+            slot.reduction = None
 
-    def _receive_all(self) -> None:
+    def _finish_reductions(self) -> None:
         for slots in self.slots:
-            if slots.gradients.leaving is not None:
-                with span("post_backward_rs_wait", slots.gradients.leaving[0]):
-                    self._receive(slots.gradients)
+            if slots.gradients.reduction is not None:
+                with span("post_backward_rs_wait", slots.gradients.reduction[0]):
+                    self._finish_reduction(slots.gradients)
 
     def _queue_callback(self) -> None:
         """Have `_finish_backward` called when the backward pass under way, the outermost one, is over."""
@@ -280,29 +280,29 @@ class Engine:
         with record_function("YaFSDP::root_post_backward_callback"):
             for unit in reversed(self.units):
                 self.post_backward(unit)
-            due = [unit for unit in self.units if unit.requires_gradient_sync and self._has_news(unit)]
-            self.usage.send(due)
-            self._receive_all()
+            due = [unit for unit in self.units if unit.requires_gradient_sync and self._has_new_gradients(unit)]
+            self.usage.publish(due)
+            self._finish_reductions()
             unused = self.usage.unused(due)
             for unit in due:
-                unit.publish(unused[unit])
-            self._forget_all()
-            self.order.turn_back()
+                unit.publish_gradients(unused[unit])
+            self._reshard_all()
+            self.order.reset_backward()
             self._callback_queued = False
 
-    def _has_news(self, unit: Unit) -> bool:
-        leaving = unit.slots.gradients.leaving if unit.slots is not None else None
+    def _has_new_gradients(self, unit: Unit) -> bool:
+        leaving = unit.slots.gradients.reduction if unit.slots is not None else None
         return unit.awaits_publication or (leaving is not None and leaving[0] is unit)
 
-    def _abandon_backward(self) -> None:
+    def _reset_failed_backward(self) -> None:
         """Clear up after a backward pass that raised: what was not published by then is lost."""
         for slots in self.slots:
-            if slots.gradients.leaving is not None:
-                slots.gradients.leaving[1].wait()
-            slots.gradients.owner = slots.gradients.leaving = None
+            if slots.gradients.reduction is not None:
+                slots.gradients.reduction[1].wait()
+            slots.gradients.owner = slots.gradients.reduction = None
             slots.gradients.written.clear()
         for unit in self.units:
-            unit.in_backward = unit.lost_weights = False
+            unit.in_backward = unit.evicted = False
             unit.discard_gradients()
         self._callback_queued = False
 

@@ -18,29 +18,29 @@ class ExecutionOrder(Generic[U]):
         self._ran: list[U] = []
         self._cursor = 0  # in what ran: the unit whose backward is running; past the end before the first
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """Begin a forward pass; the one before becomes the prediction."""
         self._predicted = self._ran or self._predicted
         self._position = 0
         self._ran = []
         self._cursor = 0
 
-    def enter(self, unit: U) -> None:
+    def record_forward(self, unit: U) -> None:
         """Note that the forward of `unit` begins. Predicted units that did not run before it are passed over."""
         self._ran.append(unit)
         self._cursor = len(self._ran)
         if unit in self._predicted[self._position :]:
             self._position = self._predicted.index(unit, self._position) + 1
 
-    def ahead(self, count: int) -> list[U]:
+    def next_forward(self, count: int) -> list[U]:
         """Return up to `count` units that should run next in forward, the nearest first."""
         return self._predicted[self._position : self._position + count]
 
-    def turn_back(self) -> None:
+    def reset_backward(self) -> None:
         """Note that a backward pass is over: the next one starts from the end again."""
         self._cursor = len(self._ran)
 
-    def leave(self, unit: U) -> bool:
+    def record_backward(self, unit: U) -> bool:
         """Note that the backward of `unit` begins. Return whether this is news: it can be said more than once."""
         if self._cursor > 0 and self._ran[self._cursor - 1] == unit:
             self._cursor -= 1
@@ -53,10 +53,10 @@ class ExecutionOrder(Generic[U]):
                 return True
         return False
 
-    def is_next_back(self, unit: U) -> bool:
+    def is_next_backward(self, unit: U) -> bool:
         """Return whether the backward of `unit` should be the next to begin."""
         return self._cursor > 0 and self._ran[self._cursor - 1] == unit
 
-    def behind(self, count: int) -> list[U]:
+    def next_backward(self, count: int) -> list[U]:
         """Return up to `count` units whose backward should come next, the nearest first."""
         return self._ran[max(0, self._cursor - count) : self._cursor][::-1]

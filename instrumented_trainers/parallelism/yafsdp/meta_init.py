@@ -54,16 +54,16 @@ def _draw(
     for parameter in parameters.values():
         whole = torch.empty(parameter.shape, dtype=parameter.shard.dtype, device="meta")
         whole = _unfilled(whole, parameter.shard.device)
-        parameter.show(nn.Parameter(whole, requires_grad=parameter.shard.requires_grad))
+        parameter.register(nn.Parameter(whole, requires_grad=parameter.shard.requires_grad))
     reset(module)
     _refuse_unfilled(module, [name for name, parameter in parameters.items() if parameter not in drawn])
     for name, parameter in parameters.items():
         whole = module._parameters[name]
         assert whole is not None
         if not whole.isnan().any():
-            parameter.cut(whole)
+            parameter.copy_from_whole(whole)
             drawn.add(parameter)
-        parameter.show(parameter.shard)
+        parameter.register(parameter.shard)
 
 
 def _refuse_unfilled(module: nn.Module, names: Iterable[str]) -> None:

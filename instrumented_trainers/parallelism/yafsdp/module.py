@@ -96,7 +96,7 @@ class YaFSDPModule:
                 )
         super()._apply(fn, recurse)  # type: ignore[misc]
         for unit in self._units():
-            unit.keep_master()
+            unit.adopt_moved_shards()
         return self
 
     def _leave_meta(self, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -33,14 +33,14 @@ class UnitParameter:
         old = self.shard
         self.shard = nn.Parameter(values, requires_grad=old.requires_grad)
         self.shard.__dict__.update(old.__dict__)
-        self.show(self.shard)
+        self.register(self.shard)
 
     @torch.no_grad()
-    def cut(self, whole: Tensor) -> None:
+    def copy_from_whole(self, whole: Tensor) -> None:
         """Give the shard its part of the whole parameter."""
         self.shard.copy_(whole.reshape(-1)[self.part.origin : self.part.origin + self.shard.numel()])
 
-    def show(self, parameter: nn.Parameter) -> None:
+    def register(self, parameter: nn.Parameter) -> None:
         """Put `parameter` wherever the modules look for this one."""
         for module, name in self.sites:
             if type(module).__setattr__ is nn.Module.__setattr__:
@@ -100,7 +100,7 @@ class Unit:
         ]
         self.left_out = False
         """Whether the module has parameters that were left for a unit around it."""
-        self.leaves_to: Unit | None = None
+        self.outer_unit: Unit | None = None
         """The unit that has them."""
         self.engine: UnitEngine | None = None
         self.slots: Slots[Unit] | None = None
@@ -110,14 +110,14 @@ class Unit:
         self.requires_gradient_sync = True
         self.in_forward = 0
         self.in_backward = False
-        self.lost_weights = False
+        self.evicted = False
         """Whether another unit took the weights while this one's backward was under way."""
-        self.touched: set[int] = set()
+        self.with_gradient: set[int] = set()
         """Indices of the parameters that got a gradient on this rank since gradients were last published."""
         self.awaits_publication = False
         """Whether the gradient shard holds a sum that the optimizer does not see yet."""
         self._divided = True  # whether `gradient` is an average over the ranks, not a sum
-        self.show_shards()
+        self.use_shards()
 
     def _parts(self) -> Iterator[Part]:
         return (self.layout.part(index, self.rank) for index in range(len(self.layout.shapes)))
@@ -140,7 +140,7 @@ class Unit:
                 parameter.replace_shard(self.master[parameter.part.start : parameter.part.stop])
 
     @torch.no_grad()
-    def keep_master(self) -> None:
+    def adopt_moved_shards(self) -> None:
         """Take over values that were given to the optimizer's parameters as new memory, such as by share_memory."""
         for parameter in self.parameters:
             own = self.master[parameter.part.start : parameter.part.stop]
@@ -148,7 +148,7 @@ class Unit:
                 own.copy_(parameter.shard)
                 parameter.shard.data = own
 
-    def replaced(self) -> UnitParameter | None:
+    def replaced_parameter(self) -> UnitParameter | None:
         """Return a parameter that is no longer the shard, or whose memory is not the shard's; None if all are."""
         for parameter in self.parameters:
             shard, own = parameter.shard, self.master[parameter.part.start : parameter.part.stop]
@@ -176,7 +176,7 @@ class Unit:
         return self.in_forward > 0 or self.in_backward
 
     @torch.inference_mode(mode=False)
-    def bind(self, slots: "Slots[Unit]") -> None:
+    def assign_slots(self, slots: "Slots[Unit]") -> None:
         """Give the unit its slots for good: autograd keeps views of the weights, so their address must not change.
 
         From then on its engine hears of each gradient that a parameter got.
@@ -189,28 +189,28 @@ class Unit:
             weight.data = self.whole_weights[self.layout.span(index)].view(parameter.shape)
             # A weak reference: Python's garbage collector does not see what these hooks hold, and a cycle through them
             # would keep the model for ever.
-            weight.register_post_accumulate_grad_hook(functools.partial(_tell_engine, weakref.ref(self), index))
+            weight.register_post_accumulate_grad_hook(functools.partial(_notify_engine, weakref.ref(self), index))
             parameter.weight = weight
 
     @torch.no_grad()
-    def stage(self, lane: Lane) -> Tensor:
+    def copy_in_shard(self, lane: Lane) -> Tensor:
         """Put this rank's shard into its place in the weight buffer, cast, and return what is to be gathered."""
         whole = self.whole_weights
         lane.chunk(whole).copy_(self.master)
         return whole
 
-    def show_weights(self) -> None:
+    def use_weights(self) -> None:
         """Let the modules see whole weights."""
         for parameter in self.parameters:
             assert parameter.weight is not None
             if parameter.weight.requires_grad != parameter.shard.requires_grad:
                 parameter.weight.requires_grad_(parameter.shard.requires_grad)
-            parameter.show(parameter.weight)
+            parameter.register(parameter.weight)
 
-    def show_shards(self) -> None:
+    def use_shards(self) -> None:
         """Let the modules see shards, as optimizers and state dicts do."""
         for parameter in self.parameters:
-            parameter.show(parameter.shard)
+            parameter.register(parameter.shard)
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -221,13 +221,13 @@ class Unit:
         return self.slots.gradients.buffer[: self.layout.numel]
 
     @property
-    def untouched(self) -> set[int]:
+    def without_gradient(self) -> set[int]:
         """Return the indices of trainable parameters that got no gradient on this rank since the last publication."""
         trainable = {index for index, parameter in enumerate(self.parameters) if parameter.shard.requires_grad}
-        return trainable - self.touched
+        return trainable - self.with_gradient
 
     @torch.no_grad()
-    def take_gradient(self, index: int) -> None:
+    def accumulate_gradient(self, index: int) -> None:
         """Move a parameter's gradient from autograd into the gradient buffer, cast to the reduce dtype."""
         assert self.slots is not None
         parameter, slot = self.parameters[index], self.slots.gradients
@@ -241,10 +241,10 @@ class Unit:
         else:
             target.copy_(gradient)
         slot.written.add(index)
-        self.touched.add(index)
+        self.with_gradient.add(index)
 
     @torch.no_grad()
-    def fill_gaps(self) -> Tensor:
+    def zero_missing_gradients(self) -> Tensor:
         """Zero what no gradient was written to and return what is to be reduced."""
         assert self.slots is not None
         whole = self.whole_gradients
@@ -255,7 +255,7 @@ class Unit:
         return whole
 
     @torch.no_grad()
-    def add_sum(self, chunk: Tensor) -> None:
+    def accumulate_reduced(self, chunk: Tensor) -> None:
         """Add a sum over ranks to the gradient shard.
 
         What was published is an average already: a sum that comes on top of it is divided as it is added.
@@ -272,7 +272,7 @@ class Unit:
         self.awaits_publication = True
 
     @torch.no_grad()
-    def publish(self, unused: Collection[int]) -> None:
+    def publish_gradients(self, unused: Collection[int]) -> None:
         """Divide the sum by the number of ranks, once, and show it to the optimizer; `unused` parameters get none."""
         assert self.gradient is not None
         if not self._divided:
@@ -281,7 +281,7 @@ class Unit:
         for index, parameter in enumerate(self.parameters):
             if parameter.shard.requires_grad and (index not in unused or parameter.shard.grad is not None):
                 parameter.shard.grad = self.gradient[parameter.part.start : parameter.part.stop]
-        self.touched.clear()
+        self.with_gradient.clear()
 
     def discard_gradients(self) -> None:
         """Forget gradients that the optimizer does not see yet, of earlier micro-batches too."""
@@ -289,7 +289,7 @@ class Unit:
             if parameter.weight is not None:
                 parameter.weight.grad = None
         self._divided, self.awaits_publication = True, False
-        self.touched.clear()
+        self.with_gradient.clear()
 
     def _adopt_published(self) -> bool:
         """Make the gradient shard equal to what the optimizer sees of it. Return whether it sees any."""
@@ -311,7 +311,7 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     return storages[0] == storages[1] and one.storage_offset() == other.storage_offset() and one.dtype == other.dtype
 
 
-def _tell_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
+def _notify_engine(reference: "weakref.ref[Unit]", index: int, _: Tensor) -> None:
     unit = reference()
     if unit is not None and unit.engine is not None:  # else nobody holds the model, and nobody would see the gradient
         unit.engine.on_gradient(unit, index)

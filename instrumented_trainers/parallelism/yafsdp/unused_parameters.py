@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, Token
+from instrumented_trainers.parallelism.yafsdp.communication_lane import Lane, PendingCollective
 from instrumented_trainers.parallelism.yafsdp.unit import Unit
 
 
-class Usage:
+class ParameterUsage:
     """Tells ranks of each other's use of parameters, once per publication of gradients.
 
     A shard must be stepped if any rank used its parameter, and must be left alone (no weight decay, no momentum) if
@@ -24,26 +24,26 @@ class Usage:
             self._first_flag[unit] = count
             count += len(unit.parameters)
         self._flags = torch.ones(count, dtype=torch.int32, device=units[0].device)
-        self._arriving: Token | None = None
+        self._pending: PendingCollective | None = None
 
-    def send(self, units: Sequence[Unit]) -> None:
+    def publish(self, units: Sequence[Unit]) -> None:
         """Send which trainable parameters of the units, whose gradients are due, got a gradient on this rank."""
         if not units or self._lane.ranks.count == 1:
             return
-        if self._arriving is not None:
-            self._arriving.wait()  # nobody may have waited for the last one, and the flags are used again
+        if self._pending is not None:
+            self._pending.wait()  # nobody may have waited for the last one, and the flags are used again
         self._flags.fill_(1)
         for unit in units:
-            for index in unit.untouched:
+            for index in unit.without_gradient:
                 self._flags[self._first_flag[unit] + index] = 0
-        self._arriving = self._lane.maximum(self._flags)
+        self._pending = self._lane.all_reduce_max(self._flags)
 
     def unused(self, units: Sequence[Unit]) -> dict[Unit, set[int]]:
         """Return which trainable parameters of the units got a gradient on no rank."""
-        unused = {unit: unit.untouched for unit in units}
-        if self._arriving is None or not any(unused.values()):
+        unused = {unit: unit.without_gradient for unit in units}
+        if self._pending is None or not any(unused.values()):
             return unused
-        self._arriving.wait()
+        self._pending.wait()
         used = self._flags.tolist()
         return {
             unit: {index for index in indices if not used[self._first_flag[unit] + index]}

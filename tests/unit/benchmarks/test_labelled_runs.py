@@ -6,7 +6,7 @@ from benchmarks import labelled_report, labelled_runs
 from benchmarks.labelled_runs import Judged
 from tests.unit.simulate.jobs import job
 from tracekit.rules.rule import Finding, Severity
-from tracekit.simulate.truth import Known
+from tracekit.simulate.truth import KnownFault
 
 
 def _run(known: dict[str, int], found: dict[str, int]) -> Judged:
@@ -14,7 +14,7 @@ def _run(known: dict[str, int], found: dict[str, int]) -> Judged:
     return Judged(
         job(steps=1),
         (),
-        tuple(Known("fault", code, (0,), (0,), 0, 1, ms * 1_000_000) for code, ms in known.items()),
+        tuple(KnownFault("fault", code, (0,), (0,), 0, 1, ms * 1_000_000) for code, ms in known.items()),
         100_000_000,
         tuple(Finding(code, Severity.WARNING, "", "", cost_ns=ms * 1_000_000) for code, ms in found.items()),
     )

@@ -10,7 +10,7 @@ from tracekit.capture import atomic_files
 
 def test_a_file_appears_when_its_writing_is_done(tmp_path: Path) -> None:
     final = tmp_path / "run" / "run.json"
-    with atomic_files.whole_file(final) as partial:
+    with atomic_files.atomic_write(final) as partial:
         partial.write_text("half")
         assert not final.exists()
     assert final.read_text() == "half"
@@ -22,7 +22,7 @@ def test_a_failed_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
     final.write_text("old")
 
     def fail_halfway() -> None:
-        with atomic_files.whole_file(final) as partial:
+        with atomic_files.atomic_write(final) as partial:
             partial.write_text("half")
             raise OSError("disk full")
 
@@ -62,5 +62,5 @@ def test_compressing_removes_the_plain_file(tmp_path: Path) -> None:
 
 
 def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    atomic_files.complain("the trace was not written", OSError("no\nspace"))
+    atomic_files.report_failure("the trace was not written", OSError("no\nspace"))
     assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training goes on\n")

@@ -337,7 +337,7 @@ def test_a_recording_that_fails_is_said_once_and_the_save_goes_on(
     def fail() -> Path | None:
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr("tracekit.capture.checkpoints.recording._said", set())
+    monkeypatch.setattr("tracekit.capture.checkpoints.recording._reported", set())
     watch(fail)
     for _ in range(2):
         save(tmp_path / "x.pt")

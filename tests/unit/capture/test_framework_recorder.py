@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tracekit import conventions
-from tracekit.capture.framework_recorder import EVALUATION, Follower, harmless
+from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -14,28 +14,28 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def follow(run: Path, **options: Any) -> Follower:
-    return Follower(run, {"steps": None, "rank": 0, "device": "cpu", **options})
+def follow(run: Path, **options: Any) -> FrameworkRecorder:
+    return FrameworkRecorder(run, {"steps": None, "rank": 0, "device": "cpu", **options})
 
 
 def test_what_turns_out_to_be_evaluation_is_neither_step_time_nor_a_wait_for_data(tmp_path: Path) -> None:
     # step 0   data . evaluation, taken for data . step      step 1   data . step
     evaluation_ns = 5_000_000  # at least
-    follower = follow(tmp_path)
+    recorder = follow(tmp_path)
     began_ns, began_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
-    follower.begin(0, dict)
-    follower.turn_to(conventions.DATA)
-    follower.turn_to(conventions.DATA)
+    recorder.begin(0, dict)
+    recorder.enter_phase(conventions.DATA)
+    recorder.enter_phase(conventions.DATA)
     turned_ns, turned_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
     while time.perf_counter_ns() - turned_ns < evaluation_ns:
         pass
     evaluation_cpu_ns = time.process_time_ns() - turned_cpu_ns
-    follower.turn_to(None, was=EVALUATION)
-    follower.step({}, tokens=10)
+    recorder.enter_phase(None, previous=EVALUATION)
+    recorder.step({}, tokens=10)
     whole_ns, whole_cpu_ns = time.perf_counter_ns() - began_ns, time.process_time_ns() - began_cpu_ns
-    follower.turn_to(conventions.DATA)
-    follower.step({}, tokens=10)
-    follower.end()
+    recorder.enter_phase(conventions.DATA)
+    recorder.step({}, tokens=10)
+    recorder.end()
     first, second = metrics(tmp_path)
     assert 0 < first[conventions.DATA_WAIT_METRIC] < first[conventions.STEP_TIME_METRIC] < whole_ns - evaluation_ns
     assert 0 <= first[conventions.CPU_TIME_METRIC] <= whole_cpu_ns - evaluation_cpu_ns
@@ -46,57 +46,57 @@ def test_what_turns_out_to_be_evaluation_is_neither_step_time_nor_a_wait_for_dat
 def test_a_run_of_which_the_framework_tells_nothing_is_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    follower = follow(tmp_path, manifest={"strategy": "given"})
-    follower.begin(3, lambda: {"model": 1 / 0})
-    follower.step({}, tokens=None)
-    follower.end()
+    recorder = follow(tmp_path, manifest={"strategy": "given"})
+    recorder.begin(3, lambda: {"model": 1 / 0})
+    recorder.step({}, tokens=None)
+    recorder.end()
     assert [row["step"] for row in metrics(tmp_path)] == [3]
     assert json.loads((tmp_path / conventions.MANIFEST_FILE).read_text())["strategy"] == "given"
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_what_the_user_says_of_the_run_wins(tmp_path: Path) -> None:
-    follower = follow(tmp_path, manifest={"strategy": "given"})
-    follower.begin(0, lambda: {"strategy": "found", "model": {"name": "found"}})
-    follower.end()
+    recorder = follow(tmp_path, manifest={"strategy": "given"})
+    recorder.begin(0, lambda: {"strategy": "found", "model": {"name": "found"}})
+    recorder.end()
     about = json.loads((tmp_path / conventions.MANIFEST_FILE).read_text())
     assert (about["strategy"], about["model"]) == ("given", {"name": "found"})
 
 
 def test_a_second_training_begins_a_recording_of_its_own(tmp_path: Path) -> None:
-    follower = follow(tmp_path)
-    follower.begin(0, dict)
-    follower.step({}, tokens=None)
-    follower.begin(0, dict)  # the first was left open: it raised
-    follower.step({}, tokens=None)
-    follower.end()
+    recorder = follow(tmp_path)
+    recorder.begin(0, dict)
+    recorder.step({}, tokens=None)
+    recorder.begin(0, dict)  # the first was left open: it raised
+    recorder.step({}, tokens=None)
+    recorder.end()
     assert [row["step"] for row in metrics(tmp_path)] == [0]
     assert not list(tmp_path.glob(f"*{conventions.PARTIAL_SUFFIX}"))
 
 
 def test_nothing_is_followed_that_was_not_begun(tmp_path: Path) -> None:
-    follower = follow(tmp_path / "run")
-    follower.turn_to(conventions.DATA)
-    follower.step({}, tokens=None)
-    follower.end()
+    recorder = follow(tmp_path / "run")
+    recorder.enter_phase(conventions.DATA)
+    recorder.step({}, tokens=None)
+    recorder.end()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_hook_that_raises_is_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Callback:
         def __init__(self) -> None:
-            self.follower = follow(tmp_path)
+            self.recorder = follow(tmp_path)
             self.calls = 0
 
-        @harmless
+        @never_raises
         def on_step(self) -> None:
             self.calls += 1
             raise RuntimeError("in the hook")
 
     callback = Callback()
-    callback.follower.begin(0, dict)
+    callback.recorder.begin(0, dict)
     callback.on_step()
     callback.on_step()
     assert callback.calls == 1
-    assert not callback.follower.recording
+    assert not callback.recorder.recording
     assert capsys.readouterr().err.count("in the hook") == 1

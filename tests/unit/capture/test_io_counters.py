@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from tracekit.capture.checkpoints import io_counters
-from tracekit.capture.checkpoints.durability import Written
-from tracekit.capture.checkpoints.thread_sampling import Looks
+from tracekit.capture.checkpoints.durability import WrittenFiles
+from tracekit.capture.checkpoints.thread_sampling import ThreadSampler
 
 
 def proc(folder: Path, *, dirty_kb: int, some_us: int, written: int, run_ns: int) -> str:
@@ -55,7 +55,7 @@ def test_a_thread_that_works_is_seen_to_run() -> None:
 
 
 def test_only_a_sync_after_the_last_flush_makes_a_file_durable(tmp_path: Path) -> None:
-    written = Written()
+    written = WrittenFiles()
     assert written.durable() is None
     with (tmp_path / "x").open("wb") as stream:
         file = written.open(stream)
@@ -85,13 +85,13 @@ def looked(work: str, steps: list[int]) -> bool:
     going = threading.Event()
 
     def save() -> None:
-        looks = Looks(lambda: steps[-1])
+        looks = ThreadSampler(lambda: steps[-1])
         going.wait()
         time.sleep(0.02)
-        looks.look()
+        looks.sample()
         if work == "a step":
             steps.append(steps[-1] + 1)
-        looks.look()
+        looks.sample()
         found.append(looks.blocked())
 
     thread = threading.Thread(target=save)
@@ -107,6 +107,6 @@ def test_a_thread_blocks_training_only_if_that_waits_and_makes_no_step() -> None
     assert looked("nothing", [1]) is True
     assert looked("training", [1]) is False
     assert looked("a step", [1]) is False
-    on_the_training_thread = Looks(lambda: None)
-    on_the_training_thread.look()
+    on_the_training_thread = ThreadSampler(lambda: None)
+    on_the_training_thread.sample()
     assert on_the_training_thread.blocked() is True

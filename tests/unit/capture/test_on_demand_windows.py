@@ -6,92 +6,92 @@ import pytest
 
 from tracekit import conventions
 from tracekit.capture import on_demand_windows
-from tracekit.capture.on_demand_windows import Requests
-from tracekit.capture.window_schedule import Window, Windows
+from tracekit.capture.on_demand_windows import WindowRequests
+from tracekit.capture.window_schedule import Window, WindowSchedule
 
 STEP_NS = 500_000_000
 
 
 @pytest.fixture(autouse=True)
 def look_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_demand_windows, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(on_demand_windows, "_POLL_EVERY_S", 0.0)
 
 
-def requests(run: Path, windows: Windows, *, leads: bool) -> Requests:
-    return Requests(run, windows, length=5, warmup=2, leads=leads)
+def requests(run: Path, windows: WindowSchedule, *, leads: bool) -> WindowRequests:
+    return WindowRequests(run, windows, length=5, warmup=2, leads=leads)
 
 
 def test_all_ranks_learn_the_same_steps_before_they_come(tmp_path: Path) -> None:
-    ranks = [Windows(None) for _ in range(3)]
+    ranks = [WindowSchedule(None) for _ in range(3)]
     looking = [requests(tmp_path, windows, leads=rank == 0) for rank, windows in enumerate(ranks)]
     (tmp_path / conventions.NOW_FILE).touch()
     for step, rank in ((40, 0), (42, 1), (43, 2)):
-        looking[rank].look(step, STEP_NS)
+        looking[rank].poll(step, STEP_NS)
     # 3 s of steps of 0.5 s, two to warm up, and the one that begins
     assert [windows.upcoming(40) for windows in ranks] == [Window(0, 49, 54)] * 3
     assert not (tmp_path / conventions.NOW_FILE).exists()
 
 
 def test_the_file_may_say_how_many_steps(tmp_path: Path) -> None:
-    windows = Windows(10, 15)
+    windows = WindowSchedule(10, 15)
     (tmp_path / conventions.NOW_FILE).write_text(json.dumps({"steps": 2}))
-    requests(tmp_path, windows, leads=True).look(4, STEP_NS)
+    requests(tmp_path, windows, leads=True).poll(4, STEP_NS)
     assert windows.upcoming(15) == Window(1, 17, 19)
 
 
 @pytest.mark.parametrize("text", ["steps", "[]", '{"steps": "many"}', '{"steps": -1}', '{"steps": 1e9}', "\x00\xff"])
 def test_what_says_nothing_of_sense_asks_for_the_usual(tmp_path: Path, text: str) -> None:
-    windows = Windows(None)
+    windows = WindowSchedule(None)
     (tmp_path / conventions.NOW_FILE).write_text(text)
-    requests(tmp_path, windows, leads=True).look(0, STEP_NS)
+    requests(tmp_path, windows, leads=True).poll(0, STEP_NS)
     assert windows.upcoming(0) == Window(0, 9, 14)
 
 
 def test_a_second_request_waits_for_the_first(tmp_path: Path) -> None:
-    windows = Windows(None)
+    windows = WindowSchedule(None)
     looking = requests(tmp_path, windows, leads=True)
     for _ in range(2):
         (tmp_path / conventions.NOW_FILE).touch()
-        looking.look(0, STEP_NS)
+        looking.poll(0, STEP_NS)
     assert (tmp_path / conventions.NOW_FILE).exists()
-    looking.look(14, STEP_NS)
+    looking.poll(14, STEP_NS)
     assert windows.upcoming(14) == Window(1, 23, 28)
 
 
 def test_a_rank_that_comes_too_late_says_so_and_keeps_the_numbers(tmp_path: Path) -> None:
-    leading, late = Windows(None), Windows(None)
+    leading, late = WindowSchedule(None), WindowSchedule(None)
     late_looking = requests(tmp_path, late, leads=False)
     (tmp_path / conventions.NOW_FILE).touch()
-    requests(tmp_path, leading, leads=True).look(0, STEP_NS)
+    requests(tmp_path, leading, leads=True).poll(0, STEP_NS)
     with pytest.raises(ValueError, match="steps 9:14 were asked for and cannot be recorded any more at step 12"):
-        late_looking.look(12, STEP_NS)
-    assert late.ask(100, 105)
+        late_looking.poll(12, STEP_NS)
+    assert late.request(100, 105)
     assert late.upcoming(50) == Window(1, 100, 105)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"first": 5}', '{"first": 5, "end": 5}', '{"first": "a", "end": 9}', "[1]"])
 def test_a_request_of_no_sense_is_passed_over(tmp_path: Path, text: str) -> None:
-    windows = Windows(None)
+    windows = WindowSchedule(None)
     looking = requests(tmp_path, windows, leads=False)
     (tmp_path / conventions.REQUEST_FILE).write_text(text)
-    looking.look(0, STEP_NS)
+    looking.poll(0, STEP_NS)
     assert windows.upcoming(0) is None
 
 
 def test_what_an_earlier_training_left_is_no_request(tmp_path: Path) -> None:
     (tmp_path / conventions.REQUEST_FILE).write_text(json.dumps({"first": 50, "end": 55}))
-    windows = Windows(None)
-    requests(tmp_path, windows, leads=False).look(0, STEP_NS)
+    windows = WindowSchedule(None)
+    requests(tmp_path, windows, leads=False).poll(0, STEP_NS)
     assert windows.upcoming(0) is None
 
 
 def test_ranks_look_about_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    windows = Windows(None)
+    windows = WindowSchedule(None)
     looking = requests(tmp_path, windows, leads=True)
     (tmp_path / conventions.NOW_FILE).touch()
     began_s = time.monotonic()
     while windows.upcoming(0) is None:
-        looking.look(0, STEP_NS)
+        looking.poll(0, STEP_NS)
         assert time.monotonic() - began_s < 30
     assert time.monotonic() - began_s > 0.9

@@ -1,6 +1,6 @@
 import time
 
-from tracekit.capture.checkpoints.stages import StageClock, share_out
+from tracekit.capture.checkpoints.stages import StageClock, apportion
 
 
 def clock_with(**spent_ns: int) -> StageClock:
@@ -36,12 +36,12 @@ def test_time_inside_another_stage_is_not_charged_to_the_outer_one() -> None:
 def test_a_window_is_shared_out_as_its_threads_spent_their_time() -> None:
     # thread 1  write write fsync
     # thread 2  write
-    shares = share_out(100, [clock_with(write=20, fsync=10), clock_with(write=10)])
+    shares = apportion(100, [clock_with(write=20, fsync=10), clock_with(write=10)])
     assert {stage: share for stage, (_, share) in shares.items()} == {"write": 75, "fsync": 25}
 
 
 def test_time_in_no_stage_takes_no_share() -> None:
     waiting = StageClock(None)
     waiting.stop()
-    assert share_out(100, [waiting]) == {}
-    assert share_out(100, [waiting, clock_with(write=1)])["write"][1] == 100
+    assert apportion(100, [waiting]) == {}
+    assert apportion(100, [waiting, clock_with(write=1)])["write"][1] == 100

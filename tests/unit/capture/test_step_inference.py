@@ -2,16 +2,16 @@
 
 import pytest
 
-from tracekit.capture.step_inference import Rounds
+from tracekit.capture.step_inference import StepCounter
 
 
 def counted(steps: str, made: dict[str, int]) -> list[int]:
     """Return after which optimizer steps, counted from 0, training steps ended; `made` gives sizes in order."""
-    rounds, numbers, ends = Rounds(), {name: number for number, name in enumerate(made)}, []
+    rounds, numbers, ends = StepCounter(), {name: number for number, name in enumerate(made)}, []
     for name, elements in made.items():
-        rounds.made(numbers[name], elements)
+        rounds.add_optimizer(numbers[name], elements)
     for at, name in enumerate(steps):
-        ends += [at] * rounds.stepped(numbers[name])
+        ends += [at] * rounds.step(numbers[name])
     return ends
 
 
@@ -34,12 +34,12 @@ def test_a_training_step_is_a_round_of_its_optimizers(steps: str, made: dict[str
 
 
 def test_an_optimizer_inside_another_is_no_step_of_its_own() -> None:
-    rounds = Rounds()
-    rounds.made(0, 10)
-    rounds.made(1, 10)
+    rounds = StepCounter()
+    rounds.add_optimizer(0, 10)
+    rounds.add_optimizer(1, 10)
     for _ in range(3):
-        rounds.inside(1)
-        assert rounds.stepped(0) == 1
+        rounds.nested_step(1)
+        assert rounds.step(0) == 1
 
 
 def test_the_count_never_runs_from_the_leaders_steps() -> None:

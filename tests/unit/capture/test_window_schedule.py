@@ -2,10 +2,10 @@ import random
 
 import pytest
 
-from tracekit.capture.window_schedule import Window, Windows, parse_steps
+from tracekit.capture.window_schedule import Window, WindowSchedule, parse_steps
 
 
-def profiled(windows: Windows, steps: int) -> dict[int, list[int]]:
+def profiled(windows: WindowSchedule, steps: int) -> dict[int, list[int]]:
     """Return the steps of each window by number, asking before each step as the recorder does."""
     found: dict[int, list[int]] = {}
     for step in range(steps):
@@ -16,59 +16,59 @@ def profiled(windows: Windows, steps: int) -> dict[int, list[int]]:
 
 
 def test_one_window_is_the_steps_named() -> None:
-    assert profiled(Windows(10, 15), 100) == {0: [10, 11, 12, 13, 14]}
-    assert profiled(Windows(0, 1), 100) == {0: [0]}
+    assert profiled(WindowSchedule(10, 15), 100) == {0: [10, 11, 12, 13, 14]}
+    assert profiled(WindowSchedule(0, 1), 100) == {0: [0]}
 
 
 def test_windows_follow_each_other_at_the_distance_named() -> None:
-    assert profiled(Windows(2, 4, every=5), 14) == {0: [2, 3], 1: [7, 8], 2: [12, 13]}
-    assert profiled(Windows(1, 3, every=2), 6) == {0: [1, 2], 1: [3, 4], 2: [5]}
+    assert profiled(WindowSchedule(2, 4, every=5), 14) == {0: [2, 3], 1: [7, 8], 2: [12, 13]}
+    assert profiled(WindowSchedule(1, 3, every=2), 6) == {0: [1, 2], 1: [3, 4], 2: [5]}
 
 
 def test_without_steps_there_are_only_those_asked_for() -> None:
-    windows = Windows(None)
+    windows = WindowSchedule(None)
     assert windows.upcoming(0) is None
-    assert windows.ask(7, 9)
-    assert windows.ask(3, 4)
+    assert windows.request(7, 9)
+    assert windows.request(3, 4)
     assert profiled(windows, 20) == {0: [3], 1: [7, 8]}
 
 
 def test_a_window_asked_for_takes_the_number_of_its_place() -> None:
-    windows = Windows(10, 12, every=20)
-    assert windows.ask(20, 25)
+    windows = WindowSchedule(10, 12, every=20)
+    assert windows.request(20, 25)
     assert [windows.upcoming(step) for step in (0, 15, 25)] == [Window(0, 10, 12), Window(1, 20, 25), Window(2, 30, 32)]
 
 
 @pytest.mark.parametrize("span", [(11, 13), (9, 11), (8, 20), (29, 31), (21, 22)])
 def test_a_window_that_would_overlap_another_is_refused(span: tuple[int, int]) -> None:
-    windows = Windows(10, 12, every=20)
-    assert windows.ask(20, 22) is True
-    assert windows.ask(*span) is False
+    windows = WindowSchedule(10, 12, every=20)
+    assert windows.request(20, 22) is True
+    assert windows.request(*span) is False
 
 
 def test_room_is_the_first_that_holds_the_window_and_its_distance() -> None:
-    assert Windows(10, 12).room(3, 5) == 3
-    assert Windows(10, 12).room(8, 5) == 12
-    assert Windows(10, 12).room(8, 5, apart=2) == 14
-    assert Windows(10, 12, every=9).room(8, 5, apart=1) == 13
+    assert WindowSchedule(10, 12).first_free_step(3, 5) == 3
+    assert WindowSchedule(10, 12).first_free_step(8, 5) == 12
+    assert WindowSchedule(10, 12).first_free_step(8, 5, margin=2) == 14
+    assert WindowSchedule(10, 12, every=9).first_free_step(8, 5, margin=1) == 13
     with pytest.raises(ValueError, match="leave no room"):
-        Windows(10, 12, every=9).room(8, 8)
+        WindowSchedule(10, 12, every=9).first_free_step(8, 8)
 
 
 def test_room_is_room_whatever_was_asked_for_before() -> None:
     dice = random.Random(20261122)
     for _ in range(200):
         every = dice.choice([None, dice.randint(12, 30)])
-        windows = Windows(dice.randint(12, 20), 22, every=every)
+        windows = WindowSchedule(dice.randint(12, 20), 22, every=every)
         for _ in range(5):
             length, apart = dice.randint(1, 4), dice.randint(0, 2)
             wanted = dice.randint(0, 60)
             try:
-                first = windows.room(wanted, length, apart=apart)
+                first = windows.first_free_step(wanted, length, margin=apart)
             except ValueError:
                 continue
             assert first >= wanted
-            assert windows.ask(first, first + length)
+            assert windows.request(first, first + length)
         found = profiled(windows, 200)
         assert sorted(found) == list(range(len(found)))  # numbered in order, none twice
         steps = [step for number in sorted(found) for step in found[number]]

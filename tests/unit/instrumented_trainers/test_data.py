@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instrumented_trainers.config import RefusedError
+from instrumented_trainers.config import InvalidConfigError
 from instrumented_trainers.data import BETWEEN_DOCUMENTS, TOKENS, Batches, read_tokens, standard_library
 from instrumented_trainers.model import PRESETS
 
@@ -54,5 +54,5 @@ def test_a_batch_follows_from_seed_and_place_alone() -> None:
 
 
 def test_text_too_short_for_one_sequence_is_refused() -> None:
-    with pytest.raises(RefusedError, match="too short for sequences of 8"):
+    with pytest.raises(InvalidConfigError, match="too short for sequences of 8"):
         batches(tokens=8)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from instrumented_trainers.config import TrainingConfig
-from instrumented_trainers.memory import Footprint, Measured, MemoryReport, predicted
+from instrumented_trainers.memory import Footprint, MeasuredMemory, MemoryReport, predicted
 from instrumented_trainers.parallelism import ShardOptions
 
 MIB = 1 << 20
@@ -11,8 +11,8 @@ MIB = 1 << 20
 
 def test_the_table_is_of_the_rank_with_the_highest_peak() -> None:
     formula = Footprint(4 * MIB, 4 * MIB, 8 * MIB, None, 3 * MIB)
-    low = Measured(Footprint(4 * MIB, 4 * MIB, 8 * MIB, 0, 3 * MIB), 20 * MIB, None)
-    high = Measured(Footprint(4 * MIB, 4 * MIB, 8 * MIB, MIB // 2, 3 * MIB), 21 * MIB, None)
+    low = MeasuredMemory(Footprint(4 * MIB, 4 * MIB, 8 * MIB, 0, 3 * MIB), 20 * MIB, None)
+    high = MeasuredMemory(Footprint(4 * MIB, 4 * MIB, 8 * MIB, MIB // 2, 3 * MIB), 21 * MIB, None)
     assert MemoryReport(2, (formula, formula), (low, high)).as_text() == [
         "memory of rank 1 in step 2, MiB   predicted   measured",
         "  weights                              4.00       4.00",

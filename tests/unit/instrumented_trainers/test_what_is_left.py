@@ -5,7 +5,7 @@ from pathlib import Path
 from instrumented_trainers.checkpoints import seal
 from instrumented_trainers.checkpoints.seal import Seal
 from instrumented_trainers.config import TrainingConfig
-from instrumented_trainers.launch import what_is_left
+from instrumented_trainers.launch import recovery_hint
 
 
 def begin(run: Path, step: int, *files: str) -> Path:
@@ -17,14 +17,14 @@ def begin(run: Path, step: int, *files: str) -> Path:
 
 
 def test_a_rank_killed_while_nothing_was_saved_leaves_nothing_to_tell(tmp_path: Path) -> None:
-    assert what_is_left(TrainingConfig("ddp", tmp_path), 1) == ""
+    assert recovery_hint(TrainingConfig("ddp", tmp_path), 1) == ""
     seal.write(begin(tmp_path, 2, "__0_0.distcp"), Seal(2, 8, "ddp", 2, {}))
-    assert what_is_left(TrainingConfig("ddp", tmp_path), 1) == ""
+    assert recovery_hint(TrainingConfig("ddp", tmp_path), 1) == ""
 
 
 def test_a_rank_killed_in_the_first_save_leaves_none_to_go_on_from(tmp_path: Path) -> None:
     begin(tmp_path, 2, "__0_0.distcp", "__1_0.distcp")
-    told = what_is_left(TrainingConfig("ddp", tmp_path), 1)
+    told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
     assert told.startswith(" while step-000002/__1_0.distcp was written")
     assert told.endswith("there is no earlier one: start anew")
 
@@ -33,6 +33,6 @@ def test_a_rank_killed_before_it_wrote_is_told_by_the_checkpoint(tmp_path: Path)
     whole = begin(tmp_path, 2, "__0_0.distcp")
     seal.write(whole, Seal(2, 8, "ddp", 2, {}))
     begin(tmp_path, 4, "__0_0.distcp")
-    told = what_is_left(TrainingConfig("ddp", tmp_path), 1)
+    told = recovery_hint(TrainingConfig("ddp", tmp_path), 1)
     assert told.startswith(" while step-000004 was written")
     assert told.endswith(f"go on with --resume {whole}")

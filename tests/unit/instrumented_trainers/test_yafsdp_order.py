@@ -5,21 +5,21 @@ from instrumented_trainers.parallelism.yafsdp.execution_order import ExecutionOr
 
 def forward(order: ExecutionOrder[str], word: str) -> str:
     """Run a forward pass; return what was predicted before the first unit and after each, "." where nothing was."""
-    order.begin()
-    predicted = ["".join(order.ahead(1)) or "."]
+    order.begin_forward()
+    predicted = ["".join(order.next_forward(1)) or "."]
     for unit in word:
-        order.enter(unit)
-        predicted.append("".join(order.ahead(1)) or ".")
+        order.record_forward(unit)
+        predicted.append("".join(order.next_forward(1)) or ".")
     return "".join(predicted)
 
 
 def backward(order: ExecutionOrder[str], word: str) -> str:
     """Run a backward pass through the units as they come; return what was predicted before and after each."""
-    order.turn_back()
-    predicted = ["".join(order.behind(1)) or "."]
+    order.reset_backward()
+    predicted = ["".join(order.next_backward(1)) or "."]
     for unit in word:
-        order.leave(unit)
-        predicted.append("".join(order.behind(1)) or ".")
+        order.record_backward(unit)
+        predicted.append("".join(order.next_backward(1)) or ".")
     return "".join(predicted)
 
 
@@ -58,8 +58,8 @@ def test_a_unit_that_runs_twice_is_predicted_twice() -> None:
 def test_a_unit_that_says_twice_that_its_backward_begins_is_counted_once() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abc")
-    order.turn_back()
-    assert [order.leave("c"), order.leave("c"), order.leave("b")] == [True, False, True]
+    order.reset_backward()
+    assert [order.record_backward("c"), order.record_backward("c"), order.record_backward("b")] == [True, False, True]
 
 
 def test_two_backward_passes_after_two_forward_passes_both_go_back_from_the_end() -> None:
@@ -73,7 +73,7 @@ def test_two_backward_passes_after_two_forward_passes_both_go_back_from_the_end(
 def test_more_units_are_predicted_where_there_is_room_for_them() -> None:
     order: ExecutionOrder[str] = ExecutionOrder()
     forward(order, "abcd")
-    order.begin()
-    order.enter("a")
-    assert order.ahead(2) == ["b", "c"]
-    assert order.behind(2) == ["a"]
+    order.begin_forward()
+    order.record_forward("a")
+    assert order.next_forward(2) == ["b", "c"]
+    assert order.next_backward(2) == ["a"]

@@ -24,9 +24,9 @@ def test_activations_of_llama_2_70b(factor: float, size_gb: float) -> None:
 
 def test_layers_of_llama_2_70b_keep_what_their_parts_add_up_to() -> None:
     llama = models.find("llama2-70b")
-    assert memory.llama_factor(llama, work=memory.Work(4096)) == memory.GQA_SWIGLU_FACTOR
-    assert memory.llama_factor(llama, tp=8, work=memory.Work(4096, sequence_parallel=True)) == 40.5 / 8
-    assert memory.llama_factor(llama, tp=8, work=memory.Work(4096)) == 8 + 32.5 / 8
+    assert memory.llama_factor(llama, work=memory.Workload(4096)) == memory.GQA_SWIGLU_FACTOR
+    assert memory.llama_factor(llama, tp=8, work=memory.Workload(4096, sequence_parallel=True)) == 40.5 / 8
+    assert memory.llama_factor(llama, tp=8, work=memory.Workload(4096)) == 8 + 32.5 / 8
     done = tracekit("plan", "memory", "--model", "llama2-70b", "--sequence", 4096, "--zero", 3, "--format", "json")
     assert json.loads(done.stdout)["activation_bytes"] == pytest.approx(108.7e9, rel=1e-3)
     done = tracekit(
@@ -62,23 +62,23 @@ def test_a_layer_larger_than_the_model_is_refused(pp: int) -> None:
 @pytest.mark.parametrize(
     ("work", "tp", "factor"),
     [
-        (memory.Work(2048), 1, 34 + 5 * 96 * 2048 / 12_288),
-        (memory.Work(2048), 8, 10 + 24 / 8 + 5 * 96 * 2048 / (12_288 * 8)),
-        (memory.Work(2048, sequence_parallel=True), 8, (34 + 5 * 96 * 2048 / 12_288) / 8),
-        (memory.Work(2048, sequence_parallel=True, recomputation="selective"), 8, 34 / 8),
-        (memory.Work(2048, recomputation="full"), 8, 2),
+        (memory.Workload(2048), 1, 34 + 5 * 96 * 2048 / 12_288),
+        (memory.Workload(2048), 8, 10 + 24 / 8 + 5 * 96 * 2048 / (12_288 * 8)),
+        (memory.Workload(2048, sequence_parallel=True), 8, (34 + 5 * 96 * 2048 / 12_288) / 8),
+        (memory.Workload(2048, sequence_parallel=True, recomputation="selective"), 8, 34 / 8),
+        (memory.Workload(2048, recomputation="full"), 8, 2),
     ],
     ids=["plain", "TP", "TP and SP", "selective", "full"],
 )
-def test_activations_of_a_gpt_layer(work: memory.Work, tp: int, factor: float) -> None:
+def test_activations_of_a_gpt_layer(work: memory.Workload, tp: int, factor: float) -> None:
     assert memory.gpt_factor(width=12_288, heads=96, tp=tp, work=work) == pytest.approx(factor)
 
 
 def test_the_first_stage_holds_the_micro_batches_in_flight() -> None:
-    llama, work = models.find("8b"), memory.Work(2048, micro_batches=8)
-    whole = memory.activations_of(llama, memory.Work(2048), Layout())
+    llama, work = models.find("8b"), memory.Workload(2048, micro_batches=8)
+    whole = memory.activations_of(llama, memory.Workload(2048), Layout())
     assert memory.activations_of(llama, work, Layout(pp=4)) == whole
-    assert memory.activations_of(llama, memory.Work(2048), Layout(pp=4)) == whole / 4
+    assert memory.activations_of(llama, memory.Workload(2048), Layout(pp=4)) == whole / 4
 
 
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])

@@ -20,10 +20,10 @@ from tracekit.rules import cost_attribution
 from tracekit.rules.recomputation import NeedlessRecomputation
 from tracekit.rules.rule import Finding, Report, Rule, Severity, WhatIf
 from tracekit.rules.stragglers import Straggler
-from tracekit.simulate.truth import Known
+from tracekit.simulate.truth import KnownFault
 
 
-def simulated(out: Path, fault: str, **changes: int) -> tuple[tracekit.Run, Known]:
+def simulated(out: Path, fault: str, **changes: int) -> tuple[tracekit.Run, KnownFault]:
     found = written(job("fsdp2", steps=4, ranks_written=3, **changes), out, fault)
     return tracekit.load(str(out), cache=False), found.known[0]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.simulate.jobs import job
 from tracekit.simulate import memory
 from tracekit.simulate.engine import Engine, simulate
-from tracekit.simulate.job import STRATEGIES, Job, Troubles
+from tracekit.simulate.job import STRATEGIES, Impairments, Job
 from tracekit.simulate.kernels import collective
 from tracekit.simulate.program import (
     COMPUTE,
@@ -90,7 +90,7 @@ def test_a_collective_starts_on_each_rank_by_itself_and_ends_on_all_together() -
         host.follow(GATHER_STREAM, MAIN_STREAM)
         host.launch(_gather())
 
-    of = replace(job(ranks_written=2), troubles=Troubles(slow_ranks={1: (2.0, 0)}))
+    of = replace(job(ranks_written=2), impairments=Impairments(slow_ranks={1: (2.0, 0)}))
     ran = _ran(write, of)
     first, second = (ran[rank][str(GATHER_STREAM)] for rank in (0, 1))
     told = _gather().collective
@@ -140,7 +140,7 @@ def test_one_queue_holds_back_what_was_launched_later() -> None:
 
     of = job(ranks_written=1)
     free = _ran(write, of)[0]
-    held = _ran(write, replace(of, troubles=Troubles(shares_queue=True)))[0]
+    held = _ran(write, replace(of, impairments=Impairments(shares_queue=True)))[0]
     assert free["side"].start_ns < free[str(GATHER_STREAM)].end_ns
     assert held["side"].start_ns >= held["next"].start_ns >= held[str(GATHER_STREAM)].end_ns
 

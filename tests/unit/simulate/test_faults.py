@@ -53,8 +53,8 @@ MARKS: dict[str, Callable[[Recording], float]] = {
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_fault_leaves_its_mark_and_costs_what_the_truth_says(name: str) -> None:
     healthy, asked = _job(name), [faults.parse(name)]
-    ill = faults.cause(healthy, asked)
-    recording, cured = engine.simulate(ill), engine.simulate(faults.cure(healthy, asked, asked[0]))
+    ill = faults.inject(healthy, asked)
+    recording, cured = engine.simulate(ill), engine.simulate(faults.without(healthy, asked, asked[0]))
     assert MARKS[name](recording) > 1.05 * MARKS[name](cured)
     known = known_faults(healthy, asked, ill, recording)[0]
     assert (known.fault, known.code) == (name, asked[0].fault.code)
@@ -84,10 +84,10 @@ def test_what_fsdp1_itself_costs_is_in_its_truth(tmp_path: Path) -> None:
 def test_two_faults_are_each_cured_alone() -> None:
     healthy = _job("slow-rank")
     asked = [faults.parse("slow-rank:1:1.5"), faults.parse("sm-contention:2")]
-    without_first = faults.cure(healthy, asked, asked[0])
-    assert not without_first.troubles.slow_ranks
+    without_first = faults.without(healthy, asked, asked[0])
+    assert not without_first.impairments.slow_ranks
     assert without_first.hardware.collective_slows_compute == 1.0
-    assert faults.cure(healthy, asked, asked[1]).troubles.slow_ranks == {1: (1.5, 0)}
+    assert faults.without(healthy, asked, asked[1]).impairments.slow_ranks == {1: (1.5, 0)}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_two_faults_are_each_cured_alone() -> None:
 )
 def test_what_makes_no_sense_is_refused_in_words(text: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        faults.cause(_job("slow-rank"), [faults.parse(text)])
+        faults.inject(_job("slow-rank"), [faults.parse(text)])
 
 
 def test_a_fault_that_a_strategy_cannot_have_is_refused() -> None:
-    with pytest.raises(InputError, match="reduce-every-microbatch cannot be had under yafsdp"):
-        faults.cause(job(YAFSDP), [faults.parse("reduce-every-microbatch")])
+    with pytest.raises(InputError, match="reduce-every-microbatch is not possible under yafsdp"):
+        faults.inject(job(YAFSDP), [faults.parse("reduce-every-microbatch")])

@@ -29,7 +29,7 @@ _LAUNCH, _WRITING = "create_checkpoint_daemon_process", "write_data"  # what tor
 _MOST_FRAMES = 12
 
 
-class Background:
+class BackgroundSave:
     """One asynchronous save, from the call on the training thread to the end of its work elsewhere.
 
     `entry` holds what its lines have in common; `saved` becomes the save on the background thread of this process.
@@ -38,7 +38,7 @@ class Background:
 
     def __init__(self, entry: Entry, *, serve: Callable[..., None] | None = None) -> None:
         self.entry = entry
-        self.saved: Operation | None = None
+        self.operation: Operation | None = None
         self._worker = conventions.THREAD if serve is None else conventions.PROCESS
         self._serve = serve
         self._before: Counters | None = None
@@ -47,21 +47,21 @@ class Background:
         self._staging_entry = entry
         self._launch_ns: list[int] = []
         self._thread_entry = entry
-        self._lines: list[Row] = []
-        self._keeps = threading.Lock()
-        self._is_over = False
+        self._pending_lines: list[Row] = []
+        self._lock = threading.Lock()
+        self._finished = False
 
     def attach(self, running: Operation, window: contextlib.ExitStack) -> None:
         """Follow an async_save on the thread that called it, and lay hold of the one that will do the work."""
         self._before = io_counters.read(threading.get_native_id())
         self._start_ns = running.start_ns
         dcp.listen(running, window)
-        _links[id(running)] = self
-        window.callback(_links.pop, id(running), None)
+        _saves_by_operation[id(running)] = self
+        window.callback(_saves_by_operation.pop, id(running), None)
         for executor in _executors():
-            window.enter_context(replaced_for_all(executor, "execute_save", _linking))
+            window.enter_context(replaced_for_all(executor, "execute_save", _linked_execute_save))
 
-    def follow(self, response: Any) -> None:
+    def watch_futures(self, response: Any) -> None:
         """Wait, without blocking, for the futures that async_save returned."""
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
@@ -69,17 +69,17 @@ class Background:
             staging.add_done_callback(guarded(self._staged))
         getattr(response, "upload_completion", response).add_done_callback(guarded(self._complete))
 
-    def keep(self, lines: list[Row]) -> None:
+    def hand_over(self, lines: list[Row]) -> None:
         """Have lines of the training thread written by the one that saves, or now, if there is nothing left to do."""
-        with self._keeps:
-            self._lines += lines
-            is_over = self._is_over
+        with self._lock:
+            self._pending_lines += lines
+            is_over = self._finished
         if is_over:
-            self._write_kept()
+            self._write_pending()
 
-    def _write_kept(self) -> None:
-        with self._keeps:
-            lines, self._lines = self._lines, []
+    def _write_pending(self) -> None:
+        with self._lock:
+            lines, self._pending_lines = self._pending_lines, []
         if lines:
             self.entry.write(lines)
 
@@ -104,27 +104,27 @@ class Background:
     def _enter(self, window: contextlib.ExitStack) -> None:
         _here.background = self
         window.callback(setattr, _here, "background", None)
-        heed: Callable[[], None] = self._write_kept
+        callback: Callable[[], None] = self._write_pending
         function = _WRITING
         if self._serve is not None:
-            self._thread_entry = self.entry.by(conventions.THREAD)
-            heed, function = (lambda: self._launch_ns.append(time.time_ns())), _LAUNCH
+            self._thread_entry = self.entry.on_worker(conventions.THREAD)
+            callback, function = (lambda: self._launch_ns.append(time.time_ns())), _LAUNCH
             window.enter_context(
                 _replaced_main(functools.partial(self._serve, str(self.entry.folder.absolute()), self.entry.rank))
             )
-        _listen_here(window, function, heed)
+        _listen_on_this_thread(window, function, callback)
 
     def _staged(self, _: "Future[None]") -> None:
         self._staging_ns.append(time.time_ns())
-        staged_by = self.entry.by(conventions.THREAD)
+        staged_by = self.entry.on_worker(conventions.THREAD)
         # Where it is done already, this is called at once, by the thread that asked for it.
         self._staging_entry = replace(staged_by, thread=None) if staged_by.thread == self.entry.thread else staged_by
 
     def _complete(self, future: "Future[Any]") -> None:
         end_ns = time.time_ns()
-        with self._keeps:
-            self._is_over = True
-        self._write_kept()
+        with self._lock:
+            self._finished = True
+        self._write_pending()
         if future.cancelled() or future.exception() is not None or self._before is None:
             return
         lines = []
@@ -138,7 +138,7 @@ class Background:
         self.entry.write(lines)
 
     def _last_line(self, end_ns: int, before: Counters) -> Row:
-        saved = self.saved
+        saved = self.operation
         line = self.entry.line(
             conventions.COMPLETE,
             self._start_ns,
@@ -147,24 +147,24 @@ class Background:
             bytes=saved and saved.counted_bytes(conventions.TOTAL),
             files=saved and saved.counted_files(conventions.TOTAL),
         )
-        durable = saved.written.durable() if saved else None
+        durable = saved.files.durable() if saved else None
         return with_counters({**line, "worker": self._worker}, durable, before, io_counters.read(before.thread))
 
 
-def _listen_here(window: contextlib.ExitStack, function: str, heed: Callable[[], None]) -> None:
+def _listen_on_this_thread(window: contextlib.ExitStack, function: str, callback: Callable[[], None]) -> None:
     """Call `heed` where torch's log tells of `function` on this thread, until `window` closes."""
     from torch.distributed.checkpoint.logger import _dcp_logger
 
     own = threading.get_ident()
-    handler = dcp.Listener({function}, lambda *_: heed() if threading.get_ident() == own else None)
+    handler = dcp.LogListener({function}, lambda *_: callback() if threading.get_ident() == own else None)
     _dcp_logger.addHandler(handler)
     window.callback(_dcp_logger.removeHandler, handler)
 
 
-def background_here() -> Background | None:
+def current_background_save() -> BackgroundSave | None:
     """Return the asynchronous save that the calling thread works for."""
-    found: Background | None = getattr(_here, "background", None)
-    return found
+    save: BackgroundSave | None = getattr(_here, "background", None)
+    return save
 
 
 def in_daemon() -> bool:
@@ -177,37 +177,37 @@ def in_daemon() -> bool:
     return False
 
 
-def tensor_bytes(value: Any, most_bytes: int | None = None, most_items: int = 1 << 20) -> int:
+def tensor_bytes(value: Any, limit_bytes: int | None = None, limit_items: int = 1 << 20) -> int:
     """Return the bytes of the tensors in nested dicts, lists, tuples and modules, as far as this process holds them.
 
     Stops once `most_bytes` are found, or `most_items` were looked at.
     """
-    total_bytes, seen, left = 0, 0, [value]
-    while left and seen < most_items and (most_bytes is None or total_bytes < most_bytes):
-        item = left.pop()
-        seen += 1
+    total_bytes, visited, pending = 0, 0, [value]
+    while pending and visited < limit_items and (limit_bytes is None or total_bytes < limit_bytes):
+        item = pending.pop()
+        visited += 1
         if isinstance(item, _PLAIN):
             continue
         if isinstance(item, torch.Tensor):
             local = getattr(item, "_local_tensor", item)
             total_bytes += local.numel() * local.element_size()
         elif isinstance(item, dict | list | tuple):
-            left.extend(itertools.islice(item.values() if isinstance(item, dict) else item, most_items))
+            pending.extend(itertools.islice(item.values() if isinstance(item, dict) else item, limit_items))
         elif isinstance(item, torch.nn.Module):
-            left.extend(item.parameters())
+            pending.extend(item.parameters())
         elif torch.is_storage(item):
             total_bytes += int(item.nbytes())
     return total_bytes
 
 
 _PLAIN = (int, float, str, bytes, type(None))
-_links: dict[int, Background] = {}
+_saves_by_operation: dict[int, BackgroundSave] = {}
 
 
-def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
+def _linked_execute_save(original: Callable[..., Any]) -> Callable[..., Any]:
     def execute_save(executor: Any, staged: Any, *args: Any, **kwargs: Any) -> Any:
-        running = operation.here()
-        background = _links.get(id(running))
+        running = operation.current()
+        background = _saves_by_operation.get(id(running))
         if running is not None and background is not None:
             guarded(background.bind)(running, executor, staged)
         return original(executor, staged, *args, **kwargs)
@@ -235,7 +235,7 @@ def _replaced_main(serve: Callable[..., None]) -> Iterator[None]:
     name = "_checkpointing_subprocess"
     original = vars(_AsyncCheckpointProcess).get(name)
     # If that process did not find this module it could not save.
-    if original is None or not _found_by_children():
+    if original is None or not _children_find_tracekit():
         yield
         return
     setattr(_AsyncCheckpointProcess, name, staticmethod(serve))
@@ -245,7 +245,7 @@ def _replaced_main(serve: Callable[..., None]) -> Iterator[None]:
         setattr(_AsyncCheckpointProcess, name, original)
 
 
-def _found_by_children() -> bool:
+def _children_find_tracekit() -> bool:
     """Return whether a new Python finds tracekit: by our sys.path, which it gets, or as `tracekit record` has it."""
     root = Path(__file__).resolve().parents[3]
     if any(Path(entry or ".").resolve() == root for entry in sys.path):

@@ -14,16 +14,16 @@ from typing import Any
 
 from tracekit import conventions
 from tracekit.capture.checkpoints import dcp, operation, recording, single_file
-from tracekit.capture.checkpoints.async_save import Background, background_here, in_daemon
-from tracekit.capture.checkpoints.log_entry import Entry, name_of
+from tracekit.capture.checkpoints.async_save import BackgroundSave, current_background_save, in_daemon
+from tracekit.capture.checkpoints.log_entry import Entry, checkpoint_name
 from tracekit.capture.checkpoints.operation import Operation
-from tracekit.capture.checkpoints.recording import Ending, Recorded, Recording, guarded
-from tracekit.capture.checkpoints.single_file import Watch
+from tracekit.capture.checkpoints.recording import Endable, RecordedCall, Recording, guarded
+from tracekit.capture.checkpoints.single_file import RunContext
 
-Begin = Callable[[Watch, Path, tuple[Any, ...], dict[str, Any]], Ending | None]
+Begin = Callable[[RunContext, Path, tuple[Any, ...], dict[str, Any]], Endable | None]
 
 _MARK = "_recorded_by_tracekit"
-_watch: dict[str, Watch] = {}
+_contexts: dict[str, RunContext] = {}
 
 
 @guarded
@@ -37,7 +37,7 @@ def watch_torch_files(
     """
     import torch.serialization
 
-    _watch["files"] = Watch(folder, rank, step)
+    _contexts["files"] = RunContext(folder, rank, step)
     _replace("torch", torch.serialization, "save", _recording(single_file.begin_torch_save, "files"))
     _replace("torch", torch.serialization, "load", _recording(single_file.begin_torch_load, "files"))
 
@@ -50,7 +50,7 @@ def watch_safetensors(
     module = sys.modules.get("safetensors.torch")
     if module is None:
         return
-    _watch["files"] = Watch(folder, rank, step)
+    _contexts["files"] = RunContext(folder, rank, step)
     _replace("safetensors", module, "save_file", _recording(single_file.begin_safetensors_save, "files"))
     _replace("safetensors", module, "load_file", _recording(single_file.begin_safetensors_load, "files"))
 
@@ -64,7 +64,7 @@ def watch_distributed_checkpoints(
     loader = sys.modules.get("torch.distributed.checkpoint.state_dict_loader")
     if saver is None or loader is None:
         return
-    _watch["dcp"] = Watch(folder, rank, step)
+    _contexts["dcp"] = RunContext(folder, rank, step)
     _replace("torch", saver, "save", _recording(_begin_dcp_save, "dcp"))
     _replace("torch", saver, "async_save", _recording_in_background)
     _replace("torch", loader, "load", _recording(_begin_dcp_load, "dcp"))
@@ -77,9 +77,9 @@ def _replace(package: str, module: ModuleType, name: str, wrap: Callable[..., An
         return
     wrapped = functools.wraps(original)(wrap(original))
     setattr(wrapped, _MARK, True)
-    for path, holder in tuple(sys.modules.items()):
-        if path.partition(".")[0] == package and getattr(holder, "__dict__", {}).get(name) is original:
-            setattr(holder, name, wrapped)
+    for path, importer in tuple(sys.modules.items()):
+        if path.partition(".")[0] == package and getattr(importer, "__dict__", {}).get(name) is original:
+            setattr(importer, name, wrapped)
 
 
 def _recording(begin: Begin, library: str) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def _recording(begin: Begin, library: str) -> Callable[..., Any]:
             folder = _folder(library)
             if folder is None:
                 return original(*args, **kwargs)
-            with Recorded(lambda: begin(_watch[library], folder, args, kwargs)):
+            with RecordedCall(lambda: begin(_contexts[library], folder, args, kwargs)):
                 return original(*args, **kwargs)
 
         return call
@@ -101,10 +101,10 @@ def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]
         folder = _folder("dcp")
         if folder is None:
             return original(*args, **kwargs)
-        with Recorded(lambda: _begin_async_save(_watch["dcp"], folder, args, kwargs)) as recorded:
+        with RecordedCall(lambda: _begin_async_save(_contexts["dcp"], folder, args, kwargs)) as recorded:
             response = original(*args, **kwargs)
             if isinstance(recorded.recording, _AsyncRecording):
-                guarded(recorded.recording.background.follow)(response)
+                guarded(recorded.recording.background.watch_futures)(response)
             return response
 
     return async_save
@@ -114,24 +114,24 @@ def _folder(library: str) -> Path | None:
     """Return where a call on this thread is to be recorded; None where it is not."""
     try:
         # What a save calls to save is part of it.
-        if operation.here() is not None:
+        if operation.current() is not None:
             return None
-        background = background_here()
-        return _watch[library].folder() if background is None else background.entry.folder
+        background = current_background_save()
+        return _contexts[library].folder() if background is None else background.entry.folder
     except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-        recording.say(error)
+        recording.report_once(error)
         return None
 
 
-def _begin_dcp_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-    background = background_here()
+def _begin_dcp_save(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    background = current_background_save()
     if background is not None:
         return _begin_background_save(watch, background)
     daemon = in_daemon()
     call = conventions.DCP_ASYNC_SAVE if daemon else conventions.DCP_SAVE
     entry = _entry(watch, folder, conventions.SAVE, call, _path(args, kwargs, "storage_writer"))
     if daemon:
-        entry = entry.by(conventions.PROCESS)
+        entry = entry.on_worker(conventions.PROCESS)
     return recording.begin(
         operation.SAVE,
         dcp.attach_save,
@@ -141,16 +141,16 @@ def _begin_dcp_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: d
     )
 
 
-def _begin_background_save(watch: Watch, background: Background) -> Recording:
+def _begin_background_save(watch: RunContext, background: BackgroundSave) -> Recording:
     def conclude(saved: Operation) -> Entry:
-        background.saved = saved
+        background.operation = saved
         return entry
 
-    entry = background.entry.by(conventions.THREAD)
+    entry = background.entry.on_worker(conventions.THREAD)
     return recording.begin(operation.SAVE, dcp.attach_save, conclude, step=watch.step)
 
 
-def _begin_dcp_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def _begin_dcp_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     path = _path(args, kwargs, "storage_reader")
     entry = _entry(watch, folder, conventions.LOAD, conventions.DCP_LOAD, path)
     return recording.begin(operation.LOAD, dcp.attach_load, lambda _: entry, step=watch.step)
@@ -159,7 +159,7 @@ def _begin_dcp_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: d
 class _AsyncRecording:
     """The recording of an async_save on the thread that calls it, with what goes on elsewhere."""
 
-    def __init__(self, recording: Recording, background: Background) -> None:
+    def __init__(self, recording: Recording, background: BackgroundSave) -> None:
         self.background = background
         self._recording = recording
 
@@ -168,13 +168,15 @@ class _AsyncRecording:
         self._recording.end(failed=failed)
 
 
-def _begin_async_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _AsyncRecording:
+def _begin_async_save(
+    watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _AsyncRecording:
     path = _path(args, kwargs, "storage_writer")
     entry = _entry(watch, folder, conventions.SAVE, conventions.DCP_ASYNC_SAVE, path)
     kind = str(getattr(kwargs.get("async_checkpointer_type"), "name", "THREAD"))
-    background = Background(entry, serve=_serve_recorded if kind == "PROCESS" else None)
+    background = BackgroundSave(entry, serve=_serve_recorded if kind == "PROCESS" else None)
     begun = recording.begin(
-        operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step, hand_over=background.keep
+        operation.ASYNC_SAVE, background.attach, lambda _: entry, step=watch.step, hand_over=background.hand_over
     )
     return _AsyncRecording(begun, background)
 
@@ -187,16 +189,16 @@ def _serve_recorded(folder: str, rank: int, *args: Any) -> None:
     _AsyncCheckpointProcess._checkpointing_subprocess(*args)
 
 
-def _entry(watch: Watch, folder: Path, kind: str, call: str, path: str | None) -> Entry:
+def _entry(watch: RunContext, folder: Path, kind: str, call: str, path: str | None) -> Entry:
     return Entry(
         folder=folder,
         rank=watch.rank(),
-        checkpoint=name_of(path, kind),
+        checkpoint=checkpoint_name(path, kind),
         operation=kind,
         step=watch.step(),
         path=path,
         call=call,
-        worker=single_file.worker_here(),
+        worker=single_file.current_worker(),
     )
 
 

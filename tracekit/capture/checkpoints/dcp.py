@@ -19,7 +19,7 @@ from tracekit.capture.checkpoints import operation, recording, storage_streams
 from tracekit.capture.checkpoints.log_entry import Entry
 from tracekit.capture.checkpoints.operation import Operation
 from tracekit.capture.checkpoints.patching import replaced_for_all
-from tracekit.capture.checkpoints.recording import Recorded
+from tracekit.capture.checkpoints.recording import RecordedCall
 from tracekit.capture.rank_info import this_rank
 
 
@@ -65,7 +65,7 @@ def record_save(
             worker=conventions.MAIN if blocking else conventions.THREAD,
         )
 
-    with Recorded(lambda: recording.begin(operation.SAVE, attach, entry, step=lambda: step, blocking=blocking)):
+    with RecordedCall(lambda: recording.begin(operation.SAVE, attach, entry, step=lambda: step, blocking=blocking)):
         yield
 
 
@@ -96,7 +96,7 @@ def record_load(
             worker=conventions.MAIN,
         )
 
-    with Recorded(lambda: recording.begin(operation.LOAD, attach_load, entry, step=lambda: step, blocking=True)):
+    with RecordedCall(lambda: recording.begin(operation.LOAD, attach_load, entry, step=lambda: step, blocking=True)):
         yield
 
 
@@ -104,24 +104,24 @@ def listen(running: Operation, window: contextlib.ExitStack) -> None:
     """Follow torch's own log of what a save or load does, until `window` closes."""
     from torch.distributed.checkpoint.logger import _dcp_logger  # a costly import; whoever saves has paid for it
 
-    handler = Listener({function for function, _ in running.turns}, running.turn)
+    handler = LogListener({function for function, _ in running.transitions}, running.on_log_event)
     _dcp_logger.addHandler(handler)
     window.callback(_dcp_logger.removeHandler, handler)
 
 
-class Listener(logging.Handler):
+class LogListener(logging.Handler):
     """Gives those lines of torch's checkpoint log that tell of `functions` to `heed`: function and event."""
 
-    def __init__(self, functions: Container[str], heed: Callable[[str, str], None]) -> None:
+    def __init__(self, functions: Container[str], callback: Callable[[str, str], None]) -> None:
         super().__init__(logging.DEBUG)
         self._functions = functions
-        self._heed = recording.guarded(heed)
+        self._callback = recording.guarded(callback)
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Heed one line, without a lock: torch writes two for each tensor, which say nothing to us."""
         message = record.msg
         if isinstance(message, dict) and message.get("func_name") in self._functions:
-            self._heed(message["func_name"], str(message.get("event")))
+            self._callback(message["func_name"], str(message.get("event")))
         return True
 
 
@@ -131,7 +131,9 @@ def attach_save(running: Operation, window: contextlib.ExitStack) -> None:
 
     running.worker_stage = conventions.WRITE
     listen(running, window)
-    _meet(window, state_dict_saver, running, functools.partial(storage_streams.attach_writer, running, window))
+    _on_storage_setup(
+        window, state_dict_saver, running, functools.partial(storage_streams.attach_writer, running, window)
+    )
 
 
 def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
@@ -139,35 +141,39 @@ def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
     from torch.distributed.checkpoint import state_dict_loader
 
     listen(running, window)
-    _meet(window, state_dict_loader, running, functools.partial(storage_streams.attach_reader, running, window))
-    window.enter_context(replaced_for_all(state_dict_loader, "_load_state_dict", _then_finish))
+    _on_storage_setup(
+        window, state_dict_loader, running, functools.partial(storage_streams.attach_reader, running, window)
+    )
+    window.enter_context(replaced_for_all(state_dict_loader, "_load_state_dict", _finishing_load))
 
 
-_takers: dict[int, Callable[[Any], None]] = {}
+_storage_callbacks: dict[int, Callable[[Any], None]] = {}
 
 
-def _meet(window: contextlib.ExitStack, module: Any, running: Operation, take: Callable[[Any], None]) -> None:
+def _on_storage_setup(
+    window: contextlib.ExitStack, module: Any, running: Operation, callback: Callable[[Any], None]
+) -> None:
     """Give `take` the storage that the module sets up on the thread of the operation."""
-    _takers[id(running)] = recording.guarded(take)
-    window.callback(_takers.pop, id(running))
-    window.enter_context(replaced_for_all(module, "_storage_setup", _introducing))
+    _storage_callbacks[id(running)] = recording.guarded(callback)
+    window.callback(_storage_callbacks.pop, id(running))
+    window.enter_context(replaced_for_all(module, "_storage_setup", _reported_storage_setup))
 
 
-def _introducing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reported_storage_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     def storage_setup(*args: Any, **kwargs: Any) -> Any:
         storage = original(*args, **kwargs)
-        running = operation.here()
-        if storage is not None and id(running) in _takers:
-            _takers[id(running)](storage)
+        running = operation.current()
+        if storage is not None and id(running) in _storage_callbacks:
+            _storage_callbacks[id(running)](storage)
         return storage
 
     return storage_setup
 
 
-def _then_finish(original: Callable[..., Any]) -> Callable[..., Any]:
+def _finishing_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
-        running = operation.here()
+        running = operation.current()
         if running is not None:
             running.switch(conventions.FINISH)  # objects take what was loaded for them
         return loaded

@@ -12,41 +12,41 @@ _Key = tuple[int, int]
 class File:
     """One file being written: whether the stream still holds bytes back, and whether all else was synced."""
 
-    held_back: bool = False
+    unflushed: bool = False
     synced: bool = True
-    holds_back: Callable[[], bool] | None = None
+    has_unflushed: Callable[[], bool] | None = None
     """Tells it better than `held_back` does, where the stream can be asked."""
 
     def write(self) -> None:
         """Take note of a write to the stream."""
-        self.held_back, self.synced = True, False
+        self.unflushed, self.synced = True, False
 
     def flush(self) -> None:
         """Take note that the stream handed all that it held to the system."""
-        self.held_back = False
+        self.unflushed = False
 
     def sync(self) -> None:
         """Take note of a sync: what the stream holds back at that moment is not part of it."""
-        self.synced = not (self.held_back if self.holds_back is None else self.holds_back())
+        self.synced = not (self.unflushed if self.has_unflushed is None else self.has_unflushed())
 
 
-class Written:
+class WrittenFiles:
     """The files of one save on one rank."""
 
     def __init__(self) -> None:
         self._files: dict[_Key, File] = {}
-        self._strangers = 0
+        self._unidentified = 0
 
     def open(self, stream: Any) -> File:
         """Return the file behind a stream that was opened to write."""
         try:
             key = _key(stream.fileno())
         except (AttributeError, OSError, ValueError):
-            self._strangers += 1
+            self._unidentified += 1
             return File()
         return self._files.setdefault(key, File())
 
-    def never_synced(self) -> None:
+    def add_unsynced(self) -> None:
         """Take note of a file that nobody syncs."""
         self._files[0, -len(self._files)] = File(synced=False)
 
@@ -64,11 +64,11 @@ class Written:
 
     def durable(self) -> bool | None:
         """Return whether every file was synced after its last byte; None where not all were seen, or none was."""
-        if self._strangers or not self._files:
+        if self._unidentified or not self._files:
             return None
         return all(file.synced for file in self._files.values())
 
 
 def _key(descriptor: int) -> _Key:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino

@@ -39,29 +39,29 @@ class Counters:
             "dirty_after_bytes": later.dirty_bytes,
             "writeback_before_bytes": self.writeback_bytes,
             "writeback_after_bytes": later.writeback_bytes,
-            "io_some_ns": _grown(self.io_some_ns, later.io_some_ns),
-            "io_full_ns": _grown(self.io_full_ns, later.io_full_ns),
-            "cpu_ns": _grown(self.cpu_ns, later.cpu_ns),
-            "run_delay_ns": _grown(self.run_delay_ns, later.run_delay_ns),
-            "storage_written_bytes": _grown(self.storage_written_bytes, later.storage_written_bytes),
-            "storage_read_bytes": _grown(self.storage_read_bytes, later.storage_read_bytes),
+            "io_some_ns": _difference(self.io_some_ns, later.io_some_ns),
+            "io_full_ns": _difference(self.io_full_ns, later.io_full_ns),
+            "cpu_ns": _difference(self.cpu_ns, later.cpu_ns),
+            "run_delay_ns": _difference(self.run_delay_ns, later.run_delay_ns),
+            "storage_written_bytes": _difference(self.storage_written_bytes, later.storage_written_bytes),
+            "storage_read_bytes": _difference(self.storage_read_bytes, later.storage_read_bytes),
         }
 
 
 def read(thread: int, proc: str = _PROC) -> Counters:
     """Read all counters; `thread` is the native id of the thread of this process whose processor time is meant."""
-    pages = _found(_DIRTY, _text(f"{proc}/meminfo"))
-    pressure = _found(_PRESSURE, _text(f"{proc}/pressure/io"))
-    own = _found(_OWN_IO, _text(f"{proc}/self/io"))
+    pages = _values(_DIRTY, _text(f"{proc}/meminfo"))
+    pressure = _values(_PRESSURE, _text(f"{proc}/pressure/io"))
+    own = _values(_OWN_IO, _text(f"{proc}/self/io"))
     cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
     if thread == threading.get_native_id():
         cpu_ns = time.thread_time_ns()  # the same clock, but to the moment: Linux keeps the other up by ticks
     return Counters(
         thread=thread,
-        dirty_bytes=_times(pages.get("Dirty"), 1024),
-        writeback_bytes=_times(pages.get("Writeback"), 1024),
-        io_some_ns=_times(pressure.get("some"), 1000),
-        io_full_ns=_times(pressure.get("full"), 1000),
+        dirty_bytes=_scaled(pages.get("Dirty"), 1024),
+        writeback_bytes=_scaled(pages.get("Writeback"), 1024),
+        io_some_ns=_scaled(pressure.get("some"), 1000),
+        io_full_ns=_scaled(pressure.get("full"), 1000),
         cpu_ns=cpu_ns,
         run_delay_ns=run_delay_ns,
         storage_written_bytes=own.get("write_bytes"),
@@ -89,7 +89,7 @@ def _text(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _found(pattern: re.Pattern[bytes], text: bytes) -> dict[str, int]:
+def _values(pattern: re.Pattern[bytes], text: bytes) -> dict[str, int]:
     return {name.decode(): int(value) for name, value in pattern.findall(text)}
 
 
@@ -98,9 +98,9 @@ def _schedule(text: bytes) -> tuple[int | None, int | None]:
     return (int(fields[0]), int(fields[1])) if len(fields) == 3 else (None, None)
 
 
-def _times(value: int | None, factor: int) -> int | None:
+def _scaled(value: int | None, factor: int) -> int | None:
     return None if value is None else value * factor
 
 
-def _grown(before: int | None, after: int | None) -> int | None:
+def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before

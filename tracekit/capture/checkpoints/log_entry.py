@@ -31,7 +31,7 @@ class Entry:
     worker: str
     thread: int | None = field(default_factory=threading.get_native_id)
 
-    def by(self, worker: str) -> "Entry":
+    def on_worker(self, worker: str) -> "Entry":
         """Return the same of the calling thread, which is a `worker`."""
         return replace(self, worker=worker, thread=threading.get_native_id())
 
@@ -42,11 +42,11 @@ class Entry:
 
     def lines(self, rows: list[Row], *, blocking: bool) -> list[Row]:
         """Return the lines of an operation's rows."""
-        what = {"checkpoint": self.checkpoint, "operation": self.operation, "step": self.step}
-        who = {"rank": self.rank, "call": self.call, "worker": self.worker}
+        operation = {"checkpoint": self.checkpoint, "operation": self.operation, "step": self.step}
+        caller = {"rank": self.rank, "call": self.call, "worker": self.worker}
         ids = {"process": os.getpid(), "thread": self.thread}
-        where = {"path": self.path, "blocking": blocking, **who, **ids}
-        return [{**what, **_first(row), **where, **_rest(row)} for row in rows]
+        target = {"path": self.path, "blocking": blocking, **caller, **ids}
+        return [{**operation, **_leading_fields(row), **target, **_other_fields(row)} for row in rows]
 
     def write(self, lines: list[Row]) -> None:
         """Add lines to the rank's log. Raises OSError."""
@@ -58,11 +58,11 @@ class Entry:
 _FIRST = ("stage", "start_ns", "dur_ns", "bytes", "files")
 
 
-def _first(row: Row) -> Row:
+def _leading_fields(row: Row) -> Row:
     return {name: row.get(name) for name in _FIRST}
 
 
-def _rest(row: Row) -> Row:
+def _other_fields(row: Row) -> Row:
     return {name: value for name, value in row.items() if name not in _FIRST}
 
 
@@ -71,13 +71,13 @@ def with_counters(row: Row, durable: bool | None, before: Counters, after: Count
     return {**row, "durable": durable, **before.until(after)}
 
 
-_seen: Mapping[str, collections.Counter[str]] = {
+_uses: Mapping[str, collections.Counter[str]] = {
     operation: collections.Counter() for operation in conventions.CHECKPOINT_OPERATIONS
 }
-_seen_lock = threading.Lock()
+_uses_lock = threading.Lock()
 
 
-def name_of(path: str | None, operation: str) -> str:
+def checkpoint_name(path: str | None, operation: str) -> str:
     """Return a name for what is saved or loaded at `path`, the same on every rank that does the same.
 
     The last two parts of the path tell checkpoints apart that each hold a file of the same name. Where the same is
@@ -85,7 +85,7 @@ def name_of(path: str | None, operation: str) -> str:
     """
     parts = [part for part in re.split(r"[/\\]+", path or "") if part not in ("", ".")]
     name = "/".join(parts[-2:]) or "memory"
-    with _seen_lock:
-        _seen[operation][name] += 1
-        count = _seen[operation][name]
+    with _uses_lock:
+        _uses[operation][name] += 1
+        count = _uses[operation][name]
     return name if count == 1 else f"{name}#{count}"

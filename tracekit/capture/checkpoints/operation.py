@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracekit import conventions
-from tracekit.capture.checkpoints.durability import Written
+from tracekit.capture.checkpoints.durability import WrittenFiles
 from tracekit.capture.checkpoints.spans import span
-from tracekit.capture.checkpoints.stages import Stage, StageClock, share_out
-from tracekit.capture.checkpoints.thread_sampling import Looks
+from tracekit.capture.checkpoints.stages import Stage, StageClock, apportion
+from tracekit.capture.checkpoints.thread_sampling import ThreadSampler
 
 AT_WORK = "at work"  # the part in which threads take turns at several stages, each by its own clock
 
 Row = dict[str, Any]
-Turns = Mapping[tuple[str, str], Stage]
+Transitions = Mapping[tuple[str, str], Stage]
 
 
 @dataclass(frozen=True)
-class Course:
+class OperationKind:
     """How one kind of operation goes: the stages that torch's own log tells, by function and event.
 
     `first` is the stage that it begins in; None in `turns` ends the stages. Files opened outside of the work hold
     metadata and are charged to `aside` as a whole.
     """
 
-    first: str
-    turns: Turns
-    aside: str
+    first_stage: str
+    transitions: Transitions
+    metadata_stage: str
 
 
 _PLANNING: dict[tuple[str, str], Stage] = {
@@ -36,7 +36,7 @@ _PLANNING: dict[tuple[str, str], Stage] = {
     ("global_step", "start"): conventions.PLAN,
     ("global_step", "end"): conventions.WAIT,
 }
-SAVE = Course(
+SAVE = OperationKind(
     conventions.PLAN,
     {
         **_PLANNING,
@@ -47,12 +47,12 @@ SAVE = Course(
     },
     conventions.FINISH,
 )
-LOAD = Course(
+LOAD = OperationKind(
     conventions.PLAN,
     {**_PLANNING, ("read_data", "start"): AT_WORK, ("read_data", "end"): conventions.WAIT},
     conventions.PLAN,
 )
-ASYNC_SAVE = Course(
+ASYNC_SAVE = OperationKind(
     conventions.PLAN,
     {
         ("stage_state_dict", "start"): conventions.STAGE,
@@ -62,8 +62,8 @@ ASYNC_SAVE = Course(
     },
     conventions.FINISH,
 )
-FILE_SAVE = Course(conventions.SERIALIZE, {}, conventions.FINISH)
-FILE_LOAD = Course(conventions.DESERIALIZE, {}, conventions.PLAN)
+FILE_SAVE = OperationKind(conventions.SERIALIZE, {}, conventions.FINISH)
+FILE_LOAD = OperationKind(conventions.DESERIALIZE, {}, conventions.PLAN)
 _COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, conventions.PLAN)
 
 
@@ -73,23 +73,23 @@ class Operation:
     `step` returns the optimizer steps done, or None. `worker_stage` is the stage that a thread at work begins in.
     """
 
-    def __init__(self, course: Course, step: Callable[[], int | None], *, worker_stage: str = "") -> None:
-        self.worker_stage = worker_stage or course.first
-        self.written = Written()
-        self.looks = Looks(step)
+    def __init__(self, kind: OperationKind, step: Callable[[], int | None], *, worker_stage: str = "") -> None:
+        self.worker_stage = worker_stage or kind.first_stage
+        self.files = WrittenFiles()
+        self.sampler = ThreadSampler(step)
         self.whole_bytes: int | None = None  # of the checkpoint that is loaded from, by its metadata
-        self._course = course
+        self._kind = kind
         self._thread = threading.get_ident()
-        self._clock = StageClock(course.first)
+        self._clock = StageClock(kind.first_stage)
         self._workers: dict[int, StageClock] = {}
         self._counts = _Counts()
         self._end_ns = 0
-        self._span = _open_span(course.first) if course.turns else None
+        self._span = _open_span(kind.first_stage) if kind.transitions else None
 
     @property
     def start_ns(self) -> int:
         """Return the Unix time at which it began."""
-        return self._clock.first_ns[self._course.first]
+        return self._clock.first_ns[self._kind.first_stage]
 
     @property
     def end_ns(self) -> int:
@@ -97,30 +97,30 @@ class Operation:
         return self._end_ns
 
     @property
-    def turns(self) -> Turns:
+    def transitions(self) -> Transitions:
         """Return what torch's log says that matters to it, and the stage from then on."""
-        return self._course.turns
+        return self._kind.transitions
 
     @property
-    def aside(self) -> str:
+    def metadata_stage(self) -> str:
         """Return the stage that files of metadata are charged to."""
-        return self._course.aside
+        return self._kind.metadata_stage
 
-    def turn(self, function: str, event: str) -> None:
+    def on_log_event(self, function: str, event: str) -> None:
         """Take note of what torch's log says; what other threads do is not of this operation."""
-        if self._on_own_thread() and (function, event) in self._course.turns:
-            self.switch(self._course.turns[function, event])
+        if self._on_own_thread() and (function, event) in self._kind.transitions:
+            self.switch(self._kind.transitions[function, event])
 
     def switch(self, stage: Stage) -> None:
         """Go on with `stage` on the operation's own thread."""
-        was = self._clock.stage
+        previous = self._clock.stage
         self.close_span()
         self._clock.switch(stage)
-        self.looks.look()
+        self.sampler.sample()
         self._span = _open_span(stage)
         if stage == AT_WORK:
             self._workers[self._thread] = StageClock(self.worker_stage)
-        elif was == AT_WORK:
+        elif previous == AT_WORK:
             self._workers[self._thread].switch(None)
 
     def close_span(self) -> None:
@@ -132,21 +132,21 @@ class Operation:
     def stop(self) -> None:
         """End the operation."""
         self._end_ns = self._clock.stop()
-        self.looks.look()
+        self.sampler.sample()
 
-    def is_mine(self) -> bool:
+    def includes_this_thread(self) -> bool:
         """Return whether the calling thread has a part in this operation."""
         return self._on_own_thread() or threading.get_ident() in self._workers
 
     @contextlib.contextmanager
     def syncing(self, descriptor: int | None) -> Iterator[None]:
         """Charge the block, which syncs one file (None: all) on a thread of this operation, to fsync."""
-        with self.clock_here().inside(conventions.FSYNC), span(conventions.FSYNC):
+        with self.thread_clock().inside(conventions.FSYNC), span(conventions.FSYNC):
             yield
-        self.written.sync(descriptor)
+        self.files.sync(descriptor)
         self.count(conventions.FSYNC, None, 1, 1 if descriptor is None else None)
 
-    def clock_here(self) -> StageClock:
+    def thread_clock(self) -> StageClock:
         """Return the clock of the calling thread, which is at work for this operation from now on."""
         thread = threading.get_ident()
         if thread == self._thread and self._clock.stage != AT_WORK:
@@ -190,7 +190,7 @@ class Operation:
 
     def _times(self) -> dict[str, tuple[int, int]]:
         total_ns = self._end_ns - self.start_ns
-        times = share_out(self._clock.spent_ns.get(AT_WORK, 0), self._workers.values())
+        times = apportion(self._clock.spent_ns.get(AT_WORK, 0), self._workers.values())
         for stage, spent_ns in self._clock.spent_ns.items():
             if stage is None or stage == AT_WORK:
                 continue
@@ -240,19 +240,19 @@ def running(operation: Operation) -> Iterator[None]:
             _running.remove(operation)
 
 
-def here() -> Operation | None:
+def current() -> Operation | None:
     """Return the operation that the calling thread is in or has a part in; None outside of all."""
     own: Operation | None = getattr(_here, "operation", None)
     if own is not None or not _running:
         return own
-    return next((operation for operation in tuple(_running) if operation.is_mine()), None)
+    return next((operation for operation in tuple(_running) if operation.includes_this_thread()), None)
 
 
 def timed_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `os.fsync` or `os.sync` timed on the threads of operations."""
 
     def sync(*args: Any) -> Any:
-        operation = here()
+        operation = current()
         if operation is None:
             return original(*args)
         with operation.syncing(_descriptor(args)):

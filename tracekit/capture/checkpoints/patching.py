@@ -41,29 +41,29 @@ def replaced_for_all(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
         yield
         return
     with _lock:
-        place = _places.setdefault((id(owner), name), _Place(getattr(owner, name)))
-        if place.count == 0:
-            place.original = getattr(owner, name)
-            place.wrapped = functools.wraps(place.original)(wrap(place.original))
-            setattr(owner, name, place.wrapped)
-        place.count += 1
+        patch = _patches.setdefault((id(owner), name), _Patch(getattr(owner, name)))
+        if patch.count == 0:
+            patch.original = getattr(owner, name)
+            patch.wrapped = functools.wraps(patch.original)(wrap(patch.original))
+            setattr(owner, name, patch.wrapped)
+        patch.count += 1
     try:
         yield
     finally:
         with _lock:
-            place.count -= 1
-            if place.count == 0 and getattr(owner, name) is place.wrapped:
-                setattr(owner, name, place.original)
+            patch.count -= 1
+            if patch.count == 0 and getattr(owner, name) is patch.wrapped:
+                setattr(owner, name, patch.original)
 
 
 @dataclass
-class _Place:
+class _Patch:
     original: Any
     wrapped: Any = None
     count: int = 0
 
 
-_places: dict[tuple[int, str], _Place] = {}
+_patches: dict[tuple[int, str], _Patch] = {}
 _lock = threading.Lock()
 
 

@@ -13,12 +13,12 @@ from tracekit.capture import atomic_files
 from tracekit.capture.checkpoints import io_counters, operation
 from tracekit.capture.checkpoints.io_counters import Counters
 from tracekit.capture.checkpoints.log_entry import Entry, with_counters
-from tracekit.capture.checkpoints.operation import Course, Operation, Row
+from tracekit.capture.checkpoints.operation import Operation, OperationKind, Row
 from tracekit.capture.checkpoints.patching import replaced_for_all
 from tracekit.capture.checkpoints.spans import span
 
 Attach = Callable[[Operation, contextlib.ExitStack], None]
-Conclude = Callable[[Operation], Entry | None]
+MakeEntry = Callable[[Operation], Entry | None]
 HandOver = Callable[[list[Row]], None]
 
 
@@ -34,7 +34,7 @@ class Recording:
     operation: Operation
     before: Counters
     window: contextlib.ExitStack
-    conclude: Conclude
+    make_entry: MakeEntry
     blocking: bool | None = None  # None: as it turns out
     hand_over: HandOver | None = None
 
@@ -42,23 +42,23 @@ class Recording:
         """End it; write its lines unless the call failed. Raises what goes wrong, after all is given back."""
         try:
             self.operation.stop()
-            blocking = self.operation.looks.blocked() if self.blocking is None else self.blocking
+            blocking = self.operation.sampler.blocked() if self.blocking is None else self.blocking
             after = (io_counters.read_processor_time if self.hand_over else io_counters.read)(self.before.thread)
         finally:
             self.window.close()
-        entry = None if failed else self.conclude(self.operation)
+        entry = None if failed else self.make_entry(self.operation)
         if entry is None:
             return
         *rows, total = self.operation.rows()
-        total = with_counters(total, self.operation.written.durable(), self.before, after)
+        total = with_counters(total, self.operation.files.durable(), self.before, after)
         total["whole_bytes"] = self.operation.whole_bytes
         (self.hand_over or entry.write)(entry.lines([*rows, total], blocking=blocking))
 
 
 def begin(
-    course: Course,
+    kind: OperationKind,
     attach: Attach,
-    conclude: Conclude,
+    make_entry: MakeEntry,
     *,
     step: Callable[[], int | None],
     blocking: bool | None = None,
@@ -68,34 +68,34 @@ def begin(
     before = io_counters.read(threading.get_native_id())
     with contextlib.ExitStack() as window:
         window.enter_context(span())
-        running = Operation(course, step)
+        running = Operation(kind, step)
         window.callback(running.close_span)
         window.enter_context(operation.running(running))
         for name in ("fsync", "sync"):
             window.enter_context(replaced_for_all(os, name, operation.timed_sync))
         attach(running, window)
-        return Recording(running, before, window.pop_all(), conclude, blocking, hand_over)
+        return Recording(running, before, window.pop_all(), make_entry, blocking, hand_over)
 
 
-class Ending(Protocol):
+class Endable(Protocol):
     """What is told when the call that it records has ended."""
 
     def end(self, *, failed: bool) -> None:
         """End the recording; `failed` where the call raised."""
 
 
-class Recorded(contextlib.AbstractContextManager["Recorded"]):
+class RecordedCall(contextlib.AbstractContextManager["RecordedCall"]):
     """Records the block where `begin` returns a recording. What fails in that is said once, and never raised."""
 
-    def __init__(self, begin: Callable[[], "Ending | None"]) -> None:
+    def __init__(self, begin: Callable[[], "Endable | None"]) -> None:
         self._begin = begin
-        self.recording: Ending | None = None
+        self.recording: Endable | None = None
 
-    def __enter__(self) -> "Recorded":  # noqa: PYI034 typing.Self is not in Python 3.10
+    def __enter__(self) -> "RecordedCall":  # noqa: PYI034 typing.Self is not in Python 3.10
         try:
             self.recording = self._begin()
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            say(error)
+            report_once(error)
         return self
 
     def __exit__(
@@ -106,10 +106,10 @@ class Recorded(contextlib.AbstractContextManager["Recorded"]):
         try:
             self.recording.end(failed=kind is not None)
         except Exception as failure:  # noqa: BLE001 whatever fails here, the training goes on
-            say(failure)
+            report_once(failure)
 
 
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,15 +120,15 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
-            say(error)
+            report_once(error)
         return None
 
     return harmless
 
 
-def say(error: Exception) -> None:
+def report_once(error: Exception) -> None:
     """Say that recording failed, each of the ways it can but once."""
     what = "the checkpoint log was not written" if isinstance(error, OSError) else "a checkpoint was not recorded"
-    if what not in _said:
-        _said.add(what)
-        atomic_files.complain(what, error)
+    if what not in _reported:
+        _reported.add(what)
+        atomic_files.report_failure(what, error)

@@ -18,20 +18,20 @@ from typing import Any
 from tracekit import conventions
 from tracekit.capture.checkpoints import operation, recording, torch_zip
 from tracekit.capture.checkpoints.async_save import tensor_bytes
-from tracekit.capture.checkpoints.log_entry import Entry, name_of
-from tracekit.capture.checkpoints.operation import Course, Operation
+from tracekit.capture.checkpoints.log_entry import Entry, checkpoint_name
+from tracekit.capture.checkpoints.operation import Operation, OperationKind
 from tracekit.capture.checkpoints.patching import replaced_for_all
-from tracekit.capture.checkpoints.recording import Attach, Ending
+from tracekit.capture.checkpoints.recording import Attach, Endable
 
-LEAST_BYTES = 1 << 20
-LEAST_NS = 10_000_000
+MIN_BYTES = 1 << 20
+MIN_NS = 10_000_000
 _MOST_ITEMS = 10_000  # looked at to tell whether something is large
 
-_SAFE_LOAD = Course(conventions.READ, {}, conventions.PLAN)
+_SAFE_LOAD = OperationKind(conventions.READ, {}, conventions.PLAN)
 
 
 @dataclass(frozen=True)
-class Watch:
+class RunContext:
     """Whom a recording asks: for the run's folder (None: not recorded), the rank, the optimizer steps done or None."""
 
     folder: Callable[[], Path | None]
@@ -40,77 +40,77 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Call:
     operation: str
     call: str
-    course: Course
-    moving: str  # the stage whose bytes are the file's
+    kind: OperationKind
+    transfer_stage: str  # the stage whose bytes are the file's
     attach: Attach
 
 
-def begin_torch_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+def begin_torch_save(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
     """Begin to record a call of ``torch.save``."""
     return _begin_save(_TORCH_SAVE, watch, folder, _argument(args, kwargs, 0, "obj"), _argument(args, kwargs, 1, "f"))
 
 
-def begin_torch_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+def begin_torch_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
     """Begin to record a call of ``torch.load``."""
     return _begin_load(_TORCH_LOAD, watch, folder, _argument(args, kwargs, 0, "f"))
 
 
-def begin_safetensors_save(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+def begin_safetensors_save(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
     """Begin to record a call of ``safetensors.torch.save_file``."""
     tensors, target = _argument(args, kwargs, 0, "tensors"), _argument(args, kwargs, 1, "filename")
     return _begin_save(_SAFETENSORS_SAVE, watch, folder, tensors, target)
 
 
-def begin_safetensors_load(watch: Watch, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ending:
+def begin_safetensors_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Endable:
     """Begin to record a call of ``safetensors.torch.load_file``."""
     return _begin_load(_SAFETENSORS_LOAD, watch, folder, _argument(args, kwargs, 0, "filename"))
 
 
-def worker_here() -> str:
+def current_worker() -> str:
     """Return which of `conventions.WORKERS` the calling thread is."""
     is_main = threading.get_ident() == threading.main_thread().ident
     return conventions.MAIN if is_main else conventions.THREAD
 
 
-def _begin_save(kind: _Kind, watch: Watch, folder: Path, value: Any, target: Any) -> Ending:
+def _begin_save(call: _Call, watch: RunContext, folder: Path, value: Any, target: Any) -> Endable:
     before = target.tell() if type(target) is io.BytesIO else 0
 
     def conclude(saved: Operation) -> Entry:
         size_bytes = _size_bytes(target)
         in_memory = isinstance(target, io.BytesIO)
-        saved.count(kind.moving, None if size_bytes is None else size_bytes - before, 0 if in_memory else 1)
+        saved.count(call.transfer_stage, None if size_bytes is None else size_bytes - before, 0 if in_memory else 1)
         if not in_memory:
-            saved.written.never_synced()
-        return _entry(kind, watch, folder, target)
+            saved.files.add_unsynced()
+        return _entry(call, watch, folder, target)
 
-    if tensor_bytes(value, LEAST_BYTES, _MOST_ITEMS) < LEAST_BYTES:
-        return _Brief(kind, watch, folder, target, before)
-    return _begin(kind, watch, conclude)
+    if tensor_bytes(value, MIN_BYTES, _MOST_ITEMS) < MIN_BYTES:
+        return _SmallTransfer(call, watch, folder, target, before)
+    return _begin(call, watch, conclude)
 
 
-def _begin_load(kind: _Kind, watch: Watch, folder: Path, source: Any) -> Ending:
+def _begin_load(call: _Call, watch: RunContext, folder: Path, source: Any) -> Endable:
 
     def conclude(loaded: Operation) -> Entry:
         known = loaded.counted_bytes(conventions.TOTAL) is not None
         loaded.count(conventions.READ, None if known else _size_bytes(source), 0 if type(source) is io.BytesIO else 1)
-        return _entry(kind, watch, folder, source)
+        return _entry(call, watch, folder, source)
 
-    if (_size_bytes(source) or 0) < LEAST_BYTES:
-        return _Brief(kind, watch, folder, source, 0)
-    return _begin(kind, watch, conclude)
-
-
-def _begin(kind: _Kind, watch: Watch, conclude: Callable[[Operation], Entry]) -> Ending:
-    return recording.begin(kind.course, kind.attach, conclude, step=watch.step)
+    if (_size_bytes(source) or 0) < MIN_BYTES:
+        return _SmallTransfer(call, watch, folder, source, 0)
+    return _begin(call, watch, conclude)
 
 
-class _Brief:
+def _begin(call: _Call, watch: RunContext, make_entry: Callable[[Operation], Entry]) -> Endable:
+    return recording.begin(call.kind, call.attach, make_entry, step=watch.step)
+
+
+class _SmallTransfer:
     """A save or load that looks too small for the log; it gets lines only if it proves not to be."""
 
-    def __init__(self, kind: _Kind, watch: Watch, folder: Path, target: Any, before_bytes: int) -> None:
+    def __init__(self, kind: _Call, watch: RunContext, folder: Path, target: Any, before_bytes: int) -> None:
         self._kind = kind
         self._watch = watch
         self._folder = folder
@@ -123,7 +123,7 @@ class _Brief:
         elapsed_ns = time.time_ns() - self._start_ns
         found = None if failed else _size_bytes(self._target)
         size_bytes = None if found is None else found - self._before_bytes
-        if failed or (elapsed_ns < LEAST_NS and (size_bytes or 0) < LEAST_BYTES):
+        if failed or (elapsed_ns < MIN_NS and (size_bytes or 0) < MIN_BYTES):
             return
         entry = _entry(self._kind, self._watch, self._folder, self._target)
         moved = {"bytes": size_bytes, "files": 0 if isinstance(self._target, io.BytesIO) else 1}
@@ -131,22 +131,22 @@ class _Brief:
         entry.write(
             [
                 entry.line(stage, self._start_ns, elapsed_ns, blocking=entry.worker == conventions.MAIN, **moved)
-                for stage in (self._kind.course.first, conventions.TOTAL)
+                for stage in (self._kind.kind.first_stage, conventions.TOTAL)
             ]
         )
 
 
-def _entry(kind: _Kind, watch: Watch, folder: Path, target: Any) -> Entry:
+def _entry(call: _Call, watch: RunContext, folder: Path, target: Any) -> Entry:
     path = _path(target)
     return Entry(
         folder=folder,
         rank=watch.rank(),
-        checkpoint=name_of(path, kind.operation),
-        operation=kind.operation,
+        checkpoint=checkpoint_name(path, call.operation),
+        operation=call.operation,
         step=watch.step(),
         path=path,
-        call=kind.call,
-        worker=worker_here(),
+        call=call.call,
+        worker=current_worker(),
     )
 
 
@@ -177,10 +177,10 @@ def _attach_safetensors(_: Operation, window: ExitStack) -> None:
 
 def _timed_writing(original: Callable[..., Any]) -> Callable[..., Any]:
     def serialize_file(*args: Any, **kwargs: Any) -> Any:
-        running = operation.here()
+        running = operation.current()
         if running is None:
             return original(*args, **kwargs)
-        with running.clock_here().inside(conventions.WRITE):
+        with running.thread_clock().inside(conventions.WRITE):
             return original(*args, **kwargs)
 
     return serialize_file
@@ -190,9 +190,9 @@ def _attach_nothing(_: Operation, window: ExitStack) -> None:
     """Time nothing: what C++ does there is one stage."""
 
 
-_TORCH_SAVE = _Kind(conventions.SAVE, conventions.TORCH_SAVE, operation.FILE_SAVE, conventions.WRITE, torch_zip.attach)
-_TORCH_LOAD = _Kind(conventions.LOAD, conventions.TORCH_LOAD, operation.FILE_LOAD, conventions.READ, torch_zip.attach)
-_SAFETENSORS_SAVE = _Kind(
+_TORCH_SAVE = _Call(conventions.SAVE, conventions.TORCH_SAVE, operation.FILE_SAVE, conventions.WRITE, torch_zip.attach)
+_TORCH_LOAD = _Call(conventions.LOAD, conventions.TORCH_LOAD, operation.FILE_LOAD, conventions.READ, torch_zip.attach)
+_SAFETENSORS_SAVE = _Call(
     conventions.SAVE, conventions.SAFETENSORS_SAVE, operation.FILE_SAVE, conventions.WRITE, _attach_safetensors
 )
-_SAFETENSORS_LOAD = _Kind(conventions.LOAD, conventions.SAFETENSORS_LOAD, _SAFE_LOAD, conventions.READ, _attach_nothing)
+_SAFETENSORS_LOAD = _Call(conventions.LOAD, conventions.SAFETENSORS_LOAD, _SAFE_LOAD, conventions.READ, _attach_nothing)

@@ -17,7 +17,7 @@ class StageClock:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.spent_ns: dict[Stage, int] = {stage: 0}
-        self.came_from: Stage = None
+        self.previous_stage: Stage = None
         self._outer: list[Stage] = []
         self._since_ns = time.time_ns()
         self.first_ns: dict[Stage, int] = {stage: self._since_ns}
@@ -58,7 +58,7 @@ class StageClock:
         return self._since_ns
 
 
-def share_out(duration_ns: int, clocks: Iterable[StageClock]) -> dict[str, tuple[int, int]]:
+def apportion(duration_ns: int, clocks: Iterable[StageClock]) -> dict[str, tuple[int, int]]:
     """Divide a time among the stages that several threads went through at once, as the threads' own time divides.
 
     Returns by stage the Unix time of its first entry and its share, in ns; the shares sum to `duration_ns` at most.

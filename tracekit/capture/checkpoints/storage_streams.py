@@ -12,7 +12,7 @@ from tracekit import conventions
 from tracekit.capture.checkpoints.durability import File
 from tracekit.capture.checkpoints.operation import Operation
 from tracekit.capture.checkpoints.patching import replaced
-from tracekit.capture.checkpoints.timed_streams import Moving, timed_reader, timed_writer
+from tracekit.capture.checkpoints.timed_streams import StreamTransfer, timed_reader, timed_writer
 
 
 def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: Any) -> None:
@@ -45,13 +45,13 @@ def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: An
 
     def with_timed_planner(read_data: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
-            copies, planner = _Copies(operation), _planner(args, kwargs)
+            copies, planner = _CopyTimer(operation), _planner(args, kwargs)
             with (
                 replaced(planner, "load_bytes", copies.timed_load_bytes),
                 replaced(planner, "resolve_tensor", copies.timed_resolve_tensor),
                 replaced(planner, "commit_tensor", copies.timed_commit_tensor),
             ):
-                operation.whole_bytes = _whole_bytes(reader)
+                operation.whole_bytes = _checkpoint_bytes(reader)
                 return read_data(*args, **kwargs)
 
         return read
@@ -59,10 +59,10 @@ def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: An
     window.enter_context(replaced(reader, "read_data", with_timed_planner))
 
 
-def _whole_bytes(reader: Any) -> int | None:
+def _checkpoint_bytes(reader: Any) -> int | None:
     """Return the bytes of all shards by the metadata that a reader was given; None where it holds none of the kind."""
-    placed = getattr(reader, "storage_data", None)
-    lengths = [getattr(info, "length", None) for info in placed.values()] if isinstance(placed, dict) else []
+    shards = getattr(reader, "storage_data", None)
+    lengths = [getattr(info, "length", None) for info in shards.values()] if isinstance(shards, dict) else []
     known = [length for length in lengths if isinstance(length, int)]
     return sum(known) if known and len(known) == len(lengths) else None
 
@@ -76,25 +76,25 @@ def _timed_create_stream(
 ) -> Callable[..., Any]:
     @contextlib.contextmanager
     def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        clock = operation.clock_here()
+        clock = operation.thread_clock()
         # The metadata file belongs to finish as a whole, the shards are taken apart.
-        stage = operation.aside if clock.stage == operation.aside else conventions.WRITE
+        stage = operation.metadata_stage if clock.stage == operation.metadata_stage else conventions.WRITE
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            moving = Moving(clock, stage, operation.written.open(raw), paired_tells)
+            transfer = StreamTransfer(clock, stage, operation.files.open(raw), paired_tells)
             # Between two items torch fetches the next; each ends with the second of two questions for the position.
-            timed = timed_writer(raw, moving)
+            timed = timed_writer(raw, transfer)
             if isinstance(timed, io.BufferedWriter):
                 # What it still holds must fail here as it would have in the stream that it stands for.
                 stream.enter_context(contextlib.closing(timed))
             yield timed
             with clock.inside(stage):
                 stream.close()
-            moving.file.flush()
+            transfer.file.flush()
         if stage == conventions.WRITE:
             clock.switch(None)  # until there is another item: a thread may be done and wait for the others
-        operation.count(stage, moving.moved_bytes, 1, moving.calls)
+        operation.count(stage, transfer.moved_bytes, 1, transfer.calls)
 
     return create
 
@@ -104,7 +104,7 @@ def _timed_resolve_data(
 ) -> Callable[..., Any]:
     @functools.wraps(resolve_data)
     def resolve(write_item: Any) -> Any:
-        clock = operation.clock_here()
+        clock = operation.thread_clock()
         outer = clock.stage
         if outer == conventions.STAGE:  # as it is between the items of a file
             data = resolve_data(write_item)
@@ -125,13 +125,13 @@ def _timed_resolve_data(
 def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
     def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        clock = operation.clock_here()
-        aside = clock.stage == operation.aside
-        stage, between = (operation.aside,) * 2 if aside else (conventions.READ, conventions.DESERIALIZE)
+        clock = operation.thread_clock()
+        aside = clock.stage == operation.metadata_stage
+        stage, between = (operation.metadata_stage,) * 2 if aside else (conventions.READ, conventions.DESERIALIZE)
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            moving = Moving(clock, stage, File())
+            moving = StreamTransfer(clock, stage, File())
             with clock.inside(between):
                 yield timed_reader(raw, moving)
             with clock.inside(stage):
@@ -141,7 +141,7 @@ def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) 
     return create
 
 
-class _Copies:
+class _CopyTimer:
     """A load planner whose handing out of a target, up to its commit, is copying; one per reading of data."""
 
     def __init__(self, operation: Operation) -> None:
@@ -150,7 +150,7 @@ class _Copies:
     def timed_load_bytes(self, load_bytes: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load_bytes)
         def load(read_item: Any, value: Any) -> Any:
-            with self._operation.clock_here().inside(conventions.DESERIALIZE):
+            with self._operation.thread_clock().inside(conventions.DESERIALIZE):
                 return load_bytes(read_item, value)
 
         return load
@@ -159,8 +159,8 @@ class _Copies:
         @functools.wraps(resolve_tensor)
         def resolve(read_item: Any) -> Any:
             target = resolve_tensor(read_item)
-            clock = self._operation.clock_here()
-            clock.came_from = clock.stage
+            clock = self._operation.thread_clock()
+            clock.previous_stage = clock.stage
             clock.switch(conventions.COPY)
             return target
 
@@ -169,10 +169,10 @@ class _Copies:
     def timed_commit_tensor(self, commit_tensor: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(commit_tensor)
         def commit(read_item: Any, tensor: Any) -> Any:
-            clock = self._operation.clock_here()
+            clock = self._operation.thread_clock()
             committed = commit_tensor(read_item, tensor)
             if clock.stage == conventions.COPY:
-                clock.switch(clock.came_from)
+                clock.switch(clock.previous_stage)
                 self._operation.count(conventions.COPY, _size_bytes(tensor), None, 1)
             return committed
 

@@ -10,7 +10,7 @@ _WAITING = ("wait", "join", "acquire")
 _JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
 
 
-class Looks:
+class ThreadSampler:
     """Looks at the training thread, taken to be the main one, from the thread that made this.
 
     `step` returns the optimizer steps done, or None where nobody counts them.
@@ -21,20 +21,20 @@ class Looks:
         self._count_steps = step
         self._training = threading.main_thread().ident
         self._is_other = threading.get_ident() != self._training
-        self._waited = True
-        self._looks = 0
+        self._always_waited = True
+        self._samples = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Look once. Costs microseconds, and nothing on the training thread itself."""
-        if not self._is_other or not self._waited:
+        if not self._is_other or not self._always_waited:
             return
         frame = sys._current_frames().get(self._training or 0)
-        self._looks += 1
-        self._waited = frame is not None and _waits(frame)
+        self._samples += 1
+        self._always_waited = frame is not None and _waits(frame)
 
     def blocked(self) -> bool:
         """Return whether training waited from the first look to the last and finished no step meanwhile."""
-        return not self._is_other or (self._waited and self._looks > 0 and self._count_steps() == self.step)
+        return not self._is_other or (self._always_waited and self._samples > 0 and self._count_steps() == self.step)
 
 
 def _waits(frame: FrameType) -> bool:

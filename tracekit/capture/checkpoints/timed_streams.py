@@ -14,7 +14,7 @@ from tracekit.capture.checkpoints.stages import StageClock
 
 
 @dataclass
-class Moving:
+class StreamTransfer:
     """What one stream moves: charged to `stage` of `clock`, counted in bytes and calls.
 
     Who writes asks for the position when an item begins, and with `paired_tells` also when it ends.
@@ -32,23 +32,23 @@ class Moving:
         self.moved_bytes += size_bytes
         self.calls += 1
 
-    def turn(self) -> None:
+    def on_tell(self) -> None:
         """Take note that somebody asked for the position: of a shard, what follows belongs to another stage."""
         if self.stage == conventions.WRITE:
             ends = self.paired_tells and self.clock.stage == conventions.SERIALIZE
             self.clock.switch(conventions.STAGE if ends else conventions.SERIALIZE)
 
 
-def timed_writer(raw: Any, moving: Moving) -> Any:
+def timed_writer(raw: Any, transfer: StreamTransfer) -> Any:
     """Return a stream that writes to `raw`; what its caller does to an item is charged to serialize."""
-    return _FileWriter(raw, moving) if _is_plain(raw, io.BufferedWriter) else _OtherWriter(raw, moving)
+    return _FileWriter(raw, transfer) if _is_plain(raw, io.BufferedWriter) else _ProxyWriter(raw, transfer)
 
 
-def timed_reader(raw: Any, moving: Moving) -> Any:
+def timed_reader(raw: Any, transfer: StreamTransfer) -> Any:
     """Return a stream that reads from `raw`."""
     if _is_plain(raw, io.BufferedReader):
-        return io.BufferedReader(_RawReader(raw, moving), _buffer_bytes(raw))
-    return _OtherReader(raw, moving)
+        return io.BufferedReader(_RawReader(raw, transfer), _buffer_bytes(raw))
+    return _ProxyReader(raw, transfer)
 
 
 def _is_plain(stream: Any, kind: type[Any]) -> bool:
@@ -62,14 +62,14 @@ def _buffer_bytes(stream: Any) -> int:
 class _Raw(io.FileIO):
     """The file of another stream, which goes on to own it."""
 
-    def __init__(self, stream: Any, mode: str, moving: Moving) -> None:
+    def __init__(self, stream: Any, mode: str, moving: StreamTransfer) -> None:
         super().__init__(stream.fileno(), mode, closefd=False)
         self.name = stream.name
         self._moving = moving
 
 
 class _RawWriter(_Raw):
-    def __init__(self, stream: Any, moving: Moving) -> None:
+    def __init__(self, stream: Any, moving: StreamTransfer) -> None:
         super().__init__(stream, "wb", moving)
 
     def write(self, data: Any) -> int:
@@ -88,7 +88,7 @@ class _RawWriter(_Raw):
 
 
 class _RawReader(_Raw):
-    def __init__(self, stream: Any, moving: Moving) -> None:
+    def __init__(self, stream: Any, moving: StreamTransfer) -> None:
         super().__init__(stream, "rb", moving)
 
     def readinto(self, buffer: Any) -> int:
@@ -112,22 +112,22 @@ class _RawReader(_Raw):
 class _FileWriter(io.BufferedWriter):
     """Python's buffer over a file of another stream."""
 
-    def __init__(self, stream: Any, moving: Moving) -> None:
+    def __init__(self, stream: Any, moving: StreamTransfer) -> None:
         super().__init__(_RawWriter(stream, moving), _buffer_bytes(stream))
         self._moving = moving
-        moving.file.holds_back = self.holds_back
+        moving.file.has_unflushed = self.has_unflushed
 
-    def holds_back(self) -> bool:
+    def has_unflushed(self) -> bool:
         """Return whether it has bytes that the system was not given yet."""
         return not self.closed and super().tell() != self.raw.tell()
 
     def tell(self) -> int:
-        self._moving.turn()
+        self._moving.on_tell()
         return super().tell()
 
 
-class _Other:
-    def __init__(self, raw: Any, moving: Moving) -> None:
+class _ProxyStream:
+    def __init__(self, raw: Any, moving: StreamTransfer) -> None:
         self._raw = raw
         self._moving = moving
 
@@ -140,7 +140,7 @@ class _Other:
         return getattr(self._raw, name)
 
 
-class _OtherWriter(_Other):
+class _ProxyWriter(_ProxyStream):
     def write(self, data: Any) -> Any:
         moving = self._moving
         moving.clock.enter(moving.stage)
@@ -153,7 +153,7 @@ class _OtherWriter(_Other):
         return written
 
     def tell(self) -> Any:
-        self._moving.turn()
+        self._moving.on_tell()
         return self._raw.tell()
 
     def flush(self) -> None:
@@ -162,7 +162,7 @@ class _OtherWriter(_Other):
         self._moving.file.flush()
 
 
-class _OtherReader(_Other):
+class _ProxyReader(_ProxyStream):
     def read(self, *args: Any) -> Any:
         with self._moving.clock.inside(self._moving.stage):
             data = self._raw.read(*args)

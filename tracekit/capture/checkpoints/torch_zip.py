@@ -7,7 +7,7 @@ from typing import Any
 import torch.serialization
 
 from tracekit import conventions
-from tracekit.capture.checkpoints.operation import Operation, here
+from tracekit.capture.checkpoints.operation import Operation, current
 from tracekit.capture.checkpoints.patching import replaced_for_all
 
 _PICKLE = "data.pkl"  # the first record; storages follow, each fetched from its device just before
@@ -28,8 +28,8 @@ def attach(running: Operation, window: contextlib.ExitStack) -> None:
 _attached: set[Operation] = set()
 
 
-def _here() -> Operation | None:
-    running = here()
+def _current() -> Operation | None:
+    running = current()
     return running if running in _attached else None
 
 
@@ -38,10 +38,10 @@ def _timed_open(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def open_zip(*args: Any, **kwargs: Any) -> Any:
-            operation = _here()
+            operation = _current()
             if operation is None:
                 return original(*args, **kwargs)
-            with operation.clock_here().inside(stage):
+            with operation.thread_clock().inside(stage):
                 opener = original(*args, **kwargs)
             return _Opener(opener, operation, stage, timed)
 
@@ -63,7 +63,7 @@ class _Opener:
         return self._timed(self._raw.__enter__(), self._operation)
 
     def __exit__(self, *failure: object) -> Any:
-        with self._operation.clock_here().inside(self._stage):
+        with self._operation.thread_clock().inside(self._stage):
             return self._raw.__exit__(*failure)
 
     def __getattr__(self, name: str) -> Any:
@@ -81,11 +81,11 @@ class _Zip:
 
 class _ZipWriter(_Zip):
     def write_record(self, name: str, data: Any, size_bytes: int) -> Any:
-        clock = self._operation.clock_here()
+        clock = self._operation.thread_clock()
         with clock.inside(conventions.WRITE):
             written = self._raw.write_record(name, data, size_bytes)
         self._operation.count(conventions.WRITE, None, None, 1)
-        self._operation.looks.look()
+        self._operation.sampler.sample()
         if name == _PICKLE:
             clock.switch(conventions.STAGE)
         return written
@@ -93,28 +93,28 @@ class _ZipWriter(_Zip):
 
 class _ZipReader(_Zip):
     def get_record(self, name: str) -> Any:
-        with self._operation.clock_here().inside(conventions.READ):
+        with self._operation.thread_clock().inside(conventions.READ):
             record = self._raw.get_record(name)
         self._operation.count(conventions.READ, len(record), None, 1)
         return record
 
     def get_storage_from_record(self, name: str, size_bytes: int, dtype: Any) -> Any:
-        with self._operation.clock_here().inside(conventions.READ):
+        with self._operation.thread_clock().inside(conventions.READ):
             storage = self._raw.get_storage_from_record(name, size_bytes, dtype)
         self._operation.count(conventions.READ, size_bytes, None, 1)
-        self._operation.looks.look()
+        self._operation.sampler.sample()
         return storage
 
 
 def _timed_restoring(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_restore_location(*args: Any, **kwargs: Any) -> Any:
         restore = original(*args, **kwargs)
-        operation = _here()
+        operation = _current()
         if operation is None:
             return restore
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with operation.clock_here().inside(conventions.COPY):
+            with operation.thread_clock().inside(conventions.COPY):
                 return restore(*args, **kwargs)
 
         return timed

@@ -9,7 +9,7 @@ from tracekit import conventions
 from tracekit.capture.launcher import exit_report
 
 MOST_STEPS = 1000
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _ANSWER_S = 60.0
 
 
@@ -36,7 +36,7 @@ def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
             return 1
         if not now.exists() and len(_windows(run)) > len(before):
             break
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
     new = [window for window in _windows(run) if window not in before]
     if not new:
         sys.stderr.write("tracekit: the training ended before the window was recorded\n")
@@ -45,7 +45,7 @@ def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
         first, count = new[-1]
         sys.stderr.write(f"tracekit: recorded steps {first} to {first + count - 1}; next: tracekit check {run}\n")
         if exit_report.has_analysis():
-            exit_report.verdict(run)
+            exit_report.print_check(run)
     return 0
 
 

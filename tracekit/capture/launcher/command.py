@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tracekit.capture.launch_settings import GIBIBYTE, Settings
 from tracekit.capture.launcher import attach, launch, merge
-from tracekit.capture.window_schedule import Windows, parse_steps
+from tracekit.capture.window_schedule import WindowSchedule, parse_steps
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
@@ -103,7 +103,7 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
     steps = options.steps or Settings.steps
     if steps is not None and steps != NONE:
         try:
-            Windows(*parse_steps(steps), every=options.every)
+            WindowSchedule(*parse_steps(steps), every=options.every)
         except ValueError as error:
             parser.error(f"--steps: {error}")
     elif options.every is not None:

@@ -30,7 +30,7 @@ class Note:
     ended: bool
 
 
-def tell(settings: Settings, *, code: int, quiet: bool) -> None:
+def report(settings: Settings, *, code: int, quiet: bool) -> None:
     """Bring what is left to its place; say what was recorded on this node and what to do with it."""
     notes, failed = read_notes(Path(settings.notes))
     for note in notes:
@@ -38,25 +38,25 @@ def tell(settings: Settings, *, code: int, quiet: bool) -> None:
     if quiet:
         return
     if not notes and not failed:
-        _say(_nothing(settings, code))
+        _print(_nothing_recorded(settings, code))
     for folder in sorted({note.folder for note in notes}):
         of_it = sorted((note for note in notes if note.folder == folder), key=lambda note: note.rank)
-        _tell_of(folder, of_it, settings, code=code)
+        _report_run(folder, of_it, settings, code=code)
 
 
 def read_notes(folder: Path) -> tuple[list[Note], int]:
     """Return what the recorded processes of a command have said so far, and how many could not begin and said so."""
     notes, failed = [], 0
     for path in sorted(folder.glob("*.json")):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if "folder" in told:
-            notes.append(Note(**{**told, "folder": Path(told["folder"])}))
+        note = json.loads(path.read_text(encoding="utf-8"))
+        if "folder" in note:
+            notes.append(Note(**{**note, "folder": Path(note["folder"])}))
         else:
             failed += 1
     return notes, failed
 
 
-def ask_for_window(settings: Settings) -> None:
+def request_window(settings: Settings) -> None:
     """Ask the trainings that run now for a window."""
     for folder in {note.folder for note in read_notes(Path(settings.notes))[0] if not note.ended}:
         (folder / conventions.NOW_FILE).touch()
@@ -67,37 +67,35 @@ def has_analysis() -> bool:
     return all(importlib.util.find_spec(name) for name in _NEEDED_TO_CHECK)
 
 
-def verdict(folder: Path) -> None:
+def print_check(folder: Path) -> None:
     """Print what ``tracekit check`` says of a run, on stderr: stdout is the training's."""
     sys.stderr.flush()
     check = [sys.executable, "-m", "tracekit", "check", str(folder), "--fail-on", "never"]
     subprocess.run(check, stdout=sys.stderr, check=False)  # noqa: S603 a folder of our own choosing
 
 
-def _tell_of(folder: Path, notes: list[Note], settings: Settings, *, code: int) -> None:
+def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: int) -> None:
     for note in notes:
         if not note.ended:
-            kept = "what was whole by then is kept"
-            _say(
-                f"rank {note.rank} was ended while it was recorded, after {_steps(folder, note)} steps or more; {kept}"
-            )
-    traced = _traced(folder, (note.rank for note in notes))
-    where = _shown(folder)
+            steps = _steps(folder, note)
+            _print(f"rank {note.rank} was killed while recording, after at least {steps} steps; complete files remain")
+    traced = _traced_ranks(folder, (note.rank for note in notes))
+    path = _display_path(folder)
     if not traced:
         if all(note.ended for note in notes):
-            _say(f"{_too_short(settings, notes)}; metrics are in {where}")
+            _print(f"{_nothing_profiled(settings, notes)}; metrics are in {path}")
         return
-    _say(f"recorded {_named_ranks(traced)} in {where}")
+    _print(f"recorded {_named_ranks(traced)} in {path}")
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
         return  # the rank that leads is on another node, where the rest is said
     if code == 0:
-        _wait_for(folder, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
+        _wait_for_traces(folder, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
     if has_analysis():
-        verdict(folder)
-    _say(f"next: tracekit check {where}, tracekit dashboard {_shown(folder.parent)}")
+        print_check(folder)
+    _print(f"next: tracekit check {path}, tracekit dashboard {_display_path(folder.parent)}")
 
 
-def _nothing(settings: Settings, code: int) -> str:
+def _nothing_recorded(settings: Settings, code: int) -> str:
     if code:
         how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         return f"nothing was recorded: the command {how} before a torch optimizer took a step in it"
@@ -109,7 +107,7 @@ def _nothing(settings: Settings, code: int) -> str:
     )
 
 
-def _too_short(settings: Settings, notes: list[Note]) -> str:
+def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     steps = max(note.steps for note in notes)
     if settings.steps is None:
         return "no window was asked for: nothing was profiled"
@@ -120,15 +118,15 @@ def _too_short(settings: Settings, notes: list[Note]) -> str:
     return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
 
 
-def _traced(folder: Path, ranks: Iterable[int]) -> list[int]:
+def _traced_ranks(folder: Path, ranks: Iterable[int]) -> list[int]:
     name = {rank: conventions.rank_file(rank, conventions.TRACE_SUFFIX) for rank in ranks}
     return [rank for rank in name if (folder / name[rank]).exists() or next(folder.glob(f"*/{name[rank]}"), None)]
 
 
-def _wait_for(folder: Path, ranks: "set[int]") -> None:
+def _wait_for_traces(folder: Path, ranks: "set[int]") -> None:
     """Wait a while for what other nodes bring."""
     deadline = time.monotonic() + _OTHERS_WAIT_S
-    while time.monotonic() < deadline and len(_traced(folder, ranks)) < len(ranks):
+    while time.monotonic() < deadline and len(_traced_ranks(folder, ranks)) < len(ranks):
         time.sleep(0.2)
 
 
@@ -149,11 +147,11 @@ def _named_ranks(ranks: list[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
 
 
-def _shown(folder: Path) -> str:
+def _display_path(folder: Path) -> str:
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"tracekit: {text}\n")
     sys.stderr.flush()

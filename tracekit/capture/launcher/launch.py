@@ -33,7 +33,7 @@ _WATCHED = {
     signal.SIGUSR2,
     signal.SIGWINCH,
 }
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,13 +45,13 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
     """
     with _folders(settings) as placed:
         try:
-            code = _run(_words(command), environment(placed), lambda: exit_report.ask_for_window(placed), on_signal)
+            code = _run(_resolved(command), environment(placed), lambda: exit_report.request_window(placed), on_signal)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             sys.stderr.write(f"tracekit: {command[0]}: {'command not found' if missing else error.strerror}\n")
             return NOT_FOUND if missing else NOT_EXECUTABLE
         try:
-            exit_report.tell(placed, code=code, quiet=quiet)
+            exit_report.report(placed, code=code, quiet=quiet)
         except KeyboardInterrupt:
             pass
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it
@@ -69,12 +69,14 @@ def new_name() -> str:
 @contextlib.contextmanager
 def _folders(settings: Settings) -> Iterator[Settings]:
     """Give the settings with a folder for notes and one for traces to wait in, both gone in the end if empty."""
-    place = Path(settings.scratch) if settings.scratch else Path(tempfile.gettempdir())
+    parent = Path(settings.scratch) if settings.scratch else Path(tempfile.gettempdir())
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="tracekit-", dir=place))
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="tracekit-", dir=parent))
     except OSError as error:
-        sys.stderr.write(f"tracekit: --scratch {place} cannot be written ({error.strerror}); the run's folder serves\n")
+        sys.stderr.write(
+            f"tracekit: --scratch {parent} cannot be written ({error.strerror}); the run's folder serves\n"
+        )
         folder = Path(settings.out + ".scratch")
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,30 +101,32 @@ def environment(settings: Settings) -> dict[str, str]:
     }
 
 
-def _words(command: list[str]) -> list[str]:
+def _resolved(command: list[str]) -> list[str]:
     """Return the command with its program found: beside our own Python too, as torchrun often is on no path."""
     program = command[0]
     if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):
         return [sys.executable, *command]
     if os.sep in program or shutil.which(program):
         return command
-    beside = shutil.which(program, path=str(Path(sys.executable).parent))
-    return [beside or program, *command[1:]]
+    sibling = shutil.which(program, path=str(Path(sys.executable).parent))
+    return [sibling or program, *command[1:]]
 
 
-def _run(command: list[str], environment: Mapping[str, str], ask: Callable[[], None], on_signal: "int | None") -> int:
+def _run(
+    command: list[str], environment: Mapping[str, str], request_window: Callable[[], None], on_signal: "int | None"
+) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
         child = subprocess.Popen(command, env=environment, preexec_fn=lambda: _as_if_alone(before))  # noqa: S603
         while child.poll() is None:
-            told = signal.sigtimedwait(_WATCHED, _LOOK_EVERY_S)
-            if told is None or told.si_signo == signal.SIGCHLD:
+            signal_info = signal.sigtimedwait(_WATCHED, _POLL_EVERY_S)
+            if signal_info is None or signal_info.si_signo == signal.SIGCHLD:
                 continue
-            if told.si_signo == on_signal:
-                ask()
-            elif told.si_code <= 0:  # from a process; what comes from the terminal reached the command as well
+            if signal_info.si_signo == on_signal:
+                request_window()
+            elif signal_info.si_code <= 0:  # from a process; what comes from the terminal reached the command as well
                 with contextlib.suppress(ProcessLookupError):
-                    child.send_signal(told.si_signo)
+                    child.send_signal(signal_info.si_signo)
         return int(child.returncode)
     finally:
         while signal.sigtimedwait(_WATCHED, 0):

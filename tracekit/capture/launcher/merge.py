@@ -26,15 +26,15 @@ def merge_parts(run: Path, parts: list[Path]) -> int:
     for part in parts:
         if not part.is_dir():
             raise ValueError(f"{part}: no such folder; check the path")
-        found = [path for path in sorted(part.rglob("*")) if path.is_file() and _RUN_FILES.match(path.name)]
-        if not found:
+        files = [path for path in sorted(part.rglob("*")) if path.is_file() and _RUN_FILES.match(path.name)]
+        if not files:
             raise ValueError(f"{part}: no file of a run in it (rank….pt.trace.json.gz, run.json); nothing was moved")
-        for path in found:
-            target = run / _target(path.relative_to(part))
-            taken = moves.get(target, target)
-            if taken.exists() and path.name not in (conventions.MANIFEST_FILE, conventions.CLAIM_FILE):
-                raise ValueError(f"{path} and {taken} are the same file of the run: remove one; nothing was moved")
-            if not taken.exists():
+        for path in files:
+            target = run / _path_in_run(path.relative_to(part))
+            existing = moves.get(target, target)
+            if existing.exists() and path.name not in (conventions.MANIFEST_FILE, conventions.CLAIM_FILE):
+                raise ValueError(f"{path} and {existing} are the same file of the run: remove one; nothing was moved")
+            if not existing.exists():
                 moves[target] = path
     run.mkdir(parents=True, exist_ok=True)
     for target, path in moves.items():
@@ -44,15 +44,15 @@ def merge_parts(run: Path, parts: list[Path]) -> int:
 
 def finish(scratch: Path, run: Path, rank: int) -> list[Path]:
     """Bring a rank's traces that wait in `scratch` into `run`, and return where they are now."""
-    brought = []
+    moved = []
     for path in sorted(scratch.glob(conventions.rank_file(rank, ".window*.json"))):
-        target = run / _target(Path(path.name))
+        target = run / _path_in_run(Path(path.name))
         atomic_files.compress(path, target)
-        brought.append(target)
-    return brought
+        moved.append(target)
+    return moved
 
 
-def _target(path: Path) -> Path:
+def _path_in_run(path: Path) -> Path:
     """Return where a file of a part belongs in the run."""
     match = _UNCOMPRESSED.fullmatch(path.name)
     if match is None:
@@ -67,6 +67,6 @@ def _move(path: Path, target: Path) -> None:
         atomic_files.compress(path, target)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_files.whole_file(target) as partial:
+    with atomic_files.atomic_write(target) as partial:
         shutil.copyfile(path, partial)
     path.unlink()

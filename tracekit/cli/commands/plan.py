@@ -129,7 +129,7 @@ def memory(
     from tracekit.plan.checkpoint import Layout
 
     of = _model(model)
-    work = planned.Work(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
+    work = planned.Workload(sequence, batch, micro_batches, recomputation, sequence_parallel) if sequence else None
     result = planned.plan(
         _required("--params or --model", _parameters(params, model)),
         Layout(tp, pp, dp, zero),

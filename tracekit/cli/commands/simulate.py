@@ -10,7 +10,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.simulate.run import Simulated
-    from tracekit.simulate.truth import Known
+    from tracekit.simulate.truth import KnownFault
 
 
 def simulate(
@@ -108,5 +108,5 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _locations(known: "Known") -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _locations(known: "KnownFault") -> tuple[tuple[str, tuple[int, ...]], ...]:
     return (("rank", known.ranks), ("step", known.steps))
