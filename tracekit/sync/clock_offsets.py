@@ -1,7 +1,7 @@
-"""One rank's calls of a group against the instances found so far: which is which, and how far apart the clocks are.
+"""Match one rank's calls of a group to the collective instances known so far, and find its clock offset.
 
-All ranks leave a collective together. So with the right offset between two clocks, the ends of the same collectives
-coincide; with a wrong one, even one step off, they scatter.
+All ranks leave a collective together. With the right offset between two clocks, the ends of the same collectives
+coincide; with a wrong offset, even by one step, they scatter.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import polars as pl
 _Ints = npt.NDArray[np.int64]
 UNKNOWN = -1
 MIN_PAIRS = 3
-"""Fewer collectives in common say nothing about two clocks."""
+"""With fewer shared collectives the offset of two clocks is unknown."""
 
 _SCALES_NS = (20_000, 200_000, 2_000_000, 20_000_000)
 _FAR_NS = 20_000_000
@@ -26,21 +26,21 @@ _NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True)
-class Calls:
+class RankCalls:
     """The calls of one rank in one group, by their ends."""
 
     row: _Ints
     start: _Ints
     end: _Ints
-    token: _Ints
+    kind: _Ints
     op: _Ints
     bytes: _Ints
     seq: _Ints
     step: _Ints
-    together: npt.NDArray[np.bool_]
+    synchronizing: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, rows: pl.DataFrame) -> "Calls":
+    def of(cls, rows: pl.DataFrame) -> "RankCalls":
         """Return the calls in `rows`, which has a column for each field (start_ns, end_ns, op_code)."""
         rows = rows.sort("end_ns", "start_ns")
         names = ("row", "start_ns", "end_ns", "token", "op_code", "bytes", "seq", "step")
@@ -51,116 +51,120 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Line:
-    """Instances by their ends, each as the first rank saw it; `start` and `end` narrow to the time all were inside."""
+class Instances:
+    """Collective instances, by the end that the first rank recorded. All ranks were inside from `start` to `end`."""
 
     instance: _Ints
-    time: _Ints
+    end_time: _Ints
     start: _Ints
     end: _Ints
-    token: _Ints
+    kind: _Ints
     op: _Ints
     bytes: _Ints
     seq: _Ints
     step: _Ints
-    together: npt.NDArray[np.bool_]
+    synchronizing: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, first: Calls, offset_ns: int) -> "Line":
-        """Return the line that the calls of a first rank make, each an instance."""
+    def of(cls, first: RankCalls, offset_ns: int) -> "Instances":
+        """Return the calls of the first rank as instances, one instance per call."""
         end = first.end + offset_ns
         numbers = np.arange(len(end), dtype=np.int64)
-        facts = (first.token, first.op, first.bytes, first.seq, first.step, first.together)
+        facts = (first.kind, first.op, first.bytes, first.seq, first.step, first.synchronizing)
         return cls(numbers, end, first.start + offset_ns, end, *facts)
 
-    def joined(self, mine: Calls, fit: "Fit") -> "Line":
-        """Return the line with a rank's calls in it: those paired narrow an instance, the others are new ones."""
+    def with_rank(self, calls: RankCalls, fit: "RankMatch") -> "Instances":
+        """Return the instances with a rank's calls: matched calls narrow an instance, others become new instances."""
         start, end = self.start.copy(), self.end.copy()
-        at = fit.paired >= 0
-        start[fit.paired[at]] = np.maximum(start[fit.paired[at]], mine.start[at] + fit.offset_ns)
-        end[fit.paired[at]] = np.minimum(end[fit.paired[at]], mine.end[at] + fit.offset_ns)
+        at = fit.instance_rows >= 0
+        start[fit.instance_rows[at]] = np.maximum(start[fit.instance_rows[at]], calls.start[at] + fit.offset_ns)
+        end[fit.instance_rows[at]] = np.minimum(end[fit.instance_rows[at]], calls.end[at] + fit.offset_ns)
         new = ~at
-        times = mine.end[new] + fit.offset_ns
+        times = calls.end[new] + fit.offset_ns
         parts = (
             (self.instance, fit.instance[new]),
-            (self.time, times),
-            (start, mine.start[new] + fit.offset_ns),
+            (self.end_time, times),
+            (start, calls.start[new] + fit.offset_ns),
             (end, times),
-            (self.token, mine.token[new]),
-            (self.op, mine.op[new]),
-            (self.bytes, mine.bytes[new]),
-            (self.seq, mine.seq[new]),
-            (self.step, mine.step[new]),
-            (self.together, mine.together[new]),
+            (self.kind, calls.kind[new]),
+            (self.op, calls.op[new]),
+            (self.bytes, calls.bytes[new]),
+            (self.seq, calls.seq[new]),
+            (self.step, calls.step[new]),
+            (self.synchronizing, calls.synchronizing[new]),
         )
         by_time = np.argsort(np.concatenate(parts[1]), kind="stable")
-        return Line(*(np.concatenate(part)[by_time] for part in parts))  # type: ignore[arg-type]
+        return Instances(*(np.concatenate(part)[by_time] for part in parts))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How a rank fits a line: its offset, per call the line's row (-1: none) and the instance (a new one if none)."""
+class RankMatch:
+    """A rank's clock offset, and per call the matching row in `Instances` (-1: none) and the instance id."""
 
     offset_ns: int
-    paired: _Ints
+    instance_rows: _Ints
     instance: _Ints
-    ties_clocks: bool
+    links_clocks: bool
 
 
-def fit(mine: Calls, line: Line, *, offset_ns: int | None, pairs: _Ints | None) -> Fit | None:
-    """Return how the calls of a rank fit the line; None where too few do to say so.
+def match_rank(
+    calls: RankCalls, instances: Instances, *, offset_ns: int | None, pairs: _Ints | None
+) -> RankMatch | None:
+    """Match the calls of a rank to the instances; None where too few calls match.
 
-    `offset_ns` is the rank's offset where it is known, `pairs` the pairs where sequence numbers tell them.
+    `offset_ns` is the rank's clock offset if known, `pairs` the matches if sequence numbers determine them.
     """
     if pairs is not None:
-        agreed = _offset(mine, line, pairs) if offset_ns is None else offset_ns
-        return Fit(agreed or 0, pairs, _instances(line, pairs), ties_clocks=agreed is not None)
-    agreed = _vote(mine, line) if offset_ns is None else offset_ns
+        agreed = _median_offset(calls, instances, pairs) if offset_ns is None else offset_ns
+        return RankMatch(agreed or 0, pairs, _instance_ids(instances, pairs), links_clocks=agreed is not None)
+    agreed = _offset_by_voting(calls, instances) if offset_ns is None else offset_ns
     if agreed is None:
         return None
-    pairs = _paired(mine, line, agreed)
-    if not _is_enough(mine, line, agreed, pairs):
+    pairs = _match_by_time(calls, instances, agreed)
+    if not _has_enough_matches(calls, instances, agreed, pairs):
         return None
-    return Fit(agreed, pairs, _instances(line, pairs), ties_clocks=True)
+    return RankMatch(agreed, pairs, _instance_ids(instances, pairs), links_clocks=True)
 
 
-def _instances(line: Line, pairs: _Ints) -> _Ints:
-    instance = np.where(pairs >= 0, line.instance[pairs], 0)
-    instance[pairs < 0] = line.instance.max(initial=-1) + 1 + np.arange((pairs < 0).sum())
+def _instance_ids(instances: Instances, pairs: _Ints) -> _Ints:
+    instance = np.where(pairs >= 0, instances.instance[pairs], 0)
+    instance[pairs < 0] = instances.instance.max(initial=-1) + 1 + np.arange((pairs < 0).sum())
     return instance
 
 
-def pairs_by_seq(mine: Calls, line: Line) -> _Ints:
-    """Return for each call the line's row with the same op and sequence number, -1 where there is none."""
-    order = np.lexsort((line.op, line.seq))
-    return _looked_up(_keyed(line.seq, line.op)[order], order, _keyed(mine.seq, mine.op), mine, line)
+def match_by_sequence_number(calls: RankCalls, instances: Instances) -> _Ints:
+    """Return for each call the instance row with the same op and sequence number, -1 if there is none."""
+    order = np.lexsort((instances.op, instances.seq))
+    return _lookup(
+        _combined_key(instances.seq, instances.op)[order], order, _combined_key(calls.seq, calls.op), calls, instances
+    )
 
 
-def _keyed(number: _Ints, code: _Ints) -> _Ints:
+def _combined_key(number: _Ints, code: _Ints) -> _Ints:
     return number * 64 + code  # fewer than 64 kinds of collectives
 
 
-def _looked_up(keys: _Ints, order: _Ints, wanted: _Ints, mine: Calls, line: Line) -> _Ints:
+def _lookup(keys: _Ints, order: _Ints, wanted: _Ints, calls: RankCalls, instances: Instances) -> _Ints:
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    found = order[at]
-    return np.where((keys[at] == wanted) & _agree(mine.bytes, line.bytes[found]), found, UNKNOWN)
+    rows = order[at]
+    return np.where((keys[at] == wanted) & _compatible(calls.bytes, instances.bytes[rows]), rows, UNKNOWN)
 
 
-def _agree(a: _Ints, b: _Ints) -> npt.NDArray[np.bool_]:
+def _compatible(a: _Ints, b: _Ints) -> npt.NDArray[np.bool_]:
     return np.asarray((a == b) | (a == UNKNOWN) | (b == UNKNOWN))
 
 
-def _offset(mine: Calls, line: Line, pairs: _Ints) -> int | None:
-    at = (pairs >= 0) & mine.together
-    return int(np.median(line.time[pairs[at]] - mine.end[at])) if at.sum() >= MIN_PAIRS else None
+def _median_offset(calls: RankCalls, instances: Instances, pairs: _Ints) -> int | None:
+    at = (pairs >= 0) & calls.synchronizing
+    return int(np.median(instances.end_time[pairs[at]] - calls.end[at])) if at.sum() >= MIN_PAIRS else None
 
 
-# Without sequence numbers: let the ends vote -------------------------------------------------------------------------
+# Without sequence numbers: by the ends of calls ---------------------------------------------------------------------
 
 
-def _vote(mine: Calls, line: Line) -> int | None:
-    """Return the offset with which most ends of equal calls coincide best; None where there is none."""
-    differences = _differences(mine, line)
+def _offset_by_voting(calls: RankCalls, instances: Instances) -> int | None:
+    """Return the offset at which the ends of equal calls coincide best; None if there is none."""
+    differences = _differences(calls, instances)
     if len(differences) < MIN_PAIRS:
         return None
     best: tuple[float, int] | None = None
@@ -169,21 +173,21 @@ def _vote(mine: Calls, line: Line) -> int | None:
         if candidate // _SCALES_NS[0] in tried:
             continue
         tried.add(candidate // _SCALES_NS[0])
-        score, refined = _score(mine, line, candidate)
-        if best is None or score > best[0] * 1.001:  # of equals, the clocks that differ least
+        score, refined = _score(calls, instances, candidate)
+        if best is None or score > best[0] * 1.001:  # among equal scores, the smallest offset
             best = (score, refined)
     return best[1] if best and best[0] > 0 else None
 
 
-def _differences(mine: Calls, line: Line) -> _Ints:
-    """Return line's end minus the rank's end for all pairs of equal calls, sorted; rare kinds first, within a bound."""
-    at_mine, at_line = np.flatnonzero(mine.together), np.flatnonzero(line.together)
-    kinds, mine_counts = np.unique(mine.token[at_mine], return_counts=True)
-    line_counts = np.array([(line.token[at_line] == kind).sum() for kind in kinds], np.int64)
+def _differences(calls: RankCalls, instances: Instances) -> _Ints:
+    """Return instance end minus call end of pairs of the same kind, sorted: at most _MAX_PAIRS, rare kinds first."""
+    calls_at, instances_at = np.flatnonzero(calls.synchronizing), np.flatnonzero(instances.synchronizing)
+    kinds, call_counts = np.unique(calls.kind[calls_at], return_counts=True)
+    instance_counts = np.array([(instances.kind[instances_at] == kind).sum() for kind in kinds], np.int64)
     parts, room = [], _MAX_PAIRS
-    for i in np.argsort(mine_counts * line_counts, kind="stable"):
-        a = mine.end[at_mine[mine.token[at_mine] == kinds[i]]]
-        b = line.time[at_line[line.token[at_line] == kinds[i]]]
+    for i in np.argsort(call_counts * instance_counts, kind="stable"):
+        a = calls.end[calls_at[calls.kind[calls_at] == kinds[i]]]
+        b = instances.end_time[instances_at[instances.kind[instances_at] == kinds[i]]]
         if not len(b) or room <= 0:
             continue
         a = a[:: -(-len(a) * len(b) // room)]
@@ -193,7 +197,7 @@ def _differences(mine: Calls, line: Line) -> _Ints:
 
 
 def _peaks(differences: _Ints) -> list[int]:
-    """Return where sorted differences are densest, at several scales: as sharp as NCCL, as blunt as a busy host."""
+    """Return where sorted differences are densest, at several scales: precise (NCCL) to imprecise (busy host)."""
     peaks = []
     for scale in _SCALES_NS:
         past = np.searchsorted(differences, differences + scale, side="right")
@@ -208,55 +212,55 @@ def _peaks(differences: _Ints) -> list[int]:
     return peaks
 
 
-def _score(mine: Calls, line: Line, offset_ns: int) -> tuple[float, int]:
-    """Return how well an offset explains the ends, and the offset made better by its own pairs.
+def _score(calls: RankCalls, instances: Instances, offset_ns: int) -> tuple[float, int]:
+    """Return how well an offset explains the ends, and the offset refined by the resulting pairs.
 
-    Each pair counts by how sharply it coincides, in orders of magnitude; half where the steps' numbers differ.
+    Each pair scores the logarithm of its precision; half of that if the step numbers differ.
     """
-    pairs = _nearest(mine, line, offset_ns, _FAR_NS)
-    at = (pairs >= 0) & mine.together
+    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
+    at = (pairs >= 0) & calls.synchronizing
     if at.sum() < MIN_PAIRS:
         return 0.0, offset_ns
-    apart = line.time[pairs[at]] - mine.end[at]
-    refined = int(np.median(apart))
-    weight = np.where(_agree(mine.step[at], line.step[pairs[at]]), 1.0, 0.5)
-    sharpness = np.log(_FAR_NS / np.clip(np.abs(apart - refined), _NEAR_NS, _FAR_NS))
+    difference = instances.end_time[pairs[at]] - calls.end[at]
+    refined = int(np.median(difference))
+    weight = np.where(_compatible(calls.step[at], instances.step[pairs[at]]), 1.0, 0.5)
+    sharpness = np.log(_FAR_NS / np.clip(np.abs(difference - refined), _NEAR_NS, _FAR_NS))
     return float((weight * sharpness).sum()), refined
 
 
-def _tolerance(mine: Calls, line: Line, offset_ns: int) -> int:
-    pairs = _nearest(mine, line, offset_ns, _FAR_NS)
-    at = (pairs >= 0) & mine.together
-    apart = np.abs(line.time[pairs[at]] - mine.end[at] - offset_ns)
-    return int(np.clip(10 * np.median(apart), 50_000, _FAR_NS)) if len(apart) else 50_000
+def _tolerance(calls: RankCalls, instances: Instances, offset_ns: int) -> int:
+    pairs = _nearest(calls, instances, offset_ns, _FAR_NS)
+    at = (pairs >= 0) & calls.synchronizing
+    difference = np.abs(instances.end_time[pairs[at]] - calls.end[at] - offset_ns)
+    return int(np.clip(10 * np.median(difference), 50_000, _FAR_NS)) if len(difference) else 50_000
 
 
-def _paired(mine: Calls, line: Line, offset_ns: int) -> _Ints:
-    """Return for each call the line's row that is the same collective, -1 where there is none.
+def _match_by_time(calls: RankCalls, instances: Instances, offset_ns: int) -> _Ints:
+    """Return for each call the instance row of the same collective, -1 if there is none.
 
-    First the calls whose ends leave no doubt; between those by order; then what ends nearest; then, by order again,
-    calls of which one side does not tell size or type.
+    First calls with unambiguous ends; between those, calls in order; then the nearest ends; then, in order again, calls
+    whose size or type one side does not record.
     """
-    tolerance_ns = _tolerance(mine, line, offset_ns)
-    pairs = _nearest(mine, line, offset_ns, tolerance_ns, min_lead=_MIN_LEAD)
-    pairs = _by_order(mine, line, offset_ns, pairs, mine.token, line.token)
-    pairs = _with_more(pairs, _nearest(mine, line, offset_ns, tolerance_ns))
-    return _by_order(mine, line, offset_ns, pairs, mine.op, line.op)
+    tolerance_ns = _tolerance(calls, instances, offset_ns)
+    pairs = _nearest(calls, instances, offset_ns, tolerance_ns, min_lead=_MIN_LEAD)
+    pairs = _match_by_order(calls, instances, offset_ns, pairs, calls.kind, instances.kind)
+    pairs = _fill_unmatched(pairs, _nearest(calls, instances, offset_ns, tolerance_ns))
+    return _match_by_order(calls, instances, offset_ns, pairs, calls.op, instances.op)
 
 
-def _with_more(pairs: _Ints, more: _Ints) -> _Ints:
+def _fill_unmatched(pairs: _Ints, more: _Ints) -> _Ints:
     return np.where((pairs < 0) & ~np.isin(more, pairs), more, pairs)
 
 
-def _nearest(mine: Calls, line: Line, offset_ns: int, tolerance_ns: int, min_lead: float = 1.0) -> _Ints:
-    """Return for each call the line's row of the same kind that ends nearest, if each is the other's nearest.
+def _nearest(calls: RankCalls, instances: Instances, offset_ns: int, tolerance_ns: int, min_lead: float = 1.0) -> _Ints:
+    """Return for each call the instance row of the same kind with the nearest end, if they are mutually nearest.
 
-    The next nearest must be `min_lead` times as far, or more.
+    The second nearest must be at least `min_lead` times as far away.
     """
-    ends = mine.end + offset_ns
-    low, high = min(ends.min(), line.time.min()), max(ends.max(), line.time.max())
-    apart_ns = 2 * (high - low + tolerance_ns) + 1  # between kinds, so that one search serves all of them
-    a, b = mine.token * apart_ns + ends - low, line.token * apart_ns + line.time - low
+    ends = calls.end + offset_ns
+    low, high = min(ends.min(), instances.end_time.min()), max(ends.max(), instances.end_time.max())
+    apart_ns = 2 * (high - low + tolerance_ns) + 1  # separates the kinds, so that one search covers all of them
+    a, b = calls.kind * apart_ns + ends - low, instances.kind * apart_ns + instances.end_time - low
     a_order, b_order = np.argsort(a, kind="stable"), np.argsort(b, kind="stable")
     there, lead = _closest(b[b_order], a)
     back, lead_back = _closest(a[a_order], b)
@@ -267,7 +271,7 @@ def _nearest(mine: Calls, line: Line, offset_ns: int, tolerance_ns: int, min_lea
 
 
 def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
-    """Return, for each time, the index of the closest among sorted times, and how many times as far the next one is."""
+    """Return per time the index of the closest sorted time, and the relative distance of the second closest."""
     fenced = np.concatenate(([-_NEVER_NS], among, [_NEVER_NS]))
     right = np.searchsorted(among, to) + 1
     best = np.where(to - fenced[right - 1] <= fenced[right] - to, right - 1, right)
@@ -278,38 +282,42 @@ def _closest(among: _Ints, to: _Ints) -> tuple[_Ints, npt.NDArray[np.float64]]:
     return best - 1, next_best / np.maximum(distance, 1)
 
 
-def _is_enough(mine: Calls, line: Line, offset_ns: int, pairs: _Ints) -> bool:
-    """Whether at least three, and a third of the calls that both recorded, coincide."""
-    ends = mine.end + offset_ns
-    low, high = max(ends[0], line.time[0]) - _FAR_NS, min(ends[-1], line.time[-1]) + _FAR_NS
-    common = min(((ends >= low) & (ends <= high)).sum(), ((line.time >= low) & (line.time <= high)).sum())
+def _has_enough_matches(calls: RankCalls, instances: Instances, offset_ns: int, pairs: _Ints) -> bool:
+    """Whether at least three calls, and a third of those that both sides recorded, match."""
+    ends = calls.end + offset_ns
+    low, high = max(ends[0], instances.end_time[0]) - _FAR_NS, min(ends[-1], instances.end_time[-1]) + _FAR_NS
+    common = min(
+        ((ends >= low) & (ends <= high)).sum(), ((instances.end_time >= low) & (instances.end_time <= high)).sum()
+    )
     return int((pairs >= 0).sum()) >= max(MIN_PAIRS, int(common) // 3)
 
 
-def _by_order(mine: Calls, line: Line, offset_ns: int, pairs: _Ints, mine_kind: _Ints, line_kind: _Ints) -> _Ints:
-    """Pair more calls: of those of one kind between two pairs, the i-th with the i-th, if both sides have as many.
+def _match_by_order(
+    calls: RankCalls, instances: Instances, offset_ns: int, pairs: _Ints, call_kind: _Ints, instance_kind: _Ints
+) -> _Ints:
+    """Match remaining calls of a kind between two matched pairs in order, if both sides have the same number.
 
-    A rank can leave late, when its host is busy. But nobody leaves before everybody has come, so both must have been
-    inside at one time.
+    A rank can leave late if its host is busy. But no rank leaves before all have arrived, so both must have been inside
+    at the same time.
     """
-    mark = _marks(pairs, mine_kind)
-    on_line = np.zeros(len(line.time), bool)
-    on_line[pairs[mark]] = True
-    taken = np.isin(np.arange(len(line.time)), pairs)
-    both = _numbered(mine_kind, mark, pairs >= 0, "a").join(
-        _numbered(line_kind, on_line, taken, "b"), on=["kind", "gap", "i", "n"]
+    mark = _in_order(pairs, call_kind)
+    on_instances = np.zeros(len(instances.end_time), bool)
+    on_instances[pairs[mark]] = True
+    is_matched = np.isin(np.arange(len(instances.end_time)), pairs)
+    both = _number_unmatched(call_kind, mark, pairs >= 0, "a").join(
+        _number_unmatched(instance_kind, on_instances, is_matched, "b"), on=["kind", "gap", "i", "n"]
     )
     i, j = both["a"].to_numpy(), both["b"].to_numpy()
-    start = np.maximum(mine.start[i] + offset_ns, line.start[j])
-    end = np.minimum(mine.end[i] + offset_ns, line.end[j])
-    fits = _agree(mine.bytes[i], line.bytes[j]) & ((start <= end + _SLACK_NS) | ~mine.together[i])
+    start = np.maximum(calls.start[i] + offset_ns, instances.start[j])
+    end = np.minimum(calls.end[i] + offset_ns, instances.end[j])
+    fits = _compatible(calls.bytes[i], instances.bytes[j]) & ((start <= end + _SLACK_NS) | ~calls.synchronizing[i])
     filled = pairs.copy()
     filled[i[fits]] = j[fits]
     return filled
 
 
-def _marks(pairs: _Ints, kind: _Ints) -> npt.NDArray[np.bool_]:
-    """Return which pairs are in one order on both sides, within their kind."""
+def _in_order(pairs: _Ints, kind: _Ints) -> npt.NDArray[np.bool_]:
+    """Return which pairs are in the same order on both sides, within their kind."""
     frame = pl.DataFrame({"pair": pairs, "kind": kind})
     return (
         frame.select((pl.col("pair") >= 0) & (pl.col("pair") >= pl.col("pair").cum_max().over("kind")))
@@ -318,20 +326,22 @@ def _marks(pairs: _Ints, kind: _Ints) -> npt.NDArray[np.bool_]:
     )
 
 
-def _numbered(kind: _Ints, mark: npt.NDArray[np.bool_], taken: npt.NDArray[np.bool_], name: str) -> pl.DataFrame:
-    """Return what is free, numbered within its kind and the gap between two marks of that kind.
+def _number_unmatched(
+    kind: _Ints, mark: npt.NDArray[np.bool_], is_matched: npt.NDArray[np.bool_], name: str
+) -> pl.DataFrame:
+    """Return the unmatched calls, numbered within their kind and the gap between two marks of that kind.
 
-    Before the first mark and after the last, where one trace can begin or end before another, numbers count from the
-    mark; elsewhere both sides must have as many, `n`.
+    Before the first mark and after the last, where one trace can begin or end before the other, numbers count from the
+    mark. In other gaps both sides must have the same number of calls, `n`.
     """
     first, last = pl.col("gap") == 0, pl.col("gap") == pl.col("mark").sum().over("kind")
     index, count = pl.int_range(pl.len()).over("kind", "gap"), pl.len().over("kind", "gap").cast(pl.Int64)
     return (
-        pl.DataFrame({"kind": kind, "mark": mark, "taken": taken})
+        pl.DataFrame({"kind": kind, "mark": mark, "is_matched": is_matched})
         .with_row_index(name)
         .with_columns(pl.col("mark").cum_sum().over("kind").alias("gap"))
         .with_columns((first & ~last).alias("is_before"), (last & ~first).alias("is_after"))
-        .filter(~pl.col("taken"))
+        .filter(~pl.col("is_matched"))
         .with_columns(index.alias("index"), count.alias("n"))
         .select(
             name,

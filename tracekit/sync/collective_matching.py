@@ -1,4 +1,4 @@
-"""The same collective found on every rank: by its sequence number, else by what it is and when it ended."""
+"""Collectives matched across ranks: by sequence number, otherwise by kind and end time."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ import polars as pl
 
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
-from tracekit.sync.clock_offsets import UNKNOWN, Calls, Line, fit, pairs_by_seq
+from tracekit.sync.clock_offsets import UNKNOWN, Instances, RankCalls, match_by_sequence_number, match_rank
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-_UNEQUAL = ("all_to_all", "gather", "scatter")  # each rank's part may be of a size of its own
-"""Collectives that nobody can leave before everybody has come."""
+"""Collectives that no rank can leave before all ranks have arrived."""
+_UNEQUAL_SIZES = ("all_to_all", "gather", "scatter")  # message sizes may differ between ranks
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 PAIRED = "send_recv"
-"""A send and its receive, both of which tell who is at the other end."""
+"""A send and its receive, where both record the peer rank."""
 SEQ, ORDER, NONE = "seq", "order", "none"
 
 CALLS = {
@@ -38,12 +38,12 @@ _Ints = npt.NDArray[np.int64]
 
 
 def calls(trace: Trace) -> pl.DataFrame:
-    """Return the collectives of a trace, as calls that other ranks have a part in.
+    """Return the collectives of a trace as calls to match with other ranks.
 
-    Columns as CALLS: group is the group's name, members tells groups of one name apart (which ranks, as text; null
-    where the trace does not tell), bytes is the larger of sent and received. One row per communication activity. Where
-    a trace knows one group only, all its collectives are of it. A send or receive whose other end is known is of op
-    send_recv and a group of two: members are then "FROM>TO".
+    Columns as CALLS: group is the group's name; members distinguishes groups of the same name (ranks as text; null if
+    unknown); bytes is the larger of sent and received. One row per communication activity. If a trace lists only one
+    group, all its collectives belong to it. A send or receive with a known peer has op send_recv and a group of two,
+    with members "FROM>TO".
     """
     activities = trace.activities.select("id", "start_ns", "dur_ns", "step", "phase", "unit")
     groups = trace.groups.filter(pl.col("ranks").list.len() > 1)
@@ -60,10 +60,10 @@ def calls(trace: Trace) -> pl.DataFrame:
         )
         .sort("start_ns", "activity_id")
     )
-    return _with_pairs(found, trace.rank).select(pl.col(name).cast(dtype) for name, dtype in CALLS.items())
+    return _with_send_receive_pairs(found, trace.rank).select(pl.col(name).cast(dtype) for name, dtype in CALLS.items())
 
 
-def _with_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
+def _with_send_receive_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
     sends = pl.col("op") == "send"
     paired = (sends | (pl.col("op") == "recv")) & pl.col("peer").is_not_null()
     to_peer, from_peer = pl.format(f"{rank}>{{}}", "peer"), pl.format(f"{{}}>{rank}", "peer")
@@ -77,14 +77,14 @@ def _with_pairs(found: pl.DataFrame, rank: int) -> pl.DataFrame:
 
 
 def matched_calls(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks with the instance that each is a part of.
+    """Return the calls of all ranks with the collective instance of each.
 
-    Columns window, rank, CALLS', instance (unique in the window; null where it cannot be told, and for sends and
-    receives), how (seq or order), rough_ns (the offset of the rank's clock found on the way) and part (ranks of one
-    window whose clocks are tied by collectives); one row per call.
+    Columns window, rank, those of CALLS, instance (unique in the window; null if unknown, and for sends and receives),
+    how (seq or order), rough_ns (the initial estimate of the rank's clock offset) and part (ranks of a window whose
+    clocks are linked by collectives); one row per call.
     """
     table = run.table(calls).with_row_index("call")
-    parts = [_matched_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
+    parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
     empty = {"instance": pl.Int64, "how": pl.String, "rough_ns": pl.Int64, "part": pl.Int64}
     if not parts:
         return table.drop("call").with_columns(pl.lit(None, dtype).alias(name) for name, dtype in empty.items())
@@ -92,7 +92,7 @@ def matched_calls(run: Run) -> pl.DataFrame:
 
 
 def _members() -> pl.Expr:
-    # Groups can have thousands of ranks, and a name for them goes into every row.
+    # Groups can have thousands of ranks, and this text is repeated in every row.
     ranks = pl.col("ranks").list
     text = ranks.sort().cast(pl.List(pl.String)).list.join(",")
     short = pl.format("{} ranks from {} to {}, {}", ranks.len(), ranks.min(), ranks.max(), text.hash(seed=0))
@@ -102,13 +102,13 @@ def _members() -> pl.Expr:
 # One window ----------------------------------------------------------------------------------------------------------
 
 
-def _matched_window(rows: pl.DataFrame) -> pl.DataFrame:
-    clocks = _Clocks(rows["rank"].unique().to_list())
+def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
+    clocks = _ClockGroups(rows["rank"].unique().to_list())
     instance = np.full(rows.height, UNKNOWN, np.int64)
     by_seq = np.zeros(rows.height, bool)
     first = 0
     for group in _groups(rows):
-        at, found, sequenced = _matched_group(group, clocks)
+        at, found, sequenced = _match_group(group, clocks)
         instance[at[found >= 0]] = found[found >= 0] + first
         by_seq[at] = sequenced
         first += int(found.max(initial=-1)) + 1
@@ -126,12 +126,12 @@ def _matched_window(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    """Yield the calls of each group with more than one rank here, those known best and largest first."""
+    """Yield the calls of each group with more than one traced rank, the best described and largest groups first."""
     shared = (
         rows.with_row_index("at")
         .filter(pl.col("op").is_in([*SYNCHRONIZING, *ROOTED]) | _is_paired())
         .with_columns(pl.col("rank").n_unique().over("group", "members").alias("present"))
-        # More ranks than the group has: several groups of one name, not to be told apart.
+        # More ranks than the group has: several groups share a name and cannot be distinguished.
         .filter(
             pl.col("present") > 1,
             pl.col("members").is_not_null() | (pl.col("present") <= pl.col("group_size").fill_null(1 << 62)),
@@ -141,7 +141,7 @@ def _groups(rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
         shared.group_by("group", "members")
         .agg(pl.len().alias("calls"), pl.col("present").first(), _is_paired().any().alias("paired"))
         .sort(
-            "paired",  # ends of sends tie no clocks: what ties them comes first
+            "paired",  # sends do not align clocks, so collectives come first
             pl.col("members").is_null(),
             pl.col("group").is_null(),
             -pl.col("present").cast(pl.Int64),
@@ -158,64 +158,64 @@ def _is_paired() -> pl.Expr:
     return (pl.col("op") == PAIRED) & pl.col("members").str.contains(">", literal=True).fill_null(value=False)
 
 
-class _Clocks:
-    """The offsets between ranks' clocks, known within each part of the ranks that is tied together so far."""
+class _ClockGroups:
+    """Clock offsets between ranks, known within each part: a set of ranks that collectives link."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.part = {rank: rank for rank in ranks}
         self.offset_ns = dict.fromkeys(ranks, 0)
 
-    def tie(self, rank: int, other: int, offset_ns: int) -> None:
-        """Put the part of `rank` onto the clock of `other`'s part: the rank's own offset becomes `offset_ns`."""
+    def link(self, rank: int, other: int, offset_ns: int) -> None:
+        """Merge the part of `rank` into that of `other`; the offset of `rank` becomes `offset_ns`."""
         moved, shift = self.part[rank], offset_ns - self.offset_ns[rank]
-        for each in [r for r, part in self.part.items() if part == moved]:
-            self.part[each] = self.part[other]
-            self.offset_ns[each] += shift
+        for member in [r for r, part in self.part.items() if part == moved]:
+            self.part[member] = self.part[other]
+            self.offset_ns[member] += shift
 
     def rows(self) -> list[tuple[int, int, int]]:
         return [(rank, self.offset_ns[rank], self.part[rank]) for rank in self.part]
 
 
-def _matched_group(group: pl.DataFrame, clocks: _Clocks) -> tuple[_Ints, _Ints, bool]:
-    """Return row numbers, the instance of each (numbered from 0; -1: unknown), and whether by sequence numbers."""
-    told = group.with_columns(
-        pl.when(~pl.col("op").is_in(_UNEQUAL)).then(pl.col("bytes")).alias("bytes"),
+def _match_group(group: pl.DataFrame, clocks: _ClockGroups) -> tuple[_Ints, _Ints, bool]:
+    """Return row numbers, the instance of each (from 0; -1: unknown), and whether sequence numbers were used."""
+    described = group.with_columns(
+        pl.when(~pl.col("op").is_in(_UNEQUAL_SIZES)).then(pl.col("bytes")).alias("bytes"),
         pl.col("op").rank("dense").cast(pl.Int64).alias("op_code"),
-        _token(),
+        _kind(),
         pl.col("op").is_in(SYNCHRONIZING).alias("together"),
     )
     sequenced = _has_seq(group)
-    found = np.full(group.height, UNKNOWN, np.int64)
-    numbered = told.drop("at").with_row_index("row")
-    calls_of = {int(rows["rank"][0]): Calls.of(rows) for rows in numbered.partition_by("rank", maintain_order=True)}
+    instance = np.full(group.height, UNKNOWN, np.int64)
+    numbered = described.drop("at").with_row_index("row")
+    calls_of = {int(rows["rank"][0]): RankCalls.of(rows) for rows in numbered.partition_by("rank", maintain_order=True)}
     first, *others = sorted(calls_of, key=lambda rank: (-len(calls_of[rank].end), rank))
-    line = Line.of(calls_of[first], clocks.offset_ns[first])
-    found[calls_of[first].row] = line.instance
+    instances = Instances.of(calls_of[first], clocks.offset_ns[first])
+    instance[calls_of[first].row] = instances.instance
     for rank in others:
-        mine = calls_of[rank]
+        calls = calls_of[rank]
         is_tied = clocks.part[rank] == clocks.part[first]
-        fitted = fit(
-            mine,
-            line,
+        match = match_rank(
+            calls,
+            instances,
             offset_ns=clocks.offset_ns[rank] if is_tied else None,
-            pairs=pairs_by_seq(mine, line) if sequenced else None,
+            pairs=match_by_sequence_number(calls, instances) if sequenced else None,
         )
-        if fitted is None:
+        if match is None:
             continue
-        if fitted.ties_clocks and not is_tied:
-            clocks.tie(rank, first, fitted.offset_ns)
-        line = line.joined(mine, fitted)
-        found[mine.row] = fitted.instance
-    return group["at"].to_numpy().astype(np.int64), found, sequenced
+        if match.links_clocks and not is_tied:
+            clocks.link(rank, first, match.offset_ns)
+        instances = instances.with_rank(calls, match)
+        instance[calls.row] = match.instance
+    return group["at"].to_numpy().astype(np.int64), instance, sequenced
 
 
-def _token() -> pl.Expr:
-    equal = ~pl.col("op").is_in(_UNEQUAL)
-    told = (pl.when(equal).then(pl.col(of).cast(pl.String)).fill_null("?") for of in ("dtype", "bytes"))
-    key = pl.concat_str("op", *told, separator="|")
+def _kind() -> pl.Expr:
+    equal = ~pl.col("op").is_in(_UNEQUAL_SIZES)
+    attributes = (pl.when(equal).then(pl.col(of).cast(pl.String)).fill_null("?") for of in ("dtype", "bytes"))
+    key = pl.concat_str("op", *attributes, separator="|")
     return key.rank("dense").cast(pl.Int64).alias("token")
 
 
 def _has_seq(group: pl.DataFrame) -> bool:
-    # Kernels that a CUDA graph replays repeat the number under which they were captured.
+    # Kernels replayed by a CUDA graph repeat the sequence number of their capture.
     return not group["seq"].null_count() and not group.select("rank", "op", "seq").is_duplicated().any()
