@@ -161,7 +161,7 @@ def _asked(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
             continue
         told, inferred = (savings.saving(each, CAUSE_OF[known.fault]) for each in (loaded, bare))
         per = job.steps / len(known.steps)
-        replayed = savings.replayed(loaded)
+        replayed = savings.replayed_steps(loaded)
         off = float((replayed["replayed_ns"] / replayed["duration_ns"] - 1).abs().max() or 0)  # type: ignore[arg-type]
         yield Answer(
             known.fault,
@@ -171,7 +171,7 @@ def _asked(draw: random.Random, fault: Fault, out: Path) -> Iterator[Answer]:
             told.saved_ns * per,
             inferred.saved_ns * per,
             off,
-            told.why_not,
+            told.unavailable_reason,
         )
 
 

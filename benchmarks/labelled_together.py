@@ -126,11 +126,13 @@ def _asked(draw: random.Random, one: Fault, other: Fault, out: Path) -> Answer |
         return None
     loaded = tracekit.load(str(out), cache=False)
     causes = [CAUSE_OF[fault.name] for fault in (one, other)]
-    together = savings.together(loaded, causes)
+    together = savings.combined_saving(loaded, causes)
     alone = sum(savings.saving(loaded, cause).saved_ratio for cause in causes)
     true_ratio = 1 - healthy.recording.total_ns / whole_ns
     pair = (one.name, other.name)
-    return Answer(pair, job.strategy, true_ratio, together.saved_ratio, alone, together.why_not, together.note)
+    return Answer(
+        pair, job.strategy, true_ratio, together.saved_ratio, alone, together.unavailable_reason, together.caveat
+    )
 
 
 def _fits(job: Job, asked: Sequence[FaultRequest]) -> bool:

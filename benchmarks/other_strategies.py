@@ -17,7 +17,7 @@ from pathlib import Path
 import tracekit
 from tracekit.plan import models
 from tracekit.replay.graph import strategies
-from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.simulate import hardware, run
 from tracekit.simulate.hardware import Hardware
@@ -64,12 +64,12 @@ def _rows(machine: Hardware, model: str, gpus: int, tokens: int) -> Iterator[str
         every = dict.fromkeys(name for pair in _PAIRS for name in pair)
         took_ms = {name: _simulated(replace(job, strategy=name), Path(folder) / name) for name in every}
         runs = {name: tracekit.load(str(Path(folder) / name), cache=False) for name in every}
-        node = Node(machine.gpus_per_node, machine.node_bytes_per_s)
+        node = NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s)
         for before, after in _PAIRS:
-            told = strategies.predicted(runs[before], after, node)
+            told = strategies.predict_strategy(runs[before], after, node)
             yield f"{before} | {after} | {_row(took_ms[before], told, took_ms[after])}"
         for times in _NETWORKS:
-            told = strategies.other_network(runs[FSDP2], times)
+            told = strategies.predict_network(runs[FSDP2], times)
             true_ms = _simulated(replace(job, hardware=_faster(machine, times)), Path(folder) / "network")
             yield f"{FSDP2} | network × {times:g} | {_row(took_ms[FSDP2], told, true_ms)}"
 

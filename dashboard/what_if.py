@@ -8,10 +8,10 @@ from dashboard.run_catalog import RunEntry
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
 from tracekit.replay.graph import savings as saving
-from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.savings import Saving
 from tracekit.replay.graph.strategies import Prediction
-from tracekit.replay.graph.what_if import Answer, Answers
+from tracekit.replay.graph.what_if import Answer, WhatIf
 
 
 def replay(entry: RunEntry, on_progress: Callable[[float, str], None]) -> None:
@@ -32,37 +32,41 @@ def replay(entry: RunEntry, on_progress: Callable[[float, str], None]) -> None:
     run_facts.kept(entry, "whatif", made)
 
 
-def without(entry: RunEntry, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> Answers:
+def without(entry: RunEntry, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> WhatIf:
     """Return what the run would be without each cause named, or all that save anything. Raises TracekitError."""
     held = run_store.open_run(entry)
     with held.lock:
-        return what_if.of(held.run, names, gpu_hour_price=gpu_hour_price)
+        return what_if.answer(held.run, names, gpu_hour_price=gpu_hour_price)
 
 
 def together(entry: RunEntry, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
     """Return what the run would be without all of these causes at once, two or more. Raises TracekitError."""
     held = run_store.open_run(entry)
     with held.lock:
-        return what_if.together(held.run, names, gpu_hour_price=gpu_hour_price)
+        return what_if.answer_combined(held.run, names, gpu_hour_price=gpu_hour_price)
 
 
 def savings(entry: RunEntry, several: Sequence[tuple[str, ...]]) -> list[Saving]:
     """Return what a step would save without each of these sets of causes. Raises TracekitError."""
     held = run_store.open_run(entry)
     with held.lock:
-        return [saving.together(held.run, names) for names in several]
+        return [saving.combined_saving(held.run, names) for names in several]
 
 
-def predicted(entry: RunEntry, strategy: str, node: Node | None) -> Prediction:
+def predicted(entry: RunEntry, strategy: str, node: NodeSpec | None) -> Prediction:
     """Return what a step would take under another strategy. Raises TracekitError, also where none can tell."""
-    return run_facts.kept(entry, ("predicted", strategy, node), lambda run: strategies.predicted(run, strategy, node))
+    return run_facts.kept(
+        entry, ("predicted", strategy, node), lambda run: strategies.predict_strategy(run, strategy, node)
+    )
 
 
 def other_network(entry: RunEntry, times: float) -> Prediction:
     """Return what a step would take on links that carry `times` as much. Raises TracekitError."""
-    return run_facts.kept(entry, ("other network", times), lambda run: strategies.other_network(run, times))
+    return run_facts.kept(entry, ("other network", times), lambda run: strategies.predict_network(run, times))
 
 
 def recomputing_less(entry: RunEntry, layers: int) -> Prediction:
     """Return what a step would take with so many recomputed layers fewer. Raises TracekitError."""
-    return run_facts.kept(entry, ("recomputing less", layers), lambda run: strategies.recomputing_less(run, layers))
+    return run_facts.kept(
+        entry, ("recomputing less", layers), lambda run: strategies.predict_less_recomputation(run, layers)
+    )

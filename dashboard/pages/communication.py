@@ -14,7 +14,7 @@ from tracekit.sync import collective_matching
 FAMILIES = ("COMM", "RANK")
 FACTS = (
     collective_matching.calls,
-    stall_attribution.of_communication,
+    stall_attribution.communication_gap_time,
     compute_gap_causes.compute_gap_causes,
     *traffic.FACTS,
 )
@@ -53,7 +53,7 @@ def _hidden(entry: RunEntry) -> None:
 
 
 def _standing(entry: RunEntry, of: str) -> None:
-    rows = run_facts.across(entry, stall_attribution.by_rank).filter(pl.col("of") == of)
+    rows = run_facts.across(entry, stall_attribution.by_rank).filter(pl.col("gap_kind") == of)
     if of == stall_attribution.COMMUNICATION:
         st.subheader("Why no collective runs")
         told = "Gaps between the collectives of a phase, split by cause: the parts of a bar sum to the gaps, exactly."
@@ -66,7 +66,7 @@ def _standing(entry: RunEntry, of: str) -> None:
         return
     widgets.chart(charts.stall_causes(rows), key=f"communication-{of}")
     with st.expander("By phase and by what the host did"):
-        each = run_facts.across(entry, stall_attribution.by_cause).filter(pl.col("of") == of)
+        each = run_facts.across(entry, stall_attribution.by_cause).filter(pl.col("gap_kind") == of)
         sums = each.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
         widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{of}")
 
@@ -98,7 +98,7 @@ def _waits(entry: RunEntry, held: run_store.OpenRun) -> None:
     if len(held.run.ranks) < 2:
         st.caption(ALONE)
         return
-    waited = run_facts.across(entry, rank_timelines.waited)
+    waited = run_facts.across(entry, rank_timelines.wait_times)
     if waited.is_empty():
         st.caption("No rank stood still for another by more than the clocks' residual.")
         return

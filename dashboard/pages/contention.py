@@ -54,7 +54,7 @@ def _pairs(pairs: pl.DataFrame) -> None:
 
 def _phases(entry: RunEntry) -> None:
     by_phase = run_facts.across(entry, contention_totals.by_phase)
-    kinds = [kind for kind in concurrency.KINDS if kind in by_phase["of"]]
+    kinds = [kind for kind in concurrency.KINDS if kind in by_phase["kind"]]
     st.subheader("What shares the device, by phase")
     of = st.segmented_control(
         "Work", kinds, key=widgets.bind("work", kinds), label_visibility="collapsed", required=True
@@ -80,7 +80,7 @@ def _give_way(entry: RunEntry) -> None:
 
 def _moments(entry: RunEntry, held: run_store.OpenRun) -> None:
     st.subheader("The worst moments")
-    rows = run_facts.across(entry, contention_totals.moments)
+    rows = run_facts.across(entry, contention_totals.costliest_calls)
     if rows.is_empty():
         st.caption("No call took longer beside other work than alone.")
         return

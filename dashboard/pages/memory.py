@@ -74,7 +74,7 @@ def _of_traces(entry: RunEntry, held: run_store.OpenRun, *, has_snapshots: bool)
     choice = st.segmented_control(
         "Owners", owners, format_func=BY.get, key=widgets.bind("owners", owners), required=True
     )
-    widgets.chart(charts.memory_over_time(mine["over_time"].filter(pl.col("by") == choice)), key="memory_held")
+    widgets.chart(charts.memory_over_time(mine["over_time"].filter(pl.col("owner_kind") == choice)), key="memory_held")
     _lifetimes(mine["lifetimes"])
     st.subheader("Who holds the peak")
     widgets.frame(_known(mine["at_peak"].drop("device", "at_ns", "peak_bytes")), key="memory-at-peak")

@@ -6,7 +6,7 @@ import streamlit as st
 
 from dashboard import widgets
 from dashboard.run_catalog import RunEntry
-from tracekit.analysis.checkpoint.planning_inputs import Constants, constants
+from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs, planning_inputs
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.plan import checkpoint, memory, models, pipeline
@@ -104,7 +104,7 @@ def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
         widgets.chart(charts.lost_time(CURVE_S, lost, marks=marks), key="plan-lost")
 
 
-def _measured(entry: RunEntry) -> Constants | None:
+def _measured(entry: RunEntry) -> PlanningInputs | None:
     if not st.toggle("As the chosen run measured it", key=widgets.bind_flag("plan-measured")):
         return None
     held = widgets.open_or_say(entry)
@@ -112,7 +112,7 @@ def _measured(entry: RunEntry) -> Constants | None:
         return None
     try:
         with held.lock:
-            found = constants(held.run)
+            found = planning_inputs(held.run)
     except TracekitError as error:
         widgets.problem(str(error))
         return None

@@ -11,9 +11,9 @@ from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.replay.graph import strategies
 from tracekit.replay.graph import what_if as answers
-from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.strategies import Prediction
-from tracekit.replay.graph.what_if import Answers
+from tracekit.replay.graph.what_if import WhatIf
 from tracekit.report import html_fragments
 
 NOTHING, NETWORK, FEWER = "choose one", "another network", "fewer recomputed layers"
@@ -24,7 +24,7 @@ NODE_GB_PER_S = (10, 20, 50, 100, 150, 200, 230, 300, 400, 600, 800, 1200, 1800)
 MAX_LAYERS = 1000
 
 
-def section(entry: RunEntry, found: Answers, price: float | None) -> None:
+def section(entry: RunEntry, found: WhatIf, price: float | None) -> None:
     """Let a person choose what a step would run on, by, or without, and say what it would then take."""
     st.subheader("Another network or strategy, or less recomputed")
     columns = st.columns([2, 2, 2, 4])
@@ -60,7 +60,7 @@ def _asked(entry: RunEntry, choice: str, columns: Sequence[DeltaGenerator]) -> P
     return what_if.predicted(entry, choice, _node(columns) if choice == strategies.HSDP else None)
 
 
-def _node(columns: Sequence[DeltaGenerator]) -> Node:
+def _node(columns: Sequence[DeltaGenerator]) -> NodeSpec:
     with columns[1]:
         gpus = st.select_slider("GPUs of a node", GPUS_OF_A_NODE, key=widgets.bind("node-gpus", GPUS_OF_A_NODE, 8))
     with columns[2]:
@@ -70,10 +70,10 @@ def _node(columns: Sequence[DeltaGenerator]) -> Node:
             key=widgets.bind("node-bandwidth", NODE_GB_PER_S, 230),
             help="What all_gather_perf of nccl-tests prints on one node",
         )
-    return Node(int(gpus), rate * 1e9)
+    return NodeSpec(int(gpus), rate * 1e9)
 
 
-def _shown(told: Prediction, found: Answers, price: float | None) -> None:
+def _shown(told: Prediction, found: WhatIf, price: float | None) -> None:
     hours = answers.hours_per_day(told.saved_ratio, found.gpus)
     shown = {
         "a step takes": units.duration(told.step_ns),
@@ -85,4 +85,4 @@ def _shown(told: Prediction, found: Answers, price: float | None) -> None:
         if price is not None:
             shown["worth a day"] = f"{hours * price:,.2f}"
     st.html(html_fragments.numbers({label: (value, "") for label, value in shown.items()}))
-    st.markdown("This prediction rests on:\n" + "\n".join("- " + widgets.plain(each) for each in told.assumed))
+    st.markdown("This prediction rests on:\n" + "\n".join("- " + widgets.plain(each) for each in told.assumptions))

@@ -22,7 +22,7 @@ def page(entry: RunEntry) -> None:
     if held is None:
         return
     with held.lock, st.spinner("Measuring"):
-        doings, offsets = held.run.run_table(rank_timelines.doings), held.run.offsets
+        doings, offsets = held.run.run_table(rank_timelines.states), held.run.offsets
     _map(entry)
     st.subheader("One step, rank by rank")
     window, step = _choose(entry)
@@ -82,7 +82,7 @@ def _chosen(entry: RunEntry, table: pl.DataFrame, cell: tuple[int, ...] | None) 
 def _choose(entry: RunEntry) -> tuple[int, int | None]:
     by_step = run_store.by_step(entry).drop_nulls("step")
     windows = run_store.by_rank(entry)["window"].unique().sort().to_list()
-    typical = slices.typical_step(by_step)
+    typical = slices.representative_step(by_step)
     place = st.container(horizontal=True)
     window = windows[0]
     if windows[1:]:

@@ -12,7 +12,7 @@ from tracekit.errors import TracekitError
 from tracekit.model import escaping, units
 from tracekit.replay.graph import causes, savings, steps
 from tracekit.replay.graph import what_if as answers
-from tracekit.replay.graph.what_if import Answer, Answers
+from tracekit.replay.graph.what_if import Answer, WhatIf
 from tracekit.report import charts, html_fragments, phrases
 from tracekit.report import what_if as told
 
@@ -48,7 +48,7 @@ def _replayed(entry: RunEntry) -> None:
     place.empty()
 
 
-def _reproduced(found: Answers, held: run_store.OpenRun) -> None:
+def _reproduced(found: WhatIf, held: run_store.OpenRun) -> None:
     st.html(
         html_fragments.numbers(
             {
@@ -83,7 +83,7 @@ def _signed(ratio: float) -> str:
     return told if told == units.share(0) else ("−" if ratio < 0 else "+") + told
 
 
-def _price(found: Answers) -> float | None:
+def _price(found: WhatIf) -> float | None:
     if not found.gpus:
         return None
     price = st.number_input(
@@ -98,7 +98,7 @@ def _price(found: Answers) -> float | None:
     return float(price) or None
 
 
-def _ranked(entry: RunEntry, found: Answers) -> None:
+def _ranked(entry: RunEntry, found: WhatIf) -> None:
     st.subheader("Without one cause")
     table = told.as_table(found)
     if table.is_empty():
@@ -119,7 +119,7 @@ def _ranked(entry: RunEntry, found: Answers) -> None:
     _rest(found)
 
 
-def _table(found: Answers) -> str:
+def _table(found: WhatIf) -> str:
     """Return the answers as a table of HTML: each as a sentence, and its numbers."""
     header = ["without", "that is", "a step takes", "saved", "of the step", "confidence"]
     rows = []
@@ -135,18 +135,18 @@ def _worth(answer: Answer) -> dict[str, str]:
     return {label: f"{value:,.{at + 1}f}" for at, (label, value) in enumerate(shown.items()) if value is not None}
 
 
-def _rest(found: Answers) -> None:
-    named = {each.cause.name for each in (*found.answers, *found.unknown)}
+def _rest(found: WhatIf) -> None:
+    named = {each.cause.name for each in (*found.answers, *found.unavailable)}
     little = [name for name in causes.CAUSES if name not in named]
     if little:
-        st.caption(f"Would save less than {answers.LEAST_RATIO:.1%} of a step: {', '.join(little)}.")
-    if found.unknown:
-        with st.expander(f"{len(found.unknown)} that this run cannot tell, and why"):
-            rows = [(each.cause.name, each.why_not) for each in found.unknown]
+        st.caption(f"Would save less than {answers.MIN_SAVED_RATIO:.1%} of a step: {', '.join(little)}.")
+    if found.unavailable:
+        with st.expander(f"{len(found.unavailable)} that this run cannot tell, and why"):
+            rows = [(each.cause.name, each.unavailable_reason) for each in found.unavailable]
             st.html(escaping.html_table(("without", "cannot be told, because"), rows))
 
 
-def _chosen(entry: RunEntry, held: run_store.OpenRun, found: Answers, price: float | None) -> None:
+def _chosen(entry: RunEntry, held: run_store.OpenRun, found: WhatIf, price: float | None) -> None:
     st.subheader("One change or several together, rank by rank")
     names = [each.cause.name for each in found.answers]
     names += [name for name in causes.CAUSES if name not in names]
@@ -159,9 +159,13 @@ def _chosen(entry: RunEntry, held: run_store.OpenRun, found: Answers, price: flo
     if wanted[1:]:
         answer = what_if.together(entry, tuple(wanted), gpu_hour_price=price)
     else:
-        answer = (*alone.answers, *alone.unknown)[0]
-    if answer.why_not:
-        st.info(widgets.plain(f"This run cannot tell what it would be without {answer.cause.name}: {answer.why_not}."))
+        answer = (*alone.answers, *alone.unavailable)[0]
+    if answer.unavailable_reason:
+        st.info(
+            widgets.plain(
+                f"This run cannot tell what it would be without {answer.cause.name}: {answer.unavailable_reason}."
+            )
+        )
         return
     st.html(html_fragments.numbers(_numbers(answer)))
     if wanted[1:]:

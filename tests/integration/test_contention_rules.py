@@ -53,7 +53,7 @@ def test_a_fault_is_found_by_its_rule_and_by_no_other(simulated, code):
 
 
 def between(table, of, beside):
-    return table.filter(pl.col("of") == of, pl.col("beside") == beside).row(0, named=True)
+    return table.filter(pl.col("kind") == of, pl.col("concurrent_kind") == beside).row(0, named=True)
 
 
 def test_the_slowdowns_are_those_that_were_simulated(simulated):
@@ -61,7 +61,7 @@ def test_the_slowdowns_are_those_that_were_simulated(simulated):
     assert crawling["slowdown"] == pytest.approx(1 + 1.74, rel=0.02)
     contended = between(simulated("STREAM003")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)
     assert contended["slowdown"] == pytest.approx(1.6, rel=0.02)
-    starved = contention.pooled(simulated("STREAM004")[0].run_table(collective_contention.by_step))
+    starved = contention.pool_pairs(simulated("STREAM004")[0].run_table(collective_contention.by_step))
     assert between(starved, COMMUNICATION, COMPUTE)["slowdown"] == pytest.approx(2.0, rel=0.02)
     healthy = between(simulated("")[0].run_table(contention.pairs), COMPUTE, COMMUNICATION)
     assert healthy["slowdown"] == pytest.approx(1.03, rel=0.02)
@@ -70,7 +70,7 @@ def test_the_slowdowns_are_those_that_were_simulated(simulated):
 
 def test_all_pairs_are_shown_in_one_table(simulated):
     rows = collective_contention.all_pairs(simulated("")[0])
-    assert {(COMPUTE, COMMUNICATION), (COMMUNICATION, COMPUTE)} <= set(rows.select("of", "beside").rows())
+    assert {(COMPUTE, COMMUNICATION), (COMMUNICATION, COMPUTE)} <= set(rows.select("kind", "concurrent_kind").rows())
     shown = summary_tables.as_text(rows, width=120)
     assert "slowdown" in shown
     assert (

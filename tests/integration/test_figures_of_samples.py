@@ -18,7 +18,7 @@ SAMPLES = ("demo-fsdp2", "demo-yafsdp")
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_recorded_step_is_drawn_with_phases_work_and_host(sample):
     run = tracekit.load(ROOT / "sample_traces" / sample)
-    row = slices.typical_step(run.table(breakdown.by_step))
+    row = slices.representative_step(run.table(breakdown.by_step))
     window = (row["start_ns"], row["start_ns"] + row["duration_ns"])
     figure = charts.timeline(run.trace(row["rank"]), window)
     tracks = figure.layout.yaxis.ticktext

@@ -14,7 +14,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 from tracekit.plan import models
 from tracekit.replay.graph import savings, strategies
-from tracekit.replay.graph.hsdp import Node
+from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.rules.engine import check
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
@@ -27,7 +27,7 @@ REPRODUCED = 0.05
 
 
 def off(of):
-    told = savings.replayed(of)
+    told = savings.replayed_steps(of)
     return float((told["replayed_ns"] / told["duration_ns"] - 1).abs().max())
 
 
@@ -104,7 +104,7 @@ def test_what_a_cause_costs_is_what_the_simulator_saves_without_it(strategy, fau
 )
 def test_what_two_causes_cost_together_is_what_a_run_without_both_takes_less(strategy, both, causes, simulated):
     faulty, healthy = (tracekit.load(simulated(strategy, *each), cache=False) for each in (both, ()))
-    found = savings.together(faulty, causes)
+    found = savings.combined_saving(faulty, causes)
     healthy_ns = savings.saving(healthy, "communication").step_ns
     assert found.saved_ns == pytest.approx(found.step_ns - healthy_ns, rel=0.05)
     alone_ns = sum(savings.saving(faulty, each).saved_ns for each in causes)
@@ -134,36 +134,36 @@ def test_findings_cost_what_the_replay_says(simulated):
 
 def test_another_strategy_is_predicted_and_says_what_that_rests_on(simulated):
     fsdp1, yafsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp1", "yafsdp"))
-    told = strategies.predicted(fsdp1, "yafsdp")
+    told = strategies.predict_strategy(fsdp1, "yafsdp")
     assert told.predicted_ns == pytest.approx(savings.saving(yafsdp, "data-loading").step_ns, rel=0.06)
-    assert any("two buffers" in each for each in told.assumed)
+    assert any("two buffers" in each for each in told.assumptions)
 
 
 def test_sharding_inside_nodes_is_predicted_from_a_recording_across_them(simulated):
     fsdp2, hsdp = (tracekit.load(simulated(each, ""), cache=False) for each in ("fsdp2", "hsdp"))
     machine = hardware.find("a100-80")
-    told = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s))
+    told = strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s))
     assert told.predicted_ns == pytest.approx(savings.saving(hsdp, "data-loading").step_ns, rel=0.03)
-    slower = strategies.predicted(fsdp2, "hsdp", Node(machine.gpus_per_node, machine.node_bytes_per_s / 8))
+    slower = strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(machine.gpus_per_node, machine.node_bytes_per_s / 8))
     assert slower.predicted_ns > 1.1 * told.predicted_ns
-    assert any("sharded over 8 ranks only" in each for each in told.assumed)
+    assert any("sharded over 8 ranks only" in each for each in told.assumptions)
     with pytest.raises(InputError, match="the 16 ranks that parameters are sharded over don't fill nodes of 5 GPUs"):
-        strategies.predicted(fsdp2, "hsdp", Node(5, 1e9))
+        strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(5, 1e9))
     with pytest.raises(InputError, match="sharded over 16 ranks, which one node of 16 GPUs holds already"):
-        strategies.predicted(fsdp2, "hsdp", Node(16, 1e9))
+        strategies.predict_strategy(fsdp2, "hsdp", NodeSpec(16, 1e9))
 
 
 def test_another_network_is_predicted_from_what_links_carried(simulated):
     base, slow = (tracekit.load(simulated("fsdp2", each), cache=False) for each in ("", "slow-network:2"))
     step_ns = {run: savings.saving(run, "data-loading").step_ns for run in (base, slow)}
-    told = strategies.other_network(base, 0.5)
+    told = strategies.predict_network(base, 0.5)
     assert told.predicted_ns == pytest.approx(step_ns[slow], rel=0.01)
     assert told.predicted_ns > 1.2 * told.step_ns
-    assert strategies.other_network(slow, 2).predicted_ns == pytest.approx(step_ns[base], rel=0.01)
-    assert "stays" in told.assumed[1]
+    assert strategies.predict_network(slow, 2).predicted_ns == pytest.approx(step_ns[base], rel=0.01)
+    assert "stays" in told.assumptions[1]
     for wrong in (0, -1, float("nan"), 1000):
         with pytest.raises(InputError, match="--network-times is"):
-            strategies.other_network(base, wrong)
+            strategies.predict_network(base, wrong)
 
 
 def test_the_command_tells_people_and_programs(simulated):

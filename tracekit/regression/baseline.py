@@ -16,7 +16,7 @@ from tracekit.regression.samples import COLUMNS, samples, samples_across
 from tracekit.rules.rule import Finding, Report, Severity
 
 SCHEMA = "tracekit.baseline/1"
-FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples, unit_work.work, unit_work.saving)
+FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples, unit_work.work, unit_work.save_work)
 """What a recording is made of: measured in one pass with the rules' facts, it costs next to nothing."""
 MAX_RECORDINGS = 10
 
@@ -202,7 +202,7 @@ def _is_alike(samples: pl.DataFrame, others: pl.DataFrame) -> bool:
 
 def _over_ranks(run: Run) -> pl.DataFrame:
     """Return the typical work of a rank, the mean over ranks, as much of each kind as has any weight."""
-    both = pl.concat([run.table(unit_work.work), run.table(unit_work.saving)])
+    both = pl.concat([run.table(unit_work.work), run.table(unit_work.save_work)])
     place = ["kind", "phase", "name"]
     each = both.group_by("rank", *place).agg(pl.col("amount").mean())
     mean = each.group_by(place).agg(pl.col("amount").sum() / max(1, len(run.ranks)))

@@ -93,7 +93,9 @@ def _interval(measured: _Measured) -> tuple[float, float]:
 
 def _measured(run: Run, budget: Budget) -> Iterator[_Measured]:
     if budget.metric == CHECKPOINT_OVERHEAD:
-        ratios = saves.together(run.run_table(saves.each), run.run_table(saves.clocks))["overhead_ratio"].drop_nulls()
+        ratios = saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))[
+            "overhead_ratio"
+        ].drop_nulls()
         if len(ratios):
             yield _Measured("", float(np.median(ratios.to_numpy())), np.empty(0))
         return

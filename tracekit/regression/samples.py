@@ -149,7 +149,7 @@ def _of_allocations(trace: Trace) -> pl.DataFrame:
 def _of_checkpoints(trace: Trace) -> pl.DataFrame:
     blocked = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
     # A log has a line for each file, and training waits for all of them.
-    sums = blocked.group_by("step", saves.uncounted("checkpoint"), maintain_order=True).agg(
+    sums = blocked.group_by("step", saves.save_without_step("checkpoint"), maintain_order=True).agg(
         pl.when(pl.col(column).is_not_null().any()).then(pl.col(column).sum()).alias(metric)
         for metric, column in _OF_CHECKPOINTS.items()
     )

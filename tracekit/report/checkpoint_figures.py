@@ -12,7 +12,7 @@ from tracekit.report.memory_figures import ReportFigure
 
 def of_run(run: Run) -> Iterator[ReportFigure]:
     """Yield the saves of a run, the stages of the longest, and what storage gave; nothing without a checkpoint log."""
-    each = run.run_table(saves.each)
+    each = run.run_table(saves.by_save)
     if each.is_empty():
         return
     if each.height > 1:
@@ -25,7 +25,7 @@ def of_run(run: Run) -> Iterator[ReportFigure]:
         "order of first entry."
     )
     yield ReportFigure("save-stages", "Stages of the longest save", told, charts.save_stages(lines))
-    clocks = run.run_table(saves.clocks)
+    clocks = run.run_table(saves.by_rank)
     if clocks["storage_bytes_per_s"].drop_nulls().len() > 1:
         told = "Bytes by the time in writing and syncing them."
         yield ReportFigure("save-bandwidth", "Durable write rate of each rank", told, charts.save_bandwidth(clocks))

@@ -24,7 +24,7 @@ def of_run(run: Run) -> Iterator[ReportFigure]:
     if idle.height:
         told = "Time in steps in which nothing computes, split by cause: the parts of a bar sum to it, exactly."
         yield ReportFigure("standing", "Why nothing computes", told, charts.stall_causes(idle))
-    waited = run.run_table(rank_timelines.waited)
+    waited = run.run_table(rank_timelines.wait_times)
     if waited.filter(pl.col("peer_rank").is_not_null()).height and len(run.ranks) <= _MOST_RANKS:
         told = "Time in which a rank computes nothing and waits in a collective for a rank that has not come."
         yield ReportFigure("waits", "Who waits for whom", told, charts.wait_matrix(waited, run.ranks))

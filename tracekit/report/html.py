@@ -123,7 +123,7 @@ def _body(report: Report, run: Run, figures: dict[str, go.Figure], place: str, g
     if by_step.height > by_rank.height:
         figures[f"{place}steps"] = charts.step_times(by_step)
         parts += [_figure(f"{place}steps", "Step time", "")]
-    typical = slices.typical_step(by_step if by_step.height else by_rank)
+    typical = slices.representative_step(by_step if by_step.height else by_rank)
     if typical:
         figures[f"{place}timeline"] = _timeline(run, report, typical)
         parts += [_figure(f"{place}timeline", "A typical step", _timeline_caption(typical))]

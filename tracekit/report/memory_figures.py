@@ -53,7 +53,7 @@ def _of_traces(run: Run) -> Iterator[ReportFigure]:
         return
     what = f"device {top['device']}" if on_device else "the host's memory"
     by_unit = trace.allocations["unit"].is_not_null().any()
-    table = usage.over_time(trace).filter(own, pl.col("by") == ("unit" if by_unit else "phase"))
+    table = usage.over_time(trace).filter(own, pl.col("owner_kind") == ("unit" if by_unit else "phase"))
     told = (
         f"Rank {top['rank']}, which holds most, on {what}; by the {'FSDP unit' if by_unit else 'phase'} that took it."
     )

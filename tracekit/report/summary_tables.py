@@ -32,7 +32,10 @@ def as_text(rows: pl.DataFrame, *, width: int, color: bool = False) -> str:
 
     shown = rows.select(name for name in rows.columns if rows[name].null_count() < rows.height)
     if shown.is_empty():
-        about = {"came_last": "collectives that ranks share", "beside": "work of one kind beside another on a device"}
+        about = {
+            "came_last": "collectives that ranks share",
+            "concurrent_kind": "work of one kind beside another on a device",
+        }
         what = next((told for name, told in about.items() if name in rows.columns), "work to break down")
         return f"The traces hold no {what}.\n"
     cells = [

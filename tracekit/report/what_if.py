@@ -8,7 +8,7 @@ import polars as pl
 from tracekit.model import units
 from tracekit.replay.graph import savings, what_if
 from tracekit.replay.graph.strategies import Prediction
-from tracekit.replay.graph.what_if import Answer, Answers
+from tracekit.replay.graph.what_if import Answer, WhatIf
 
 COLUMNS = {
     "cause": pl.String, "code": pl.String, "saved_ns": pl.Int64, "saved_ratio": pl.Float64, "without_ns": pl.Int64,
@@ -18,7 +18,7 @@ COLUMNS = {
 
 
 def as_text(
-    found: Answers,
+    found: WhatIf,
     predictions: Sequence[Prediction],
     together: Answer | None = None,
     *,
@@ -33,7 +33,7 @@ def as_text(
 
 
 def as_json(
-    found: Answers,
+    found: WhatIf,
     predictions: Sequence[Prediction],
     together: Answer | None = None,
     *,
@@ -48,19 +48,19 @@ def as_json(
         "replay_error_ratio": found.replay_error_ratio,
         "gpus": found.gpus,
         "without": [_as_object(each) for each in found.answers],
-        "unknown": [{"cause": each.cause.name, "why": each.why_not} for each in found.unknown],
+        "unknown": [{"cause": each.cause.name, "why": each.unavailable_reason} for each in found.unavailable],
         "together": None if together is None else _of_several(together),
         "predictions": [_as_prediction(each, found.gpus, price) for each in predictions],
     }
     return json.dumps(told, indent=2) + "\n"
 
 
-def as_table(found: Answers) -> pl.DataFrame:
+def as_table(found: WhatIf) -> pl.DataFrame:
     """Return the answers as a table with the columns COLUMNS; one row per cause, what saves most first."""
     return pl.DataFrame([_as_object(each) for each in found.answers], schema=COLUMNS)
 
 
-def caveat(found: Answers) -> str:
+def caveat(found: WhatIf) -> str:
     """Return what to say of a replay that does not reproduce the run; '' of one that does."""
     if found.is_reproduced:
         return ""
@@ -71,7 +71,7 @@ def caveat(found: Answers) -> str:
 
 
 def _lines(
-    found: Answers, predictions: Sequence[Prediction], together: Answer | None, run: str, price: float | None
+    found: WhatIf, predictions: Sequence[Prediction], together: Answer | None, run: str, price: float | None
 ) -> Iterator[str]:
     yield (
         f"{run}: a step takes {units.duration(found.step_ns)}; replayed with nothing changed "
@@ -87,14 +87,14 @@ def _lines(
         yield "These overlap: what causes save together is not their sum."
     if together is not None:
         yield from _of_answer(together, price)
-    yield from (f"cannot tell {each.cause.name}: {each.why_not}" for each in found.unknown)
+    yield from (f"cannot tell {each.cause.name}: {each.unavailable_reason}" for each in found.unavailable)
     for prediction in predictions:
         hours = what_if.hours_per_day(prediction.saved_ratio, found.gpus)
         yield (
             f"prediction, {prediction.name}: the step takes {units.duration(prediction.predicted_ns)} "
             f"({-prediction.saved_ratio:+.1%}){_per_day(hours, price)}"
         )
-        yield from (f"  rests on: {each}" for each in prediction.assumed)
+        yield from (f"  rests on: {each}" for each in prediction.assumptions)
     if price is not None:
         yield (
             f"Less per day of training on {found.gpus} GPUs, at {price:g} an hour each."
@@ -104,8 +104,8 @@ def _lines(
 
 
 def _of_answer(each: Answer, price: float | None) -> Iterator[str]:
-    if each.why_not:
-        yield f"cannot tell {each.cause.name}: {each.why_not}"
+    if each.unavailable_reason:
+        yield f"cannot tell {each.cause.name}: {each.unavailable_reason}"
         return
     yield (
         f"without {each.cause.name:<22} the step takes {units.duration(each.without_ns)} "
@@ -133,7 +133,7 @@ def _as_prediction(each: Prediction, gpus: int, price: float | None) -> dict[str
         "saved_ratio": each.saved_ratio,
         "gpu_hours_per_day": hours,
         "money_per_day": None if hours is None or price is None else hours * price,
-        "rests_on": list(each.assumed),
+        "rests_on": list(each.assumptions),
     }
 
 
@@ -155,7 +155,7 @@ def _as_object(each: Answer) -> dict[str, object]:
 
 def _of_several(each: Answer) -> dict[str, object]:
     names = each.cause.name.split(savings.AND)
-    if each.why_not:
-        return {"causes": names, "why": each.why_not}
+    if each.unavailable_reason:
+        return {"causes": names, "why": each.unavailable_reason}
     told = _as_object(each)
     return {"causes": names} | {key: value for key, value in told.items() if key not in ("cause", "code")}

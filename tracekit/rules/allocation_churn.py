@@ -42,13 +42,13 @@ class ChangingSizes(Rule):
     """
 
     code: ClassVar[str] = "MEM010"
-    facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.fresh)
+    facts: ClassVar[tuple[Fact, ...]] = (allocations.churn, allocations.new_sizes)
     min_new_size_ratio: float = 0.1
     warmup_steps: int = 1
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the rank whose typical step takes most in new sizes."""
-        fresh = run.table(allocations.fresh)
+        fresh = run.table(allocations.new_sizes)
         key = [*_PLACE, "step"]
         sums = fresh.group_by(key).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
         steps = run.table(allocations.churn).filter(pl.col("peak_bytes") > 0)

@@ -55,7 +55,7 @@ class UnevenRanks(Rule):
         if (
             worst is None
             or worst["wait_ratio"] <= self.min_wait_ratio
-            or _is_one_straggler(run.run_table(stragglers.accounts))
+            or _is_one_straggler(run.run_table(stragglers.straggler_costs))
         ):
             return
         quoted = pieces.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])

@@ -20,10 +20,10 @@ _DELAYED_RATIO = 0.1
 
 def _slowed(run: Run) -> pl.DataFrame:
     """Return `saves.slowed` with what is lost as shares: of the steps beside the save, and of the interval."""
-    often = run.run_table(saves.each).select("save", "interval_ns", "interval_steps")
-    lost, beside = pl.col("lost_ns"), pl.col("steps") * pl.col("plain_ns")
+    often = run.run_table(saves.by_save).select("save", "interval_ns", "interval_steps")
+    lost, beside = pl.col("lost_ns"), pl.col("steps") * pl.col("baseline_step_ns")
     return (
-        run.run_table(saves.slowed)
+        run.run_table(saves.background_slowdown)
         .join(often, on="save", how="left", maintain_order="left")
         .with_columns(
             (lost / beside).alias("slowdown_ratio"),
@@ -188,7 +188,7 @@ class BlockingBackgroundSave(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for calls that block, and one for uploads that are not finished in time."""
-        each = run.run_table(saves.each).filter("background")
+        each = run.run_table(saves.by_save).filter("background")
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         blocking = each.filter(long, costly).sort("blocked_ns", "save")
@@ -197,11 +197,11 @@ class BlockingBackgroundSave(Rule):
         late = each.filter(
             # What is saved at once does not come too often.
             pl.col("step").diff().ne(0).fill_null(value=True),
-            pl.col("slack_ns") < self.max_slack_ratio * pl.col("before_ns"),
-            pl.col("before_ns") >= self.min_blocked_ms * 1_000_000,
+            pl.col("slack_ns") < self.max_slack_ratio * pl.col("previous_written_ns"),
+            pl.col("previous_written_ns") >= self.min_blocked_ms * 1_000_000,
         )
         if late.height:
-            yield self._unfinished_upload(run, late.sort("before_ns", "save"))
+            yield self._unfinished_upload(run, late.sort("previous_written_ns", "save"))
 
     def _blocking_call(self, run: Run, found: pl.DataFrame) -> Finding:
         row = found.row((found.height - 1) // 2, named=True)
@@ -228,9 +228,9 @@ class BlockingBackgroundSave(Rule):
 
     def _unfinished_upload(self, run: Run, found: pl.DataFrame) -> Finding:
         row = found.row((found.height - 1) // 2, named=True)
-        between, plain = row["between_ns"], row["interval_ns"]
+        between, plain = row["start_interval_ns"], row["interval_ns"]
         lost_ns = max(0, between - plain) if row["interval_steps"] and plain else 0
-        took = units.duration(row["before_ns"])
+        took = units.duration(row["previous_written_ns"])
         return Finding(
             self.code,
             Severity.WARNING,

@@ -82,8 +82,8 @@ class BlockingCheckpoint(Rule):
 
     def _by_log(self, run: Run, stages: pl.DataFrame) -> Finding:
         longest = _longest(stages)
-        blocking = run.run_table(saves.each).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
-        after_steps = saves.together(blocking, run.run_table(saves.clocks))
+        blocking = run.run_table(saves.by_save).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
+        after_steps = saves.by_training_step(blocking, run.run_table(saves.by_rank))
         typical = after_steps.sort("blocked_ns", "start_ns").row((after_steps.height - 1) // 2, named=True)
         (quoted,) = longest.filter(pl.col("checkpoint") == typical["save"]).iter_rows(named=True)
         own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])

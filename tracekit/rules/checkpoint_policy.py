@@ -87,8 +87,8 @@ class UnwiseInterval(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding where the typical interval is far from the best."""
-        blocking = run.run_table(saves.each).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
-        each = saves.together(blocking, run.run_table(saves.clocks)).sort("blocked_ns", "start_ns")
+        blocking = run.run_table(saves.by_save).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
+        each = saves.by_training_step(blocking, run.run_table(saves.by_rank)).sort("blocked_ns", "start_ns")
         if self.mtbf_s <= 0 or each.is_empty():
             return
         row = each.row((each.height - 1) // 2, named=True)
@@ -111,7 +111,7 @@ class UnwiseInterval(Rule):
             confidence=0.7,
             ranks=run.ranks,
             steps=tuple(each["step"].drop_nulls().unique().sort().to_list()),
-            evidence=run.run_table(saves.clocks)
+            evidence=run.run_table(saves.by_rank)
             .filter(pl.col("save") == row["save"])
             .with_columns(pl.col("blocked_ns").alias("dur_ns")),
         )
@@ -138,7 +138,7 @@ class LostOnPowerFailure(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such saves."""
-        found = run.run_table(saves.clocks).filter(~pl.col("durable"))
+        found = run.run_table(saves.by_rank).filter(~pl.col("durable"))
         if found.is_empty():
             return
         number = found["save"].n_unique()
@@ -148,7 +148,7 @@ class LostOnPowerFailure(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{number} of {run.run_table(saves.clocks)['save'].n_unique()} saves need not be on disk when they end: "
+            f"{number} of {run.run_table(saves.by_rank)['save'].n_unique()} saves need not be on disk when they end: "
             f"{what} ({first['save']}, rank {first['rank']}).",
             "After the save, os.fsync the metadata file and the folder."
             if synced
@@ -227,7 +227,7 @@ class SeveralWriters(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all such files."""
-        found = run.run_table(saves.repeated)
+        found = run.run_table(saves.duplicate_files)
         if found.is_empty():
             return
         row = found.sort("repeated_bytes", "path", descending=[True, False]).row(0, named=True)

@@ -102,7 +102,7 @@ class SmallCollectives(Rule):
         )
         together = calls.filter(pl.col("count") >= self.min_count)
         alone = calls.filter(pl.col("count") < self.min_count).drop_nulls("pool")
-        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & (pl.col("lever") >= _MIN_SIZE_SPREAD)
+        mostly = (pl.col("latency_ns") * 2 > pl.col("dur_ns")) & (pl.col("size_ratio") >= _MIN_SIZE_SPREAD)
         return pl.concat([
             _batched(together, _BURST, gaps=True),
             _batched(alone.filter(mostly), _POOL, gaps=False),
@@ -138,14 +138,14 @@ def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.Data
         (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
         pl.col("dur_ns").sum().alias("busy_ns"),
         (pl.col("dur_ns") - pl.col("latency_ns")).sum().alias("moving_ns"),
-        pl.col("uncovered_ns").sum(),
-        pl.col("burst_uncovered_ns").first(),
+        pl.col("exposed_ns").sum(),
+        pl.col("burst_exposed_ns").first(),
     )  # fmt: skip
     # What is launched together can go together; buckets of gradients only as far as they still overlap with compute.
     large_enough = (pl.col("moving_ns") / (_TRANSFER_PER_LATENCY * pl.col("latency_ns"))).ceil().clip(1)
     pieces = pl.lit(1.0) if gaps else large_enough
     between_ns = (pl.col("dur_ns") - pl.col("busy_ns")).clip(0) / pl.col("count") if gaps else pl.lit(0.0)
-    bound_ns = pl.col("burst_uncovered_ns" if gaps else "uncovered_ns")
+    bound_ns = pl.col("burst_exposed_ns" if gaps else "exposed_ns")
     return (
         sums.with_columns(pl.min_horizontal(pieces, "count").cast(pl.Int64).alias("joined"))
         .with_columns(((pl.col("count") - pl.col("joined")) * (pl.col("latency_ns") + between_ns)).alias("saved_ns"))
@@ -180,20 +180,24 @@ class ReducedEveryMicroBatch(Rule):
     """
 
     code: ClassVar[str] = "COMM003"
-    facts: ClassVar[tuple[Fact, ...]] = (backward_passes.reductions, *steps_without_saves.FACTS, strategy.marks)
+    facts: ClassVar[tuple[Fact, ...]] = (
+        backward_passes.gradient_reductions,
+        *steps_without_saves.FACTS,
+        strategy.marks,
+    )
     min_lost_ratio: float = 0.01
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         if strategy.of_run(run) == YAFSDP:
             return
-        again = _repeated(run.table(backward_passes.reductions))
+        again = _repeated(run.table(backward_passes.gradient_reductions))
         steps = steps_without_saves.losses(run, again, "exposed_ns")
         worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
         own = representative_step.rows_of(again, worst)
-        passed = int(own["backwards"].max())  # type: ignore[arg-type]
+        passed = int(own["backward_count"].max())  # type: ignore[arg-type]
         lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
         yield Finding(
             self.code,
@@ -211,7 +215,7 @@ class ReducedEveryMicroBatch(Rule):
             ranks=tuple(lost["rank"].unique().sort().to_list()),
             steps=tuple(lost["step"].unique().sort().to_list()),
             evidence=_evidence(own, again, "exposed_ns").select(
-                *("window", "rank", "step", "device", "backward", "backwards", "unit", "op", "group", "bytes"),
+                *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
             ),
         )
@@ -222,8 +226,8 @@ _SAME = ("window", "rank", "device", "step", "op", "group", "unit", "bytes")
 
 def _repeated(reductions: pl.DataFrame) -> pl.DataFrame:
     """Return the reductions before the last pass of a step that the last one does again."""
-    last = reductions.filter(pl.col("backward") == pl.col("backwards") - 1)
-    earlier = reductions.filter(pl.col("backward") < pl.col("backwards") - 1)
+    last = reductions.filter(pl.col("backward") == pl.col("backward_count") - 1)
+    earlier = reductions.filter(pl.col("backward") < pl.col("backward_count") - 1)
     return earlier.join(last.select(_SAME).unique(), on=_SAME, how="semi", nulls_equal=True, maintain_order="left")
 
 

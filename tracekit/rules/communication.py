@@ -50,7 +50,7 @@ class ExposedCommunication(Rule):
         *steps_without_saves.FACTS,
         exposed_communication.exposed,
         breakdown.spans,
-        exposed_communication.saving,
+        exposed_communication.save_collectives,
         strategy.marks,
         collective_matching.calls,
     )

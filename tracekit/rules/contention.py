@@ -75,8 +75,8 @@ class ContendedCompute(Rule):
         pair = _slowdown_on(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         kernels = run.table(contention.by_kernel).filter(
-            pl.col("of") == concurrency.COMPUTE,
-            pl.col("beside") == concurrency.COMMUNICATION,
+            pl.col("kind") == concurrency.COMPUTE,
+            pl.col("concurrent_kind") == concurrency.COMMUNICATION,
             pl.col("rank").is_in(ranks),
         )
         yield Finding(
@@ -151,7 +151,7 @@ class StarvedCollectives(Rule):
             return
         pair = _slowdown_on(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        each = run.run_table(collective_contention.across).with_columns(pl.col("excess_ns").alias("lost_ns"))
+        each = run.run_table(collective_contention.compared_calls).with_columns(pl.col("excess_ns").alias("lost_ns"))
         whole = bool(each.filter("judged")["whole"].all())
         yield Finding(
             self.code,
@@ -177,13 +177,13 @@ _EVIDENCE_COLUMNS = (
 
 def _compute(run: Run) -> pl.DataFrame:
     return run.table(contention.by_step).filter(
-        pl.col("of") == concurrency.COMPUTE, pl.col("beside") == concurrency.COMMUNICATION
+        pl.col("kind") == concurrency.COMPUTE, pl.col("concurrent_kind") == concurrency.COMMUNICATION
     )
 
 
 def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
     """Return the devices on which work is surely slower than `min_slowdown`, with slowdown, low and high."""
-    told = contention.pooled(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
+    told = contention.pool_pairs(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
     return told.select("rank", "device", "slowdown", "low", "high")
 
 
@@ -211,7 +211,7 @@ def _cost(worst: dict[str, Any]) -> str:
 
 def _bandwidth(run: Run) -> str:
     """Return the bus bandwidth of the collective with most time that is known alone and beside compute."""
-    speeds = ("alone_bus_bytes_per_s", "beside_bus_bytes_per_s")
+    speeds = ("alone_bus_bytes_per_s", "concurrent_bus_bytes_per_s")
     found = run.run_table(collective_contention.bandwidths).drop_nulls(speeds)
     if found.is_empty():
         return ""

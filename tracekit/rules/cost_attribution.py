@@ -44,7 +44,7 @@ def _can_be_replayed(run: Run) -> bool:
             return False
         if launched.sum() < _MIN_LAUNCHED_RATIO * work.sum():
             return False
-    replayed = savings.replayed(run)
+    replayed = savings.replayed_steps(run)
     recorded_ns = steps.total_ns(replayed, "duration_ns")
     limit_ns = savings.MAX_ERROR_RATIO * recorded_ns
     return recorded_ns > 0 and abs(steps.total_ns(replayed, "replayed_ns") - recorded_ns) <= limit_ns

@@ -9,7 +9,7 @@ import polars as pl
 from tracekit.analysis.checkpoint import steps_without_saves
 from tracekit.analysis.compute import contention
 from tracekit.analysis.host import launch_delay
-from tracekit.analysis.time import host_activity
+from tracekit.analysis.time import host_state
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
@@ -22,12 +22,12 @@ _FACTS: tuple[Fact, ...] = (
     *steps_without_saves.FACTS,
     contention.device_count,
 )
-_LATE = (host_activity.PYTHON, host_activity.OP, host_activity.LAUNCH, host_activity.LOCK)
+_LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 _WHILE = {
-    host_activity.PYTHON: "in Python or not running",
-    host_activity.OP: "inside ops of the framework",
-    host_activity.LAUNCH: "inside launches",
-    host_activity.LOCK: "waiting for a lock",
+    host_state.PYTHON: "in Python or not running",
+    host_state.OP: "inside ops of the framework",
+    host_state.LAUNCH: "inside launches",
+    host_state.LOCK: "waiting for a lock",
 }
 _PLACE = ["window", "rank", "device", "phase", "name", "nth"]
 
@@ -90,7 +90,7 @@ class LateLaunch(Rule):
         """Return the long pauses of Python that every step has at the same place, each as long as the shortest."""
         judged = steps_without_saves.steps(run).drop_nulls("step")
         every = judged.group_by("window", "rank", "device").agg(pl.len().alias("steps"))
-        pauses = late.filter(pl.col("detail") == host_activity.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
+        pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
         pauses = pauses.join(
             judged.select(steps_without_saves.PLACE), on=steps_without_saves.PLACE, how="semi", nulls_equal=True
         )
@@ -127,7 +127,7 @@ class BlockingSync(Rule):
     """
 
     code: ClassVar[str] = "HOST002"
-    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.reads)
+    facts: ClassVar[tuple[Fact, ...]] = (*_FACTS, launch_delay.device_reads)
     min_idle_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -136,7 +136,7 @@ class BlockingSync(Rule):
             yield from self._reads(run)
             return
         late = run.table(launch_delay.host_gaps).filter(
-            pl.col("synced") & pl.col("detail").is_in([*_LATE, host_activity.SYNCHRONIZE])
+            pl.col("synced") & pl.col("detail").is_in([*_LATE, host_state.SYNCHRONIZE])
         )
         steps = steps_without_saves.losses(run, late, "dur_ns")
         worst = representative_step.worst(steps, "lost_ratio")
@@ -155,7 +155,7 @@ class BlockingSync(Rule):
         )
 
     def _reads(self, run: Run) -> Iterator[Finding]:
-        reads = run.table(launch_delay.reads)
+        reads = run.table(launch_delay.device_reads)
         steps = steps_without_saves.steps(run).drop_nulls("step")
         counts = reads.group_by("window", "rank", "step").agg(pl.len().cast(pl.Int64).alias("reads"))
         counted = steps.join(counts, on=["window", "rank", "step"], how="left").with_columns(
@@ -211,7 +211,7 @@ class DataStall(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step exceeds the threshold."""
-        late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_activity.DATA)
+        late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA)
         place = ["window", "rank", "device"]
         last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
         steps = steps_without_saves.losses(run, late, "dur_ns").filter(~last)

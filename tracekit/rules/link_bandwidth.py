@@ -58,13 +58,13 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        beside = _with_durations(run.run_table(group_bandwidth.beside_groups), durations)
+        beside = _with_durations(run.run_table(group_bandwidth.group_comparison), durations)
         found = [self._slower_than_peers(group) for _, group in beside.group_by(_GROUP, maintain_order=True)]
         told = [each for each in found if each is not None]
         for slow in told:
             yield self._finding(run, slow)
         if not told:
-            since = _with_durations(run.run_table(group_bandwidth.beside_steps), durations)
+            since = _with_durations(run.run_table(group_bandwidth.step_comparison), durations)
             later = [self._slower_than_before(group) for _, group in since.group_by(_GROUP, maintain_order=True)]
             most = max((each for each in later if each is not None), key=lambda each: each["extra_ns"], default=None)
             if most is not None:
@@ -78,7 +78,7 @@ class SlowLink(Rule):
             .group_by("window", "step")
             .agg(pl.col("duration_ns").median().cast(pl.Int64))
         )
-        steady = run.run_table(group_bandwidth.spreads).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
+        steady = run.run_table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
         return each.join(steady, on="window")
 
     def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
@@ -95,7 +95,9 @@ class SlowLink(Rule):
     def _slower_than_before(self, group: pl.DataFrame) -> dict[str, Any] | None:
         """Return the typical slow step of a group that became slow and stayed so; else None."""
         steps = group.sort("step")
-        first = group_bandwidth.since(steps["ratio"].to_list(), least=self.min_slowdown, share=self.min_steps_ratio)
+        first = group_bandwidth.first_slow_step(
+            steps["ratio"].to_list(), least=self.min_slowdown, share=self.min_steps_ratio
+        )
         if first is None:
             return None
         # What is usual is how it was before; where most steps are slow the median step is none of them.

@@ -76,7 +76,7 @@ class NeedlessRecomputation(Rule):
             self.code,
             Severity.WARNING,
             f"{layers} parts of the model are computed again in backward, and memory could hold {count} of them: "
-            f"{units.size(int(own['held_bytes'].max()))} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
+            f"{units.size(own['activation_bytes'].max())} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
             f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['lost_ns'])} of "
             f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
             f"{representative_step.describe(worst)}.",
@@ -94,7 +94,7 @@ class NeedlessRecomputation(Rule):
 
     def _free_bytes(self, run: Run) -> int | None:
         """Return the memory that the fullest device still has; None where no trace tells it."""
-        held = run.table(recomputation.regions).filter(pl.col("held_bytes") > 0)
+        held = run.table(recomputation.regions).filter(pl.col("activation_bytes") > 0)
         known = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
         if known.is_empty() or held.is_empty():
             return None
@@ -105,6 +105,6 @@ class NeedlessRecomputation(Rule):
 def _affordable(parts: pl.DataFrame, room: int) -> pl.DataFrame:
     """Return the parts of each pass that memory could hold, the costliest first."""
     by = [*representative_step.KEY, "backward"]
-    needed = pl.col("held_bytes").fill_null(0).clip(1)
-    ordered = parts.drop_nulls("held_bytes").sort("compute_ns", "start_ns", descending=[True, False])
+    needed = pl.col("activation_bytes").fill_null(0).clip(1)
+    ordered = parts.drop_nulls("activation_bytes").sort("compute_ns", "start_ns", descending=[True, False])
     return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(pl.col("needed_bytes") <= room)

@@ -54,7 +54,7 @@ class CrowdedSave(StalledSave):
     """
 
     code: ClassVar[str] = "CKPT016"
-    kind: ClassVar[str] = stalls.CROWDED
+    kind: ClassVar[str] = stalls.CPU_CONTENTION
     fix: ClassVar[str] = (
         "Give each rank more processors (--cpus-per-task), or run fewer DataLoader workers and threads "
         "(OMP_NUM_THREADS) beside it; look for other processes on the node of rank RANK."

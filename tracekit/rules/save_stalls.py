@@ -32,7 +32,7 @@ class StalledSave(Rule):
         )
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
-        judged = run.run_table(saves.each).filter(~pl.col("background"), long, costly)
+        judged = run.run_table(saves.by_save).filter(~pl.col("background"), long, costly)
         found = mine.join(judged.drop("bytes"), on="save").sort("blocked_ns", "save")
         if found.is_empty():
             return
@@ -201,7 +201,7 @@ class SlowSync(StalledSave):
     """
 
     code: ClassVar[str] = "CKPT005"
-    kind: ClassVar[str] = stalls.SYNC
+    kind: ClassVar[str] = stalls.FSYNC
     fix: ClassVar[str] = (
         "Sync fewer files: FileSystemWriter(single_file_per_rank=True), fewer writers; dcp.async_save hides it. "
         "FileSystemWriter(sync_files=False) gives up durability."

@@ -59,7 +59,7 @@ class Straggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
-        for (rank,), mine in run.run_table(stragglers.accounts).group_by("late_rank", maintain_order=True):
+        for (rank,), mine in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
             worst = self._persistent_step(mine.sort("order"))
             if worst is not None:
                 yield self._finding(run, int(str(rank)), worst)

@@ -143,20 +143,20 @@ class NeedlessOrder(Rule):
     """
 
     code: ClassVar[str] = "STREAM002"
-    facts: ClassVar[tuple[Fact, ...]] = (queueing.order, queueing.held, breakdown.by_step)
+    facts: ClassVar[tuple[Fact, ...]] = (queueing.launch_order, queueing.delayed_kernels, breakdown.by_step)
     max_overtaking_ratio: float = 0.01
     min_blocked: int = 8
     min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield a finding for the queue and one for the communicators, where they cost enough."""
-        order = self._in_launch_order(run.table(queueing.order))
-        held = run.table(queueing.held).with_columns(pl.col("held_ns").alias("lost_ns"))
+        order = self._in_launch_order(run.table(queueing.launch_order))
+        held = run.table(queueing.delayed_kernels).with_columns(pl.col("delay_ns").alias("lost_ns"))
         longer = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
-        steps = step_losses.by_step(run, order.rename({"held_ns": "lost_ns"}), max_loss=longer)
+        steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=longer)
         queued = held.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
-        yield from self._finding(steps, queued.filter(pl.col("by") == queueing.ORDER), order)
-        waits = held.filter(pl.col("by") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
+        yield from self._finding(steps, queued.filter(pl.col("reason") == queueing.ORDER), order)
+        waits = held.filter(pl.col("reason") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
         shared = step_losses.by_step(
             run, waits.select(*representative_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
         )
@@ -164,10 +164,10 @@ class NeedlessOrder(Rule):
 
     def _in_launch_order(self, order: pl.DataFrame) -> pl.DataFrame:
         """Return the rows of the devices that start everything in the order of its launches."""
-        sums = order.group_by("rank", "device").agg(pl.col("chances", "overtaken", "held").sum())
+        sums = order.group_by("rank", "device").agg(pl.col("overtake_chances", "overtakes", "delayed").sum())
         queues = sums.filter(
-            pl.col("held") >= self.min_blocked,
-            pl.col("overtaken") <= self.max_overtaking_ratio * pl.col("chances"),
+            pl.col("delayed") >= self.min_blocked,
+            pl.col("overtakes") <= self.max_overtaking_ratio * pl.col("overtake_chances"),
         )
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
 
@@ -223,7 +223,7 @@ def _give_way_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
 
 
 def _queue_message(worst: dict[str, Any], order: pl.DataFrame) -> str:
-    chances, overtaken, held = (int(order[name].sum()) for name in ("chances", "overtaken", "held"))
+    chances, overtaken, held = (int(order[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
     return (
         f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
         f"earlier on another stream {overtaken} did in {representative_step.describe(worst)}, and {held} began right "
@@ -236,7 +236,7 @@ def _queue_message(worst: dict[str, Any], order: pl.DataFrame) -> str:
 def _communicator_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
     return (
         f"{own.height} collectives wait for another of the same process group on another stream in "
-        f"{representative_step.describe(worst)}, {units.duration(int(own['held_ns'].sum()))} in all; up to "
+        f"{representative_step.describe(worst)}, {units.duration(int(own['delay_ns'].sum()))} in all; up to "
         f"{units.duration(worst['lost_ns'])} of that is exposed in {units.duration(worst['duration_ns'])} "
         f"({units.share(worst['lost_ratio'])})."
     )

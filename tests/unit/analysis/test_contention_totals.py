@@ -17,8 +17,10 @@ GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
 
 
 def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
-    row = GIVING_WAY.run_table(contention_totals.moments).filter(pl.col("of") == "preparation").row(0, named=True)
-    assert (row["name"], row["beside"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
+    row = (
+        GIVING_WAY.run_table(contention_totals.costliest_calls).filter(pl.col("kind") == "preparation").row(0, named=True)
+    )
+    assert (row["name"], row["concurrent_kind"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
     assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)
 
 
@@ -26,7 +28,9 @@ def test_time_together_is_added_up_by_phase_and_pair():
     # compute  a a a a a a a a .        beside p for 6 and beside x for 2
     # comm     p p p p p p x x x
     rows = GIVING_WAY.run_table(contention_totals.by_phase)
-    together = {(of, beside): ns for of, beside, ns in rows.select("of", "beside", "overlapped_ns").iter_rows()}
+    together = {
+        (of, beside): ns for of, beside, ns in rows.select("kind", "concurrent_kind", "overlapped_ns").iter_rows()
+    }
     assert together["compute", "preparation"] == together["preparation", "compute"] == 6 * UNIT
     assert together["compute", "communication"] == 2 * UNIT
     bars = {bar.name: bar for bar in charts.concurrent_time(rows).data}

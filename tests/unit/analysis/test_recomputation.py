@@ -18,7 +18,7 @@ def judge(run, **thresholds):
 def test_a_region_tells_its_kernels_their_time_and_what_was_allocated_in_it():
     (found,) = rule_examples.recomputing(10 * GIB).table(recomputation.regions).iter_rows(named=True)
     assert (found["evidence"], found["kernels"], found["backward"]) == ("checkpoint_node", 1, 0)
-    assert (found["compute_ns"], found["held_bytes"]) == (4 * 50_000, GIB)
+    assert (found["compute_ns"], found["activation_bytes"]) == (4 * 50_000, GIB)
 
 
 def test_what_is_saved_and_what_is_needed_is_said():
@@ -83,7 +83,7 @@ def recorded(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "evidence"), [("reentrant", "checkpoint_node"), ("other", "forward_ops")])
 def test_both_ways_of_checkpointing_are_seen_in_recordings_layer_by_layer(recorded, name, evidence):
-    again = recomputation.again(tracekit.load(recorded[name], cache=False).trace(0))
+    again = recomputation.recomputed_activities(tracekit.load(recorded[name], cache=False).trace(0))
     by_step = again.group_by("step").agg(pl.col("region").n_unique(), (pl.col("name") == "aten::linear").sum())
     assert by_step.sort("step").rows() == [(0, 3, 6), (1, 3, 6)]
     assert set(again["evidence"]) == {evidence}
@@ -91,4 +91,4 @@ def test_both_ways_of_checkpointing_are_seen_in_recordings_layer_by_layer(record
 
 
 def test_without_checkpointing_nothing_runs_again(recorded):
-    assert recomputation.again(tracekit.load(recorded["none"], cache=False).trace(0)).is_empty()
+    assert recomputation.recomputed_activities(tracekit.load(recorded["none"], cache=False).trace(0)).is_empty()

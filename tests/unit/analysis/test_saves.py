@@ -44,21 +44,21 @@ def test_a_save_in_the_background_has_two_clocks():
     ]
     table = schema.CHECKPOINTS.conform(pl.DataFrame(rows, infer_schema_length=None))
     table = table.with_columns(durable=pl.when(pl.col("bytes") > 0).then(True).otherwise("durable"))
-    (row,) = run_of(table, 10).run_table(analysis.clocks).iter_rows(named=True)
-    assert (row["blocked_ns"], row["told_ns"], row["written_ns"], row["durable_ns"]) == (2, 2, 8, 8)
+    (row,) = run_of(table, 10).run_table(analysis.by_rank).iter_rows(named=True)
+    assert (row["blocked_ns"], row["stages_ns"], row["written_ns"], row["durable_ns"]) == (2, 2, 8, 8)
     assert row["background"] is True
 
 
 def test_what_is_not_synced_is_not_durable_and_tells_no_rate_of_storage():
     run = stalling({"write": 500, "total": 500}, columns={"total": {"durable": False, "bytes": 5}})
-    (row,) = run.run_table(analysis.clocks).iter_rows(named=True)
+    (row,) = run.run_table(analysis.by_rank).iter_rows(named=True)
     assert (row["written_ns"], row["durable_ns"], row["storage_bytes_per_s"]) == (500 * MS, None, None)
 
 
 def test_the_rate_of_storage_is_of_writing_and_syncing_together():
     columns = {"write": {"bytes": 10**9}, "total": {"durable": True, "bytes": 10**9}}
     run = stalling({"write": 250, "fsync": 750, "total": 1000}, columns=columns)
-    (row,) = run.run_table(analysis.each).iter_rows(named=True)
+    (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
     assert row["bytes_per_s"] == 10**9
     assert row["durable_ns"] == 1000 * MS
 
@@ -71,7 +71,7 @@ def test_the_files_of_one_save_are_one():
         line("ckpt-9/optimizer.pt", "total", 200, 10, call="torch.save", bytes=3, step=9),
     ]
     table = schema.CHECKPOINTS.conform(pl.DataFrame(rows, infer_schema_length=None))
-    each = run_of(table, 1).run_table(analysis.each)
+    each = run_of(table, 1).run_table(analysis.by_save)
     assert each.select("save", "blocked_ns", "written_ns", "bytes").rows() == [
         ("ckpt-5 (step 5)", 40, 40, 7),
         ("ckpt-9 (step 9)", 10, 10, 3),
@@ -81,14 +81,14 @@ def test_the_files_of_one_save_are_one():
 def test_windows_that_tell_the_same_log_are_counted_once():
     table = schema.CHECKPOINTS.conform(saves(write=5, total=5))
     run = drawn_traces.run(*(drawn_traces.trace("step 01\ncompute ab", window=w, checkpoints=table) for w in (0, 1)))
-    assert run.run_table(analysis.clocks)["blocked_ns"].to_list() == [5]
+    assert run.run_table(analysis.by_rank)["blocked_ns"].to_list() == [5]
 
 
 def test_the_step_after_a_save_and_the_share_of_the_interval():
     # Steps of 100 ms, the save after two of them blocks 50 ms, and the next step takes 130 ms.
     run = stalling({"write": 50, "total": 50}, steps_ms=(100, 150, 130, 100, 100))
-    (row,) = run.run_table(analysis.each).iter_rows(named=True)
-    assert (row["after_ns"], row["interval_ns"], row["overhead_ratio"]) == (30 * MS, 200 * MS, 0.2)
+    (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
+    assert (row["next_step_extra_ns"], row["interval_ns"], row["overhead_ratio"]) == (30 * MS, 200 * MS, 0.2)
 
 
 @pytest.mark.parametrize(("first", "steps", "ratio"), [(0, 2.0, 0.2), (10_000, 2.0, 0.2), (10_002, None, None)])
@@ -98,7 +98,7 @@ def test_of_a_single_save_the_interval_is_what_this_run_trained_before_it(first,
     later = pl.col("step") + first
     saved = trace.checkpoints.with_columns(step=pl.lit(min(first, 10_000) + 2))
     run = drawn_traces.run(replace(trace, checkpoints=saved, metrics=trace.metrics.with_columns(later)))
-    (row,) = run.run_table(analysis.each).iter_rows(named=True)
+    (row,) = run.run_table(analysis.by_save).iter_rows(named=True)
     assert (row["interval_steps"], row["overhead_ratio"]) == (steps, ratio)
 
 
@@ -108,7 +108,7 @@ def test_of_a_single_save_the_interval_is_what_this_run_trained_before_it(first,
         ({"serialize": 60, "write": 10, "total": 100}, stalls.SERIALIZE),
         ({"stage": 60, "write": 10, "total": 100}, stalls.STAGING),
         ({"write": 60, "fsync": 10, "total": 100}, stalls.WRITE),
-        ({"write": 20, "fsync": 30, "finish": 30, "total": 100}, stalls.SYNC),
+        ({"write": 20, "fsync": 30, "finish": 30, "total": 100}, stalls.FSYNC),
         ({"plan": 60, "write": 10, "total": 100}, stalls.PLAN),
         ({"write": 10, "wait": 90, "total": 100}, stalls.PLAN),
     ],
@@ -128,7 +128,7 @@ def test_waiting_is_a_lack_of_processors_as_far_as_a_rank_was_ready_and_did_not_
     stages = {"write": 10, "wait": 90, "total": 100}
     run = stalling(stages, columns={"total": {"run_delay_ns": 60 * MS}})
     kinds = dict(run.run_table(stalls.parts).select("kind", "dur_ns").rows())
-    assert kinds == {stalls.CROWDED: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
+    assert kinds == {stalls.CPU_CONTENTION: 60 * MS, stalls.PLAN: 30 * MS, stalls.WRITE: 10 * MS}
 
 
 def test_the_rank_that_takes_longest_between_meetings_is_to_blame_and_waiting_for_it_is_not():
@@ -156,7 +156,7 @@ def test_a_slow_sync_of_every_file_is_no_straggler_though_one_rank_syncs_two():
         for stages, files in zip(ranks, (2, 1), strict=True)
     ]
     run = drawn_traces.run(runs[0], drawn_traces.trace("step 01\ncompute ab", rank=1, checkpoints=runs[1].checkpoints))
-    assert dominant(run)[0] == stalls.SYNC
+    assert dominant(run)[0] == stalls.FSYNC
 
 
 def test_with_many_small_tensors_planning_counts_as_serializing():
@@ -170,8 +170,8 @@ def test_with_many_small_tensors_planning_counts_as_serializing():
 
 def test_steps_beside_a_save_are_set_against_the_others():
     # 20 steps of 100 ms, then 13 of 150 ms fit into the save's 2 s, and begin within it.
-    (row,) = rule_examples.beside().run_table(analysis.slowed).iter_rows(named=True)
-    assert (row["plain_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
+    (row,) = rule_examples.beside().run_table(analysis.background_slowdown).iter_rows(named=True)
+    assert (row["baseline_step_ns"], row["steps"], row["lost_ns"]) == (100 * MS, 10, 500 * MS)
 
 
 ONE_RANK = st.tuples(
@@ -206,14 +206,16 @@ def test_steps_beside_saves_are_those_that_going_through_them_one_by_one_finds(r
             if found and plain:
                 median = statistics.median(plain)
                 expected[f"{rank}-{n}"] = (len(found), round(median), round(sum(found) - len(found) * median))
-    told = drawn_traces.run(*traces).run_table(analysis.slowed)
-    assert {save: row for save, *row in told.select("save", "steps", "plain_ns", "lost_ns").rows()} == {
+    told = drawn_traces.run(*traces).run_table(analysis.background_slowdown)
+    assert {save: row for save, *row in told.select("save", "steps", "baseline_step_ns", "lost_ns").rows()} == {
         save: list(row) for save, row in expected.items()
     }
 
 
 def test_waiting_is_what_is_neither_running_nor_ready():
-    (row,) = rule_examples.beside(cpu_ns=900, run_delay_ns=500).run_table(analysis.slowed).iter_rows(named=True)
+    (row,) = (
+        rule_examples.beside(cpu_ns=900, run_delay_ns=500).run_table(analysis.background_slowdown).iter_rows(named=True)
+    )
     assert (row["waited_ratio"], row["delayed_ratio"]) == (0.3, 0.25)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support import drawn_traces, sample_baselines
 from tests.support.rule_examples import MS, metrics
 from tracekit.analysis.checkpoint import saves
-from tracekit.analysis.checkpoint.planning_inputs import constants
+from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
 from tracekit.analysis.compute import unit_work
 from tracekit.model import schema
 from tracekit.model.run import Run
@@ -62,7 +62,7 @@ def test_saves_without_a_step_are_samples_of_their_own() -> None:
 
 
 def test_what_a_typical_save_does_is_told_of_all_its_files() -> None:
-    (work,) = unit_work.saving(saving(MODEL, OPTIMIZER, count=3).trace(0)).iter_rows(named=True)
+    (work,) = unit_work.save_work(saving(MODEL, OPTIMIZER, count=3).trace(0)).iter_rows(named=True)
     assert (work["name"], work["amount"]) == ("write", 1404.0 * MS)
 
 
@@ -95,27 +95,27 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
 def test_without_step_times_training_is_what_lies_between_all_saves_of_two_steps(each: tuple[Saved, ...]) -> None:
     trace = saving(*each).trace(0)
     run = drawn_traces.run(replace(trace, metrics=trace.metrics.clear()))
-    found = run.run_table(saves.each)["interval_ns"].unique().to_list()
+    found = run.run_table(saves.by_save)["interval_ns"].unique().to_list()
     assert found == [pytest.approx(EVERY * STEP_MS * MS, rel=0.02)]
 
 
 def test_ranks_that_save_each_for_itself_do_so_at_one_time() -> None:
     own = [saving((f"rank{rank}/step-{{}}/a.pt", "torch.save", 500), count=1).trace(0) for rank in (0, 1)]
     run = drawn_traces.run(own[0], drawn_traces.trace("step 01\ncompute ab", rank=1, checkpoints=own[1].checkpoints))
-    each = run.run_table(saves.each)
+    each = run.run_table(saves.by_save)
     assert each["blocked_ns"].to_list() == [501 * MS] * 2
-    (row,) = saves.together(each, run.run_table(saves.clocks)).iter_rows(named=True)
+    (row,) = saves.by_training_step(each, run.run_table(saves.by_rank)).iter_rows(named=True)
     assert (row["blocked_ns"], row["saves"]) == (501 * MS, 2)
 
 
 def test_saves_without_a_step_are_each_by_itself() -> None:
     run = saving(LARGE, TINY, count=3, step=None)
-    assert saves.together(run.run_table(saves.each), run.run_table(saves.clocks))["saves"].to_list() == [1] * 6
+    assert saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))["saves"].to_list() == [1] * 6
 
 
 @pytest.mark.parametrize("each", [(MODEL, OPTIMIZER), (MODEL, OPTIMIZER, TINY), (OPTIMIZER, LARGE)])
 def test_to_plan_for_a_checkpoint_is_all_that_is_saved_after_a_step(each: tuple[Saved, ...]) -> None:
-    told = constants(saving(*each, model={"parameters": 10**6}))
+    told = planning_inputs(saving(*each, model={"parameters": 10**6}))
     whole_s = sum(took_ms for _, _, took_ms in each) / 1000
     assert told.saves == 8
     assert told.interval_seconds == pytest.approx(EVERY * STEP_MS / 1000 + whole_s)
@@ -129,7 +129,7 @@ def test_files_that_tell_their_bytes_as_a_whole_count_beside_those_that_tell_the
     trace = saving(MODEL, OPTIMIZER, count=1).trace(0)
     of_model = pl.col("checkpoint").str.ends_with("model.pt") & (pl.col("stage") == "write")
     log = trace.checkpoints.with_columns(bytes=pl.when(~of_model).then("bytes"))
-    assert constants(drawn_traces.run(replace(trace, checkpoints=log))).checkpoint_bytes == 1402 * MS
+    assert planning_inputs(drawn_traces.run(replace(trace, checkpoints=log))).checkpoint_bytes == 1402 * MS
 
 
 def uploading(uploads_ms: int, *beside: Saved) -> Run:

@@ -61,7 +61,7 @@ def test_thinning_loses_no_slice_and_moves_no_edge(spans, budget):
         name=pl.lit("k"), lane=pl.lit(0), kind=pl.lit("compute")
     )
     table = slices.slices(drawn_traces.trace("compute  a", activities=activities), (0, 400), max_depth=100)
-    thinned, _ = slices.thin(table, (0, 400), max_slices=budget)
+    thinned, _ = slices.merge_short_slices(table, (0, 400), max_slices=budget)
     assert thinned["count"].sum() == table.height
     assert thinned["start_ns"].min() == table["start_ns"].min()
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -70,7 +70,7 @@ def test_thinning_loses_no_slice_and_moves_no_edge(spans, budget):
 
 def test_thinning_leaves_a_table_within_the_budget_alone():
     table = slices.slices(drawn_traces.trace("compute  a.b.c"), (0, 5))
-    assert slices.thin(table, (0, 5), max_slices=3) == (table, 0)
+    assert slices.merge_short_slices(table, (0, 5), max_slices=3) == (table, 0)
 
 
 def test_thinning_keeps_long_slices_whole_beside_thousands_of_short_ones():
@@ -79,7 +79,7 @@ def test_thinning_keeps_long_slices_whole_beside_thousands_of_short_ones():
     long = pl.DataFrame({"start_ns": [200_000], "dur_ns": [100_000], "name": ["long"]})
     activities = pl.concat([short, long], how="diagonal").with_columns(lane=pl.lit(0), kind=pl.lit("compute"))
     table = slices.slices(drawn_traces.trace("compute  a", activities=activities), (0, 300_000))
-    thinned, below_ns = slices.thin(table, (0, 300_000), max_slices=1000)
+    thinned, below_ns = slices.merge_short_slices(table, (0, 300_000), max_slices=1000)
     assert thinned.height <= 1000
     assert below_ns > 4
     assert thinned.filter(pl.col("name") == "long").select("start_ns", "dur_ns", "count").row(0) == (
@@ -92,12 +92,14 @@ def test_thinning_keeps_long_slices_whole_beside_thousands_of_short_ones():
 def test_the_typical_step_is_the_slowest_ranks_step_nearest_its_median():
     slow = drawn_traces.trace("step     0000111111222\ncompute  aaaabbbbbbccc", rank=1)
     fast = drawn_traces.trace("step     012\ncompute  abc", rank=0)
-    typical = slices.typical_step(drawn_traces.run(fast, slow).table(breakdown.by_step))
+    typical = slices.representative_step(drawn_traces.run(fast, slow).table(breakdown.by_step))
     assert (typical["rank"], typical["step"], typical["duration_ns"]) == (1, 0, 4)
 
 
 def test_there_is_no_typical_step_where_there_are_no_steps():
-    assert slices.typical_step(drawn_traces.run(drawn_traces.trace("compute  aa")).table(breakdown.by_step)) is None
+    assert (
+        slices.representative_step(drawn_traces.run(drawn_traces.trace("compute  aa")).table(breakdown.by_step)) is None
+    )
 
 
 @pytest.mark.parametrize("window", [(0, 1), (5, 5)])

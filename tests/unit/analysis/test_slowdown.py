@@ -38,8 +38,8 @@ def quartile(values: list[float], quarter: int) -> float:
 @given(samples)
 def test_samples_are_compared_as_by_hand(rows):
     key, step, dur = (np.array([row[i] for row in rows], np.int64) for i in range(3))
-    alone, beside = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "beside"))
-    found = slowdown.compared(key, step, dur, alone=alone, beside=beside)
+    alone, concurrent = (np.array([row[3] == name for row in rows], bool) for name in ("alone", "beside"))
+    found = slowdown.compare_with_alone(key, step, dur, alone=alone, concurrent=concurrent)
     for i, (k, s, ns, how) in enumerate(rows):
         same = [row for row in rows if row[0] == k]
         own = [row[2] for row in same if row[3] == "alone"]
@@ -64,7 +64,7 @@ def test_samples_are_compared_as_by_hand(rows):
 def test_one_outlier_beside_is_held_to_the_fence():
     dur = np.array([10] * 5 + [20] * 8 + [2000])
     which = np.arange(14) < 5
-    found = slowdown.compared(np.zeros(14, int), np.zeros(14, int), dur, alone=which, beside=~which)
+    found = slowdown.compare_with_alone(np.zeros(14, int), np.zeros(14, int), dur, alone=which, concurrent=~which)
     assert found.excess_ns.tolist() == [0] * 5 + [10] * 9
 
 
@@ -72,22 +72,22 @@ def test_the_slowdown_is_time_together_over_the_time_alone_and_the_interval_hold
     random = np.random.default_rng(1)
     together = random.integers(50, 150, 40)
     excess = together * random.normal(0.5, 0.1, 40)
-    found, low, high = slowdown.pooled(together, excess)
+    found, low, high = slowdown.pooled_slowdown(together, excess)
     assert found == together.sum() / (together.sum() - excess.sum())
     assert low < found < high
     assert high - low < 0.3
-    assert slowdown.pooled(together[:5], excess[:5])[1:] == (None, None)
+    assert slowdown.pooled_slowdown(together[:5], excess[:5])[1:] == (None, None)
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     random = np.random.default_rng(2)
-    held = 0
+    delayed = 0
     for _ in range(200):
         together = random.integers(50, 150, 20)
         alone = together / 1.5 * random.normal(1, 0.1, 20)
-        _, low, high = slowdown.pooled(together, together - alone)
-        held += low <= 1.5 <= high
-    assert 0.85 <= held / 200 <= 1.0
+        _, low, high = slowdown.pooled_slowdown(together, together - alone)
+        delayed += low <= 1.5 <= high
+    assert 0.85 <= delayed / 200 <= 1.0
 
 
 # What ran beside what -------------------------------------------------------------------------------------------------
@@ -100,17 +100,17 @@ cells = st.lists(st.sampled_from("ab."), min_size=24, max_size=24).map("".join)
 def test_what_ran_beside_each_piece_is_counted_as_by_hand(first, second, calls, copies):
     trace = drawn_traces.trace(f"compute1 {first}\ncompute2 {second}\ncomm {calls}\ncopy {copies}")
     lanes = {0: (COMPUTE, first), 1: (COMPUTE, second), 2: (COMMUNICATION, calls), 3: ("copy", copies)}
-    for here in concurrency.residents(trace):
+    for here in concurrency.device_work(trace):
         for row, (lane, start, dur) in enumerate(here.work.select("lane", "start_ns", "dur_ns").iter_rows()):
             for kind, name in enumerate(KINDS):
                 others = [picture for of, (its, picture) in lanes.items() if its == name and of != lane]
                 busy = sum(any(picture[at] != "." for picture in others) for at in range(start, start + dur))
-                assert here.beside_ns[row, kind] == busy
+                assert here.concurrent_ns[row, kind] == busy
 
 
 def test_kernels_without_shapes_are_told_apart_by_their_neighbours():
     # g stands for a product: one grid, once short after f, once long after h.
-    (here,) = concurrency.residents(drawn_traces.trace(f"compute {'f.gg.h.gggg.' * 4}"))
+    (here,) = concurrency.device_work(drawn_traces.trace(f"compute {'f.gg.h.gggg.' * 4}"))
     lengths = {}
     for row, (name, dur) in enumerate(here.work.select("name", "dur_ns").iter_rows()):
         if name == "g":
@@ -120,7 +120,7 @@ def test_kernels_without_shapes_are_told_apart_by_their_neighbours():
 
 def pair(trace, of, beside):
     run = drawn_traces.run(trace)
-    found = run.run_table(contention.pairs).filter(pl.col("of") == of, pl.col("beside") == beside)
+    found = run.run_table(contention.pairs).filter(pl.col("kind") == of, pl.col("concurrent_kind") == beside)
     return found.row(0, named=True) if found.height else None
 
 
@@ -128,12 +128,12 @@ def test_a_kernel_that_takes_twice_as_long_beside_a_collective():
     # Beside x for 3 of its 4; of these the work takes 1 alone.
     run = PROOFS["STREAM003"].fires()
     found = run.run_table(contention.pairs).row(0, named=True)
-    assert (found["of"], found["beside"]) == (COMPUTE, COMMUNICATION)
+    assert (found["kind"], found["concurrent_kind"]) == (COMPUTE, COMMUNICATION)
     assert found["slowdown"] == 3.0
     assert found["judged_ns"] == 3 * 6  # without the first and last two, which have other neighbours
     assert found["overlapped_ns"] == 3 * 8
     kernel = run.table(contention.by_kernel).row(0, named=True)
-    assert (kernel["alone_ns"], kernel["beside_ns"], kernel["slowdown"]) == (2, 4, 3.0)
+    assert (kernel["alone_ns"], kernel["concurrent_ns"], kernel["slowdown"]) == (2, 4, 3.0)
 
 
 def test_the_cost_of_contended_compute_is_what_it_took_longer():
@@ -173,11 +173,11 @@ def test_a_clock_that_falls_is_no_contention():
 
 def test_collectives_beside_compute_by_bus_bandwidth():
     run = carrying("aaa.b..", "xxxx.yy")
-    found = contention.pooled(run.run_table(collective_contention.by_step)).row(0, named=True)
+    found = contention.pool_pairs(run.run_table(collective_contention.by_step)).row(0, named=True)
     assert found["slowdown"] == 3.0
     (size,) = run.run_table(collective_contention.bandwidths).to_dicts()
-    assert (size["alone_calls"], size["beside_calls"]) == (8, 8)
-    assert (size["alone_ns"], size["beside_ns"]) == (2 * drawn_hosts.UNIT_NS, 4 * drawn_hosts.UNIT_NS)
+    assert (size["alone_calls"], size["concurrent_calls"]) == (8, 8)
+    assert (size["alone_ns"], size["concurrent_ns"]) == (2 * drawn_hosts.UNIT_NS, 4 * drawn_hosts.UNIT_NS)
     (told,) = check(run, [StarvedCollectives()]).findings
     assert told.cost_ns == 8 * drawn_hosts.UNIT_NS  # compute waits 1 for each, of the 2 that it takes longer
     assert "all_gather of 1.00 KiB" in told.message or "bus bandwidth" not in told.message
@@ -185,7 +185,7 @@ def test_collectives_beside_compute_by_bus_bandwidth():
 
 def test_collectives_that_nobody_waits_for_cost_nothing():
     run = carrying("aaaaaab..", "xxxx...yy")
-    assert contention.pooled(run.run_table(collective_contention.by_step))["slowdown"].item() > 1.9
+    assert contention.pool_pairs(run.run_table(collective_contention.by_step))["slowdown"].item() > 1.9
     assert check(run, [StarvedCollectives()]).findings == ()
 
 
@@ -196,8 +196,8 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
         drawn_hosts.trace(f"step {'0' * 80}\ncompute {a * 8}\ncomm {x * 8}", {"a": 0, "b": 0}, rank=rank, groups=groups)
         for rank, (a, x) in enumerate((("aaaaaa.b..", "xxxxxx..yy"), ("aaaaaa.b..", "....xx..yy")))
     ]
-    found = drawn_traces.run(*traces).run_table(collective_contention.across)
-    assert found.filter("beside")["transfer_ns"].unique().to_list() == [2 * drawn_hosts.UNIT_NS]
+    found = drawn_traces.run(*traces).run_table(collective_contention.compared_calls)
+    assert found.filter("concurrent")["transfer_ns"].unique().to_list() == [2 * drawn_hosts.UNIT_NS]
     assert found["excess_ns"].sum() == 0
 
 
@@ -206,12 +206,12 @@ def test_waiting_for_a_peer_is_no_slow_transfer():
 
 def test_what_begins_right_with_earlier_work_of_another_stream_is_held():
     run = PROOFS["STREAM002"].fires()
-    held = run.table(queueing.held)
-    assert held["name"].to_list() == ["a"] * 8
-    assert held["behind_name"].to_list() == ["x"] * 8
-    assert (held["held_ns"] // drawn_hosts.UNIT_NS).to_list()[1:] == [6] * 7  # from the end of the last a
-    order = run.table(queueing.order).row(0, named=True)
-    assert (order["chances"], order["overtaken"], order["held"]) == (8, 0, 8)
+    delayed = run.table(queueing.delayed_kernels)
+    assert delayed["name"].to_list() == ["a"] * 8
+    assert delayed["blocker_name"].to_list() == ["x"] * 8
+    assert (delayed["delay_ns"] // drawn_hosts.UNIT_NS).to_list()[1:] == [6] * 7  # from the end of the last a
+    order = run.table(queueing.launch_order).row(0, named=True)
+    assert (order["overtake_chances"], order["overtakes"], order["delayed"]) == (8, 0, 8)
     (found,) = check(run, [NeedlessOrder()]).findings
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.fix
     assert "of 8 kernels that could begin" in found.message
@@ -220,7 +220,7 @@ def test_what_begins_right_with_earlier_work_of_another_stream_is_held():
 def test_one_that_overtakes_shows_more_queues_than_one():
     # The last a begins before the x launched before it.
     run = queued(f"step {'0' * 90}\ncompute {'..aaaa....' * 8}aaaa......\ncomm {'..xx......' * 9}")
-    assert run.table(queueing.order)["overtaken"].sum() == 0  # it was launched first
+    assert run.table(queueing.launch_order)["overtakes"].sum() == 0  # it was launched first
     late_x = f"step {'0' * 80}\ncompute {'..aaaa....' * 7}aaaa......\ncomm {'..xx......' * 8}"
     plain = drawn_traces.trace(late_x, scale_ns=drawn_hosts.UNIT_NS)
     order = plain.activities.sort(pl.col("start_ns") // (10 * drawn_hosts.UNIT_NS), pl.col("kind") == COMPUTE)[
@@ -230,13 +230,13 @@ def test_one_that_overtakes_shows_more_queues_than_one():
         {"id": made, "kind": "runtime", "start_ns": i - 999, "dur_ns": 0, "lane": 9} for i, made in enumerate(order)
     ]
     run = drawn_traces.run(drawn_traces.trace(late_x, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls)))
-    assert run.table(queueing.order)["overtaken"].sum() == 1
+    assert run.table(queueing.launch_order)["overtakes"].sum() == 1
     assert check(run, [NeedlessOrder()]).findings == ()
 
 
 def test_waiting_for_the_end_of_other_work_is_no_queue():
     run = queued(f"step {'0' * 80}\ncompute {'....aaaa..' * 8}\ncomm {'..xx......' * 8}")
-    assert run.table(queueing.held).is_empty()
+    assert run.table(queueing.delayed_kernels).is_empty()
 
 
 def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator():
@@ -252,5 +252,5 @@ def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator
         run = drawn_traces.run(
             drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls), collectives=told)
         )
-        held = run.table(queueing.held).filter(by=queueing.COMMUNICATOR, name="y")
-        assert held["behind_name"].to_list() == ["x"] * count
+        delayed = run.table(queueing.delayed_kernels).filter(by=queueing.COMMUNICATOR, name="y")
+        assert delayed["blocker_name"].to_list() == ["x"] * count

@@ -20,7 +20,7 @@ def by(table: pl.DataFrame, *names: str) -> list[tuple[object, ...]]:
 
 def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
     for run in (MEETING, rule_examples.giving_way(rule_examples.GIVE_WAY)):
-        sums = run.run_table(stall_attribution.by_rank).group_by("rank", "of").agg(pl.col("dur_ns").sum())
+        sums = run.run_table(stall_attribution.by_rank).group_by("rank", "gap_kind").agg(pl.col("dur_ns").sum())
         told = {(rank, of): ns for rank, of, ns in sums.iter_rows()}
         for trace in run.traces():
             idle, quiet = gaps.compute_gaps(trace), gaps.communication_gaps(trace)
@@ -31,7 +31,7 @@ def test_the_causes_of_a_ranks_gaps_sum_to_the_gaps():
 def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_ranks():
     # rank 0   a a x x x x x .      x waits 3 for rank 1, then moves for 2; twelve times
     # rank 1   a a a a a x x .
-    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
+    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     peer = rows.filter(pl.col("cause") == "peer")
     assert by(peer, "rank", "dur_ns") == [(0, 12 * 3 * UNIT)]
     moves = rows.filter(pl.col("cause") == "collective")
@@ -39,7 +39,7 @@ def test_time_without_compute_is_the_collectives_until_its_last_rank_comes_the_r
 
 
 def test_idle_time_alone_is_that_part_of_all_causes():
-    whole = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
+    whole = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     assert MEETING.run_table(stall_attribution.idle_by_rank).drop("pieces").equals(whole.drop("pieces"))
 
 
@@ -51,7 +51,7 @@ def test_the_report_has_pictures_of_communication_where_there_is_some():
 
 
 def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colour():
-    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("of") == stall_attribution.COMPUTE)
+    rows = MEETING.run_table(stall_attribution.by_rank).filter(pl.col("gap_kind") == stall_attribution.COMPUTE)
     figure = charts.stall_causes(rows)
     label, colour = charts.CAUSES["peer"]
     waits = next(bar for bar in figure.data if bar.name == label)
@@ -62,7 +62,7 @@ def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colo
 
 
 def test_who_waits_for_whom_is_a_map_of_the_time_in_which_a_rank_stands_still():
-    waited = MEETING.run_table(rank_timelines.waited)
+    waited = MEETING.run_table(rank_timelines.wait_times)
     assert by(waited, "rank", "peer_rank", "waited_ns") == [(0, 1, 36 * UNIT)]
     cells = charts.wait_matrix(waited, [0, 1]).data[0]
     assert [list(line) for line in cells.z] == [[None, pytest.approx(36 * UNIT / 1e6)], [None, None]]

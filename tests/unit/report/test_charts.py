@@ -148,13 +148,13 @@ def test_the_bar_of_a_save_is_as_long_as_the_save_and_its_stages_do_not_overlap(
 
 
 def test_blocked_stands_beside_written_and_names_are_harmless():
-    figure = charts.save_clocks(saved_run().run_table(saves.each))
+    figure = charts.save_clocks(saved_run().run_table(saves.by_save))
     assert [bar.y for bar in figure.data] == [(0.1,), (0.1,)]
     assert "<script" not in figure.to_json()
 
 
 def test_the_rate_of_storage_is_drawn_for_each_rank():
-    figure = charts.save_bandwidth(saved_run().run_table(saves.clocks))
+    figure = charts.save_bandwidth(saved_run().run_table(saves.by_rank))
     assert figure.data[0].x == (0, 1)
     assert figure.data[0].y == pytest.approx([0.1, 0.1])
 
@@ -162,8 +162,8 @@ def test_the_rate_of_storage_is_drawn_for_each_rank():
 def test_without_saves_the_figures_are_empty():
     run = drawn_traces.run(drawn_traces.trace("step 01\ncompute ab"))
     assert len(charts.save_stages(run.run_table(saves.stages)).data) == 0
-    charts.save_clocks(run.run_table(saves.each))
-    charts.save_bandwidth(run.run_table(saves.clocks))
+    charts.save_clocks(run.run_table(saves.by_save))
+    charts.save_bandwidth(run.run_table(saves.by_rank))
 
 
 def test_a_history_draws_medians_intervals_levels_and_changes_where_they_are(tmp_path):

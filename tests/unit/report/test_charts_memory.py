@@ -49,7 +49,7 @@ def snapshot(tmp_path):
 
 
 def test_owners_add_up_to_what_is_held_at_every_moment():
-    told = usage.over_time(trace()).filter(pl.col("by") == "phase")
+    told = usage.over_time(trace()).filter(pl.col("owner_kind") == "phase")
     by_owner = {owner: rows["bytes"].to_list() for (owner,), rows in told.group_by("owner", maintain_order=True)}
     assert by_owner == {
         "from before": [10 * MIB] * 5,
@@ -66,14 +66,14 @@ def test_many_events_are_thinned_and_the_peak_is_kept():
     for number in range(5000):
         size = 9 if number == 3210 else int(rng.integers(1, 5))
         events += [(2 * number, 1, size, "forward"), (2 * number + 1, 1, -size, None)]
-    told = usage.over_time(trace(events)).filter(pl.col("by") == "phase")
+    told = usage.over_time(trace(events)).filter(pl.col("owner_kind") == "phase")
     assert told["at_ns"].n_unique() <= 602
     assert told["live_bytes"].max() == 19 * MIB
     assert told["live_bytes"].min() == 10 * MIB
 
 
 def test_what_is_held_is_stacked_with_its_peak_marked_and_reserved_above():
-    figure = charts.memory_over_time(usage.over_time(trace()).filter(pl.col("by") == "phase"))
+    figure = charts.memory_over_time(usage.over_time(trace()).filter(pl.col("owner_kind") == "phase"))
     areas = {line.name: line for line in figure.data if line.stackgroup}
     assert list(areas) == ["from before", "backward", "forward"]
     assert list(areas["backward"].y) == [0, 6, 0, 0, 2]
@@ -154,7 +154,7 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
     read = reader.read(write(tmp_path / "rank00000.memory.pickle", document))
     history, played = memory.play_history(playback.of(read, 0))
     figures = [
-        charts.memory_over_time(usage.over_time(events).filter(pl.col("by") == "phase")),
+        charts.memory_over_time(usage.over_time(events).filter(pl.col("owner_kind") == "phase")),
         charts.memory_over_time(snapshot_timeline.over_time(read, history, played)),
         charts.block_lifetimes(snapshot_timeline.lifetimes(read, history, played)),
         charts.segment_map(snapshot_timeline.segment_map(read, 0)),

@@ -28,8 +28,8 @@ def test_collectives_launched_together_are_one_burst_and_those_around_compute_ar
     found = drawn_traces.run(drawn_hosts.trace(picture, {"a": 0, "c": 0})).table(collective_bursts.bursts)
     assert found["count"].to_list() == [4, 4, 4, 4, 3, 3, 3]
     assert found["position"].to_list() == [0, 1, 2, 3, 0, 1, 2]
-    assert found["uncovered_ns"].to_list() == [CHARACTER_NS] * 4 + [0, 0, CHARACTER_NS]
-    assert found["burst_uncovered_ns"].to_list() == [4 * CHARACTER_NS] * 4 + [CHARACTER_NS] * 3
+    assert found["exposed_ns"].to_list() == [CHARACTER_NS] * 4 + [0, 0, CHARACTER_NS]
+    assert found["burst_exposed_ns"].to_list() == [4 * CHARACTER_NS] * 4 + [CHARACTER_NS] * 3
 
 
 def test_what_joining_saves_is_latency_and_no_more_than_what_compute_leaves_open():
@@ -69,7 +69,7 @@ def test_few_or_large_collectives_and_unknown_sizes_are_left_alone():
 )
 def test_the_line_is_found_again_from_its_own_times(hop_ns, bytes_per_ns, points):
     hops, sent = (np.array([float(point[i]) for point in points]) for i in (0, 1))
-    found = latency.fitted(hops, sent, hops * hop_ns + sent / bytes_per_ns)
+    found = latency.fit(hops, sent, hops * hop_ns + sent / bytes_per_ns)
     each = sent / hops
     if each.max() < 1.25 * each.min():
         assert found is None
@@ -81,15 +81,15 @@ def test_the_line_is_found_again_from_its_own_times(hop_ns, bytes_per_ns, points
 
 def test_a_line_that_no_link_can_have_is_none():
     # The larger one is quicker: something else slows the smaller.
-    assert latency.fitted(np.array([14.0, 14.0]), np.array([8e8, 10e8]), np.array([4e8, 3e8])) is None
+    assert latency.fit(np.array([14.0, 14.0]), np.array([8e8, 10e8]), np.array([4e8, 3e8])) is None
 
 
 TWO_PASSES = "step 00000000000000000000\ncompute ffffbbbb..ggggcccc..\ncomm ........xx........yy"
 
 
 def test_reductions_belong_to_their_backward_pass():
-    found = rule_examples.accumulating(TWO_PASSES).table(backward_passes.reductions)
-    assert found.select("backward", "backwards", "exposed_ns").rows() == [
+    found = rule_examples.accumulating(TWO_PASSES).table(backward_passes.gradient_reductions)
+    assert found.select("backward", "backward_count", "exposed_ns").rows() == [
         (0, 2, 2 * CHARACTER_NS),
         (1, 2, 2 * CHARACTER_NS),
     ]
@@ -129,15 +129,15 @@ def test_what_forward_passes_reduce_too_is_no_gradient():
         phases=dict.fromkeys("fgz", "forward") | dict.fromkeys("bcxy", "backward"),
         ops=dict.fromkeys("xyz", "all_reduce"),
     )
-    assert drawn_traces.run(plain).table(backward_passes.reductions).is_empty()
+    assert drawn_traces.run(plain).table(backward_passes.gradient_reductions).is_empty()
     gathers = plain.collectives.join(
         plain.activities.filter(pl.col("name") == "z").select(activity_id="id"), on="activity_id", how="anti"
     )
-    assert drawn_traces.run(replace(plain, collectives=gathers)).table(backward_passes.reductions).height == 2
+    assert drawn_traces.run(replace(plain, collectives=gathers)).table(backward_passes.gradient_reductions).height == 2
 
 
 def test_work_within_a_backward_pass_that_is_no_backward_work_begins_no_pass():
     # u is short and of no phase, as a hook's kernel may be.
     picture = "step 0000000000000000000000000\ncompute ffffffffffbbbbbbubbbbbbbb\ncomm " + "." * 25
     plain = drawn_hosts.trace(picture, phases={"f": "forward", "b": "backward"})
-    assert drawn_traces.run(plain).table(backward_passes.begins)["backward"].to_list() == [0]
+    assert drawn_traces.run(plain).table(backward_passes.backward_starts)["backward"].to_list() == [0]

@@ -69,7 +69,7 @@ def test_waiting_that_compute_hides_counts_as_far_as_later_collectives_come_late
     early = ("aaaaaaaa........", "..yyyyyyzzzzz...")
     tardy = ("aaaaaaaaaaa.....", ".....yyyzzzzz...")
     run = ranks(*((c * 9, y * 9) for c, y in (early, tardy, early)), steps="".join(str(s) * 48 for s in range(3)))
-    accounts = run.run_table(stragglers.accounts).filter(pl.col("late_rank") == 1)
+    accounts = run.run_table(stragglers.straggler_costs).filter(pl.col("late_rank") == 1)
     assert accounts["idle_ns"].to_list() == [0, 0, 0]
     assert accounts["waited_ns"].to_list() == [9 * CHARACTER_NS] * 3
     assert accounts["lost_ns"].to_list() == [9 * CHARACTER_NS] * 3
@@ -159,7 +159,7 @@ def test_one_group_tells_only_what_changes():
     ],
 )
 def test_slow_from_a_step_on(levels, first):
-    assert group_bandwidth.since([float(level) for level in levels], least=1.5, share=0.75) == first
+    assert group_bandwidth.first_slow_step([float(level) for level in levels], least=1.5, share=0.75) == first
 
 
 def test_a_group_whose_times_vary_by_themselves_is_not_judged():
@@ -176,6 +176,6 @@ def test_a_group_whose_times_vary_by_themselves_is_not_judged():
         told = plain.collectives.with_columns(group=pl.lit(str(rank // 2)), group_size=pl.lit(2), dtype=pl.lit("F"))
         traces.append(replace(plain, collectives=schema.COLLECTIVES.conform(told)))
     run = drawn_traces.run(*traces)
-    spreads = dict(run.run_table(group_bandwidth.spreads).select("group", "spread_ratio").iter_rows())
+    spreads = dict(run.run_table(group_bandwidth.step_variation).select("group", "spread_ratio").iter_rows())
     assert spreads["0"] > 0.3
     assert spreads["1"] == 0

@@ -15,7 +15,7 @@ _MOVED = (conventions.WRITE, conventions.FSYNC)
 
 
 @dataclass(frozen=True)
-class Constants:
+class PlanningInputs:
     """Medians over a run's saves. Of a save the time is that of its slowest rank; None where nothing tells it.
 
     A save is all that is written after one step, in however many files: that is what a checkpoint to plan for is.
@@ -38,9 +38,9 @@ class Constants:
     is_durable: bool
 
 
-def constants(run: Run) -> Constants:
+def planning_inputs(run: Run) -> PlanningInputs:
     """Return what the run's checkpoint logs, metrics and manifest tell. Raises InputError where no save is recorded."""
-    saves = _by_save(run.run_table(of_saves.stages).with_columns(of_saves.uncounted("save")))
+    saves = _by_save(run.run_table(of_saves.stages).with_columns(of_saves.save_without_step("save")))
     if saves.is_empty():
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
     model = run.manifest.get("model")
@@ -49,7 +49,7 @@ def constants(run: Run) -> Constants:
     starts = saves["start_ns"].sort().diff().drop_nulls()
     world_size = run.manifest.get("world_size")
     ranks = int(str(saves["ranks"].max()))
-    return Constants(
+    return PlanningInputs(
         saves=saves.height,
         ranks=ranks,
         world_size=world_size if isinstance(world_size, int) else ranks,
@@ -73,7 +73,7 @@ def _step_times(trace: Trace) -> pl.DataFrame:
 def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
     """Return one row per save: bytes, bandwidths of all ranks and of the slowest, time blocked."""
     stage, dur_ns, size = pl.col("stage"), pl.col("dur_ns"), pl.col("bytes")
-    save = ["step", "uncounted"]
+    save = ["step", "save_without_step"]
     by_file = stages.group_by(*save, "rank", "checkpoint").agg(
         # What counts its bytes only as a whole has none in its stage.
         pl.coalesce(

@@ -14,9 +14,9 @@ from tracekit.model.run import Run
 # Of these one call writes one file, and a checkpoint is a folder of several.
 _FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
 _WHOLES = (conventions.TOTAL, conventions.COMPLETE)
-CLOCKS = {
+RANK_COLUMNS = {
     "save": pl.String, "step": pl.Int64, "rank": pl.Int64, "window": pl.Int64, "start_ns": pl.Int64,
-    "background": pl.Boolean, "blocked_ns": pl.Int64, "told_ns": pl.Int64, "written_ns": pl.Int64,
+    "background": pl.Boolean, "blocked_ns": pl.Int64, "stages_ns": pl.Int64, "written_ns": pl.Int64,
     "durable": pl.Boolean, "durable_ns": pl.Int64, "bytes": pl.Int64, "storage_ns": pl.Int64,
     "storage_bytes_per_s": pl.Float64,
 }  # fmt: skip
@@ -39,7 +39,7 @@ def stages(run: Run) -> pl.DataFrame:
     return lines.select(save, pl.all())
 
 
-def clocks(run: Run) -> pl.DataFrame:
+def by_rank(run: Run) -> pl.DataFrame:
     """Return both clocks of each save on each rank; one row per save and rank, in order of time. Columns CLOCKS.
 
     `blocked_ns` is what the training thread lost and `told_ns` what the stages of it sum to; `written_ns` runs to the
@@ -49,7 +49,7 @@ def clocks(run: Run) -> pl.DataFrame:
     """
     lines = run.run_table(stages)
     if lines.is_empty():
-        return pl.DataFrame(schema=CLOCKS)
+        return pl.DataFrame(schema=RANK_COLUMNS)
     stage, blocking, dur_ns = pl.col("stage"), pl.col("blocking"), pl.col("dur_ns")
     total, complete = stage == conventions.TOTAL, stage == conventions.COMPLETE
     moved = stage.is_in((conventions.WRITE, conventions.FSYNC))
@@ -60,7 +60,7 @@ def clocks(run: Run) -> pl.DataFrame:
         pl.col("start_ns").filter(stage.is_in(_WHOLES)).min(),
         (~blocking).any().alias("background"),
         dur_ns.filter(blocking & total).sum().alias("blocked_ns"),
-        dur_ns.filter(blocking & ~stage.is_in(_WHOLES)).sum().alias("told_ns"),
+        dur_ns.filter(blocking & ~stage.is_in(_WHOLES)).sum().alias("stages_ns"),
         dur_ns.filter(total).sum().alias("worked_ns"),
         (end_ns.filter(total | complete).max() - pl.col("start_ns").filter(total | complete).min()).alias("span_ns"),
         pl.col("durable").filter(total & (pl.col("bytes") > 0) | complete).all(ignore_nulls=False).alias("durable"),
@@ -82,25 +82,25 @@ def clocks(run: Run) -> pl.DataFrame:
             pl.when("durable").then(written).alias("durable_ns"),
             pl.when(known).then(rate).alias("storage_bytes_per_s"),
         )
-        .select(pl.col(name).cast(dtype) for name, dtype in CLOCKS.items())
+        .select(pl.col(name).cast(dtype) for name, dtype in RANK_COLUMNS.items())
         .sort("start_ns", "save", "rank")
     )
 
 
-def each(run: Run) -> pl.DataFrame:
+def by_save(run: Run) -> pl.DataFrame:
     """Return the saves of a run; one row per save, in order of time.
 
     Columns save, step, start_ns, ranks, background, blocked_ns, written_ns, durable, durable_ns, bytes (the longest
     and, of bytes, the sum over ranks), bytes_per_s (all bytes by the longest time in writing and syncing; null where
     not all ranks synced), interval_steps and interval_ns (training from one save to the next), overhead_ratio (blocked,
-    of that and itself), after_ns (what the step after the save took longer than others), between_ns (from the start of
-    the save before to that of this one), slack_ns (from the end of all work of the one before) and before_ns (how long
-    all work of that one took). The save before is the last of those in the background where this one is, else the last
-    of the others.
+    of that and itself), next_step_extra_ns (how much longer the next step took than the median step), start_interval_ns
+    (from the start of the previous save), slack_ns (from the end of the previous save's work) and previous_written_ns
+    (how long that work took). The previous save is the last background save of a background save, else the last
+    blocking one.
     """
-    by_rank = run.run_table(clocks)
+    rank_rows = run.run_table(by_rank)
     durable = pl.col("durable").all(ignore_nulls=False)
-    table = by_rank.group_by("save", maintain_order=True).agg(
+    table = rank_rows.group_by("save", maintain_order=True).agg(
         pl.col("step", "start_ns").min(),
         pl.col("rank").n_unique().alias("ranks"),
         pl.col("background").any(),
@@ -112,28 +112,30 @@ def each(run: Run) -> pl.DataFrame:
         .then(pl.col("bytes").sum() / (pl.col("storage_ns").max() / 1e9))
         .alias("bytes_per_s"),
     )
-    times, plain_ns = _step_times(run), _plain_step_ns(run, table)
-    after = times.select("step", (pl.col("step_time_ns") - (plain_ns or 0)).round().cast(pl.Int64).alias("after_ns"))
+    times, plain_ns = _step_times(run), _median_step_ns(run, table)
+    after = times.select(
+        "step", (pl.col("step_time_ns") - (plain_ns or 0)).round().cast(pl.Int64).alias("next_step_extra_ns")
+    )
     steps, start_ns, written_ns = _interval_steps(table, times), pl.col("start_ns"), pl.col("written_ns")
     return (
         table.join(after if plain_ns else after.clear(), on="step", how="left", maintain_order="left")
         .with_columns(
             pl.lit(steps, pl.Float64).alias("interval_steps"),
-            pl.lit(_interval_ns(_after_steps(table, by_rank), steps, plain_ns), pl.Int64).alias("interval_ns"),
-            start_ns.diff().over("background").alias("between_ns"),
+            pl.lit(_interval_ns(_after_steps(table, rank_rows), steps, plain_ns), pl.Int64).alias("interval_ns"),
+            start_ns.diff().over("background").alias("start_interval_ns"),
             (start_ns - (start_ns + written_ns).shift()).over("background").alias("slack_ns"),
-            written_ns.shift().over("background").alias("before_ns"),
+            written_ns.shift().over("background").alias("previous_written_ns"),
         )
         .with_columns((pl.col("blocked_ns") / (pl.col("interval_ns") + pl.col("blocked_ns"))).alias("overhead_ratio"))
         .select(
             "save", "step", "start_ns", "ranks", "background", "blocked_ns", "written_ns", "durable", "durable_ns",
-            "bytes", "bytes_per_s", "interval_steps", "interval_ns", "overhead_ratio", "after_ns", "between_ns",
-            "slack_ns", "before_ns",
+            "bytes", "bytes_per_s", "interval_steps", "interval_ns", "overhead_ratio", "next_step_extra_ns",
+            "start_interval_ns", "slack_ns", "previous_written_ns",
         )
     )  # fmt: skip
 
 
-def together(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
+def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
     """Return what training lost to all that was saved after one step; one row per step, in order of time.
 
     Takes rows of `each`, and `clocks`. Columns step, save (the one that blocked longest), start_ns, interval_steps,
@@ -152,8 +154,8 @@ def together(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
     """Return the columns of `together` but for those of the interval."""
-    blocked_ns, one = pl.col("blocked_ns"), ["step", "uncounted"]
-    table = some.with_columns(uncounted("save"))
+    blocked_ns, one = pl.col("blocked_ns"), ["step", "save_without_step"]
+    table = some.with_columns(save_without_step("save"))
     # Ranks that save each for itself do so at one time: their times do not add up.
     sums = by_rank.select("save", "rank", "blocked_ns").join(table.select("save", *one), on="save")
     longest = sums.group_by(*one, "rank").agg(blocked_ns.sum()).group_by(one).agg(blocked_ns.max())
@@ -161,16 +163,16 @@ def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
         table.group_by(one, maintain_order=True)
         .agg(pl.col("save").get(blocked_ns.arg_max()), pl.col("start_ns").min(), pl.len().alias("saves"))
         .join(longest, on=one, nulls_equal=True, maintain_order="left")
-        .drop("uncounted")
+        .drop("save_without_step")
     )
 
 
-def uncounted(name: str) -> pl.Expr:
+def save_without_step(name: str) -> pl.Expr:
     """Return, to group by beside the step, what tells saves apart of which no step is known: the column `name`."""
-    return pl.when(pl.col("step").is_null()).then(name).alias("uncounted")
+    return pl.when(pl.col("step").is_null()).then(name).alias("save_without_step")
 
 
-def repeated(run: Run) -> pl.DataFrame:
+def duplicate_files(run: Run) -> pl.DataFrame:
     """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
 
     Columns save, path, step, window, rank (the one that took longest), start_ns, dur_ns, ranks, bytes (of all) and
@@ -195,7 +197,7 @@ def repeated(run: Run) -> pl.DataFrame:
     )
 
 
-def slowed(run: Run) -> pl.DataFrame:
+def background_slowdown(run: Run) -> pl.DataFrame:
     """Return what training lost beside each save in the background; one row per such save and rank with a metrics log.
 
     Columns save, rank, window, step, start_ns, dur_ns (of the save), worker (thread or process; null: not known),
@@ -204,9 +206,9 @@ def slowed(run: Run) -> pl.DataFrame:
     training thread neither ran nor could have) and delayed_ratio (in which it could have and got no processor); null
     where the log has no such counters.
     """
-    lines, table = run.run_table(stages), run.run_table(clocks).filter("background")
+    lines, table = run.run_table(stages), run.run_table(by_rank).filter("background")
     if table.is_empty():
-        return pl.DataFrame(schema=_SLOWED)
+        return pl.DataFrame(schema=_SLOWDOWN_COLUMNS)
     stage = pl.col("stage")
     spent = pl.col("dur_ns").filter(stage.is_in(_PYTHON) & ~pl.col("blocking")).sum()
     counted = stage == conventions.COMPLETE
@@ -217,7 +219,7 @@ def slowed(run: Run) -> pl.DataFrame:
         pl.col("dur_ns").filter(counted).first().alias("wall_ns"),
     )
     wall, cpu, delay = pl.col("wall_ns"), pl.col("cpu_ns"), pl.col("run_delay_ns")
-    beside = _beside(run, table)
+    beside = _concurrent_steps(run, table)
     return (
         table.join(said, on=["save", "rank"], how="left", maintain_order="left")
         .join(beside, on=["save", "rank"], how="inner", maintain_order="left")
@@ -226,33 +228,33 @@ def slowed(run: Run) -> pl.DataFrame:
             (delay / wall).clip(0, 1).alias("delayed_ratio"),
             pl.col("written_ns").alias("dur_ns"),
         )
-        .select(pl.col(name).cast(dtype) for name, dtype in _SLOWED.items())
+        .select(pl.col(name).cast(dtype) for name, dtype in _SLOWDOWN_COLUMNS.items())
     )
 
 
 _PYTHON = (conventions.PLAN, conventions.STAGE, conventions.SERIALIZE)
-_SLOWED = {
+_SLOWDOWN_COLUMNS = {
     "save": pl.String, "rank": pl.Int64, "window": pl.Int64, "step": pl.Int64, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "worker": pl.String, "steps": pl.Int64, "plain_ns": pl.Int64, "lost_ns": pl.Int64,
+    "dur_ns": pl.Int64, "worker": pl.String, "steps": pl.Int64, "baseline_step_ns": pl.Int64, "lost_ns": pl.Int64,
     "python_ns": pl.Int64, "waited_ratio": pl.Float64, "delayed_ratio": pl.Float64,
 }  # fmt: skip
 
 
-_BESIDE = {
-    "save": pl.String, "rank": pl.Int64, "steps": pl.Int64, "plain_ns": pl.Float64, "lost_ns": pl.Float64,
+_CONCURRENT_STEP_COLUMNS = {
+    "save": pl.String, "rank": pl.Int64, "steps": pl.Int64, "baseline_step_ns": pl.Float64, "lost_ns": pl.Float64,
 }  # fmt: skip
 
 
-def _beside(run: Run, table: pl.DataFrame) -> pl.DataFrame:
+def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
     """Return, per background save and rank, the steps that ran while it did, and what they took more than others."""
     times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
     by_rank = times.partition_by("rank", as_dict=True)
     counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
-    parts = [_beside_on(own, by_rank[rank]) for rank, own in counted if rank in by_rank]
-    return pl.concat([pl.DataFrame(schema=_BESIDE), *parts])
+    parts = [_concurrent_steps_of_rank(own, by_rank[rank]) for rank, own in counted if rank in by_rank]
+    return pl.concat([pl.DataFrame(schema=_CONCURRENT_STEP_COLUMNS), *parts])
 
 
-def _beside_on(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
+def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
     """Return `_beside` of one rank, by its background saves and its steps in order."""
     step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
     saved = own["step"].to_numpy()
@@ -266,11 +268,13 @@ def _beside_on(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
     np.add.at(edges, past, -1)
     plain_ns = took_ns[(np.cumsum(edges)[:-1] == 0) & ~np.isin(step, saved - 1)]
     if not len(plain_ns):
-        return pl.DataFrame(schema=_BESIDE)
+        return pl.DataFrame(schema=_CONCURRENT_STEP_COLUMNS)
     median_ns, steps = float(np.median(plain_ns)), past - first
     lost_ns = np.round(begun_ns[past] - begun_ns[first] - steps * median_ns)
-    found = own.select("save", "rank", steps=steps, plain_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
-    return found.filter(pl.col("steps") > 0).select(pl.col(name).cast(dtype) for name, dtype in _BESIDE.items())
+    found = own.select("save", "rank", steps=steps, baseline_step_ns=pl.lit(np.round(median_ns)), lost_ns=lost_ns)
+    return found.filter(pl.col("steps") > 0).select(
+        pl.col(name).cast(dtype) for name, dtype in _CONCURRENT_STEP_COLUMNS.items()
+    )
 
 
 def _step_times(run: Run) -> pl.DataFrame:
@@ -278,7 +282,7 @@ def _step_times(run: Run) -> pl.DataFrame:
     return run.table(save_stages.step_times).group_by("step").agg(pl.col("step_time_ns").max())
 
 
-def _plain_step_ns(run: Run, table: pl.DataFrame) -> float | None:
+def _median_step_ns(run: Run, table: pl.DataFrame) -> float | None:
     """Return the median time of the steps without a save, of the slowest rank; None where not known."""
     plain = _step_times(run).filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
     median = plain["step_time_ns"].median()

@@ -15,7 +15,7 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import saves
 from tracekit.model.run import Run
 
-SERIALIZE, STAGING, WRITE, SYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CROWDED = KINDS = (
+SERIALIZE, STAGING, WRITE, FSYNC, STRAGGLER, PLAN, GLOBAL_SYNC, CPU_CONTENTION = KINDS = (
     "serialize",
     "device-to-host",
     "write bandwidth",
@@ -43,8 +43,8 @@ _KIND_OF = {
     conventions.STAGE: STAGING,
     conventions.SERIALIZE: SERIALIZE,
     conventions.WRITE: WRITE,
-    conventions.FSYNC: SYNC,
-    conventions.FINISH: SYNC,
+    conventions.FSYNC: FSYNC,
+    conventions.FINISH: FSYNC,
 }
 _STORAGE = (conventions.WRITE, conventions.FSYNC)
 # A tensor costs torch.save over a thousand bytes of envelope: a file of which this share is no tensor holds small ones.
@@ -118,7 +118,7 @@ def _parts(own: pl.DataFrame) -> Iterator[dict[str, Any]]:
     for delayed, delay_ns in delays.select("rank", "run_delay_ns").head(1).rows():
         crowded_ns = min(left_ns, delay_ns)
         left_ns -= crowded_ns
-        spent[CROWDED] = [(crowded_ns, delayed, conventions.WAIT)]
+        spent[CPU_CONTENTION] = [(crowded_ns, delayed, conventions.WAIT)]
     waits = own.filter(pl.col("stage") == conventions.WAIT).sort("dur_ns", "rank", descending=[True, False])
     waiting = SERIALIZE if envelope > SMALL_TENSORS_RATIO else PLAN
     spent.setdefault(waiting, []).append((left_ns, next(iter(waits["rank"]), 0), conventions.WAIT))

@@ -13,7 +13,7 @@ COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64, "op": pl.String,
     "group": pl.String, "group_size": pl.Int64, "dtype": pl.String, "bytes": pl.Int64, "burst": pl.Int64,
     "position": pl.Int64, "count": pl.Int64, "pool": pl.Int64, "activity_id": pl.Int64, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "uncovered_ns": pl.Int64, "burst_uncovered_ns": pl.Int64,
+    "dur_ns": pl.Int64, "exposed_ns": pl.Int64, "burst_exposed_ns": pl.Int64,
 }  # fmt: skip
 _ALIKE = ("lane", "op", "group", "dtype")
 
@@ -22,7 +22,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
     """Return the collectives of training with those that they could have been one with.
 
     Columns step, device, phase, unit, lane, op, group, group_size, dtype, bytes, burst, position and count (in it),
-    pool, activity_id, start_ns, dur_ns, uncovered_ns (of it, while nothing computed), burst_uncovered_ns (of the whole
+    pool, activity_id, start_ns, dur_ns, exposed_ns (of it, while nothing computed), burst_exposed_ns (of the whole
     burst, from its first start to its last end); one row per collective. A burst are collectives of one lane, op, group
     and type that the host launched with no other compute or collective in between: all of its data was ready when the
     first was launched. A pool are the gradient reductions of one backward pass of one op, group and type, which a
@@ -36,7 +36,7 @@ def bursts(trace: Trace) -> pl.DataFrame:
             continue
         compute, _, _ = breakdown.busy(trace, device)
         told = found.join(pooled, on="activity_id", how="left", maintain_order="left").sort("start_ns", "activity_id")
-        parts.append(_uncovered(told, compute).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+        parts.append(_with_exposed(told, compute).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
     return pl.concat(parts)
 
 
@@ -67,12 +67,12 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
 
 
 def _pools(trace: Trace) -> pl.DataFrame:
-    reduced = backward_passes.reductions(trace)
+    reduced = backward_passes.gradient_reductions(trace)
     key = pl.struct("device", "step", "backward", "op", "group", "dtype").rank("dense").cast(pl.Int64)
     return reduced.select("activity_id", key.alias("pool")).unique("activity_id")
 
 
-def _uncovered(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
+def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
     """Return the collectives with how long nothing computed during each, and during its burst."""
     spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -80,10 +80,10 @@ def _uncovered(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
         pl.col("start_ns").min().over("burst"), (end_ns.max() - pl.col("start_ns").min()).over("burst").alias("dur_ns")
     )
     return calls.with_columns(
-        pl.Series("uncovered_ns", _left(spans, compute)),
-        pl.Series("burst_uncovered_ns", _left(intervals.from_columns(whole["start_ns"], whole["dur_ns"]), compute)),
+        pl.Series("exposed_ns", _exposed_ns(spans, compute)),
+        pl.Series("burst_exposed_ns", _exposed_ns(intervals.from_columns(whole["start_ns"], whole["dur_ns"]), compute)),
     )
 
 
-def _left(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
+def _exposed_ns(spans: intervals.Spans, compute: intervals.Spans) -> Ints:
     return spans[:, 1] - spans[:, 0] - intervals.coverage(spans, compute)

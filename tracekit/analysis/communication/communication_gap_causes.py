@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import breakdown, gaps, host_activity, launches
+from tracekit.analysis.time import breakdown, gaps, host_state, launches
 from tracekit.model import intervals, sweep_line
 from tracekit.model.intervals import Spans
 from tracekit.model.memoize import memoize
@@ -55,7 +55,7 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
     return pl.concat([pl.DataFrame(schema=COLUMNS), *parts])
 
 
-def chosen(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
+def first_match(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
     """Return, as indices into CAUSES and EVIDENCES, what the first rule that holds says; unknown where none does."""
     cause = np.full(len(rules[0][0]), CAUSES.index(UNKNOWN), np.int64)
     evidence = np.full(len(cause), EVIDENCES.index(NONE), np.int64)
@@ -64,13 +64,13 @@ def chosen(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
     return cause, evidence
 
 
-def coded(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
+def label_column(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
     """Return indices into `of` as a column of text, null where -1."""
     index = pl.Series(name, cause, pl.Int64)
     return pl.Series(name, of, pl.String).gather(index.set(index < 0, None))
 
 
-def merged(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+def merge_adjacent(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
     """Return pieces with those joined that follow each other and agree in `by`."""
     if frame.is_empty():
         return frame
@@ -83,7 +83,7 @@ def merged(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
 
 
 @dataclass(frozen=True)
-class Side:
+class ActivitySpans:
     """Activities of one kind of a device, by start, as arrays."""
 
     id: Ints
@@ -91,7 +91,7 @@ class Side:
     launched_ns: Ints
 
     @classmethod
-    def of(cls, work: pl.DataFrame) -> "Side":
+    def of(cls, work: pl.DataFrame) -> "ActivitySpans":
         """Return the work as arrays; a launch that is not known was long ago."""
         return cls(
             work["id"].to_numpy().astype(np.int64),
@@ -147,9 +147,9 @@ class _Splitter:
             (pl.col("start_ns") + pl.col("dur_ns") > pl.col("gap_ns")) & (pl.col("start_ns") < pl.col("gap_end_ns"))
         )
         others = self.work.join(self.prepared.select("id"), on="id", how="anti")
-        self.compute = Side.of(others.filter(pl.col("kind") == "compute"))
-        self.producers = Side.of(others.filter(pl.col("kind") != "communication"))
-        self.copies = Side.of(others.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
+        self.compute = ActivitySpans.of(others.filter(pl.col("kind") == "compute"))
+        self.producers = ActivitySpans.of(others.filter(pl.col("kind") != "communication"))
+        self.copies = ActivitySpans.of(others.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)))
 
     def table(self) -> pl.DataFrame:
         if self.found.is_empty():
@@ -158,11 +158,11 @@ class _Splitter:
         prepared, inflated_ns = self._inflation()
         pieces = sweep_line.pieces(
             self.gaps, prepared.ravel(), inflated_ns, self.compute.spans.ravel(), self.copies.spans.ravel(),
-            items.launched_ns, items.producer_end_ns, host_activity.edges(self.trace),
+            items.launched_ns, items.producer_end_ns, host_state.state_changes(self.trace),
         )  # fmt: skip
-        cause, detail, evidence, which = self._judged(pieces, items)
+        cause, detail, evidence, which = self._causes(pieces, items)
         self._prepare(pieces, prepared, inflated_ns, (cause, detail, evidence, which))
-        return self._told(pieces, cause, detail, evidence, which)
+        return self._table(pieces, cause, detail, evidence, which)
 
     def _items(self) -> _Items:
         """Return the preparation and collectives that follow within each gap."""
@@ -192,7 +192,7 @@ class _Splitter:
         gathers = op.str.contains("gather|broadcast|scatter$") & ~op.str.contains("reduce")
         return (~gathers).to_numpy()
 
-    def _judged(self, pieces: Pieces, items: _Items) -> tuple[Ints, Ints, Ints, Ints]:
+    def _causes(self, pieces: Pieces, items: _Items) -> tuple[Ints, Ints, Ints, Ints]:
         """Return cause, detail, evidence (indices) and the compute waited for, of each piece without preparation."""
         at = pieces.start_ns
         wide = int((self.gaps[:, 1] - self.gaps[:, 0]).max()) + 2
@@ -201,14 +201,14 @@ class _Splitter:
         nxt = np.searchsorted(keys, pieces.of * wide + at - first_ns[pieces.of], side="right")
         launched, end = items.launched_ns[nxt], items.producer_end_ns[nxt]
         computing, copying = sweep_line.running(self.compute.spans, at), sweep_line.running(self.copies.spans, at)
-        doing = host_activity.doing(self.trace, at)
+        doing = host_state.state_at(self.trace, at)
         is_launched = at >= launched
         # On the host what computes is the thread that issues: it waits for all of it.
         waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
         if self.device is None:
             waits |= ~is_launched
         told = launched != _NEVER
-        cause, evidence = chosen(
+        cause, evidence = first_match(
             (waits & (computing >= 0), COMPUTE, ADJACENT),
             (waits & (copying >= 0), COPY, ADJACENT),
             (~is_launched, HOST, LAUNCH_TIME),
@@ -251,19 +251,19 @@ class _Splitter:
         detail[mine] = np.where(no_sample, _NO_SAMPLE, -1)[mine]
         which[mine] = sweep_line.at(self.prepared["id"].to_numpy().astype(np.int64), row, -1)[mine]
 
-    def _told(self, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints, which: Ints) -> pl.DataFrame:
+    def _table(self, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints, which: Ints) -> pl.DataFrame:
         place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")
         names = self.work.select(pl.col("id").alias("activity_id"), "name").unique("activity_id")
         index = pl.Series("activity_id", which, pl.Int64)
         frame = place[pieces.of].with_columns(
-            coded(cause, CAUSES, "cause"),
-            coded(detail, DETAILS, "detail"),
-            coded(evidence, EVIDENCES, "evidence"),
+            label_column(cause, CAUSES, "cause"),
+            label_column(detail, DETAILS, "detail"),
+            label_column(evidence, EVIDENCES, "evidence"),
             index.set(index < 0, None),
             pl.Series("start_ns", pieces.start_ns),
             pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
         )
-        frame = merged(frame, ["gap", "cause", "detail", "evidence", "activity_id"])
+        frame = merge_adjacent(frame, ["gap", "cause", "detail", "evidence", "activity_id"])
         sure = pl.col("evidence").replace_strict(CONFIDENCES, return_dtype=pl.Float64)
         return (
             frame.join(names, on="activity_id", how="left", maintain_order="left")
@@ -272,5 +272,5 @@ class _Splitter:
         )
 
 
-DETAILS = (*host_activity.DOINGS, "no_sample_alone")
+DETAILS = (*host_state.HOST_STATES, "no_sample_alone")
 _NO_SAMPLE = DETAILS.index("no_sample_alone")

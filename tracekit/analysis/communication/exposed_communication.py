@@ -62,7 +62,7 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     alone = _exposed_spans(run)
     parts = []
     for place, mine in calls.partition_by(_OF, as_dict=True).items():
-        own_ns = intervals.coverage(moving(mine), _spans(alone.get(place)))
+        own_ns = intervals.coverage(transfer_spans(mine), _spans(alone.get(place)))
         parts.append(mine.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
     return pl.concat(parts) if parts else calls
 
@@ -75,11 +75,13 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
     of, for want of traces or clocks, counts as exposed_ns.
     """
     calls = run.run_table(exposed_transfers).partition_by(_OF, as_dict=True)
-    saves = run.table(saving).partition_by(_OF, as_dict=True)
+    saves = run.table(save_collectives).partition_by(_OF, as_dict=True)
     alone = _exposed_spans(run)
     parts = []
     for place, steps in run.table(breakdown.by_step).partition_by(_OF, as_dict=True).items():
-        transfers = intervals.union(*([moving(calls[place])] if place in calls else []), _spans(saves.get(place)))
+        transfers = intervals.union(
+            *([transfer_spans(calls[place])] if place in calls else []), _spans(saves.get(place))
+        )
         windows = intervals.from_columns(steps["start_ns"], steps["duration_ns"])
         own_ns = intervals.coverage(windows, intervals.intersect(_spans(alone.get(place)), transfers))
         parts.append(steps.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
@@ -133,7 +135,7 @@ SPREAD_COLUMNS = (
 )  # fmt: skip
 
 
-def saving(trace: Trace) -> pl.DataFrame:
+def save_collectives(trace: Trace) -> pl.DataFrame:
     """Return the collectives of checkpoint saves: columns device, start_ns, dur_ns."""
     return _with_device(trace.activities.filter(pl.col("phase") == conventions.CHECKPOINT), trace).select(*SPAN_COLUMNS)
 
@@ -143,7 +145,7 @@ def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
     return spans.partition_by(_OF, as_dict=True)
 
 
-def moving(calls: pl.DataFrame) -> intervals.Spans:
+def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
     """Return when each collective of a table with waited_ns has all its known ranks; as many spans as rows."""
     return intervals.from_columns(calls["start_ns"] + calls["waited_ns"], calls["dur_ns"] - calls["waited_ns"])
 

@@ -9,28 +9,28 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact, Trace
 from tracekit.sync import collective_matching
 
-DESCRIBED_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl.Int64)}
+AXIS_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl.Int64)}
 EXPOSED_COLUMNS = {"activity_id": pl.Int64, "exposed_ns": pl.Int64}
 _GROUP = ("window", "group", "members")
 _WHAT = ("op", "dtype", "bytes", "nth")
 _LARGE = 0.25  # of the largest message of the group: what is smaller tells of latency, not of the link
 
 
-def described(trace: Trace) -> pl.DataFrame:
+def group_axes(trace: Trace) -> pl.DataFrame:
     """Return what the program called each process group. Columns group, axis, group_ranks; one row per group."""
     return trace.groups.unique("group", keep="first").select(
         "group", pl.col("description").alias("axis"), pl.col("ranks").alias("group_ranks")
     )
 
 
-def exposures(trace: Trace) -> pl.DataFrame:
+def exposed_times(trace: Trace) -> pl.DataFrame:
     """Return for how long nothing computed beside each collective. Columns activity_id, exposed_ns; one row each."""
     lanes = trace.lanes.select("lane", "device")
     calls = trace.activities.filter(pl.col("kind") == "communication").join(lanes, on="lane", maintain_order="left")
     return exposure.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
 
 
-FACTS: tuple[Fact, ...] = (collective_matching.calls, described, exposures)
+FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times)
 """What the surveys of this module read."""
 
 
@@ -52,8 +52,8 @@ def transfers(run: Run) -> pl.DataFrame:
         )
         .drop_nulls(["step", "bytes"])
         .join(waits.unique(["window", "rank", "activity_id"]), on=["window", "rank", "activity_id"], how="left")
-        .join(run.table(exposures), on=["window", "rank", "activity_id"], how="left")
-        .join(run.table(described).unique(["window", "rank", "group"]), on=["window", "rank", "group"], how="left")
+        .join(run.table(exposed_times), on=["window", "rank", "activity_id"], how="left")
+        .join(run.table(group_axes).unique(["window", "rank", "group"]), on=["window", "rank", "group"], how="left")
         .sort("window", "rank", "start_ns", "activity_id")
     )
     nth = pl.int_range(pl.len()).over("rank", *_GROUP, "step", "op", "dtype", "bytes").cast(pl.Int64)
@@ -79,7 +79,7 @@ def transfers(run: Run) -> pl.DataFrame:
     )
 
 
-def beside_groups(run: Run) -> pl.DataFrame:
+def group_comparison(run: Run) -> pl.DataFrame:
     """Return how long groups take beside others of their axis and size at the same collective of the same step.
 
     Columns window, group, members, axis, group_size, ranks, step, groups (how many were compared), ratio (median over
@@ -97,7 +97,7 @@ def beside_groups(run: Run) -> pl.DataFrame:
     return _summed(each.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")
 
 
-def beside_steps(run: Run) -> pl.DataFrame:
+def step_comparison(run: Run) -> pl.DataFrame:
     """Return how long each group's collectives take in each step beside what they take in the median step.
 
     Columns as `beside_groups`, without groups; one row per group and step.
@@ -107,7 +107,7 @@ def beside_steps(run: Run) -> pl.DataFrame:
     return _summed(each, [*_GROUP, "step"])
 
 
-def spreads(run: Run) -> pl.DataFrame:
+def step_variation(run: Run) -> pl.DataFrame:
     """Return how far a group's collectives vary from step to step beyond what all of a step have in common.
 
     Columns window, group, members, spread_ratio (median over collectives of the distance between the quartiles of its
@@ -123,7 +123,7 @@ def spreads(run: Run) -> pl.DataFrame:
     return by_place.group_by(_GROUP).agg(pl.col("spread_ratio").median())
 
 
-def since(levels: list[float], *, least: float, share: float) -> int | None:
+def first_slow_step(levels: list[float], *, least: float, share: float) -> int | None:
     """Return the index of the step from which on a group is slow; None where there is none, or only one step after.
 
     It is the first from which `share` of the levels are `least` times the median of those before, and none before is.

@@ -12,16 +12,16 @@ from tracekit.model.trace import Fact
 
 COLUMNS = {
     "group": pl.String, "group_size": pl.Int64, "hop_ns": pl.Float64, "bytes_per_ns": pl.Float64,
-    "is_fitted": pl.Boolean, "lever": pl.Float64, "sizes": pl.Int64,
+    "is_fitted": pl.Boolean, "size_ratio": pl.Float64, "sizes": pl.Int64,
 }  # fmt: skip
 FACTS: tuple[Fact, ...] = (collective_bursts.bursts,)
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-_LEAST_LEVER = 1.25  # how far sizes must lie apart for a line through them to say where it begins
-_MOST_HOP_NS = 200_000.0  # no link of one machine room takes longer: such a line is bent by something else
+_MIN_SIZE_RATIO = 1.25  # how far sizes must lie apart for a line through them to say where it begins
+_MAX_HOP_NS = 200_000.0  # no link of one machine room takes longer: such a line is bent by something else
 _Floats = npt.NDArray[np.float64]
 
 
-class Line(NamedTuple):
+class RingModel(NamedTuple):
     """A ring's time: hops times `hop_ns`, and the bytes that each rank sends over `bytes_per_ns`."""
 
     hop_ns: float
@@ -32,9 +32,9 @@ def by_group(run: Run) -> pl.DataFrame:
     """Return latency and bandwidth of each group's ring collectives; ask by ``run.run_table``.
 
     Columns group, group_size, hop_ns (latency of one of the ring's hops), bytes_per_ns (what a rank sends), is_fitted
-    (null hop_ns where not: sizes lie too close together, or on no line), lever (largest over smallest size of what a
-    hop passes on), sizes (how many were seen); one row per group. A ring of n
-    ranks passes on bytes·(n-1)/n in n-1 hops to gather or reduce-scatter, twice both to all-reduce (nccl-tests). The
+    (null hop_ns where not: sizes are too close together, or on no line), size_ratio (largest over smallest size that a
+    hop sends), sizes (how many distinct sizes); one row per group. A ring of n ranks sends bytes·(n-1)/n in n-1 hops
+    for an all-gather or reduce-scatter, and twice both for an all-reduce (nccl-tests). The
     median time of each op and size counts: of those that follow another in a burst, where there are any, since only the
     first of a burst waits for ranks, and of them those beside which nothing computed; else the lower quartile, from the
     arrival of the last known rank.
@@ -42,11 +42,11 @@ def by_group(run: Run) -> pl.DataFrame:
     points = _points(run)
     rows = []
     for (group, size), mine in points.group_by("group", "group_size", maintain_order=True):
-        found = fitted(*(mine[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
+        found = fit(*(mine[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
         ends = (None, None) if found is None else found
         each = mine["sent_bytes"] / mine["hops"]
-        lever = each.max() / each.min()  # type: ignore[operator]
-        rows.append((group, size, *ends, found is not None, lever, mine.height))
+        size_ratio = each.max() / each.min()  # type: ignore[operator]
+        rows.append((group, size, *ends, found is not None, size_ratio, mine.height))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
@@ -61,7 +61,7 @@ def ring_bytes() -> pl.Expr:
     return hops() * pl.col("bytes") / pl.col("group_size")
 
 
-def fitted(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> Line | None:
+def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel | None:
     """Return the line through times by relative least squares; None where the sizes don't tell latency from bandwidth.
 
     Neither part may be negative; latency is at most what the quickest collective takes.
@@ -72,17 +72,17 @@ def fitted(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> Line | 
     known = (hop_count > 0) & (took_ns > 0) & (sent_bytes > 0)
     hop_count, sent_bytes, took_ns = hop_count[known], sent_bytes[known], took_ns[known]
     each = sent_bytes / hop_count
-    if len(each) < 2 or each.max() < _LEAST_LEVER * each.min():
+    if len(each) < 2 or each.max() < _MIN_SIZE_RATIO * each.min():
         return None
     terms = np.stack((hop_count / took_ns, sent_bytes / took_ns), axis=1)
     (hop_ns, per_byte), *_ = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)
     most = float((took_ns / hop_count).min())
-    if hop_ns > _MOST_HOP_NS:
+    if hop_ns > _MAX_HOP_NS:
         return None
     hop_ns = min(max(float(hop_ns), 0.0), most)
     if per_byte <= 0:
         per_byte = float(np.median((took_ns - hop_ns * hop_count).clip(0) / sent_bytes))
-    return Line(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None
+    return RingModel(round(hop_ns, 6), round(1 / float(per_byte), 6)) if per_byte > 0 else None
 
 
 def _points(run: Run) -> pl.DataFrame:
@@ -96,7 +96,7 @@ def _points(run: Run) -> pl.DataFrame:
     )
     calls = calls.drop_nulls(["hops", "sent_bytes"]).filter(pl.col("sent_bytes") > 0)
     took = pl.col("dur_ns") - pl.col("wait_ns").fill_null(0)
-    follows, bare = pl.col("position") > 0, pl.col("uncovered_ns") * 10 >= pl.col("dur_ns") * 9
+    follows, bare = pl.col("position") > 0, pl.col("exposed_ns") * 10 >= pl.col("dur_ns") * 9
     return (
         calls.group_by("group", "group_size", "hops", "sent_bytes", maintain_order=True)
         .agg(

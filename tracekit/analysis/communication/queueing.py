@@ -11,20 +11,20 @@ from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 ORDER_COLUMNS = {
-    "device": pl.Int64, "step": pl.Int64, "chances": pl.Int64, "overtaken": pl.Int64, "held": pl.Int64,
-    "held_ns": pl.Int64,
+    "device": pl.Int64, "step": pl.Int64, "overtake_chances": pl.Int64, "overtakes": pl.Int64, "delayed": pl.Int64,
+    "delay_ns": pl.Int64,
 }  # fmt: skip
-HELD_COLUMNS = {
+DELAY_COLUMNS = {
     "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "lane": pl.Int64,
     "activity_id": pl.Int64, "name": pl.String, "kind": pl.String, "ready_ns": pl.Int64, "start_ns": pl.Int64,
-    "dur_ns": pl.Int64, "held_ns": pl.Int64, "behind_id": pl.Int64, "behind_name": pl.String, "by": pl.String,
+    "dur_ns": pl.Int64, "delay_ns": pl.Int64, "blocker_id": pl.Int64, "blocker_name": pl.String, "reason": pl.String,
 }  # fmt: skip
 ORDER, COMMUNICATOR = "launch order", "communicator"
 _NEVER = np.iinfo(np.int64).min // 2
 
 
 @memoize
-def held(trace: Trace) -> pl.DataFrame:
+def delayed_kernels(trace: Trace) -> pl.DataFrame:
     """Return the kernels that were held up although their lane was free and they had been launched.
 
     Columns device, step, phase, unit, lane, activity_id, name, kind, ready_ns (when it could have begun: launched, all
@@ -32,14 +32,17 @@ def held(trace: Trace) -> pl.DataFrame:
     begins right when work launched earlier on another lane does (within 20 µs, and runs beside that), `communicator`
     where a collective begins right when another of its group on another lane ends. One row per kernel held.
     """
-    parts = [pl.DataFrame(schema=HELD_COLUMNS)]
+    parts = [pl.DataFrame(schema=DELAY_COLUMNS)]
     for queue in _queues(trace):
-        parts += [queue.told(*queue.by_order(), ORDER), queue.told(*queue.by_communicator(trace), COMMUNICATOR)]
+        parts += [
+            queue.delay_table(*queue.by_order(), ORDER),
+            queue.delay_table(*queue.by_communicator(trace), COMMUNICATOR),
+        ]
     return pl.concat(parts)
 
 
 @memoize
-def order(trace: Trace) -> pl.DataFrame:
+def launch_order(trace: Trace) -> pl.DataFrame:
     """Return how often kernels could have begun before others that were launched earlier on other lanes, and did.
 
     Columns device, step, chances (kernels that could: their lane was free, they were launched, and an earlier one on
@@ -48,14 +51,14 @@ def order(trace: Trace) -> pl.DataFrame:
     """
     parts = [pl.DataFrame(schema=ORDER_COLUMNS)]
     for queue in _queues(trace):
-        chances, overtakes = queue.chances()
+        chances, overtakes = queue.overtakes()
         rows, _ = queue.by_order()
         matter = np.flatnonzero(chances | overtakes)
         frame = queue.work.select("device", "step")[matter].with_columns(
-            pl.Series("chances", np.ones(len(matter), np.int64)),
-            pl.Series("overtaken", overtakes[matter]),
-            pl.Series("held", np.isin(matter, rows)),
-            pl.Series("held_ns", queue.idle_ns(rows)[matter]),
+            pl.Series("overtake_chances", np.ones(len(matter), np.int64)),
+            pl.Series("overtakes", overtakes[matter]),
+            pl.Series("delayed", np.isin(matter, rows)),
+            pl.Series("delay_ns", queue.idle_ns(rows)[matter]),
         )
         sums = frame.group_by("device", "step", maintain_order=True).agg(pl.all().sum())
         parts.append(sums.select(pl.col(name).cast(dtype) for name, dtype in ORDER_COLUMNS.items()))
@@ -94,13 +97,13 @@ class _Queue:
         """Return when the last of the earlier ones on other lanes began."""
         return sweep_line.at(self.spans[:, 0], self.latest, _NEVER)
 
-    def chances(self) -> tuple[Flags, Flags]:
+    def overtakes(self) -> tuple[Flags, Flags]:
         """Return which kernels could begin before an earlier one on another lane, and which did."""
         return self.latest_ns > self.ready_ns + NEAR_NS, self.spans[:, 0] < self.latest_ns - NEAR_NS
 
     def by_order(self) -> tuple[Ints, Ints]:
         """Return the kernels that began right when an earlier one on another lane did, and beside it, and which."""
-        could, _ = self.chances()
+        could, _ = self.overtakes()
         after_ns = self.spans[:, 0] - self.latest_ns
         runs_on = sweep_line.at(self.spans[:, 1], self.latest, _NEVER) > self.spans[:, 0] + NEAR_NS
         rows = np.flatnonzero(could & (after_ns >= 0) & (after_ns <= NEAR_NS) & runs_on)
@@ -143,16 +146,16 @@ class _Queue:
             found[rows[mine]] = waits[mine, 1] - waits[mine, 0] - busy
         return found
 
-    def told(self, rows: Ints, behind: Ints, by: str) -> pl.DataFrame:
+    def delay_table(self, rows: Ints, behind: Ints, by: str) -> pl.DataFrame:
         """Return the table of what was held up."""
-        earlier = self.work[behind].select(pl.col("id").alias("behind_id"), pl.col("name").alias("behind_name"))
+        earlier = self.work[behind].select(pl.col("id").alias("blocker_id"), pl.col("name").alias("blocker_name"))
         frame = self.work[rows].rename({"id": "activity_id"})
         return frame.with_columns(
             pl.Series("ready_ns", self.ready_ns[rows]),
-            pl.Series("held_ns", self.spans[rows, 0] - self.ready_ns[rows]),
+            pl.Series("delay_ns", self.spans[rows, 0] - self.ready_ns[rows]),
             *earlier.iter_columns(),
-            pl.lit(by).alias("by"),
-        ).select(pl.col(name).cast(dtype) for name, dtype in HELD_COLUMNS.items())
+            pl.lit(by).alias("reason"),
+        ).select(pl.col(name).cast(dtype) for name, dtype in DELAY_COLUMNS.items())
 
 
 def _before(values: Ints) -> Ints:

@@ -34,7 +34,9 @@ def speeds(run: Run) -> pl.DataFrame:
     """
     found = run.run_table(collective_instances.instances)
     named = (
-        run.table(group_bandwidth.described).select("window", "group", "axis").unique(["window", "group"], keep="first")
+        run.table(group_bandwidth.group_axes)
+        .select("window", "group", "axis")
+        .unique(["window", "group"], keep="first")
     )
     whole = found.drop_nulls("bus_bytes_per_s").join(named, on=["window", "group"], how="left", maintain_order="left")
     each = run.run_table(group_bandwidth.transfers).filter(pl.col("transfer_ns") > 0)
@@ -65,13 +67,13 @@ def by_kind(run: Run) -> pl.DataFrame:
     counts it), and the medians of `speeds`.
     """
     waits = run.run_table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
-    named = run.table(group_bandwidth.described).select("group", "axis").unique("group", keep="first")
+    named = run.table(group_bandwidth.group_axes).select("group", "axis").unique("group", keep="first")
     key = ["op", "group", "group_size", "dtype", "bytes"]
     dur_ns = pl.col("end_ns") - pl.col("start_ns")
     sums = (
         run.table(collective_matching.calls)
         .join(waits, on=_PLACE, how="left", maintain_order="left")
-        .join(run.table(group_bandwidth.exposures), on=_PLACE, how="left", maintain_order="left")
+        .join(run.table(group_bandwidth.exposed_times), on=_PLACE, how="left", maintain_order="left")
         .group_by(key, maintain_order=True)
         .agg(
             pl.col("rank").n_unique().alias("ranks"),

@@ -47,7 +47,7 @@ def calls(trace: Trace) -> pl.DataFrame:
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
     parts = [pl.DataFrame(schema=CALL_COLUMNS)]
-    for here in concurrency.residents(trace):
+    for here in concurrency.device_work(trace):
         mine = np.flatnonzero(here.kind == KINDS.index(COMMUNICATION))
         quiet = long_gaps.filter(pl.col("device") == here.device)["start_ns"].sort().to_numpy()
         starts = here.spans[mine, 0]
@@ -56,7 +56,7 @@ def calls(trace: Trace) -> pl.DataFrame:
             told.join(messages, on="activity_id", how="left", maintain_order="left")
             .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")
             .with_columns(
-                pl.Series("compute_ns", here.beside_ns[mine, KINDS.index(COMPUTE)]),
+                pl.Series("compute_ns", here.concurrent_ns[mine, KINDS.index(COMPUTE)]),
                 pl.Series("others", _others(here, mine)),
                 pl.Series("chain", np.searchsorted(quiet, starts, side="right") - 1),
                 pl.col("waited_ns").fill_null(0),
@@ -69,11 +69,11 @@ def calls(trace: Trace) -> pl.DataFrame:
 COLUMNS = {
     "window": pl.Int64, "rank": pl.Int64, "instance": pl.Int64, **CALL_COLUMNS, "transfer_ns": pl.Int64,
     "whole": pl.Boolean, "alone_ns": pl.Int64, "excess_ns": pl.Int64, "judged": pl.Boolean, "alone": pl.Boolean,
-    "beside": pl.Boolean,
+    "concurrent": pl.Boolean,
 }  # fmt: skip
 
 
-def across(run: Run) -> pl.DataFrame:
+def compared_calls(run: Run) -> pl.DataFrame:
     """Return the collectives of all ranks, each against the same alone; ask by ``run.run_table``.
 
     Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS', transfer_ns (from
@@ -97,11 +97,11 @@ def _compared(one: pl.DataFrame) -> pl.DataFrame:
     dur, by, others = (one[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
     sized = one["bytes"].is_not_null().to_numpy()
     apart = sized & (by <= concurrency.ALONE_RATIO * dur)
-    beside = sized & (others != _MIXED) & (by >= concurrency.BESIDE_RATIO * dur)
+    concurrent = sized & (others != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
     alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
-    told = slowdown.compared(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, beside=beside)
+    told = slowdown.compare_with_alone(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, concurrent=concurrent)
     # Another collective beside the sample can only have slowed it: against such, too little is told.
-    least = slowdown.compared(_same(one, *_MESSAGE), step, dur, alone=apart, beside=beside)
+    least = slowdown.compare_with_alone(_same(one, *_MESSAGE), step, dur, alone=apart, concurrent=concurrent)
     judged = told.judged & sized & (others != _MIXED) & ~alone
     rest = least.judged & sized & (others == 0) & ~apart & ~judged
     return one.select(
@@ -110,7 +110,7 @@ def _compared(one: pl.DataFrame) -> pl.DataFrame:
         pl.Series("excess_ns", np.where(judged, told.excess_ns, np.where(rest, least.excess_ns, 0)).round()),
         pl.Series("judged", judged | rest),
         pl.Series("alone", alone),
-        pl.Series("beside", beside),
+        pl.Series("concurrent", concurrent),
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def by_step(run: Run) -> pl.DataFrame:
     have lost at the slowdown of the rest of the rank), waited_ns (how much of both made compute wait, within each chain
     of collectives without a gap: no wait is saved before the loss). Ask by ``run.run_table``.
     """
-    found = _inferred(run.run_table(across)).sort("window", "rank", "start_ns")
+    found = _inferred(run.run_table(compared_calls)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
     lost = (pl.col("excess_ns") + pl.col("inferred_ns")).clip(0)
     columns = {"window": pl.Int64, "rank": pl.Int64, **contention.STEP_COLUMNS, "inferred_ns": pl.Int64}
@@ -155,7 +155,7 @@ def by_step(run: Run) -> pl.DataFrame:
             pl.col("excess_ns").filter("judged").sum().alias("lost_ns"),
             pl.col("inferred_ns", "waited_ns").sum().round(),
         )
-        .with_columns(pl.lit(COMMUNICATION).alias("of"), pl.lit(COMPUTE).alias("beside"))
+        .with_columns(pl.lit(COMMUNICATION).alias("kind"), pl.lit(COMPUTE).alias("concurrent_kind"))
         .select(pl.col(name).cast(dtype) for name, dtype in {**columns, "waited_ns": pl.Int64}.items())
     )
 
@@ -175,8 +175,8 @@ def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
 
 def all_pairs(run: Run) -> pl.DataFrame:
     """Return `contention.pairs` with collectives beside compute among them; ask by ``run.run_table``."""
-    found = pl.concat([run.run_table(contention.pairs), contention.pooled(run.run_table(by_step))])
-    return found.sort("rank", "device", "of", "beside")
+    found = pl.concat([run.run_table(contention.pairs), contention.pool_pairs(run.run_table(by_step))])
+    return found.sort("rank", "device", "kind", "concurrent_kind")
 
 
 def bandwidths(run: Run) -> pl.DataFrame:
@@ -186,22 +186,22 @@ def bandwidths(run: Run) -> pl.DataFrame:
     alone_bus_bytes_per_s, beside_bus_bytes_per_s (as nccl-tests counts it; null where the op is not known), whole. One
     row per kind and size, the one with most time first.
     """
-    found = run.run_table(across).unique(["window", "instance"])
+    found = run.run_table(compared_calls).unique(["window", "instance"])
     transfer = pl.col("transfer_ns")
     sums = found.group_by("op", "group", "group_size", "dtype", "bytes", maintain_order=True).agg(
         pl.col("alone").sum().cast(pl.Int64).alias("alone_calls"),
-        pl.col("beside").sum().cast(pl.Int64).alias("beside_calls"),
+        pl.col("concurrent").sum().cast(pl.Int64).alias("concurrent_calls"),
         transfer.filter("alone").median().alias("alone_ns"),
-        transfer.filter("beside").median().alias("beside_ns"),
+        transfer.filter("concurrent").median().alias("concurrent_ns"),
         transfer.sum().alias("total_ns"),
         pl.col("whole").all(),
     )
     factor = collective_instances.bus_factor()
-    speed = [(pl.col("bytes") * factor * _SECOND_NS / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s") for n in _HOW]
+    speed = [(pl.col("bytes") * factor * _SECOND_NS / pl.col(f"{n}_ns")).alias(f"{n}_bus_bytes_per_s") for n in _CASES]
     return sums.with_columns(speed).sort("total_ns", descending=True).drop("total_ns")
 
 
-_HOW = ("alone", "beside")
+_CASES = ("alone", "concurrent")
 
 
 def _with_transfer(run: Run) -> pl.DataFrame:
@@ -216,15 +216,15 @@ def _with_transfer(run: Run) -> pl.DataFrame:
     )
 
 
-def _others(here: concurrency.Residents, rows: Ints) -> Ints:
+def _others(here: concurrency.DeviceWork, rows: Ints) -> Ints:
     bits = np.zeros(len(rows), np.int64)
     dur_ns = here.dur_ns[rows]
     for kind in range(len(KINDS)):
         if kind == KINDS.index(COMPUTE):
             continue
-        near = here.beside_ns[rows, kind]
+        near = here.concurrent_ns[rows, kind]
         bits = np.where(
-            (near > concurrency.ALONE_RATIO * dur_ns) & (near < concurrency.BESIDE_RATIO * dur_ns), _MIXED, bits
+            (near > concurrency.ALONE_RATIO * dur_ns) & (near < concurrency.CONCURRENT_RATIO * dur_ns), _MIXED, bits
         )
-        bits = np.where((bits != _MIXED) & (near >= concurrency.BESIDE_RATIO * dur_ns), bits | (1 << kind), bits)
+        bits = np.where((bits != _MIXED) & (near >= concurrency.CONCURRENT_RATIO * dur_ns), bits | (1 << kind), bits)
     return bits

@@ -18,9 +18,9 @@ from tracekit.analysis.communication.communication_gap_causes import (
     PEER,
     RUNNING,
     UNKNOWN,
-    Side,
+    ActivitySpans,
 )
-from tracekit.analysis.time import breakdown, gaps, host_activity, launches
+from tracekit.analysis.time import breakdown, gaps, host_state, launches
 from tracekit.model import intervals, sweep_line
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -163,7 +163,7 @@ class _Wait(NamedTuple):
 def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.DataFrame) -> pl.DataFrame:
     """Return the pieces of one device's compute gaps; `before` are those of its communication gaps."""
     work = launches.work(trace, device)
-    calls = Side.of(work.filter(pl.col("kind") == "communication"))
+    calls = ActivitySpans.of(work.filter(pl.col("kind") == "communication"))
     copies = intervals.from_columns(
         *work.filter(pl.col("kind").is_in(breakdown.COPY_KINDS)).select("start_ns", "dur_ns")
     )
@@ -172,19 +172,19 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     wait = _waits(work, found, calls, idle)
     pieces = sweep_line.pieces(
         idle, wait.launched_ns, wait.until_ns, calls.spans.ravel(), calls.launched_ns, copies.ravel(), quiet.ravel(),
-        host_activity.edges(trace),
+        host_state.state_changes(trace),
     )  # fmt: skip
     at = pieces.start_ns
     call, gap, doing = (
         sweep_line.running(calls.spans, at),
         sweep_line.running(quiet, at),
-        host_activity.doing(trace, at),
+        host_state.state_at(trace, at),
     )
     waits = at < wait.until_ns[pieces.of]
     awaited = wait.call[pieces.of]
     unlaunched = at < wait.launched_ns[pieces.of]
-    blocked = host_activity.is_synchronizing(doing) if device is not None else doing >= _IDLE_HOST
-    cause, evidence = communication_gap_causes.chosen(
+    blocked = host_state.is_synchronizing(doing) if device is not None else doing >= _IDLE_HOST
+    cause, evidence = communication_gap_causes.first_match(
         (waits & (call >= 0) & wait.near[pieces.of], COLLECTIVE, ADJACENT),
         (waits & (call >= 0), COLLECTIVE, RUNNING),
         (waits & (gap >= 0), UNKNOWN, communication_gap_causes.NONE),  # replaced by what the gap has for its cause
@@ -196,17 +196,17 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     )
     inherits = waits & (call < 0) & (gap >= 0)
     is_host = cause == CAUSES.index(HOST)
-    synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_activity.is_synchronizing(doing)
+    synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_state.is_synchronizing(doing)
     told = _told(found, pieces, cause, evidence, np.where(is_host | synced, doing, -1))
     own = np.where(cause == CAUSES.index(COLLECTIVE), call, -1)
     return _named(told, calls, own, before, np.where(inherits, gap, -1))
 
 
-_IDLE_HOST = host_activity.DOINGS.index(host_activity.SYNCHRONIZE)
+_IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
 """On a CPU run a host that does this or what comes after it may be waiting for a collective that runs."""
 
 
-def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: Side, idle: intervals.Spans) -> _Wait:
+def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: ActivitySpans, idle: intervals.Spans) -> _Wait:
     own = work.select(pl.col("id").alias("activity_id"), "launched_ns")
     launched = found.select("activity_id").join(own, on="activity_id", how="left", maintain_order="left")["launched_ns"]
     launched_ns = launched.fill_null(_NEVER).to_numpy().astype(np.int64)
@@ -220,15 +220,15 @@ def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: Side, idle: intervals
 def _told(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, detail: Ints) -> pl.DataFrame:
     place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
     return place[pieces.of].with_columns(
-        communication_gap_causes.coded(cause, CAUSES, "cause"),
-        communication_gap_causes.coded(detail, communication_gap_causes.DETAILS, "detail"),
-        communication_gap_causes.coded(evidence, communication_gap_causes.EVIDENCES, "evidence"),
+        communication_gap_causes.label_column(cause, CAUSES, "cause"),
+        communication_gap_causes.label_column(detail, communication_gap_causes.DETAILS, "detail"),
+        communication_gap_causes.label_column(evidence, communication_gap_causes.EVIDENCES, "evidence"),
         pl.Series("start_ns", pieces.start_ns),
         pl.Series("dur_ns", pieces.end_ns - pieces.start_ns),
     )
 
 
-def _named(told: pl.DataFrame, calls: Side, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
+def _named(told: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
     """Return the pieces with the collective that ran, or the cause inherited from a gap in communication."""
     rows = pl.int_range(pl.len()).cast(pl.Int64)
     inherited = before.select(
@@ -242,7 +242,7 @@ def _named(told: pl.DataFrame, calls: Side, call: Ints, before: pl.DataFrame, ga
     )
     has = pl.col("_row").is_not_null()
     starts = pl.DataFrame({"collective_id": calls.id, "collective_start_ns": calls.spans[:, 0]})
-    frame = communication_gap_causes.merged(
+    frame = communication_gap_causes.merge_adjacent(
         joined.with_columns(
             *(pl.when(has).then(f"_{name}").otherwise(name).alias(name) for name in ("cause", "detail", "evidence")),
             pl.when(has).then("_id").otherwise("collective_id").alias("collective_id"),

@@ -15,24 +15,24 @@ from tracekit.model.trace import Trace
 
 COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication", "preparation", "copy")
 """Kinds of work: preparation is small compute on other lanes than the main one, for or after collectives."""
-ALONE_RATIO, BESIDE_RATIO = launches.ALONE_RATIO, 0.5
+ALONE_RATIO, CONCURRENT_RATIO = launches.ALONE_RATIO, 0.5
 """Work counts as alone with no more of its time beside others than the one, as beside others from the other on."""
 _NEIGHBOURS = (1, 2, -1, -2)
 
 
 @dataclass(frozen=True)
-class Residents:
-    """One device's work by start: its kind (an index into KINDS), and how long each kind ran beside it on other lanes.
+class DeviceWork:
+    """One device's work by start: its kind (an index into KINDS), and how long each kind overlapped it.
 
-    `beside_ns` has shape (n, len(KINDS)); `kernel` is equal where the work is the same: name, grid, block, bytes, and
-    the input shapes of the launching op; where no shapes were recorded, the kernels just before and after on its lane.
+    `concurrent_ns`, shape (n, len(KINDS)), counts work on other lanes. `kernel` is equal for the same work: name, grid,
+    block, bytes, and input shapes of the launching op; without recorded shapes, the neighbouring kernels on its lane.
     """
 
     device: int | None
     work: pl.DataFrame
     kind: Ints
     spans: Spans
-    beside_ns: npt.NDArray[np.int64]
+    concurrent_ns: npt.NDArray[np.int64]
     kernel: npt.NDArray[np.uint64]
 
     @property
@@ -42,16 +42,18 @@ class Residents:
 
 
 @memoize
-def residents(trace: Trace) -> tuple[Residents, ...]:
+def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
     """Return the work of each device; nothing for a CPU run, whose lanes are threads that wait for each other."""
     return tuple(_of_device(trace, device) for device in breakdown.devices(trace) if device is not None)
 
 
-def _of_device(trace: Trace, device: int) -> Residents:
+def _of_device(trace: Trace, device: int) -> DeviceWork:
     work = launches.work(trace, device)
     spans = intervals.from_columns(work["start_ns"], work["dur_ns"])
     kind = _kinds(work, launches.preparation(trace, device)["id"])
-    return Residents(device, work, kind, spans, _beside(spans, kind, work["lane"].to_numpy()), _same(trace, work))
+    return DeviceWork(
+        device, work, kind, spans, _concurrent(spans, kind, work["lane"].to_numpy()), _kernel_ids(trace, work)
+    )
 
 
 def _kinds(work: pl.DataFrame, prepares: pl.Series) -> Ints:
@@ -66,7 +68,7 @@ def _kinds(work: pl.DataFrame, prepares: pl.Series) -> Ints:
     return kind.astype(np.int64)
 
 
-def _beside(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
+def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
     """Return how long each kind ran beside each span; of its own kind, on other lanes."""
     beside = np.zeros((len(spans), len(KINDS)), np.int64)
     for each in np.unique(kind):
@@ -80,7 +82,7 @@ def _beside(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
     return beside
 
 
-def _same(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
+def _kernel_ids(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
     own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
     told = (

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.compute import compute_gap_causes, concurrency, slowdown
-from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, Residents
+from tracekit.analysis.compute.concurrency import COMMUNICATION, COMPUTE, COPY, KINDS, PREPARATION, DeviceWork
 from tracekit.analysis.time import launches
 from tracekit.model.memoize import memoize
 from tracekit.model.run import Run
@@ -27,12 +27,14 @@ PAIRS = (
 """Which kind of work is slowed, and by which other kind; what slows collectives is measured across ranks."""
 
 STEP_COLUMNS = {
-    "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "of": pl.String, "beside": pl.String,
-    "calls": pl.Int64, "overlapped_ns": pl.Int64, "judged_calls": pl.Int64, "judged_ns": pl.Int64, "lost_ns": pl.Int64,
+    "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "kind": pl.String,
+    "concurrent_kind": pl.String, "calls": pl.Int64, "overlapped_ns": pl.Int64, "judged_calls": pl.Int64,
+    "judged_ns": pl.Int64, "lost_ns": pl.Int64,
 }  # fmt: skip
 KERNEL_COLUMNS = {
-    "device": pl.Int64, "of": pl.String, "beside": pl.String, "name": pl.String, "grid": pl.String, "block": pl.String,
-    "calls": pl.Int64, "alone_calls": pl.Int64, "alone_ns": pl.Int64, "beside_calls": pl.Int64, "beside_ns": pl.Int64,
+    "device": pl.Int64, "kind": pl.String, "concurrent_kind": pl.String, "name": pl.String, "grid": pl.String,
+    "block": pl.String, "calls": pl.Int64, "alone_calls": pl.Int64, "alone_ns": pl.Int64, "concurrent_calls": pl.Int64,
+    "concurrent_ns": pl.Int64,
     "overlapped_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "step": pl.Int64, "lane": pl.Int64,
     "start_ns": pl.Int64, "dur_ns": pl.Int64,
 }  # fmt: skip
@@ -105,23 +107,23 @@ def pairs(run: Run) -> pl.DataFrame:
     bootstrap over steps and units; null for fewer than six), unknown (why it cannot be told; null where it can) and
     to_record (what to record then). One row per rank, device and pair of `PAIRS` that overlapped.
     """
-    return pooled(run.table(by_step))
+    return pool_pairs(run.table(by_step))
 
 
-def pooled(steps: pl.DataFrame) -> pl.DataFrame:
+def pool_pairs(steps: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of `pairs` from those of `by_step` (columns window, rank and STEP_COLUMNS')."""
     rows = []
-    for place, own in steps.group_by("rank", "device", "of", "beside", maintain_order=True):
+    for place, own in steps.group_by("rank", "device", "kind", "concurrent_kind", maintain_order=True):
         judged = own.filter(pl.col("judged_ns") > 0)
-        told = slowdown.pooled(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
+        told = slowdown.pooled_slowdown(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
         sums = [int(own[name].sum()) for name in ("overlapped_ns", "judged_ns", "lost_ns")]
         unknown = (None, None) if judged.height else (NO_SAMPLE, ALONE)
         rows.append((*place, *sums, *told, *unknown))
-    return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "of", "beside")
+    return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "kind", "concurrent_kind")
 
 
 PAIR_COLUMNS = {
-    "rank": pl.Int64, "device": pl.Int64, "of": pl.String, "beside": pl.String, "overlapped_ns": pl.Int64,
+    "rank": pl.Int64, "device": pl.Int64, "kind": pl.String, "concurrent_kind": pl.String, "overlapped_ns": pl.Int64,
     "judged_ns": pl.Int64, "lost_ns": pl.Int64, "slowdown": pl.Float64, "low": pl.Float64, "high": pl.Float64,
     "unknown": pl.String, "to_record": pl.String,
 }  # fmt: skip
@@ -134,63 +136,65 @@ def device_count(trace: Trace) -> pl.DataFrame:
     )
 
 
-class _Rows:
+class _PairRows:
     """Work of one kind that ran beside another, or is the same as some that did: places in Residents, compared."""
 
-    def __init__(self, here: Residents, row: Ints, by: int) -> None:
+    def __init__(self, here: DeviceWork, row: Ints, by: int) -> None:
         others = [kind for kind in range(len(KINDS)) if kind != by]
         dur_ns = here.dur_ns[row]
-        near = here.beside_ns[row][:, others]
-        beside_others = near >= concurrency.BESIDE_RATIO * dur_ns[:, None]
+        near = here.concurrent_ns[row][:, others]
+        beside_others = near >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
         plain = (beside_others | (near <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
         pattern = beside_others @ (1 << np.arange(len(others)))
         _, kernel = np.unique(here.kernel[row], return_inverse=True)
-        self.row, self.dur_ns, self.by_ns, self.plain = row, dur_ns, here.beside_ns[row, by], plain
+        self.row, self.dur_ns, self.concurrent_ns, self.plain = row, dur_ns, here.concurrent_ns[row, by], plain
         self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
-        self.alone: Flags = plain & (self.by_ns <= concurrency.ALONE_RATIO * dur_ns)
-        self.beside: Flags = plain & (self.by_ns >= concurrency.BESIDE_RATIO * dur_ns)
+        self.alone: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
+        self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
         step = here.work["step"].fill_null(-1).to_numpy()[row]
-        self.told = slowdown.compared(self.key, step, dur_ns, alone=self.alone, beside=self.beside)
-        self.judged: Flags = self.told.judged & plain & ~self.alone
+        self.comparison = slowdown.compare_with_alone(
+            self.key, step, dur_ns, alone=self.alone, concurrent=self.concurrent
+        )
+        self.judged: Flags = self.comparison.judged & plain & ~self.alone
 
 
 @memoize
-def _all_compared(trace: Trace) -> list[tuple[_Rows, Residents, str, str]]:
-    made = [(here, *pair, _compared(here, *pair)) for here in concurrency.residents(trace) for pair in PAIRS]
+def _all_compared(trace: Trace) -> list[tuple[_PairRows, DeviceWork, str, str]]:
+    made = [(here, *pair, _compared(here, *pair)) for here in concurrency.device_work(trace) for pair in PAIRS]
     return [(rows, here, of, beside) for here, of, beside, rows in made if rows is not None]
 
 
-def _compared(here: Residents, of: str, beside: str) -> _Rows | None:
+def _compared(here: DeviceWork, of: str, beside: str) -> _PairRows | None:
     """Return the work of one kind that matters to a pair; None where it never ran beside the other."""
     by = KINDS.index(beside)
     mine = here.kind == KINDS.index(of)
-    touched = mine & (here.beside_ns[:, by] > 0)
+    touched = mine & (here.concurrent_ns[:, by] > 0)
     if not touched.any():
         return None
-    return _Rows(here, np.flatnonzero(mine & np.isin(here.kernel, np.unique(here.kernel[touched]))), by)
+    return _PairRows(here, np.flatnonzero(mine & np.isin(here.kernel, np.unique(here.kernel[touched]))), by)
 
 
-def _summed(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFrame:
-    touched = np.flatnonzero(rows.by_ns > 0)
+def _summed(rows: _PairRows, here: DeviceWork, of: str, beside: str) -> pl.DataFrame:
+    touched = np.flatnonzero(rows.concurrent_ns > 0)
     judged = rows.judged[touched]
     place = here.work.select("device", "step", "phase", "unit")[rows.row[touched]]
     sums = (
         place.with_columns(
-            pl.Series("overlapped_ns", rows.by_ns[touched]),
+            pl.Series("overlapped_ns", rows.concurrent_ns[touched]),
             pl.Series("judged_calls", judged.astype(np.int64)),
-            pl.Series("judged_ns", np.where(judged, rows.by_ns[touched], 0)),
-            pl.Series("lost_ns", np.where(judged, rows.told.excess_ns[touched], 0.0)),
+            pl.Series("judged_ns", np.where(judged, rows.concurrent_ns[touched], 0)),
+            pl.Series("lost_ns", np.where(judged, rows.comparison.excess_ns[touched], 0.0)),
         )
         .group_by("device", "step", "phase", "unit", maintain_order=True)
         .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
-        .with_columns(pl.lit(of).alias("of"), pl.lit(beside).alias("beside"), pl.col("lost_ns").round())
+        .with_columns(pl.lit(of).alias("kind"), pl.lit(beside).alias("concurrent_kind"), pl.col("lost_ns").round())
     )
     return sums.select(pl.col(name).cast(dtype) for name, dtype in STEP_COLUMNS.items())
 
 
-def _of_kernels(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFrame:
+def _of_kernels(rows: _PairRows, here: DeviceWork, of: str, beside: str) -> pl.DataFrame:
     used = np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, np.unique(rows.key[rows.judged]))))
-    judged, ran_beside = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.beside)[used])
+    judged, ran_beside = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.concurrent)[used])
     dur, costliest = pl.col("dur_ns"), pl.col("excess_ns").arg_max()
     told = here.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns")[rows.row[used]]
     sums = (
@@ -198,8 +202,8 @@ def _of_kernels(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFr
             judged.alias("judged"),
             ran_beside.alias("ran_beside"),
             pl.Series("key", rows.key[used]),
-            pl.Series("by_ns", rows.by_ns[used]),
-            pl.Series("excess_ns", np.where(rows.judged[used], rows.told.excess_ns[used], 0.0)),
+            pl.Series("by_ns", rows.concurrent_ns[used]),
+            pl.Series("excess_ns", np.where(rows.judged[used], rows.comparison.excess_ns[used], 0.0)),
         )
         .group_by("key", maintain_order=True)
         .agg(
@@ -207,17 +211,17 @@ def _of_kernels(rows: _Rows, here: Residents, of: str, beside: str) -> pl.DataFr
             pl.len().alias("calls"),
             (~pl.col("judged")).sum().alias("alone_calls"),
             dur.filter(~pl.col("judged")).median().alias("alone_ns"),
-            pl.col("ran_beside").sum().alias("beside_calls"),
-            dur.filter("ran_beside").median().alias("beside_ns"),
+            pl.col("ran_beside").sum().alias("concurrent_calls"),
+            dur.filter("ran_beside").median().alias("concurrent_ns"),
             pl.col("by_ns").filter("judged").sum().alias("overlapped_ns"),
             pl.col("excess_ns").sum().round().alias("lost_ns"),
             pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),
         )
-        .with_columns(pl.lit(of).alias("of"), pl.lit(beside).alias("beside"))
+        .with_columns(pl.lit(of).alias("kind"), pl.lit(beside).alias("concurrent_kind"))
     )
     together, lost = pl.col("overlapped_ns"), pl.col("lost_ns")
     ratio = together / pl.max_horizontal(together - lost, together / 50, 1)
-    rounded = pl.col("alone_ns", "beside_ns").round()
+    rounded = pl.col("alone_ns", "concurrent_ns").round()
     return sums.with_columns(ratio.alias("slowdown"), rounded).select(
         pl.col(name).cast(dtype) for name, dtype in KERNEL_COLUMNS.items()
     )

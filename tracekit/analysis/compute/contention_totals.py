@@ -8,11 +8,11 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 
 PHASE_COLUMNS = {
-    "rank": pl.Int64, "phase": pl.String, "of": pl.String, "beside": pl.String, "calls": pl.Int64,
+    "rank": pl.Int64, "phase": pl.String, "kind": pl.String, "concurrent_kind": pl.String, "calls": pl.Int64,
     "overlapped_ns": pl.Int64, "judged_ns": pl.Int64, "lost_ns": pl.Int64,
 }  # fmt: skip
-MOMENT_COLUMNS = {
-    "of": pl.String, "beside": pl.String, "lost_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64,
+CALL_COLUMNS = {
+    "kind": pl.String, "concurrent_kind": pl.String, "lost_ns": pl.Int64, "dur_ns": pl.Int64, "alone_ns": pl.Int64,
     "name": pl.String, "unit": pl.String, "phase": pl.String, "step": pl.Int64, "window": pl.Int64, "rank": pl.Int64,
     "start_ns": pl.Int64,
 }  # fmt: skip
@@ -20,7 +20,7 @@ FACTS: tuple[Fact, ...] = (
     contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
 )  # fmt: skip
 """What the surveys of this module read."""
-MOST = 100
+MAX_CALLS = 100
 
 
 def by_phase(run: Run) -> pl.DataFrame:
@@ -29,7 +29,7 @@ def by_phase(run: Run) -> pl.DataFrame:
     Columns PHASE_COLUMNS, as those of `contention.by_step`, collectives beside compute among them; summed over steps,
     units, devices and windows. Ask by ``run.run_table``.
     """
-    key = ["rank", "phase", "of", "beside"]
+    key = ["rank", "phase", "kind", "concurrent_kind"]
     both = pl.concat(
         part.select(*key, "calls", "overlapped_ns", "judged_ns", "lost_ns")
         for part in (run.table(contention.by_step), run.run_table(collective_contention.by_step))
@@ -38,7 +38,7 @@ def by_phase(run: Run) -> pl.DataFrame:
     return summed.select(pl.col(name).cast(dtype) for name, dtype in PHASE_COLUMNS.items()).sort(key)
 
 
-def moments(run: Run) -> pl.DataFrame:
+def costliest_calls(run: Run) -> pl.DataFrame:
     """Return the calls that took most longer beside other work than alone, at most MOST; ask by ``run.run_table``.
 
     Columns MOMENT_COLUMNS: of and beside (kinds of `overlap.KINDS`), lost_ns (its duration less alone_ns, what the same
@@ -47,15 +47,15 @@ def moments(run: Run) -> pl.DataFrame:
     """
     prepared = run.table(contention.preparation).drop_nulls("alone_ns")
     prepared = prepared.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns")).with_columns(
-        of=pl.lit(PREPARATION), beside=pl.lit(COMPUTE)
+        kind=pl.lit(PREPARATION), concurrent_kind=pl.lit(COMPUTE)
     )
-    kernels = run.table(contention.by_kernel).filter(pl.col("of") == COMPUTE)
+    kernels = run.table(contention.by_kernel).filter(pl.col("kind") == COMPUTE)
     calls = (
-        run.run_table(collective_contention.across)
+        run.run_table(collective_contention.compared_calls)
         .filter("judged")
         .sort("dur_ns", "rank")
         .unique(["window", "instance"], keep="first", maintain_order=True)
-        .with_columns(of=pl.lit(COMMUNICATION), beside=pl.lit(COMPUTE), lost_ns=pl.col("excess_ns"))
+        .with_columns(kind=pl.lit(COMMUNICATION), concurrent_kind=pl.lit(COMPUTE), lost_ns=pl.col("excess_ns"))
     )
     lost_ns = pl.col("dur_ns") - pl.col("alone_ns")
     parts = (prepared.with_columns(lost_ns=lost_ns), kernels.with_columns(lost_ns=lost_ns), calls)
@@ -63,12 +63,12 @@ def moments(run: Run) -> pl.DataFrame:
         pl.concat(_conformed(part) for part in parts)
         .filter(pl.col("lost_ns") > 0)
         .sort("lost_ns", "start_ns", descending=[True, False])
-        .head(MOST)
+        .head(MAX_CALLS)
     )
 
 
 def _conformed(part: pl.DataFrame) -> pl.DataFrame:
     return part.select(
         (pl.col(name) if name in part.columns else pl.lit(None)).cast(dtype).alias(name)
-        for name, dtype in MOMENT_COLUMNS.items()
+        for name, dtype in CALL_COLUMNS.items()
     )

@@ -25,12 +25,12 @@ def kernels(
     last. Kernels that run at once on two streams both count. `op` and `shapes` are of the innermost op around the
     launch. One row per combination; names are never cut, joined or left out. Raises ConfigError on an unknown key.
     """
-    totals.check("--by", by, KEYS)
+    totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
     fact = _collected(tuple(key for key in keys if key != "rank"))
     run.measure((fact, breakdown.by_rank), on_progress)
     device_ns = run.table(breakdown.by_rank)["duration_ns"].sum()
-    found = totals.added(run.table(fact), keys, ranks=run.ranks)
+    found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks)
     time_ratio = pl.col("total_ns") / device_ns if device_ns else pl.lit(None, pl.Float64)
     return found.with_columns(time_ratio.alias("time_ratio"))
 
@@ -43,7 +43,7 @@ def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
     waited for the host; long ones, that work stood in the queue. One row per combination of which a launch is known;
     empty on a CPU run. Raises ConfigError on an unknown key.
     """
-    totals.check("--by", by, KEYS)
+    totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
     fact = _delays(tuple(key for key in keys if key != "rank"))
     ordered = pl.col("delay_ns").sort()
@@ -81,7 +81,7 @@ def _delays(keys: tuple[str, ...]) -> Fact:
 @functools.cache
 def _collected(keys: tuple[str, ...]) -> Fact:
     def fact(trace: Trace) -> pl.DataFrame:
-        return totals.collected(_described(trace, keys), keys)
+        return totals.collect_durations(_described(trace, keys), keys)
 
     return fact
 
@@ -94,11 +94,13 @@ def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
             trace.lanes.select("lane", "device", pl.col("name").alias("stream")), on="lane", maintain_order="left"
         )
     if "op" in keys or "shapes" in keys:
-        work = work.with_columns(launching(trace, ("name", "shapes"))).rename({"op_name": "op", "op_shapes": "shapes"})
+        work = work.with_columns(launching_op_columns(trace, ("name", "shapes"))).rename(
+            {"op_name": "op", "op_shapes": "shapes"}
+        )
     return work
 
 
-def launching(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
+def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
     """Return, for each activity, columns of the innermost op around its launch, named op_…; null where not known."""
     ops = trace.ops
     found = innermost_op(trace)

@@ -11,7 +11,7 @@ from tracekit.model.trace import Trace
 COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "backward": pl.Int64, "region": pl.Int64, "unit": pl.String,
     "evidence": pl.String, "kernels": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "compute_ns": pl.Int64,
-    "held_bytes": pl.Int64,
+    "activation_bytes": pl.Int64,
 }  # fmt: skip
 CHECKPOINT_NODE, FORWARD_OPS = "checkpoint_node", "forward_ops"
 _REENTRANT = r"^CheckpointFunctionBackward$"
@@ -32,13 +32,13 @@ def regions(trace: Trace) -> pl.DataFrame:
     Columns step, device, backward (pass of the step), region (ops.id of the slice around it), unit, evidence
     (checkpoint_node: under CheckpointFunctionBackward; forward_ops: ops that no derivative calls, under a node of
     autograd, as without reentrance), kernels, start_ns and dur_ns (from its first to its last kernel), compute_ns (of
-    its kernels, each by itself), held_bytes (what the host's thread allocated and did not free from the first op of the
-    region to the last, buffers of gathers apart: about what the part would hold from forward to backward; null without
-    memory events); one row per region. Empty on a CPU run, where compute is not told by kernels.
+    its kernels, each by itself), activation_bytes (allocated and not freed by the host thread in the region, without
+    all-gather buffers: about the activations that the part would keep from forward to backward; null without memory
+    events); one row per region. Empty on a CPU run, where compute is not told by kernels.
     """
     if not trace.on_device or trace.ops.is_empty():
         return pl.DataFrame(schema=COLUMNS)
-    repeated = again(trace)
+    repeated = recomputed_activities(trace)
     if repeated.is_empty():
         return pl.DataFrame(schema=COLUMNS)
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -50,11 +50,11 @@ def regions(trace: Trace) -> pl.DataFrame:
         (end_ns.max() - pl.col("start_ns").min()).alias("dur_ns"),
         pl.col("dur_ns").sum().alias("compute_ns"),
     )
-    placed = _in_passes(found, trace).with_columns(_held(found.sort("from_ns"), trace))
+    placed = _in_passes(found, trace).with_columns(_allocated(found.sort("from_ns"), trace))
     return placed.sort("start_ns").select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items())
 
 
-def again(trace: Trace) -> pl.DataFrame:
+def recomputed_activities(trace: Trace) -> pl.DataFrame:
     """Return the compute that runs again in backward, of a CPU run too.
 
     Columns those of activities, device, region, evidence, from_ns and until_ns (when the host was in the region); one
@@ -101,21 +101,21 @@ def again(trace: Trace) -> pl.DataFrame:
 
 
 def _in_passes(found: pl.DataFrame, trace: Trace) -> pl.DataFrame:
-    begun = backward_passes.begins(trace).rename({"launched_ns": "from_ns"}).sort("from_ns")
+    begun = backward_passes.backward_starts(trace).rename({"launched_ns": "from_ns"}).sort("from_ns")
     keyed = pl.col("device").fill_null(-1).alias("_device")
     return found.with_columns(keyed).sort("from_ns").join_asof(
         begun.with_columns(keyed).drop("device"), on="from_ns", by=["_device", "step"], check_sortedness=False
     ).with_columns(pl.col("backward").fill_null(0))  # fmt: skip
 
 
-def _held(found: pl.DataFrame, trace: Trace) -> pl.Series:
+def _allocated(found: pl.DataFrame, trace: Trace) -> pl.Series:
     """Return what was allocated and not freed while the host was in each region."""
     span = pl.col("span").fill_null("")
     events = trace.allocations.filter(pl.col("device").is_not_null(), ~span.str.contains(_GATHERS)).sort("at_ns")
     if events.is_empty():
-        return pl.Series("held_bytes", [None] * found.height, pl.Int64)
+        return pl.Series("activation_bytes", [None] * found.height, pl.Int64)
     sums = np.concatenate(([0], np.cumsum(events["delta_bytes"].to_numpy())))
     at = events["at_ns"].to_numpy()
     first = np.searchsorted(at, found["from_ns"].to_numpy(), side="left")
     past = np.searchsorted(at, found["until_ns"].to_numpy(), side="right")
-    return pl.Series("held_bytes", sums[past] - sums[first], pl.Int64)
+    return pl.Series("activation_bytes", sums[past] - sums[first], pl.Int64)

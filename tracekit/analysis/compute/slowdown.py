@@ -19,7 +19,7 @@ _FAR_OUT = 3.0
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Samples set against the same work alone; arrays as the samples come.
 
     `alone_ns` is the median of the same work alone in the same step, else in any; 0 where `judged` does not hold:
@@ -32,8 +32,8 @@ class Compared:
     judged: Flags
 
 
-def compared(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, beside: Flags) -> Compared:
-    """Compare samples of equal `key`: those that ran `alone` against all others; `beside` are those that count."""
+def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, concurrent: Flags) -> Comparison:
+    """Compare samples of equal `key`: those that ran `alone` against all others; `concurrent` are those that count."""
     _, key = np.unique(key, return_inverse=True)
     _, place = np.unique(key * (int(step.max(initial=0)) + 2) + step + 1, return_inverse=True)
     count = int(key.max(initial=-1)) + 1
@@ -41,18 +41,18 @@ def compared(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, beside: Flags
     own = _quartiles(place, dur_ns, alone, int(place.max(initial=-1)) + 1)[1]
     low, _, high = _quartiles(key, dur_ns / np.maximum(own[place], 1), alone, count)
     alone_ns = np.where(np.isnan(own[place]), middle[key], own[place])
-    low_beside, _, high_beside = _quartiles(key, dur_ns, beside, count)
+    low_concurrent, _, high_concurrent = _quartiles(key, dur_ns, concurrent, count)
     with np.errstate(invalid="ignore"):
         alike = high - low <= MAX_SPREAD
-        fence = high_beside + _FAR_OUT * (high_beside - low_beside)
+        fence = high_concurrent + _FAR_OUT * (high_concurrent - low_concurrent)
         held = np.fmin(dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns))
     judged = alike[key]
-    return Compared(
+    return Comparison(
         np.where(judged, alone_ns, 0.0), np.where(judged & ~alone, held - alone_ns, 0.0), np.asarray(judged, np.bool_)
     )
 
 
-def pooled(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> tuple[float, float | None, float | None]:
+def pooled_slowdown(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> tuple[float, float | None, float | None]:
     """Return how many times as long work takes beside other work as alone, and a 95% interval of that.
 
     Of blocks (steps of ranks and units) that overlapped for so long, and took so much longer: the time spent together,

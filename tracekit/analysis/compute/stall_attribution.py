@@ -7,15 +7,15 @@ from tracekit.analysis.compute import compute_gap_causes
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-COMMUNICATION, COMPUTE = OF = ("communication", "compute")
+COMMUNICATION, COMPUTE = GAP_KINDS = ("communication", "compute")
 COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "of": pl.String,
-    "cause": pl.String, "detail": pl.String, "pieces": pl.Int64, "dur_ns": pl.Int64,
+    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String,
+    "gap_kind": pl.String, "cause": pl.String, "detail": pl.String, "pieces": pl.Int64, "dur_ns": pl.Int64,
 }  # fmt: skip
 _PLACE = ("device", "step", "phase", "cause", "detail")
 
 
-def of_communication(trace: Trace) -> pl.DataFrame:
+def communication_gap_time(trace: Trace) -> pl.DataFrame:
     """Return `causes.gap_causes` added up. Columns device, step, phase, cause, detail, pieces, dur_ns."""
     return _summed(communication_gap_causes.gap_causes(trace), _PLACE)
 
@@ -28,10 +28,12 @@ def by_cause(run: Run) -> pl.DataFrame:
     apart). One row per device, step, phase, of, cause and detail. The causes of one `of` sum to its gaps, exactly.
     """
     place = ("window", "rank", *_PLACE)
-    quiet = run.table(of_communication).with_columns(of=pl.lit(COMMUNICATION))
-    idle = _summed(run.run_table(compute_gap_causes.compute_gap_causes_across), place).with_columns(of=pl.lit(COMPUTE))
+    quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))
+    idle = _summed(run.run_table(compute_gap_causes.compute_gap_causes_across), place).with_columns(
+        gap_kind=pl.lit(COMPUTE)
+    )
     both = pl.concat(part.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()) for part in (quiet, idle))
-    return both.sort("of", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
+    return both.sort("gap_kind", "window", "rank", "device", "step", "phase", "dur_ns", descending=[False] * 6 + [True])
 
 
 def by_rank(run: Run) -> pl.DataFrame:
@@ -42,12 +44,12 @@ def by_rank(run: Run) -> pl.DataFrame:
 def idle_by_rank(run: Run) -> pl.DataFrame:
     """Return the part of `by_rank` in which nothing computes, which asks for less; ask by ``run.run_table``."""
     pieces = run.run_table(compute_gap_causes.compute_gap_causes_across)
-    return _of_ranks(pieces.with_columns(of=pl.lit(COMPUTE), pieces=pl.lit(1, pl.Int64)))
+    return _of_ranks(pieces.with_columns(gap_kind=pl.lit(COMPUTE), pieces=pl.lit(1, pl.Int64)))
 
 
 def _of_ranks(rows: pl.DataFrame) -> pl.DataFrame:
-    sums = rows.group_by("rank", "of", "cause").agg(pl.col("pieces", "dur_ns").sum())
-    return sums.sort("of", "rank", "cause")
+    sums = rows.group_by("rank", "gap_kind", "cause").agg(pl.col("pieces", "dur_ns").sum())
+    return sums.sort("gap_kind", "rank", "cause")
 
 
 def _summed(pieces: pl.DataFrame, by: tuple[str, ...]) -> pl.DataFrame:

@@ -10,7 +10,7 @@ _DURATIONS = "durations_ns"
 MEASURES = ("count", "total_ns", "mean_ns", "p50_ns", "p95_ns", "max_ns", "spread_ratio", "most_rank")
 
 
-def collected(work: pl.DataFrame, keys: Sequence[str], sums: Sequence[str] = ()) -> pl.DataFrame:
+def collect_durations(work: pl.DataFrame, keys: Sequence[str], sums: Sequence[str] = ()) -> pl.DataFrame:
     """Return one trace's durations by `keys`: columns keys, durations_ns (a list) and the sum of each of `sums`.
 
     `work` needs the keys, dur_ns and `sums`. One row per combination of keys that occurs, a null being a value too.
@@ -20,7 +20,9 @@ def collected(work: pl.DataFrame, keys: Sequence[str], sums: Sequence[str] = ())
     )
 
 
-def added(parts: pl.DataFrame, keys: Sequence[str], *, ranks: Sequence[int], sums: Sequence[str] = ()) -> pl.DataFrame:
+def merge_durations(
+    parts: pl.DataFrame, keys: Sequence[str], *, ranks: Sequence[int], sums: Sequence[str] = ()
+) -> pl.DataFrame:
     """Return what `collected` found on several traces as one row per combination of keys, most total time first.
 
     `parts` has columns window and rank too; `rank` may be one of the keys. Columns keys, MEASURES and `sums`: count,
@@ -53,7 +55,7 @@ def added(parts: pl.DataFrame, keys: Sequence[str], *, ranks: Sequence[int], sum
 _SHARES = (("p50_ns", 0.5), ("p95_ns", 0.95))
 
 
-def check(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+def require_known(option: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Raise ConfigError where an option names nothing, or what is not `known`."""
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None or not names:

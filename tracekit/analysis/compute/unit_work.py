@@ -78,7 +78,7 @@ def work(trace: Trace) -> pl.DataFrame:
     return _typical(pl.concat(parts), max(1, trace.steps["step"].drop_nulls().n_unique()))
 
 
-def saving(trace: Trace) -> pl.DataFrame:
+def save_work(trace: Trace) -> pl.DataFrame:
     """Return what the rank does in a typical save that blocks training, stage by stage. Columns as `work`, kind `save`.
 
     The amount is in ns, the median over the saves; all that is saved after one step is one.

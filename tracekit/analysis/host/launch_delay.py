@@ -5,7 +5,7 @@ import polars as pl
 from tracekit import conventions
 from tracekit.analysis.communication import communication_gap_causes
 from tracekit.analysis.compute import compute_gap_causes
-from tracekit.analysis.time import breakdown, host_activity, launches
+from tracekit.analysis.time import breakdown, host_state, launches
 from tracekit.model.trace import Trace
 
 GAP_COLUMNS = {
@@ -32,9 +32,9 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     if late.is_empty():
         return pl.DataFrame(schema=GAP_COLUMNS)
     started = pieces.group_by("gap").agg(pl.col("start_ns").min().alias("idle_ns"))
-    doing = host_activity.doing(trace, started["idle_ns"].to_numpy() - 1)
-    dry = started.select("gap", pl.Series("dry", doing == host_activity.DOINGS.index(host_activity.SYNCHRONIZE)))
-    waits = pl.col("detail") == host_activity.SYNCHRONIZE
+    doing = host_state.state_at(trace, started["idle_ns"].to_numpy() - 1)
+    dry = started.select("gap", pl.Series("dry", doing == host_state.HOST_STATES.index(host_state.SYNCHRONIZE)))
+    waits = pl.col("detail") == host_state.SYNCHRONIZE
     return (
         late.with_columns(waits.any().over("gap").alias("waits"))
         .group_by(*_KEY, maintain_order=True)
@@ -49,13 +49,13 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
     )
 
 
-def reads(trace: Trace) -> pl.DataFrame:
+def device_reads(trace: Trace) -> pl.DataFrame:
     """Return the ops of forward and backward that read a value from the device onto the host, such as aten::item.
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
-    ops = trace.ops.join(host_activity.launching(trace), on="lane", how="semi").filter(
-        (pl.col("kind") == "cpu_op") & pl.col("name").str.contains(host_activity.SYNCHRONIZING),
+    ops = trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi").filter(
+        (pl.col("kind") == "cpu_op") & pl.col("name").str.contains(host_state.SYNCHRONIZING),
         pl.col("phase").is_in([conventions.FORWARD, conventions.BACKWARD]),
         pl.col("step").is_not_null(),
     )

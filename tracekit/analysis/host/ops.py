@@ -29,13 +29,13 @@ def ops(
     device_ns is that of the activities that the op itself launched; null where none of the run's traces has a device.
     self_ratio is self_ns over that of all recorded slices. Raises ConfigError on an unknown key or kind.
     """
-    totals.check("--by", by, KEYS)
-    totals.check("--kind", kinds, KINDS)
+    totals.require_known("--by", by, KEYS)
+    totals.require_known("--kind", kinds, KINDS)
     keys = tuple(dict.fromkeys((*by, "kind")))
     fact = _collected(tuple(key for key in keys if key != "rank"), tuple(kinds))
     run.measure((fact, _whole), on_progress)
     whole = run.table(_whole)
-    found = totals.added(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
+    found = totals.merge_durations(run.table(fact), keys, ranks=run.ranks, sums=_SUMS)
     return found.with_columns(
         pl.when(whole["on_device"].any()).then("device_ns").alias("device_ns"),
         (pl.col("self_ns") / (whole["self_ns"].sum() or None)).cast(pl.Float64).alias("self_ratio"),
@@ -83,7 +83,7 @@ def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
         slices = slices.filter(pl.col("kind").is_in(kinds))
         if "thread" in keys:
             slices = slices.join(trace.lanes.select("lane", pl.col("name").alias("thread")), on="lane", how="left")
-        return totals.collected(slices, keys, _SUMS)
+        return totals.collect_durations(slices, keys, _SUMS)
 
     return fact
 

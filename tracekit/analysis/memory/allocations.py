@@ -31,11 +31,11 @@ CHURN_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "count": pl.Int64, "bytes": pl.Int64, "peak_bytes": pl.Int64,
     "churn_ratio": pl.Float64, "distinct_sizes": pl.Int64,
 }  # fmt: skip
-FRESH_COLUMNS = {
+NEW_SIZE_COLUMNS = {
     "step": pl.Int64, "device": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "bytes": pl.Int64,
     "phase": pl.String, "unit": pl.String,
 }  # fmt: skip
-TOP_COLUMNS = {
+DEVICE_PEAK_COLUMNS = {
     "device": pl.Int64, "peak_allocated_bytes": pl.Int64, "peak_reserved_bytes": pl.Int64, "memory_bytes": pl.Int64,
     "headroom_bytes": pl.Int64, "slack_bytes": pl.Int64,
 }  # fmt: skip
@@ -53,14 +53,14 @@ def blocks(trace: Trace) -> pl.DataFrame:
     another at its address: its free went unseen. Old traces without addresses have none.
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
-    found = matched(events)
+    found = match_blocks(events)
     found = found.join(owners.of_ops(trace, found["op_id"]), on="op_id", how="left", maintain_order="left")
     return found.select(pl.col(name).cast(dtype) for name, dtype in BLOCK_COLUMNS.items()).sort(
         "start_event", nulls_last=False, maintain_order=True
     )
 
 
-def matched(events: pl.DataFrame) -> pl.DataFrame:
+def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
     """Return the blocks of `events`, rows of the allocations table with their number in it as the column event.
 
     Columns as `blocks`, in no order, and without op.
@@ -148,7 +148,7 @@ def peaks(trace: Trace) -> pl.DataFrame:
     wide = top.join(memory, on="device", how="left").with_columns(
         headroom_bytes=pl.col("memory_bytes") - pl.col("peak_reserved_bytes")
     )
-    return wide.select(pl.col(name).cast(dtype) for name, dtype in TOP_COLUMNS.items()).sort("device")
+    return wide.select(pl.col(name).cast(dtype) for name, dtype in DEVICE_PEAK_COLUMNS.items()).sort("device")
 
 
 def churn(trace: Trace) -> pl.DataFrame:
@@ -169,7 +169,7 @@ def churn(trace: Trace) -> pl.DataFrame:
     return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step", "device")
 
 
-def fresh(trace: Trace) -> pl.DataFrame:
+def new_sizes(trace: Trace) -> pl.DataFrame:
     """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took, nor on a device near ones.
 
     Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
@@ -190,7 +190,7 @@ def fresh(trace: Trace) -> pl.DataFrame:
             told.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
         )
     told = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
-    return told.select(pl.col(name).cast(dtype) for name, dtype in FRESH_COLUMNS.items())
+    return told.select(pl.col(name).cast(dtype) for name, dtype in NEW_SIZE_COLUMNS.items())
 
 
 def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
@@ -223,7 +223,7 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
     owned = owned.join(owners.of_ops(trace, owned["op_id"]), on="op_id", how="left")
-    owned = owned.join(owners.places(trace, owned["op_id"]), on="op_id", how="left")
+    owned = owned.join(owners.code_locations(trace, owned["op_id"]), on="op_id", how="left")
     by = owned.group_by(_OWNER).agg(count=pl.len(), bytes=pl.col("delta_bytes").sum())
     owned_bytes, earlier_bytes = int(owned["delta_bytes"].sum()), -int(earlier["delta_bytes"].sum())
     if peak_bytes > owned_bytes:

@@ -33,7 +33,7 @@ def growth(trace: Trace) -> pl.DataFrame:
     see freed, on a thread of its own, is left out.
     """
     held = allocations.live(trace).filter(allocations.of_training(trace))
-    held = held.with_columns(pl.col("live_bytes") - _lost(trace, held["event"])).drop_nulls("step")
+    held = held.with_columns(pl.col("live_bytes") - _unseen_frees(trace, held["event"])).drop_nulls("step")
     ends = held.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
     rows = [
         (device, _EVENTS, *_slope(part["step"], part["live_bytes"]))
@@ -47,7 +47,7 @@ def growth(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
-def _lost(trace: Trace, event: pl.Series) -> pl.Series:
+def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:
     """Return, for each event, the bytes on the host whose free the profiler could not see."""
     if trace.on_device:
         return pl.zeros(len(event), pl.Int64, eager=True)

@@ -40,7 +40,7 @@ def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     return found.select("op_id", pl.col("name").alias("op"))
 
 
-def places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
+def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
     ops = trace.ops.sort("id")
     asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
@@ -59,7 +59,7 @@ def places(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
     forward = _row_of(ops, "forward_id")[rows]
     found = {}
     for kind in ("module", "stack"):
-        around, before = (_climbed(start, up, marks[kind].to_numpy()) for start in (rows, forward))
+        around, before = (_first_marked_ancestor(start, up, marks[kind].to_numpy()) for start in (rows, forward))
         row = np.where(around >= 0, around, before)
         told = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
         found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(told)).to_series()
@@ -73,7 +73,7 @@ def _row_of(ops: pl.DataFrame, column: str) -> Ints:
     return np.where((asked >= 0) & (ids[row] == asked), row, -1) if len(ids) else row
 
 
-def _climbed(
+def _first_marked_ancestor(
     rows: Ints,
     up: Ints,
     marked: np.ndarray[tuple[int], np.dtype[np.bool_]],

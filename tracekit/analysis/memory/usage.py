@@ -7,8 +7,8 @@ import polars as pl
 from tracekit.analysis.memory import allocations
 from tracekit.model.trace import Trace
 
-HELD_COLUMNS = {
-    "device": pl.Int64, "by": pl.String, "owner": pl.String, "at_ns": pl.Int64, "bytes": pl.Int64,
+OWNER_COLUMNS = {
+    "device": pl.Int64, "owner_kind": pl.String, "owner": pl.String, "at_ns": pl.Int64, "bytes": pl.Int64,
     "live_bytes": pl.Int64, "reserved_bytes": pl.Int64,
 }  # fmt: skip
 LIFETIME_COLUMNS = {
@@ -34,7 +34,7 @@ def over_time(trace: Trace) -> pl.DataFrame:
     time, so that no peak is lost. An owner is who allocated; those beyond the nine largest are one, and so is what came
     before the window. At each moment the owners of one kind add up to live_bytes.
     """
-    return stacked(allocations.blocks(trace), allocations.live(trace), by=("phase", "unit", "op"))
+    return usage_by_owner(allocations.blocks(trace), allocations.live(trace), by=("phase", "unit", "op"))
 
 
 def lifetimes(trace: Trace) -> pl.DataFrame:
@@ -44,12 +44,12 @@ def lifetimes(trace: Trace) -> pl.DataFrame:
     (the one with most of the bytes); one row per device and cell of the grid: sizes by powers of two, lifetimes by 1
     and 3 times powers of ten. Blocks from before the window are left out.
     """
-    return binned(allocations.blocks(trace))
+    return lifetime_histogram(allocations.blocks(trace))
 
 
-def stacked(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
+def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
     """Return the table that `over_time` describes, of blocks and of what is held after each event."""
-    parts = [pl.DataFrame(schema=HELD_COLUMNS)]
+    parts = [pl.DataFrame(schema=OWNER_COLUMNS)]
     for (device,), of_device in live.group_by("device", maintain_order=True):
         moments = _moments(of_device)
         mine = blocks.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("start_event").is_not_null())
@@ -57,7 +57,7 @@ def stacked(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) ->
     return pl.concat(parts)
 
 
-def binned(blocks: pl.DataFrame) -> pl.DataFrame:
+def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
     """Return the table that `lifetimes` describes, of blocks."""
     known = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
     size, lived = known["bytes"].to_numpy(), known["lifetime_ns"].fill_null(0).to_numpy()
@@ -94,11 +94,11 @@ def _moments(live: pl.DataFrame) -> pl.DataFrame:
     return live.filter(pl.col("event").is_in(events.implode())).sort("event")
 
 
-def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, by: str) -> pl.DataFrame:
-    owner = pl.col(by).fill_null(_NO_OWNER[by])
+def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> pl.DataFrame:
+    owner = pl.col(owner_kind).fill_null(_NO_OWNER[owner_kind])
     named = blocks.with_columns(owner=pl.when(owner == "").then(pl.lit(_ROOT)).otherwise(owner))
     at = moments["event"].to_numpy().astype(np.int64)
-    held = {name: _held_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
+    held = {name: _live_bytes_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
     largest = sorted(held, key=lambda name: -int(held[name].max(initial=0)))
     shown = {str(name): held[name] for name in largest[:_MOST_OWNERS]}
     if largest[_MOST_OWNERS:]:
@@ -108,18 +108,20 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, by: str) -> pl.DataFr
     if rest.any() or not shown:
         shown = {EARLIER: rest, **shown}
     parts = [
-        moments.with_columns(by=pl.lit(by), owner=pl.lit(name), bytes=pl.Series(values, dtype=pl.Int64))
+        moments.with_columns(owner_kind=pl.lit(owner_kind), owner=pl.lit(name), bytes=pl.Series(values, dtype=pl.Int64))
         for name, values in shown.items()
     ]
-    return pl.concat(parts).select(pl.col(name).cast(dtype) for name, dtype in HELD_COLUMNS.items())
+    return pl.concat(parts).select(pl.col(name).cast(dtype) for name, dtype in OWNER_COLUMNS.items())
 
 
-def _held_at(blocks: pl.DataFrame, events: Ints) -> Ints:
+def _live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:
     """Return the bytes of these blocks that are held after each of `events`."""
-    return _so_far(blocks, "start_event", events) - _so_far(blocks.filter("freed"), "end_event", events)
+    return _cumulative_bytes(blocks, "start_event", events) - _cumulative_bytes(
+        blocks.filter("freed"), "end_event", events
+    )
 
 
-def _so_far(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
+def _cumulative_bytes(blocks: pl.DataFrame, column: str, events: Ints) -> Ints:
     ordered = blocks.select(column, "bytes").sort(column)
     sums: Ints = np.concatenate((np.zeros(1, np.int64), np.cumsum(ordered["bytes"].to_numpy().astype(np.int64))))
     return sums[np.searchsorted(ordered[column].to_numpy(), events, side="right")]

@@ -8,16 +8,16 @@ from tracekit.model import intervals
 from tracekit.model.run import Run
 from tracekit.sync import alignment
 
-COMPUTE, TRANSFER, WAITING, COPY = DOINGS = ("compute", "transfer", "waiting", "copy")
+COMPUTE, TRANSFER, WAITING, COPY = STATES = ("compute", "transfer", "waiting", "copy")
 COLUMNS = {
-    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "doing": pl.String, "start_ns": pl.Int64,
+    "window": pl.Int64, "rank": pl.Int64, "device": pl.Int64, "state": pl.String, "start_ns": pl.Int64,
     "dur_ns": pl.Int64, "op": pl.String, "unit": pl.String, "peer_rank": pl.Int64,
 }  # fmt: skip
 _OF = ("window", "rank", "device")
 _KEY = ["window", "rank", "activity_id"]
 
 
-def doings(run: Run) -> pl.DataFrame:
+def states(run: Run) -> pl.DataFrame:
     """Return what each rank does when, on the run's clock; ask by ``run.run_table``.
 
     Columns COLUMNS; one row per span, disjoint on a device, by start. doing: compute; transfer (a collective runs that
@@ -30,7 +30,9 @@ def doings(run: Run) -> pl.DataFrame:
     parts = [pl.DataFrame(schema=COLUMNS)]
     for place, mine in spans.items():
         where = zip(_OF, place, strict=True)
-        told = _told(mine, calls.get(place)).with_columns(pl.lit(value, pl.Int64).alias(name) for name, value in where)
+        told = _device_states(mine, calls.get(place)).with_columns(
+            pl.lit(value, pl.Int64).alias(name) for name, value in where
+        )
         parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
     shifted = alignment.on_run_clock(pl.concat(parts), run.offsets, ("start_ns",))
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
@@ -52,22 +54,22 @@ def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
     """
     of, inside = ["rank", "device"], within(doings, window)
     dur_ns, peer = pl.col("dur_ns"), pl.col("peer_rank")
-    each = [dur_ns.filter(pl.col("doing") == doing).sum().alias(f"{doing}_ns") for doing in DOINGS]
+    each = [dur_ns.filter(pl.col("state") == doing).sum().alias(f"{doing}_ns") for doing in STATES]
     late = inside["peer_rank"].drop_nulls().unique().sort().to_list()
     each += [dur_ns.filter(peer == rank).sum().alias(f"waiting_for_{rank}_ns") for rank in late]
     table = inside.group_by(of).agg(dur_ns.sum().alias("_all_ns"), *each).sort(of)
     idle_ns = (window[1] - window[0] - pl.col("_all_ns")).alias("idle_ns")
-    own = [f"{doing}_ns" for doing in DOINGS]
+    own = [f"{doing}_ns" for doing in STATES]
     return table.with_columns(idle_ns).select(*of, *own, "idle_ns", *(f"waiting_for_{rank}_ns" for rank in late))
 
 
-def waited(run: Run) -> pl.DataFrame:
+def wait_times(run: Run) -> pl.DataFrame:
     """Return how long each rank stood still for which other; ask by ``run.run_table``.
 
     Columns rank, peer_rank (who came last; null where that is not known), waited_ns: the doings of kind waiting, so
     that no moment counts twice and what compute hides counts for nothing. One row per pair that occurs.
     """
-    waits = run.run_table(doings).filter(pl.col("doing") == WAITING)
+    waits = run.run_table(states).filter(pl.col("state") == WAITING)
     return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
 
 
@@ -82,12 +84,12 @@ def _calls(run: Run) -> pl.DataFrame:
     )
 
 
-def _told(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
+def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
     """Return the spans of one device with exposed communication in two, and what the collective is."""
     found = {part: _of(spans.filter(pl.col("part") == part)) for part in breakdown.PARTS}
     exposed = found[breakdown.EXPOSED_COMMUNICATION]
     none = intervals.from_columns([], [])
-    moving = none if calls is None else intervals.union(exposed_communication.moving(calls))
+    moving = none if calls is None else intervals.union(exposed_communication.transfer_spans(calls))
     waiting = none if calls is None else intervals.subtract(_of(calls), moving)
     pieces = {
         COMPUTE: found[breakdown.COMPUTE],
@@ -96,14 +98,14 @@ def _told(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
         COPY: found[breakdown.EXPOSED_COPY],
     }
     rows = pl.concat(
-        pl.DataFrame({"start_ns": piece[:, 0], "dur_ns": piece[:, 1] - piece[:, 0]}).with_columns(doing=pl.lit(doing))
+        pl.DataFrame({"start_ns": piece[:, 0], "dur_ns": piece[:, 1] - piece[:, 0]}).with_columns(state=pl.lit(doing))
         for doing, piece in pieces.items()
     ).sort("start_ns")
     if calls is None:
         return rows.with_columns(pl.lit(None).alias(name) for name in ("op", "unit", "peer_rank"))
     began = calls.select("start_ns", "op", "unit", "peer_rank").sort("start_ns")
     named = rows.join_asof(began, on="start_ns")
-    communicates, waits = pl.col("doing").is_in([TRANSFER, WAITING]), pl.col("doing") == WAITING
+    communicates, waits = pl.col("state").is_in([TRANSFER, WAITING]), pl.col("state") == WAITING
     return named.with_columns(
         *(pl.when(communicates).then(name).alias(name) for name in ("op", "unit")),
         pl.when(waits).then("peer_rank").alias("peer_rank"),

@@ -28,7 +28,7 @@ def late_calls(run: Run) -> pl.DataFrame:
     )
 
 
-def accounts(run: Run) -> pl.DataFrame:
+def straggler_costs(run: Run) -> pl.DataFrame:
     """Return what other ranks lose in each step to each rank that ever came last; ask by ``run.run_table``.
 
     Columns window, step, order (number of the step among those judged), late_rank, duration_ns (the median over ranks),
@@ -51,8 +51,12 @@ def accounts(run: Run) -> pl.DataFrame:
     )
     for further in (idle, _exposed_longer(run), _calls(run)):
         late = late.join(further, on=keys, how="left")
-    lost_ns = (pl.max_horizontal(pl.min_horizontal("waited_ns", "longer_ns"), "idle_ns") - pl.col("held_ns")).clip(0)
-    counts = pl.col("waited_ns", "idle_ns", "longer_ns", "held_ns", "late_calls", "calls").fill_null(0)
+    lost_ns = (
+        pl.max_horizontal(pl.min_horizontal("waited_ns", "extra_idle_ns"), "idle_ns") - pl.col("own_transfer_excess_ns")
+    ).clip(0)
+    counts = pl.col("waited_ns", "idle_ns", "extra_idle_ns", "own_transfer_excess_ns", "late_calls", "calls").fill_null(
+        0
+    )
     return (
         late.with_columns(counts, pl.col("share").fill_null(0.0))
         .with_columns(lost_ns.alias("lost_ns"))
@@ -98,9 +102,9 @@ def _idle(run: Run) -> pl.DataFrame:
 
 
 def _exposed_longer(run: Run) -> pl.DataFrame:
-    """Return for each step and rank how long the median other rank stands idle in collectives beside it.
+    """Return for each step and rank how its exposed communication differs from that of the median other rank.
 
-    longer_ns: how much longer than it; held_ns: how much less long than it, what is known to be waiting apart.
+    extra_idle_ns: how much longer the others'; own_transfer_excess_ns: how much longer its own, waiting excluded.
     """
     each = run.table(breakdown.by_step).drop_nulls("step")
     waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
@@ -113,10 +117,11 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
     )
     own = ranks.select(*_KEY, late_rank="rank", own_ns="exposed_ns", own_moving_ns="moving_ns")
     others = ranks.join(own, on=_KEY).filter(pl.col("rank") != pl.col("late_rank"))
-    longer_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
-    held_ns = pl.col("own_moving_ns").first() - pl.col("moving_ns").median()
+    extra_idle_ns = pl.col("exposed_ns").median() - pl.col("own_ns").first()
+    own_transfer_excess_ns = pl.col("own_moving_ns").first() - pl.col("moving_ns").median()
     return others.group_by(*_KEY, "late_rank").agg(
-        longer_ns.cast(pl.Int64).alias("longer_ns"), held_ns.clip(0).cast(pl.Int64).alias("held_ns")
+        extra_idle_ns.cast(pl.Int64).alias("extra_idle_ns"),
+        own_transfer_excess_ns.clip(0).cast(pl.Int64).alias("own_transfer_excess_ns"),
     )
 
 

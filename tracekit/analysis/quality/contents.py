@@ -13,7 +13,7 @@ COLUMNS = {
     "sequenced": pl.Int64, "syncs": pl.Int64, "allocations": pl.Int64, "checkpoints": pl.Int64, "metrics": pl.Int64,
 }  # fmt: skip
 MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
-    "missing": pl.String, "ranks": pl.List(pl.Int64), "without_it": pl.String, "to_record": pl.String,
+    "missing": pl.String, "ranks": pl.List(pl.Int64), "consequence": pl.String, "how_to_record": pl.String,
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def contents(trace: Trace) -> pl.DataFrame:
 FACTS: tuple[Fact, ...] = (contents,)
 """What the surveys of this module read."""
 
-_NONE_OF = {
+_CONSEQUENCES = {
     "steps": (
         pl.lit(value=True),
         "No step time, no spread over steps, no typical step.",
@@ -95,7 +95,7 @@ _NONE_OF = {
         "tracekit record, or tracekit.capture.Recorder in the loop",
     ),
 }
-_SPOKEN = {
+_LABELS = {
     "steps": "steps", "phased": "phases", "shaped": "input shapes", "stacked": "Python stacks",
     "sized": "sizes of messages", "sequenced": "sequence numbers of collectives", "syncs": "synchronization events",
     "allocations": "memory events", "checkpoints": "checkpoint log", "metrics": "metrics log",
@@ -105,17 +105,17 @@ _SPOKEN = {
 def missing(run: Run) -> pl.DataFrame:
     """Return what some ranks did not record at all; ask by ``run.run_table``.
 
-    Columns missing, ranks (which lack it), without_it (what cannot be told), to_record (how to have it next time).
+    Columns missing, ranks (which lack it), consequence (what cannot be told), how_to_record (how to have it next time).
     """
     table = run.table(contents)
     rows = []
-    for name, (applies, without_it, to_record) in _NONE_OF.items():
+    for name, (applies, consequence, how_to_record) in _CONSEQUENCES.items():
         ranks = table.filter(applies, pl.col(name) == 0)["rank"].unique().sort().to_list()
         if ranks:
-            rows.append((_SPOKEN[name], ranks, without_it, to_record))
+            rows.append((_LABELS[name], ranks, consequence, how_to_record))
     with_snapshot = {found.rank for found in snapshot_files.files(run)}
     on_device = table.filter("on_device")["rank"].unique().sort().to_list()
     if lack := [rank for rank in on_device if rank not in with_snapshot]:
-        without_it = "No map of the device's memory, and no replay of allocator settings but by inference."
-        rows.append(("memory snapshot", lack, without_it, "tracekit record --memory-snapshot, or _dump_snapshot"))
+        consequence = "No map of the device's memory, and no replay of allocator settings but by inference."
+        rows.append(("memory snapshot", lack, consequence, "tracekit record --memory-snapshot, or _dump_snapshot"))
     return pl.DataFrame(rows, schema=MISSING_COLUMNS, orient="row")

@@ -7,26 +7,26 @@ from tracekit.analysis.time import breakdown, exposure, launches
 from tracekit.model.memoize import memoize
 from tracekit.model.trace import Trace
 
-BEGIN_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
+START_COLUMNS = {"device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "launched_ns": pl.Int64}
 REDUCTION_COLUMNS = {
-    "device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "backwards": pl.Int64, "lane": pl.Int64,
+    "device": pl.Int64, "step": pl.Int64, "backward": pl.Int64, "backward_count": pl.Int64, "lane": pl.Int64,
     "op": pl.String, "group": pl.String, "dtype": pl.String, "unit": pl.String, "bytes": pl.Int64,
     "activity_id": pl.Int64, "start_ns": pl.Int64, "dur_ns": pl.Int64, "exposed_ns": pl.Int64,
 }  # fmt: skip
 REDUCING = ("all_reduce", "reduce_scatter")
 _KEY = ("op", "group", "bytes")
-_PASSING = 0.05
+_MIN_FORWARD_RATIO = 0.05
 """A forward pass takes more than this share of the step's compute; what is less lies within a backward pass."""
 
 
 @memoize
-def begins(trace: Trace) -> pl.DataFrame:
+def backward_starts(trace: Trace) -> pl.DataFrame:
     """Return when the first work of each backward pass was launched.
 
     Columns device, step, backward (from 0 in each step), launched_ns; one row per pass. A pass ends where other compute
     that is more than 5% of the step's was launched: the next forward pass. Steps whose phases are not known have none.
     """
-    parts = [pl.DataFrame(schema=BEGIN_COLUMNS)]
+    parts = [pl.DataFrame(schema=START_COLUMNS)]
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     for device in breakdown.devices(trace):
         compute = launches.work(trace, device).filter(pl.col("kind") == "compute").drop_nulls("step")
@@ -36,7 +36,7 @@ def begins(trace: Trace) -> pl.DataFrame:
             .group_by("step", pl.struct("step", "is_back").rle_id().alias("stretch"), maintain_order=True)
             .agg(pl.col("is_back").first(), pl.col("launched_ns").first(), pl.col("dur_ns").sum())
         )
-        long = pl.col("is_back") | (pl.col("dur_ns") > _PASSING * pl.col("dur_ns").sum().over("step"))
+        long = pl.col("is_back") | (pl.col("dur_ns") > _MIN_FORWARD_RATIO * pl.col("dur_ns").sum().over("step"))
         first = pl.col("is_back") & ~pl.col("is_back").shift(1, fill_value=False).over("step")
         found = stretches.filter(long).filter(first)
         number = pl.int_range(pl.len()).over("step").cast(pl.Int64).alias("backward")
@@ -45,7 +45,7 @@ def begins(trace: Trace) -> pl.DataFrame:
 
 
 @memoize
-def reductions(trace: Trace) -> pl.DataFrame:
+def gradient_reductions(trace: Trace) -> pl.DataFrame:
     """Return the collectives that reduce gradients, each with the backward pass that it belongs to.
 
     Columns device, step, backward, backwards (passes of the step), lane, op, group, dtype, unit, bytes, activity_id,
@@ -53,14 +53,14 @@ def reductions(trace: Trace) -> pl.DataFrame:
     passes; what is also launched elsewhere with the same op, group and size reduces something else (activations under
     tensor parallelism), and is left out.
     """
-    found = begins(trace)
+    found = backward_starts(trace)
     if found.is_empty():
         return pl.DataFrame(schema=REDUCTION_COLUMNS)
     calls = _reducing(trace)
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     elsewhere = calls.filter(~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)).select(_KEY).unique()
     mine = calls.filter(backward).join(elsewhere, on=_KEY, how="anti", nulls_equal=True).sort("launched_ns")
-    counts = found.group_by("device", "step").agg(pl.len().cast(pl.Int64).alias("backwards"))
+    counts = found.group_by("device", "step").agg(pl.len().cast(pl.Int64).alias("backward_count"))
     keyed = [pl.col("device").fill_null(-1).alias("_device")]
     placed = mine.with_columns(keyed).join_asof(
         found.with_columns(keyed).drop("device").sort("launched_ns"),

@@ -9,7 +9,7 @@ from tracekit.model.schema import Column, Table
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
-LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = HOWS = (
+LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = KINDS = (
     "launch",
     "stream",
     "event",
@@ -27,7 +27,7 @@ DEPENDENCIES = Table(
     (
         Column("waiting_id", _INT, "", "What waits: activities.id, or for how = sync ops.id of the call."),
         Column("awaited_id", _INT, "", "What it waits for: activities.id, or for how = launch ops.id of the call."),
-        Column("how", _TEXT, "", "launch, stream, event, sync, communicator or start_order."),
+        Column("kind", _TEXT, "", "launch, stream, event, sync, communicator or start_order."),
         Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not told by the trace."),
     ),
 )
@@ -37,7 +37,7 @@ ITEM_COLUMNS = {
     "span": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64, "launched_ns": pl.Int64,
     "launched_reach_ns": pl.Int64, "previous": pl.Int64,
 }  # fmt: skip
-WAIT_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "how": pl.String, "inferred": pl.Boolean}
+WAIT_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 _NEVER = np.iinfo(np.int64).min // 2
 
 
@@ -56,7 +56,7 @@ def dependencies(trace: Trace) -> pl.DataFrame:
         .select(
             pl.col("ref").alias("waiting_id"),
             pl.col("launch_id").alias("awaited_id"),
-            how=pl.lit(LAUNCH),
+            kind=pl.lit(LAUNCH),
             inferred=False,
         )
     )
@@ -64,8 +64,8 @@ def dependencies(trace: Trace) -> pl.DataFrame:
     order = items.select(pl.col("item").alias("waiting"), pl.col("previous").alias("awaited")).filter(
         pl.col("awaited") >= 0
     )
-    order = order.with_columns(how=pl.lit(STREAM), inferred=pl.lit(False))
-    waits = item_waits(trace).select("waiting", "awaited", "how", "inferred")
+    order = order.with_columns(kind=pl.lit(STREAM), inferred=pl.lit(False))
+    waits = item_waits(trace).select("waiting", "awaited", "kind", "inferred")
     between = _between_work(pl.concat([order, waits]), items, work)
     synced = host_waits(trace, items)
     calls = pl.DataFrame(
@@ -77,7 +77,7 @@ def dependencies(trace: Trace) -> pl.DataFrame:
     )
     told = calls.with_columns(
         pl.Series("awaited_id", work[calls["awaited"].to_numpy()], pl.Int64),
-        how=pl.lit(SYNC),
+        kind=pl.lit(SYNC),
         inferred=pl.lit(False),
     ).filter(pl.col("awaited_id") >= 0)
     columns = list(DEPENDENCIES.schema)
@@ -127,9 +127,9 @@ def item_waits(trace: Trace) -> pl.DataFrame:
 
 
 @memoize
-def reached_ns(trace: Trace) -> Ints:
+def completion_ns(trace: Trace) -> Ints:
     """Return when each item had ended: work as recorded, a wait once what it waits for and its lane's work had."""
-    items, waits = lane_items(trace), item_waits(trace).filter(pl.col("how") == EVENT)
+    items, waits = lane_items(trace), item_waits(trace).filter(pl.col("kind") == EVENT)
     end = items["end_ns"].to_numpy().copy()
     is_wait, previous = items["is_wait"].to_numpy(), items["previous"].to_numpy()
     on_lane = np.flatnonzero(is_wait & (previous >= 0))
@@ -212,7 +212,7 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
     awaited = last_before(items, found["awaited_lane"].to_numpy(), found["recorded_ns"].to_numpy())
     return (
         found.select(pl.col("item").alias("waiting"), pl.Series("awaited", awaited, pl.Int64), lag_ns=pl.lit(0))
-        .with_columns(how=pl.lit(EVENT), inferred=pl.lit(False))
+        .with_columns(kind=pl.lit(EVENT), inferred=pl.lit(False))
         .filter(pl.col("awaited") >= 0, pl.col("awaited") != pl.col("waiting"))
     )
 
@@ -241,5 +241,5 @@ def _between_work(waits: pl.DataFrame, items: pl.DataFrame, work: Ints) -> pl.Da
             pl.Series("waiting_id", next_work[waiting], pl.Int64), pl.Series("awaited_id", work[awaited], pl.Int64)
         )
         .filter(pl.col("waiting_id") >= 0, pl.col("awaited_id") >= 0, pl.col("waiting_id") != pl.col("awaited_id"))
-        .select("waiting_id", "awaited_id", "how", "inferred")
+        .select("waiting_id", "awaited_id", "kind", "inferred")
     )

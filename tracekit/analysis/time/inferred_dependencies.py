@@ -23,7 +23,7 @@ _BINDING = 2
 _LAUNCH_NS = 10_000
 """From the start of a launching call to the start of its work on a device that has nothing to do."""
 _NEVER = np.iinfo(np.int64).min // 2
-_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "how": pl.String, "inferred": pl.Boolean}
+_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 
 
 def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
@@ -197,6 +197,6 @@ def _waits(waiting: Ints, awaited: Ints, how: str) -> pl.DataFrame:
                 "lag_ns": np.zeros(len(waiting), np.int64),
             },
         )
-        .with_columns(pl.lit(how).alias("how"), pl.lit(True).alias("inferred"))
+        .with_columns(pl.lit(how).alias("kind"), pl.lit(True).alias("inferred"))
         .select(pl.col(n).cast(t) for n, t in _COLUMNS.items())
     )

@@ -43,7 +43,7 @@ def slices(trace: Trace, window: Window, *, max_depth: int = 7, max_host_tracks:
     return _numbered(_with_depth(found)).filter(pl.col("depth") < max_depth)
 
 
-def thin(table: pl.DataFrame, window: Window, *, max_slices: int) -> tuple[pl.DataFrame, int]:
+def merge_short_slices(table: pl.DataFrame, window: Window, *, max_slices: int) -> tuple[pl.DataFrame, int]:
     """Return at most about `max_slices` slices, and the duration in ns below which neighbours were merged (0: none).
 
     Slices of one track, depth and kind that are shorter than a share of the window too narrow to see become one, from
@@ -59,7 +59,7 @@ def thin(table: pl.DataFrame, window: Window, *, max_slices: int) -> tuple[pl.Da
     return merged, quantum_ns
 
 
-def typical_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
+def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
     """Return the row to look at first: of the slowest rank, the step nearest to its median.
 
     `steps` is a run's breakdown by step, with the columns of `analysis.breakdown` after window and rank. None where it

@@ -15,7 +15,7 @@ from tracekit.errors import ConfigError
 from tracekit.model import units
 
 if TYPE_CHECKING:
-    from tracekit.analysis.checkpoint.planning_inputs import Constants
+    from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs
     from tracekit.plan.models import Model
 
 plan = typer.Typer(help="Size checkpoints, memory and pipelines before anything runs.", no_args_is_help=True)
@@ -178,12 +178,12 @@ def pipeline(
     )
 
 
-def _measured(run: str | None, *, cache: bool) -> "Constants | None":
+def _measured(run: str | None, *, cache: bool) -> "PlanningInputs | None":
     if run is None:
         return None
-    from tracekit.analysis.checkpoint.planning_inputs import constants
+    from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
 
-    return constants(run_loading.open_run(run, cache=cache))
+    return planning_inputs(run_loading.open_run(run, cache=cache))
 
 
 def _model(name: str | None) -> "Model | None":

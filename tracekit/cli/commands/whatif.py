@@ -10,7 +10,7 @@ from tracekit.cli.run_loading import RunArgument, UseCache
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
-    from tracekit.replay.graph.hsdp import Node
+    from tracekit.replay.graph.hsdp import NodeSpec
 
 
 def whatif(
@@ -58,20 +58,20 @@ def whatif(
         opened.measure(dependency_graph.FACTS, bar.trace_callback(len(opened.sources)))
     predictions = []
     if strategy is not None:
-        predictions.append(strategies.predicted(opened, strategy, _node(gpus_per_node, node_bandwidth)))
+        predictions.append(strategies.predict_strategy(opened, strategy, _node(gpus_per_node, node_bandwidth)))
     if recompute_fewer is not None:
-        predictions.append(strategies.recomputing_less(opened, recompute_fewer))
+        predictions.append(strategies.predict_less_recomputation(opened, recompute_fewer))
     if network_times is not None:
-        predictions.append(strategies.other_network(opened, network_times))
+        predictions.append(strategies.predict_network(opened, network_times))
     asks = bool(names) or not predictions
-    found = what_if.of(opened, names, gpu_hour_price=gpu_hour_price, asks=asks)
-    both = what_if.together(opened, names, gpu_hour_price=gpu_hour_price) if together else None
+    found = what_if.answer(opened, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
+    both = what_if.answer_combined(opened, names, gpu_hour_price=gpu_hour_price) if together else None
     write = told.as_json if table_format is Format.JSON else told.as_text
     output.emit(write(found, predictions, both, run=opened.name, price=gpu_hour_price), out)
 
 
-def _node(gpus: int, bytes_per_s: float | None) -> "Node | None":
-    from tracekit.replay.graph.hsdp import Node
+def _node(gpus: int, bytes_per_s: float | None) -> "NodeSpec | None":
+    from tracekit.replay.graph.hsdp import NodeSpec
 
     if gpus < 1:
         raise InputError(f"--gpus-per-node is {gpus}; it must be 1 or more")
@@ -79,4 +79,4 @@ def _node(gpus: int, bytes_per_s: float | None) -> "Node | None":
         return None
     if not 0 < bytes_per_s < float("inf"):
         raise InputError(f"--node-bandwidth is {bytes_per_s}; it must be above 0")
-    return Node(gpus, bytes_per_s)
+    return NodeSpec(gpus, bytes_per_s)

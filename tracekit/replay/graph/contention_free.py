@@ -8,8 +8,7 @@ import polars as pl
 
 from tracekit.model import intervals
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph.dependency_graph import Graph
-from tracekit.replay.graph.unpredictable import CannotTellError
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 
 _ALONE, _BESIDE = 0.02, 0.9
 """Shares of its time in which something runs beside work that counts as alone, and as beside."""
@@ -18,23 +17,23 @@ _LEAST = 0.005
 _KEY = ["rank", "kernel"]
 
 
-def compute_alone(graph: Graph) -> Graph:
-    """Let compute take as long beside collectives as alone. Raises CannotTellError without samples of both."""
-    at, longer = longer_beside_collectives(graph)
-    told = _computing(graph)
+def uncontended_compute(graph: Graph) -> Graph:
+    """Let compute take as long beside collectives as alone. Raises InsufficientDataError without samples of both."""
+    at, longer = compute_slowdowns(graph)
+    told = _compute_nodes(graph)
     own = graph.own_ns.copy()
     own[at] -= np.round(told["beside_ns"].to_numpy() * longer / (1 + longer)).astype(np.int64)
     return replace(graph, own_ns=own)
 
 
-def longer_beside_collectives(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
+def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     """Return the nodes that compute on devices, and by which share each takes longer beside a collective than alone.
 
     The same kernel has name, grid, block and input shapes in common (`overlap.Residents`), on one rank. By name, or
     where a name has too few samples over all, work that a collective accompanies for its whole time against work
-    without gives the share. Raises CannotTellError without samples of both.
+    without gives the share. Raises InsufficientDataError without samples of both.
     """
-    found = _computing(graph)
+    found = _compute_nodes(graph)
     known = found.filter(pl.col("beside_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
     alone = known.group_by(_KEY).agg(pl.col("took_ns").median().alias("alone_ns"))
     beside = found.filter(pl.col("beside_ns") >= _BESIDE * pl.col("took_ns"), ~pl.col("crowded"))
@@ -42,7 +41,7 @@ def longer_beside_collectives(graph: Graph) -> tuple[Ints, npt.NDArray[np.float6
         (pl.col("took_ns") / pl.col("alone_ns") - 1).alias("longer")
     )
     if ratios.height < _SAMPLES:
-        raise CannotTellError(
+        raise InsufficientDataError(
             "no kernel ran both beside a collective and alone: record a step without communication (no_sync)"
         )
     overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["alone_ns"].to_numpy()))
@@ -52,30 +51,30 @@ def longer_beside_collectives(graph: Graph) -> tuple[Ints, npt.NDArray[np.float6
     return found["at"].to_numpy(), np.where(told < _LEAST, 0, told)
 
 
-def crawl(graph: Graph) -> float | None:
+def preparation_slowdown(graph: Graph) -> float | None:
     """Return by which share preparation takes longer beside the main compute than alone; None where not known."""
-    told = _alone_too(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _BESIDE * pl.col("took_ns"))
+    told = _with_alone(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _BESIDE * pl.col("took_ns"))
     if told.is_empty():
         return None
     return max(0.0, float(told["took_ns"].to_numpy().sum() / max(1, told["alone"].to_numpy().sum()) - 1))
 
 
-def collectives_alone(graph: Graph) -> Graph:
+def uncontended_collectives(graph: Graph) -> Graph:
     """Let collectives take as long beside compute as alone, at the same op, group and size.
 
-    Where no size ran both beside and alone, time per byte of the nearest size is compared. Raises CannotTellError
+    Where no size ran both beside and alone, time per byte of the nearest size is compared. Raises InsufficientDataError
     without samples of both.
     """
-    found = _carrying(graph)
+    found = _collective_nodes(graph)
     share = pl.col("beside_ns") / pl.col("took_ns")
     alone = found.filter(share <= _ALONE)
     beside = found.filter(share >= _BESIDE)
     same = ["op", "group", "bytes"]
-    ratios = _longer(beside, alone, same)
+    ratios = _slowdowns(beside, alone, same)
     for other in (["op", "group_size"], ["group_size"]):
-        ratios = ratios if ratios.height >= _SAMPLES else _longer(beside, alone, other)
+        ratios = ratios if ratios.height >= _SAMPLES else _slowdowns(beside, alone, other)
     if ratios.height < _SAMPLES:
-        raise CannotTellError("no collective of one kind ran both beside compute and alone")
+        raise InsufficientDataError("no collective of one kind ran both beside compute and alone")
     by_op = ratios.group_by("op").agg(pl.col("longer").median(), pl.len().alias("samples"))
     told = found.join(by_op, on="op", how="left", maintain_order="left")
     longer = told["longer"].fill_null(float(ratios["longer"].median() or 0)).to_numpy()  # type: ignore[arg-type]
@@ -88,7 +87,7 @@ def collectives_alone(graph: Graph) -> Graph:
 def without_preparation(graph: Graph) -> Graph:
     """Let preparation take no time."""
     if graph.prepared.is_empty():
-        raise CannotTellError("no work of a device prepares collectives")
+        raise InsufficientDataError("no work of a device prepares collectives")
     own = graph.own_ns.copy()
     own[graph.prepared["node"].to_numpy()] = 0
     return replace(graph, own_ns=own)
@@ -96,16 +95,16 @@ def without_preparation(graph: Graph) -> Graph:
 
 def without_give_way(graph: Graph) -> Graph:
     """Let preparation take as long as the same kernel alone: of the same message, else by its time per byte of one."""
-    slowed = _alone_too(graph).filter(pl.col("overlapped_ns") > 0)
+    slowed = _with_alone(graph).filter(pl.col("overlapped_ns") > 0)
     if slowed.height and slowed["alone"].null_count() == slowed.height:
-        raise CannotTellError("no preparation ran alone: record a step without compute beside it")
+        raise InsufficientDataError("no preparation ran alone: record a step without compute beside it")
     own = graph.own_ns.copy()
     known = slowed.drop_nulls("alone")
     own[known["node"].to_numpy()] = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
     return replace(graph, own_ns=own)
 
 
-def _alone_too(graph: Graph) -> pl.DataFrame:
+def _with_alone(graph: Graph) -> pl.DataFrame:
     """Return preparation (columns of `graph.prepared`, took_ns) with what it takes alone (null: not known)."""
     node = graph.prepared["node"].to_numpy()
     names = graph.frame.select("rank", "lane", "name")[node]
@@ -121,14 +120,14 @@ def _alone_too(graph: Graph) -> pl.DataFrame:
     return told.with_columns(pl.coalesce("alone_ns", scaled).alias("alone"))
 
 
-def _longer(beside: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.DataFrame:
+def _slowdowns(beside: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.DataFrame:
     per_byte = (pl.col("took_ns") / pl.col("bytes")).median().alias("alone_per_byte")
     rates = alone.filter(pl.col("bytes") > 0).group_by(same).agg(per_byte)
     joined = beside.filter(pl.col("bytes") > 0).join(rates, on=same, nulls_equal=True)
     return joined.with_columns((pl.col("took_ns") / pl.col("bytes") / pl.col("alone_per_byte") - 1).alias("longer"))
 
 
-def _computing(graph: Graph) -> pl.DataFrame:
+def _compute_nodes(graph: Graph) -> pl.DataFrame:
     """Return the compute of devices: at (node), _KEY, name, took_ns, beside_ns (of it beside collectives), crowded.
 
     Crowded is what preparation ran beside.
@@ -137,12 +136,16 @@ def _computing(graph: Graph) -> pl.DataFrame:
         pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("took_ns", graph.own_ns[: graph.count])
     ).filter(pl.col("device").is_not_null(), pl.col("kind").is_not_null())
     if frame.is_empty():
-        raise CannotTellError("the run was on the CPU, where nothing tells compute alone from compute beside others")
+        raise InsufficientDataError(
+            "the run was on the CPU, where nothing tells compute alone from compute beside others"
+        )
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
     calls, mine = frame["kind"] == "communication", (frame["kind"] == "compute") & ~prepares & (frame["took_ns"] > 0)
     chosen = frame.filter(mine)
-    beside = covered(frame, mine.to_numpy(), calls.to_numpy())
-    crowd = covered(frame, mine.to_numpy(), (prepares | (frame["kind"] == "compute") & ~_on_main(frame)).to_numpy())
+    beside = overlapped_ns(frame, mine.to_numpy(), calls.to_numpy())
+    crowd = overlapped_ns(
+        frame, mine.to_numpy(), (prepares | (frame["kind"] == "compute") & ~_on_main(frame)).to_numpy()
+    )
     return chosen.select(
         "at", *_KEY, "name", "took_ns", pl.Series("beside_ns", beside), pl.Series("crowded", crowd > 0)
     ).filter(pl.col("took_ns") > 0)
@@ -158,10 +161,12 @@ def _on_main(frame: pl.DataFrame) -> pl.Series:
     return told["main"].fill_null(value=False)
 
 
-def _carrying(graph: Graph) -> pl.DataFrame:
+def _collective_nodes(graph: Graph) -> pl.DataFrame:
     """Return the collectives: done (node), op, group, group_size, bytes, took_ns, beside_ns (beside compute)."""
     if not graph.frame["device"].is_not_null().any():
-        raise CannotTellError("the run was on the CPU, where nothing tells collectives alone from those beside compute")
+        raise InsufficientDataError(
+            "the run was on the CPU, where nothing tells collectives alone from those beside compute"
+        )
     took = graph.own_ns[graph.parts["done"].to_numpy()]
     ends = graph.frame[graph.parts["at"].to_numpy()].select("end_ns", "device", "rank")
     calls = pl.concat([graph.parts.drop("rank"), ends], how="horizontal").with_columns(pl.Series("took_ns", took))
@@ -169,14 +174,14 @@ def _carrying(graph: Graph) -> pl.DataFrame:
     compute = graph.frame.filter(pl.col("kind") == "compute").select("start_ns", "end_ns", "device", "rank")
     both = pl.concat([calls.select(compute.columns), compute])
     is_call = np.arange(len(both)) < len(calls)
-    beside = pl.Series("beside_ns", covered(both, is_call, ~is_call))
+    beside = pl.Series("beside_ns", overlapped_ns(both, is_call, ~is_call))
     each = calls.with_columns(beside).filter(pl.col("took_ns") > 0)
     return each.group_by("done", maintain_order=True).agg(
         pl.col("op", "group", "group_size", "bytes", "took_ns").first(), pl.col("beside_ns").max()
     )
 
 
-def covered(frame: pl.DataFrame, which: Flags, by: Flags) -> Ints:
+def overlapped_ns(frame: pl.DataFrame, which: Flags, by: Flags) -> Ints:
     """Return how much of each row `which` lies beside rows `by` of the same rank and device, in ns."""
     spans = np.stack((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), axis=1)
     place = frame.select(pl.struct("rank", "device").rank("dense")).to_series().to_numpy()

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from tracekit.model import intervals
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contention_free
-from tracekit.replay.graph.dependency_graph import COLLECTIVE, Graph, Replayed
-from tracekit.replay.graph.unpredictable import CannotTellError
+from tracekit.replay.graph.dependency_graph import COLLECTIVE, Graph, InsufficientDataError, Replay
 
 Floats = npt.NDArray[np.float64]
 _MOST = 0.95
@@ -32,28 +31,32 @@ class _Contention:
 
     main: Flags
     prepares: Flags
-    carries: Flags
+    communicates: Flags
     place: Ints
     compute_loss: Floats
     preparation_loss: float
     main_loss: float
-    is_told: bool
+    is_measured: bool
     """Whether preparation was seen beside main compute; if not it is taken to run as fast there as alone."""
 
 
-def settled(graph: Graph, changed: Graph, *, crawling: bool = True, slowing: bool = True) -> tuple[Graph, Replayed]:
+def apply_contention(
+    graph: Graph, changed: Graph, *, slow_preparation: bool = True, slow_compute: bool = True
+) -> tuple[Graph, Replay]:
     """Return a changed graph with its durations as the contention left in it makes them, and its replay.
 
-    Without `crawling`, preparation and compute no longer slow each other; without `slowing`, collectives no longer slow
-    compute. Raises CannotTellError where the change makes ranks wait for each other in a circle.
+    Without `slow_preparation`, preparation and compute no longer slow each other; without `slow_compute`, collectives
+    no longer slow compute. Raises InsufficientDataError where the change makes ranks wait for each other in a circle.
     """
-    if (changed.edges.how == COLLECTIVE).sum() < (graph.edges.how == COLLECTIVE).sum():
-        raise CannotTellError("with it, ranks would wait for each other in a circle: the waits known do not all hold")
+    if (changed.edges.kind == COLLECTIVE).sum() < (graph.edges.kind == COLLECTIVE).sum():
+        raise InsufficientDataError(
+            "with it, ranks would wait for each other in a circle: the waits known do not all hold"
+        )
     first = changed.replayed
     known = _contention(graph)
-    if known is not None and not crawling:
+    if known is not None and not slow_preparation:
         known = replace(known, preparation_loss=0.0, main_loss=0.0)
-    if known is not None and not slowing:
+    if known is not None and not slow_compute:
         known = replace(known, compute_loss=np.zeros_like(known.compute_loss))
     if known is None:
         return changed, first
@@ -67,10 +70,10 @@ def settled(graph: Graph, changed: Graph, *, crawling: bool = True, slowing: boo
     return again, again.replayed
 
 
-def guesses(graph: Graph, played: Replayed) -> bool:
+def extrapolates(graph: Graph, played: Replay) -> bool:
     """Return whether preparation runs beside main compute in a replay of a graph whose recording never shows that."""
     known = _contention(graph)
-    if known is None or known.is_told:
+    if known is None or known.is_measured:
         return False
     lost = _lost(graph, known, played).yielded_ns.sum()
     return bool(lost > _GUESSED * graph.own_ns[: graph.count][known.prepares].sum())
@@ -96,11 +99,11 @@ def _measured(graph: Graph) -> _Contention | None:
     computes, prepares = is_kernel & ~prepares, is_kernel & prepares
     compute_loss = np.zeros(graph.count)
     try:
-        at, longer = contention_free.longer_beside_collectives(graph)
+        at, longer = contention_free.compute_slowdowns(graph)
         compute_loss[at] = longer / (1 + longer)
-    except CannotTellError:
+    except InsufficientDataError:
         pass
-    told = contention_free.crawl(graph)
+    told = contention_free.preparation_slowdown(graph)
     crawl = told or 0.0
     if not compute_loss.any() and not prepares.any():
         return None
@@ -125,7 +128,7 @@ def _moved(took_ns: Ints, before: _Lost, after: _Lost) -> Ints:
     return np.where(same, took_ns, np.round((work + after.yielded_ns) / (1 - after.share))).astype(np.int64)
 
 
-def _lost(graph: Graph, known: _Contention, played: Replayed) -> _Lost:
+def _lost(graph: Graph, known: _Contention, played: Replay) -> _Lost:
     """Return what nodes lose to what runs beside them in a replay.
 
     Collectives and main compute slow what runs beside them for as long as it does. Main compute yields to preparation,
@@ -138,7 +141,7 @@ def _lost(graph: Graph, known: _Contention, played: Replayed) -> _Lost:
     for place in np.unique(known.place[known.main]):
         here = known.place == place
         main, prepares, carries = (
-            np.flatnonzero(here & which) for which in (known.main, known.prepares, known.carries)
+            np.flatnonzero(here & which) for which in (known.main, known.prepares, known.communicates)
         )
         beside_calls = intervals.coverage(spans[main], intervals.union(spans[carries])) / took[main]
         share[main] = known.compute_loss[main] * beside_calls

@@ -8,13 +8,13 @@ host's own time.
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import host_activity
+from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import host_time
-from tracekit.replay.graph.nodes import HOST, WORK, Built, conformed, edge_table, numbered
+from tracekit.replay.graph.nodes import HOST, WORK, TraceGraph, conform_edges, edge_table, number_nodes
 
-_BUSY = [host_activity.DOINGS.index(each) for each in (host_activity.DATA, host_activity.CHECKPOINT)]
+_BUSY = [host_state.HOST_STATES.index(each) for each in (host_state.DATA, host_state.CHECKPOINT)]
 
 
 _WORK_COLUMNS = (
@@ -22,15 +22,15 @@ _WORK_COLUMNS = (
 )  # fmt: skip
 
 
-def built(trace: Trace) -> Built:
+def build(trace: Trace) -> TraceGraph:
     """Return nodes and edges of a CPU run."""
     host = _host(trace)
-    calls = _carried(trace, host)
+    calls = _collectives(trace, host)
     first_call = len(host)
     start, end = host["start_ns"].to_numpy(), host["end_ns"].to_numpy()
     reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if first_call else start
     paused = np.maximum(start, reach)
-    think = host_time.spent(trace, reach, paused)
+    think = host_time.time_by_state(trace, reach, paused)
     awaited, until = _awaited(calls, reach, paused)
     waited = _waited(trace, reach, awaited, until)
     think = _without(think, waited)
@@ -42,11 +42,11 @@ def built(trace: Trace) -> Built:
         pl.Series("chain", np.arange(first_call, dtype=np.int64) - 1),
         pl.Series("chain_ns", think.sum(axis=1)),
         pl.Series("own_ns", own),
-        pl.Series("think_ns", think, dtype=pl.Array(pl.Int64, host_time.TYPES)),
+        pl.Series("gap_ns", think, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         pl.lit(HOST, pl.Int8).alias("what"),
         pl.lit(-1, pl.Int64).alias("launch"),
         pl.lit(0, pl.Int64).alias("launch_ns"),
-        pl.lit(-1, pl.Int8).alias("doing"),
+        pl.lit(-1, pl.Int8).alias("host_state"),
         pl.lit(None, pl.Int64).alias("device"),
     )
     work = calls.with_columns(
@@ -55,10 +55,10 @@ def built(trace: Trace) -> Built:
         pl.Series("launch_ns", woken),
         (pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
         pl.lit(WORK, pl.Int8).alias("what"),
-        pl.lit(-1, pl.Int8).alias("doing"),
+        pl.lit(-1, pl.Int8).alias("host_state"),
     )
     edges = edge_table(waits, awaited[waits] + first_call, "sync", inferred=True, lag_ns=lag)
-    return Built(numbered(pl.concat([nodes, work], how="diagonal_relaxed")), conformed(edges))
+    return TraceGraph(number_nodes(pl.concat([nodes, work], how="diagonal_relaxed")), conform_edges(edges))
 
 
 def _host(trace: Trace) -> pl.DataFrame:
@@ -80,7 +80,7 @@ def _host(trace: Trace) -> pl.DataFrame:
     return pl.concat([compute, issues]).sort("start_ns", "end_ns", maintain_order=True)
 
 
-def _carried(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
+def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
     """Return the collectives by lane and start, each with its issue (launch, -1: not known) and the one before it."""
     issues = host.select(pl.int_range(pl.len()).cast(pl.Int64).alias("launch"), "call").filter(pl.col("call") >= 0)
     calls = (
@@ -127,8 +127,8 @@ def _woken(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
 def _waited(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
     """Return, by what the host did, the part of each pause that passed in waiting, and what follows it."""
     found = np.flatnonzero(awaited >= 0)
-    waiting = np.zeros((len(from_ns), host_time.TYPES), np.int64)
-    waiting[found] = host_time.spent(trace, from_ns[found], until[found])
+    waiting = np.zeros((len(from_ns), host_time.STATE_COUNT), np.int64)
+    waiting[found] = host_time.time_by_state(trace, from_ns[found], until[found])
     waiting[:, _BUSY] = 0
     return waiting
 

@@ -20,6 +20,10 @@ _ROUNDS = 200
 _KEY = ("window", "rank")
 
 
+class InsufficientDataError(Exception):
+    """The graph lacks what a change needs: samples, known waits or traces. The message states what is missing."""
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The nodes of all ranks of a window, by rank, then one for each collective that several ranks joined.
@@ -35,7 +39,7 @@ class Graph:
 
     window: int
     frame: pl.DataFrame
-    joint_of: Ints
+    join_of: Ints
     chain: Ints
     launch: Ints
     launch_ns: Ints
@@ -51,15 +55,15 @@ class Graph:
     @property
     def count(self) -> int:
         """Return the number of the ranks' nodes."""
-        return len(self.joint_of)
+        return len(self.join_of)
 
     @cached_property
     def done(self) -> Ints:
         """Return for each of the ranks' nodes the node whose end is its end."""
-        return np.where(self.joint_of >= 0, self.joint_of, np.arange(self.count))
+        return np.where(self.join_of >= 0, self.join_of, np.arange(self.count))
 
     @cached_property
-    def replayed(self) -> "Replayed":
+    def replayed(self) -> "Replay":
         """Return its replay, unmodified; replayed once."""
         return replay(self)
 
@@ -75,24 +79,24 @@ class Edges:
     waiting: Ints
     awaited: Ints
     lag_ns: Ints
-    how: npt.NDArray[np.str_]
+    kind: npt.NDArray[np.str_]
     inferred: Flags
 
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def kept(self, which: Flags) -> "Edges":
+    def select(self, which: Flags) -> "Edges":
         """Return some of the edges."""
-        return Edges(*(getattr(self, name)[which] for name in ("waiting", "awaited", "lag_ns", "how", "inferred")))
+        return Edges(*(getattr(self, name)[which] for name in ("waiting", "awaited", "lag_ns", "kind", "inferred")))
 
-    def with_more(self, other: "Edges") -> "Edges":
+    def concat(self, other: "Edges") -> "Edges":
         """Return these edges and others."""
-        both = ("waiting", "awaited", "lag_ns", "how", "inferred")
+        both = ("waiting", "awaited", "lag_ns", "kind", "inferred")
         return Edges(*(np.concatenate((getattr(self, name), getattr(other, name))) for name in both))
 
 
 @dataclass(frozen=True, eq=False)
-class Replayed:
+class Replay:
     """When each node started and ended in a replay, in ns since the window's origin."""
 
     start_ns: Ints
@@ -115,7 +119,7 @@ def graphs(run: Run) -> list[Graph]:
     return found
 
 
-def replay(graph: Graph) -> Replayed:
+def replay(graph: Graph) -> Replay:
     """Return when every node starts and ends if each starts as soon as what it waits for allows.
 
     One pass in topological order. A collective ends on all ranks its own time after the last has arrived.
@@ -147,13 +151,13 @@ def replay(graph: Graph) -> Replayed:
             start = max(start, *(ends[d] + d_ns for d, d_ns in more[at]))
         ends[at] = start + own_ns
     end = np.array(ends, np.int64)[position[:-1]]
-    return Replayed(end - graph.own_ns, end)
+    return Replay(end - graph.own_ns, end)
 
 
 def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tuple[int, int]]]]:
     """Return one further wait of each node in topological order (the root's if none), and those of nodes with more."""
     edges = graph.edges
-    lag = np.where(edges.how == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
+    lag = np.where(edges.kind == START_ORDER, -graph.own_ns[edges.awaited], edges.lag_ns)
     waiting, awaited = position[edges.waiting], position[edges.awaited]
     sort = np.argsort(waiting, kind="stable")
     waiting, awaited, lag = waiting[sort], awaited[sort], lag[sort]
@@ -166,27 +170,27 @@ def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tup
     return third, third_ns, more
 
 
-def ordered(graph: Graph, key: Ints) -> Graph:
+def sort_topologically(graph: Graph, key: Ints) -> Graph:
     """Return the graph with its nodes in an order in which each follows what it waits for, by `key` where free.
 
     Waits that would have to wait for themselves (clocks are rounded, and matching can err) are dropped: inferred ones
     first, then collectives across ranks, then launches.
     """
     while True:
-        order = _put_off(graph, key)
+        order = _order_by_delaying(graph, key)
         if order is not None:
             return replace(graph, order=order)
         waiting, awaited = _pairs(graph)
-        free = _peeled(awaited, waiting, len(graph.chain))
+        free = _kahn_order(awaited, waiting, len(graph.chain))
         if len(free) == len(graph.chain):
             return replace(graph, order=np.array(free, np.int64))
         tied = np.ones(len(graph.chain), bool)
         tied[free] = False
-        tied[_peeled(waiting, awaited, len(graph.chain))] = False
-        graph = _less(graph, tied)
+        tied[_kahn_order(waiting, awaited, len(graph.chain))] = False
+        graph = _without_weakest_cycle_edges(graph, tied)
 
 
-def _put_off(graph: Graph, key: Ints) -> Ints | None:
+def _order_by_delaying(graph: Graph, key: Ints) -> Ints | None:
     """Return an order by `key`, what comes too early put off; None where that takes more than some rounds."""
     key = key.copy()
     waiting, awaited = _pairs(graph)
@@ -198,7 +202,7 @@ def _put_off(graph: Graph, key: Ints) -> Ints | None:
     return None
 
 
-def _peeled(before: Ints, after: Ints, count: int) -> list[int]:
+def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
     """Return the nodes that follow no node that waits for itself, in order."""
     by = np.argsort(before, kind="stable")
     following, first = after[by].tolist(), np.searchsorted(before[by], np.arange(count + 1)).tolist()
@@ -212,14 +216,14 @@ def _peeled(before: Ints, after: Ints, count: int) -> list[int]:
     return free
 
 
-def _less(graph: Graph, tied: Flags) -> Graph:
+def _without_weakest_cycle_edges(graph: Graph, tied: Flags) -> Graph:
     """Return the graph without the least known of the waits between nodes that wait for themselves."""
     both = tied[graph.edges.waiting] & tied[graph.edges.awaited] & (graph.edges.awaited >= 0)
-    for which in (both & graph.edges.inferred, both & (graph.edges.how == COLLECTIVE)):
+    for which in (both & graph.edges.inferred, both & (graph.edges.kind == COLLECTIVE)):
         if which.any():
-            return replace(graph, edges=graph.edges.kept(~which))
+            return replace(graph, edges=graph.edges.select(~which))
     launch = np.where(tied & (graph.launch >= 0) & tied[graph.launch], -1, graph.launch)
-    return replace(graph, launch=launch, edges=graph.edges.kept(~both))
+    return replace(graph, launch=launch, edges=graph.edges.select(~both))
 
 
 def _pairs(graph: Graph) -> tuple[Ints, Ints]:
@@ -239,12 +243,12 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
     placed = nodes.join(firsts, on="rank", how="left", maintain_order="left")
     base = placed["base"].to_numpy()
     frame = placed.drop("base", "window")
-    joint_of, joints = _joints(run, window, placed)
+    joint_of, joints = _join_nodes(run, window, placed)
     count = len(joint_of)
     done = np.where(joint_of >= 0, joint_of, np.arange(count))
     nothing = np.full(len(joints), -1, np.int64)
     chain, launch = (
-        np.concatenate((_moved(placed[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
+        np.concatenate((_graph_nodes(placed[name].to_numpy(), base, done), nothing)) for name in ("chain", "launch")
     )
     own = np.where(joint_of >= 0, 0, placed["own_ns"].to_numpy())
     origin = int(placed["start_ns"].min() or 0)  # type: ignore[arg-type]
@@ -258,7 +262,7 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
         np.concatenate((placed["launch_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
         np.concatenate((own, joints["transfer_ns"].to_numpy())),
         np.concatenate((placed["chain_ns"].to_numpy(), np.zeros(len(joints), np.int64))),
-        _between(moved, done).with_more(_into_joints(joint_of)).with_more(_released(placed, chain, launch, origin)),
+        _trace_edges(moved, done).concat(_join_edges(joint_of)).concat(_release_edges(placed, chain, launch, origin)),
         windows.join(firsts, on="rank").with_columns(pl.col("first") + pl.col("base")).drop("base"),
         _parts(run, window, frame, done),
         run.table(trace_graph.preparation)
@@ -269,10 +273,10 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
         origin,
         np.empty(0, np.int64),
     )
-    return ordered(graph, _recorded(placed, joint_of, len(joints)))
+    return sort_topologically(graph, _recorded(placed, joint_of, len(joints)))
 
 
-def _joints(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
+def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
     """Return the joint of each node, and for each joint how long the data moved: the shortest duration of its ranks.
 
     A rank that came last only transfers, the others wait before.
@@ -307,14 +311,14 @@ def _parts(run: Run, window: int, frame: pl.DataFrame, done: Ints) -> pl.DataFra
     )
 
 
-def _moved(of_trace: Ints, base: Ints, done: Ints) -> Ints:
+def _graph_nodes(of_trace: Ints, base: Ints, done: Ints) -> Ints:
     """Return nodes named by their number in their trace as the nodes of the graph at which they are done."""
     return np.where(of_trace >= 0, done[np.maximum(of_trace + base, 0)], -1)
 
 
-def _between(moved: pl.DataFrame, done: Ints) -> Edges:
+def _trace_edges(moved: pl.DataFrame, done: Ints) -> Edges:
     base = moved["base"].to_numpy()
-    how = moved["how"].to_numpy().astype(np.str_)
+    how = moved["kind"].to_numpy().astype(np.str_)
     awaited = moved["awaited"].to_numpy() + base
     return Edges(
         moved["waiting"].to_numpy() + base,
@@ -325,12 +329,12 @@ def _between(moved: pl.DataFrame, done: Ints) -> Edges:
     )
 
 
-def _into_joints(joint_of: Ints) -> Edges:
+def _join_edges(joint_of: Ints) -> Edges:
     parts = np.flatnonzero(joint_of >= 0)
     return edges(joint_of[parts], parts, COLLECTIVE)
 
 
-def _released(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
+def _release_edges(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
     """Return the waits for the window's begin: of each rank's host, and of what was launched before."""
     free = np.flatnonzero((chain[: placed.height] < 0) & (launch[: placed.height] < 0))
     return edges(free, np.full(len(free), -1, np.int64), RELEASE, placed["start_ns"].to_numpy()[free] - origin_ns)

@@ -6,30 +6,36 @@ import numpy as np
 import polars as pl
 
 from tracekit.model.sweep_line import Flags, Ints
-from tracekit.replay.graph.dependency_graph import COLLECTIVE, Edges, Graph, edges, ordered
+from tracekit.replay.graph.dependency_graph import (
+    COLLECTIVE,
+    Edges,
+    Graph,
+    InsufficientDataError,
+    edges,
+    sort_topologically,
+)
 from tracekit.replay.graph.nodes import WAIT
-from tracekit.replay.graph.unpredictable import CannotTellError
 
 COMMUNICATOR, EVENT = "communicator", "event"
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 
 
-def apart(graph: Graph) -> Graph:
+def independent_collectives(graph: Graph) -> Graph:
     """Let collectives of one group but different ops not wait for each other's turn on the communicator."""
-    return replace(graph, edges=graph.edges.kept(graph.edges.how != COMMUNICATOR))
+    return replace(graph, edges=graph.edges.select(graph.edges.kind != COMMUNICATOR))
 
 
-def sooner(graph: Graph) -> Graph:
+def prefetch_all_gathers(graph: Graph) -> Graph:
     """Let each all-gather of a step wait for the compute that the one before it waited for, and precede its reduction.
 
     In backward an all-gather that comes after a reduce-scatter takes its turn on communicator and stream before it, if
-    the reduce-scatter waits for later compute than the all-gather then does. Raises CannotTellError where no all-gather
-    waits for compute.
+    the reduce-scatter waits for later compute than the all-gather then does. Raises InsufficientDataError where no
+    all-gather waits for compute.
     """
     calls = _in_order(graph)
-    held = _held(graph, calls)
+    held = _delayed_all_gathers(graph, calls)
     if held.is_empty():
-        raise CannotTellError("no all-gather is known to wait for compute")
+        raise InsufficientDataError("no all-gather is known to wait for compute")
     moved = replace(graph, edges=_earlier(graph.edges, held))
     after = pl.concat([
         held.select("at", pl.Series("after", _computed(graph, held["instead"].to_numpy()), pl.Int64)),
@@ -38,7 +44,7 @@ def sooner(graph: Graph) -> Graph:
     return _in_turn(moved, _swapped(calls.join(after, on="at", how="left", maintain_order="left")))
 
 
-def first(graph: Graph) -> Graph:
+def all_gathers_first(graph: Graph) -> Graph:
     """Let each all-gather that comes right after a reduce-scatter take its turn before it, where they share turns."""
     calls = _in_order(graph)
     return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True), after=pl.lit(None, pl.Int64))))
@@ -54,14 +60,14 @@ def _in_order(graph: Graph) -> pl.DataFrame:
     return found.with_columns(pl.Series("lane", lane[at]), pl.Series("turn", turn[at])).sort("rank", "group", "turn")
 
 
-def _held(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
+def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     """Return for each all-gather the event edge (row) by which it waits for compute, and the one it may have instead.
 
     Columns at, rank, step, edge, awaited, instead; of several the last awaited counts. The first gather of a
     micro-batch has none: nothing is gathered ahead of the forward pass that needs it.
     """
     on = graph.edges.awaited
-    real = (graph.edges.how == EVENT) & (on >= 0) & (on < graph.count)
+    real = (graph.edges.kind == EVENT) & (on >= 0) & (on < graph.count)
     rows = np.flatnonzero(real)
     rows = rows[_is_main(graph)[on[rows]]]
     by_waiting = pl.DataFrame({"item": graph.edges.waiting[rows], "edge": rows, "awaited": on[rows]})
@@ -112,7 +118,7 @@ def _computed(graph: Graph, nodes: Ints) -> Ints:
 def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     """Return the reduce-scatters (at) of which is known what compute they, or their preparation, wait for (after)."""
     every, done = graph.edges, graph.done
-    rows = np.flatnonzero((every.how == EVENT) & (every.awaited >= 0) & (every.awaited < graph.count))
+    rows = np.flatnonzero((every.kind == EVENT) & (every.awaited >= 0) & (every.awaited < graph.count))
     rows = rows[_is_main(graph)[every.awaited[rows]]]
     awaited = dict(zip(every.waiting[rows].tolist(), _computed(graph, every.awaited[rows]).tolist(), strict=True))
     ends = set(done[calls["at"].to_numpy()].tolist())
@@ -158,13 +164,13 @@ def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
     done = graph.done
     turns = _follow(swapped, ["rank", "group"])
     across = edges(turns.waiting, done[turns.awaited], COMMUNICATOR)
-    had = (graph.edges.how == COMMUNICATOR).any() or (graph.edges.how == COLLECTIVE).any()
-    every = graph.edges.kept(graph.edges.how != COMMUNICATOR)
+    had = (graph.edges.kind == COMMUNICATOR).any() or (graph.edges.kind == COLLECTIVE).any()
+    every = graph.edges.select(graph.edges.kind != COMMUNICATOR)
     chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
-    both = every.with_more(replace(across, inferred=np.ones(len(across), bool))) if had else every
+    both = every.concat(replace(across, inferred=np.ones(len(across), bool))) if had else every
     key = np.empty(len(graph.order), np.int64)
     key[graph.order] = np.arange(len(graph.order))
-    return ordered(replace(graph, edges=both, chain=chain), key)
+    return sort_topologically(replace(graph, edges=both, chain=chain), key)
 
 
 def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import host_activity
+from tracekit.analysis.time import host_state
 from tracekit.model import sweep_line
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
-TYPES = len(host_activity.DOINGS)
+STATE_COUNT = len(host_state.HOST_STATES)
 ALLOCATOR, SYNCHRONIZE, LAUNCH = (
-    host_activity.DOINGS.index(each)
-    for each in (host_activity.ALLOCATOR, host_activity.SYNCHRONIZE, host_activity.LAUNCH)
+    host_state.HOST_STATES.index(each) for each in (host_state.ALLOCATOR, host_state.SYNCHRONIZE, host_state.LAUNCH)
 )
 _DRAINS = r"^(cuda|hip)(DeviceSynchronize|Free$|FreeHost|HostFree)|^cuCtxSynchronize"
 _BLOCKS = r"^(cuda|hip)(Stream|Event)Synchronize|^cu(Stream|Event)Synchronize|^(cuda|hip)Memcpy(2D)?$"
@@ -31,9 +30,9 @@ class Calls:
     id: Ints
     start_ns: Ints
     end_ns: Ints
-    think_ns: Ints
+    gap_ns: Ints
     own_ns: Ints
-    doing: Ints
+    state: Ints
     drains: Flags
     blocks: Flags
     launches: Flags
@@ -58,7 +57,7 @@ def calls(trace: Trace) -> Calls:
     launched = trace.activities["launch_id"].drop_nulls().unique()
     name = pl.col("name")
     found = (
-        trace.ops.join(host_activity.launching(trace), on="lane", how="semi")
+        trace.ops.join(host_state.launching_threads(trace), on="lane", how="semi")
         .with_columns(
             pl.col("id").is_in(launched.implode()).alias("launches"),
             (name.str.contains(_DRAINS) & (pl.col("kind") == "runtime")).alias("drains"),
@@ -71,8 +70,8 @@ def calls(trace: Trace) -> Calls:
     start = found["start_ns"].to_numpy().astype(np.int64)
     end = start + found["dur_ns"].to_numpy().astype(np.int64)
     reach = np.maximum.accumulate(np.concatenate((start[:1], end)))[:-1] if len(start) else start
-    think = spent(trace, reach, np.maximum(start, reach))
-    doing = host_activity.doing(trace, start)
+    think = time_by_state(trace, reach, np.maximum(start, reach))
+    doing = host_state.state_at(trace, start)
     doing = np.where(doing > LAUNCH, LAUNCH, doing)
     doing[_with_allocator(found) & (doing == SYNCHRONIZE)] = ALLOCATOR
     own = np.maximum(end - np.maximum(start, reach), 0)
@@ -85,13 +84,13 @@ def calls(trace: Trace) -> Calls:
     )
 
 
-def spent(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
+def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
     """Return what the host did in each of the disjoint, sorted spans, in ns by `hosts.DOINGS`, shape (n, TYPES)."""
-    found = np.zeros((len(from_ns), TYPES), np.int64)
+    found = np.zeros((len(from_ns), STATE_COUNT), np.int64)
     some = np.flatnonzero(to_ns > from_ns)
     spans = np.stack((from_ns[some], to_ns[some]), axis=1)
-    pieces = sweep_line.pieces(spans, host_activity.edges(trace))
-    doing = host_activity.doing(trace, pieces.start_ns)
+    pieces = sweep_line.pieces(spans, host_state.state_changes(trace))
+    doing = host_state.state_at(trace, pieces.start_ns)
     np.add.at(found, (some[pieces.of], doing), pieces.end_ns - pieces.start_ns)
     return found
 

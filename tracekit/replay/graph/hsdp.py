@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.communication.latency import Line
+from tracekit.analysis.communication.latency import RingModel
 from tracekit.model.sweep_line import Ints
-from tracekit.replay.graph.dependency_graph import Edges, Graph, edges, ordered
-from tracekit.replay.graph.unpredictable import CannotTellError
+from tracekit.replay.graph.dependency_graph import Edges, Graph, InsufficientDataError, edges, sort_topologically
 
 _EVENT, _SYNC = "event", "sync"
 _REDUCE = "reduce_scatter"
@@ -16,7 +15,7 @@ _NS = 1e9
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeSpec:
     """What a recording of rings across nodes cannot tell: the GPUs of a node, and what a ring of them carries.
 
     `bytes_per_s` is bus bandwidth as nccl-tests prints it.
@@ -26,27 +25,29 @@ class Node:
     bytes_per_s: float
 
 
-def replicated(graph: Graph, node: Node, lines: pl.DataFrame) -> Graph:
+def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
     """Let parameters be sharded over the GPUs of a node only, and gradient shards be all-reduced across nodes.
 
     A ring of m GPUs takes (m-1) hops and carries (m-1)/m of the bytes at the node's bandwidth. The all-reduce of a
     shard among k nodes, one of m that share the node's network, takes 2(k-1) hops and carries 2(k-1)/k of the bytes
     at the bandwidth of the recorded ring. It follows its reduce-scatter on a stream of its own; what waits for the last
     reduce-scatter of a step waits for the last all-reduce too. The optimizer has k times as much to update. `lines` are
-    latency and bandwidth by group (`analysis.latency.by_group`). Raises CannotTellError where nothing is sharded across
-    nodes.
+    latency and bandwidth by group (`analysis.latency.by_group`). Raises InsufficientDataError where nothing
+    is sharded across nodes.
     """
     calls = _sharding(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
     size = int(calls["group_size"][0])
     if size <= node.gpus:
-        raise CannotTellError(
+        raise InsufficientDataError(
             f"parameters are sharded over {size} ranks, which one node of {node.gpus} GPUs holds already"
         )
     if size % node.gpus:
-        raise CannotTellError(f"the {size} ranks that parameters are sharded over don't fill nodes of {node.gpus} GPUs")
+        raise InsufficientDataError(
+            f"the {size} ranks that parameters are sharded over don't fill nodes of {node.gpus} GPUs"
+        )
     if calls["bytes_per_ns"].null_count():
-        raise CannotTellError("collectives of one size only don't tell what the links carry")
-    line = Line(calls["hop_ns"][0], calls["bytes_per_ns"][0])
+        raise InsufficientDataError("collectives of one size only don't tell what the links carry")
+    line = RingModel(calls["hop_ns"][0], calls["bytes_per_ns"][0])
     count, m = size // node.gpus, node.gpus
     own = graph.own_ns.copy()
     moved = (m - 1) * line.hop_ns + calls["bytes"].to_numpy() * (m - 1) / m / node.bytes_per_s * _NS
@@ -68,7 +69,7 @@ def _sharding(graph: Graph) -> pl.DataFrame:
     ).filter(pl.col("op").is_in(["all_gather", _REDUCE]), pl.col("bytes") > 0)
     both = calls.filter(pl.col("op").n_unique().over("group", "group_size") == 2).drop_nulls("group_size")
     if both.is_empty():
-        raise CannotTellError("no group both gathers parameters and reduce-scatters gradients")
+        raise InsufficientDataError("no group both gathers parameters and reduce-scatters gradients")
     return both.filter(pl.col("group_size") == pl.col("group_size").max()).sort("rank", "turn")
 
 
@@ -90,9 +91,9 @@ def _with_reductions(graph: Graph, reduced: pl.DataFrame, took_ns: Ints) -> Grap
         launch_ns=np.concatenate((graph.launch_ns, zeros)),
         own_ns=np.concatenate((graph.own_ns, each["took_ns"].to_numpy())),
         chain_ns=np.concatenate((graph.chain_ns, zeros)),
-        edges=graph.edges.with_more(follows).with_more(_waits_too(graph, reduced, dict(zip(done, new, strict=True)))),
+        edges=graph.edges.concat(follows).concat(_waits_too(graph, reduced, dict(zip(done, new, strict=True)))),
     )
-    return ordered(wider, key)
+    return sort_topologically(wider, key)
 
 
 def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) -> Edges:
@@ -105,7 +106,7 @@ def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) 
     turn[graph.order] = np.arange(len(graph.order))
     waiting: list[int] = []
     awaited: list[int] = []
-    asked = np.flatnonzero(np.isin(every.how, (_EVENT, _SYNC)) & (every.awaited >= 0) & (every.waiting < graph.count))
+    asked = np.flatnonzero(np.isin(every.kind, (_EVENT, _SYNC)) & (every.awaited >= 0) & (every.waiting < graph.count))
     for (of_rank, of_lane), mine in reduced.group_by("rank", "lane", maintain_order=True):
         turns, done = mine["turn"].to_numpy(), mine["done"].to_numpy()
         lasts = mine["step"].is_last_distinct().to_numpy()

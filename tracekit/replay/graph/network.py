@@ -7,19 +7,18 @@ import polars as pl
 
 from tracekit.analysis.communication import latency
 from tracekit.replay.graph import slow_transfers
-from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.transforms import is_communication
-from tracekit.replay.graph.unpredictable import CannotTellError
 
 
-def carrying(graph: Graph, times: float, lines: pl.DataFrame) -> Graph:
+def scale_bandwidth(graph: Graph, times: float, lines: pl.DataFrame) -> Graph:
     """Let every link carry `times` as many bytes a second; what its hops take besides stays.
 
     `lines` are latency and bandwidth by group (`analysis.latency.by_group`); where no latency is known, all of a
-    transfer scales. Raises CannotTellError where nothing is transferred.
+    transfer scales. Raises InsufficientDataError where nothing is transferred.
     """
     if not is_communication(graph).any():
-        raise CannotTellError("no collective is in the traces")
+        raise InsufficientDataError("no collective is in the traces")
     calls = slow_transfers.transfers(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
     stays_ns = np.zeros(len(graph.own_ns))
     told = calls.select((latency.hops() * pl.col("hop_ns")).fill_nan(None).fill_null(0.0)).to_series()

@@ -15,32 +15,30 @@ NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "node": pl.Int64, "what": pl.Int8, "ref": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "kind": pl.String,
     "name": pl.String, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "span": pl.String,
     "start_ns": pl.Int64, "end_ns": pl.Int64, "chain": pl.Int64, "chain_ns": pl.Int64, "launch": pl.Int64,
-    "launch_ns": pl.Int64, "own_ns": pl.Int64, "doing": pl.Int8, "recomputed": pl.Boolean, "kernel": pl.UInt64,
-    "think_ns": pl.Array(pl.Int64, host_time.TYPES),
+    "launch_ns": pl.Int64, "own_ns": pl.Int64, "host_state": pl.Int8, "recomputed": pl.Boolean, "kernel": pl.UInt64,
+    "gap_ns": pl.Array(pl.Int64, host_time.STATE_COUNT),
 }  # fmt: skip
-EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "how": pl.String, "inferred": pl.Boolean}
+EDGE_COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 
 
-class Built(NamedTuple):
+class TraceGraph(NamedTuple):
     """Nodes and edges of a trace."""
 
     nodes: pl.DataFrame
     edges: pl.DataFrame
 
 
-def numbered(every: pl.DataFrame) -> pl.DataFrame:
+def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     """Return nodes with the columns that they must have (null where they lack them), and their numbers."""
-    nothing = pl.lit([0] * host_time.TYPES, pl.Array(pl.Int64, host_time.TYPES))
-    told = every.with_columns(
-        pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("think_ns").fill_null(nothing)
-    )
+    nothing = pl.lit([0] * host_time.STATE_COUNT, pl.Array(pl.Int64, host_time.STATE_COUNT))
+    told = every.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing))
     return told.select(
         pl.col(name).cast(dtype) if name in told.columns else pl.lit(None, dtype).alias(name)
         for name, dtype in NODE_COLUMNS.items()
     )
 
 
-def conformed(found: pl.DataFrame) -> pl.DataFrame:
+def conform_edges(found: pl.DataFrame) -> pl.DataFrame:
     """Return edges with the columns that they must have."""
     return found.select(pl.col(name).cast(dtype) for name, dtype in EDGE_COLUMNS.items())
 
@@ -48,8 +46,8 @@ def conformed(found: pl.DataFrame) -> pl.DataFrame:
 def edge_table(waiting: Ints, awaited: Ints, how: str, *, inferred: bool, lag_ns: Ints | int = 0) -> pl.DataFrame:
     """Return edges of one kind as a table."""
     lag = np.broadcast_to(np.asarray(lag_ns, np.int64), np.shape(waiting))
-    return conformed(
+    return conform_edges(
         pl.DataFrame({"waiting": waiting, "awaited": awaited, "lag_ns": lag}).with_columns(
-            pl.lit(how).alias("how"), pl.lit(inferred).alias("inferred")
+            pl.lit(how).alias("kind"), pl.lit(inferred).alias("inferred")
         )
     )

@@ -6,25 +6,24 @@ import numpy as np
 import polars as pl
 
 from tracekit.model.sweep_line import Flags
-from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST
-from tracekit.replay.graph.unpredictable import CannotTellError
 
 _REDUCES = ("reduce_scatter", "all_reduce")
 
 
-def recomputed(graph: Graph) -> Flags:
-    """Return the work that recomputes activations. Raises CannotTellError where nothing marks any."""
+def recomputed_nodes(graph: Graph) -> Flags:
+    """Return the work that recomputes activations. Raises InsufficientDataError where nothing marks any."""
     found = np.asarray(graph.frame["recomputed"].fill_null(value=False).to_numpy())
     if not found.any():
-        raise CannotTellError("nothing in the trace is known to be computed twice")
+        raise InsufficientDataError("nothing in the trace is known to be computed twice")
     return found
 
 
-def once(graph: Graph) -> Graph:
+def reduce_once_per_step(graph: Graph) -> Graph:
     """Let gradients be reduced in the last micro-batch of a step only, and prepared for it.
 
-    A micro-batch begins where forward follows upon backward. Raises CannotTellError where steps have one.
+    A micro-batch begins where forward follows upon backward. Raises InsufficientDataError where steps have one.
     """
     numbered = _micro_batches(graph)
     calls = graph.parts.select("at", "done", "rank", "op").join(
@@ -34,7 +33,7 @@ def once(graph: Graph) -> Graph:
         pl.col("op").is_in(_REDUCES), pl.col("micro_batch") < pl.col("last"), pl.col("phase") == "backward"
     )
     if early.is_empty():
-        raise CannotTellError("no step reduces gradients before its last micro-batch")
+        raise InsufficientDataError("no step reduces gradients before its last micro-batch")
     own = graph.own_ns.copy()
     own[early["done"].to_numpy()] = 0
     own[early["at"].to_numpy()] = 0

@@ -8,9 +8,8 @@ import polars as pl
 
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, contention_update, dependency_graph, steps
-from tracekit.replay.graph.dependency_graph import Graph, Replayed
-from tracekit.replay.graph.transforms import AS_MEASURED, CHANGES, in_order
-from tracekit.replay.graph.unpredictable import CannotTellError
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError, Replay
+from tracekit.replay.graph.transforms import CONTENTION_TRANSFORMS, TRANSFORMS, in_order
 
 STEP_COLUMNS = {
     "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
@@ -43,8 +42,8 @@ class Saving:
     step_ns: int
     confidence: float
     steps: pl.DataFrame
-    why_not: str = ""
-    note: str = ""
+    unavailable_reason: str = ""
+    caveat: str = ""
 
 
 def saving(run: Run, cause: str) -> Saving:
@@ -57,10 +56,10 @@ def saving(run: Run, cause: str) -> Saving:
     micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the
     run; a replay takes some hundredths of a second. Raises InputError for any other name.
     """
-    return together(run, (cause,))
+    return combined_saving(run, (cause,))
 
 
-def together(run: Run, names: Iterable[str]) -> Saving:
+def combined_saving(run: Run, names: Iterable[str]) -> Saving:
     """Return what a run would gain without several causes at once. Raises InputError for a name that is none.
 
     Where one of them cannot be told, neither can all together.
@@ -72,7 +71,7 @@ def together(run: Run, names: Iterable[str]) -> Saving:
     return known[wanted]
 
 
-def replayed(run: Run) -> pl.DataFrame:
+def replayed_steps(run: Run) -> pl.DataFrame:
     """Return the steps of a run beside their replay with nothing changed: columns of `steps.COLUMNS`."""
     if run not in _BASELINES:
         tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
@@ -100,7 +99,7 @@ def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
 
 def infers_waits(run: Run) -> bool:
     """Return whether waits of streams are inferred, since the traces do not tell them."""
-    return any(bool((each.edges.inferred & (each.edges.how == _EVENT)).any()) for each in graphs_of(run))
+    return any(bool((each.edges.inferred & (each.edges.kind == _EVENT)).any()) for each in graphs_of(run))
 
 
 _GRAPHS: WeakKeyDictionary[Run, list[Graph]] = WeakKeyDictionary()
@@ -115,12 +114,12 @@ _KEY = ["window", "rank", "step", "device"]
 
 def _saving(run: Run, names: tuple[str, ...]) -> Saving:
     cause = AND.join(names)
-    before = replayed(run)
+    before = replayed_steps(run)
     if before.is_empty():
         return _unknown(cause, "no step of the run has work that a replay can be made of")
     try:
         played = [(each, *_without(each, names)) for each in graphs_of(run)]
-    except CannotTellError as error:
+    except InsufficientDataError as error:
         return _unknown(cause, str(error))
     without = pl.concat(steps.durations(changed, then) for _, changed, then in played).select(
         *_KEY, pl.col("replayed_ns").alias("without_ns")
@@ -131,30 +130,32 @@ def _saving(run: Run, names: tuple[str, ...]) -> Saving:
     per = table.select("window", "step").n_unique()
     saved_ns = (steps.total_ns(table, "replayed_ns") - steps.total_ns(table, "without_ns")) // per
     step_ns = steps.total_ns(table, "duration_ns") // per
-    note = _UNSEEN if any(contention_update.guesses(each, then) for each, _, then in played) else ""
+    note = _UNSEEN if any(contention_update.extrapolates(each, then) for each, _, then in played) else ""
     least = min(causes.find(name).confidence for name in names)
-    sure = least * _sure(run, table) * (_GUESSED if note else 1.0)
+    sure = least * _confidence(run, table) * (_GUESSED if note else 1.0)
     ratio = saved_ns / step_ns if step_ns else 0.0
-    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS), note=note)
+    return Saving(cause, saved_ns, ratio, step_ns, round(sure, 2), table.select(*STEP_COLUMNS), caveat=note)
 
 
-def _sure(run: Run, table: pl.DataFrame) -> float:
+def _confidence(run: Run, table: pl.DataFrame) -> float:
     """Return how far the replay can be trusted: less where waits are inferred, and where it is off."""
     off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
     return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 
 
-def _without(whole: Graph, names: tuple[str, ...]) -> tuple[Graph, Replayed]:
+def _without(whole: Graph, names: tuple[str, ...]) -> tuple[Graph, Replay]:
     changed = whole
     for name in names:
         try:
-            changed = CHANGES[name](changed)
-        except CannotTellError as error:
-            raise CannotTellError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
-    if AS_MEASURED.issuperset(names):
+            changed = TRANSFORMS[name](changed)
+        except InsufficientDataError as error:
+            raise InsufficientDataError(f"{name}: {error}" if len(names) > 1 else str(error)) from error
+    if CONTENTION_TRANSFORMS.issuperset(names):
         return changed, changed.replayed
     crawling = not {"preparation", "give-way"} & set(names)
-    return contention_update.settled(whole, changed, crawling=crawling, slowing="slowed-compute" not in names)
+    return contention_update.apply_contention(
+        whole, changed, slow_preparation=crawling, slow_compute="slowed-compute" not in names
+    )
 
 
 def _unknown(cause: str, why_not: str) -> Saving:

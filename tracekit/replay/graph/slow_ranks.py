@@ -5,24 +5,23 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST
-from tracekit.replay.graph.unpredictable import CannotTellError
 
 _MARKEDLY = 1.04
 _STEP = ["rank", "step"]
 _PLACE = [*_STEP, "part", "phase"]
 
 
-def even(graph: Graph) -> Graph:
+def equalize_ranks(graph: Graph) -> Graph:
     """Let each rank that is slower than its peers in a step take as long as they do, phase by phase.
 
     What a rank computes, and the host's own time, is scaled to the median of the other ranks, in steps in which its sum
-    exceeds theirs by 4%. Raises CannotTellError for a single rank.
+    exceeds theirs by 4%. Raises InsufficientDataError for a single rank.
     """
     ranks = graph.frame["rank"].n_unique()
     if ranks < 2:
-        raise CannotTellError("it takes the traces of two ranks to compare")
+        raise InsufficientDataError("it takes the traces of two ranks to compare")
     own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
     work = _work(graph)
     factors = _factors(work)

@@ -5,26 +5,25 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from tracekit.replay.graph.dependency_graph import Graph
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import WORK
-from tracekit.replay.graph.unpredictable import CannotTellError
 
 _MARKEDLY = 1.15
 _SIZES_APART = 1.15
 
 
-def even(graph: Graph) -> Graph:
+def equalize_transfers(graph: Graph) -> Graph:
     """Let no transfer take longer than those of its op, size and place in the fastest group and step.
 
-    Raises CannotTellError on a CPU run, whose transfers vary with whatever else its cores do, or where nothing repeats.
+    Raises InsufficientDataError on a CPU run, whose transfers vary with the load of its cores, or where nothing repeats.
     """
     if not graph.frame["device"].is_not_null().any():
-        raise CannotTellError("the run was on the CPU, where transfers vary with whatever else the cores do")
+        raise InsufficientDataError("the run was on the CPU, where transfers vary with whatever else the cores do")
     calls = transfers(graph)
     place = ["op", "bytes", "group_size", "phase", "unit"]
     medians = calls.group_by([*place, "members", "group", "step"]).agg(pl.col("took_ns").median().alias("median_ns"))
     if medians.group_by(place).len().filter(pl.col("len") > 1).is_empty():
-        raise CannotTellError("no collective comes again in another group or step")
+        raise InsufficientDataError("no collective comes again in another group or step")
     best = medians.group_by(place).agg(pl.col("median_ns").min().alias("best_ns"))
     told = calls.join(medians, on=[*place, "members", "group", "step"], nulls_equal=True).join(
         best, on=place, nulls_equal=True
@@ -36,11 +35,11 @@ def even(graph: Graph) -> Graph:
     return replace(graph, own_ns=own)
 
 
-def bucketed(graph: Graph) -> Graph:
+def bucket_collectives(graph: Graph) -> Graph:
     """Let collectives of one op that are launched one after the other, with nothing else between, go as one.
 
     What a collective costs besides its bytes comes from all of the op: time against size, by least squares over the
-    medians of sizes. Raises CannotTellError where sizes differ too little to tell.
+    medians of sizes. Raises InsufficientDataError where sizes differ too little to tell.
     """
     runs = _runs(graph)
     several = runs.filter(pl.len().over("run") > 1)
@@ -48,7 +47,7 @@ def bucketed(graph: Graph) -> Graph:
         return graph
     told = several.join(_costs(transfers(graph)), on="op", maintain_order="left")
     if told.is_empty():
-        raise CannotTellError("collectives of one size only: what each costs besides its bytes cannot be told")
+        raise InsufficientDataError("collectives of one size only: what each costs besides its bytes cannot be told")
     first = told.group_by("run", maintain_order=True).agg(
         pl.col("done", "fixed_ns", "ns_per_byte").first(), pl.col("bytes").sum()
     )

@@ -4,7 +4,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.model.sweep_line import Ints
-from tracekit.replay.graph.dependency_graph import Graph, Replayed
+from tracekit.replay.graph.dependency_graph import Graph, Replay
 
 COLUMNS = {
     "window": pl.Int64, "rank": pl.Int64, "step": pl.Int64, "device": pl.Int64, "duration_ns": pl.Int64,
@@ -12,7 +12,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def durations(graph: Graph, played: Replayed) -> pl.DataFrame:
+def durations(graph: Graph, played: Replay) -> pl.DataFrame:
     """Return each step's device window as recorded and as replayed: from its first node's start to the next step's.
 
     Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
@@ -56,7 +56,7 @@ def worst_error_ratio(table: pl.DataFrame) -> float:
     return float(off.max(initial=0.0))
 
 
-def _lasts(graph: Graph, played: Replayed) -> pl.DataFrame:
+def _lasts(graph: Graph, played: Replay) -> pl.DataFrame:
     """Return when the last activity of each step ended."""
     end: Ints = played.end_ns[graph.done]
     work = graph.frame.select("rank", "device", "step", "kind").with_columns(pl.Series("end", end, pl.Int64))

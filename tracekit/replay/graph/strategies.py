@@ -20,9 +20,8 @@ from tracekit.replay.graph import (
     steps,
     transforms,
 )
-from tracekit.replay.graph.dependency_graph import Graph
-from tracekit.replay.graph.hsdp import Node
-from tracekit.replay.graph.unpredictable import CannotTellError
+from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
+from tracekit.replay.graph.hsdp import NodeSpec
 
 HSDP = "hsdp"
 _ASSUMED = (
@@ -46,7 +45,7 @@ class Prediction:
     name: str
     step_ns: int
     predicted_ns: int
-    assumed: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
     @property
     def saved_ratio(self) -> float:
@@ -54,7 +53,7 @@ class Prediction:
         return 1 - self.predicted_ns / self.step_ns if self.step_ns else 0.0
 
 
-def predicted(run: Run, strategy: str, node: Node | None = None) -> Prediction:
+def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> Prediction:
     """Return what a step would take under a strategy: yafsdp, fsdp2, or hsdp on nodes of this kind.
 
     Raises InputError for others: what they would do is not in a trace of another strategy.
@@ -70,7 +69,7 @@ def predicted(run: Run, strategy: str, node: Node | None = None) -> Prediction:
     return _predicted(run, strategy, told, assumed)
 
 
-def _hsdp(run: Run, node: Node | None) -> Prediction:
+def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
     if node is None:
         raise InputError(
             "--strategy hsdp: what a ring inside a node carries is not in this recording; say it by --node-bandwidth, "
@@ -85,10 +84,10 @@ def _hsdp(run: Run, node: Node | None) -> Prediction:
         "the optimizer as much longer as its shards grow",
         f"memory for {HSDP}: weights, gradients and optimizer sharded over {node.gpus} ranks only",
     )
-    return _predicted(run, HSDP, lambda graph: hsdp.replicated(graph, node, known), assumed, crawling=True)
+    return _predicted(run, HSDP, lambda graph: hsdp.to_hsdp(graph, node, known), assumed, slow_preparation=True)
 
 
-def recomputing_less(run: Run, layers: int) -> Prediction:
+def predict_less_recomputation(run: Run, layers: int) -> Prediction:
     """Return what a step would take with so many recomputed layers fewer: those that backward comes to first.
 
     Raises InputError where nothing is recomputed.
@@ -102,7 +101,7 @@ def recomputing_less(run: Run, layers: int) -> Prediction:
     return _predicted(run, f"{layers} recomputed layers fewer", fewer, ("the memory for what is then kept",))
 
 
-def other_network(run: Run, times: float) -> Prediction:
+def predict_network(run: Run, times: float) -> Prediction:
     """Return what a step would take on links that carry `times` as many bytes a second.
 
     Raises InputError where nothing is transferred.
@@ -118,18 +117,20 @@ def other_network(run: Run, times: float) -> Prediction:
         else "latency scales too: sizes differ too little to tell it from bandwidth",
     )
     name = f"a network {times:g} times as fast"
-    return _predicted(run, name, lambda graph: network.carrying(graph, times, lines), assumed, crawling=True)
+    return _predicted(
+        run, name, lambda graph: network.scale_bandwidth(graph, times, lines), assumed, slow_preparation=True
+    )
 
 
 def _predicted(
-    run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, crawling: bool = False
+    run: Run, name: str, change: Callable[[Graph], Graph], assumed: tuple[str, ...], *, slow_preparation: bool = False
 ) -> Prediction:
-    before = savings.replayed(run)
+    before = savings.replayed_steps(run)
     if before.is_empty():
         raise InputError(f"{run.path}: no step to replay")
     try:
-        tables = [_changed(each, change, crawling=crawling) for each in savings.graphs_of(run)]
-    except CannotTellError as error:
+        tables = [_changed(each, change, slow_preparation=slow_preparation) for each in savings.graphs_of(run)]
+    except InsufficientDataError as error:
         raise InputError(f"{run.path}: {name} cannot be predicted: {error}") from error
     per = before.select("window", "step").n_unique()
     saved_ns = steps.total_ns(before, "replayed_ns") - steps.total_ns(pl.concat(tables), "replayed_ns")
@@ -137,26 +138,26 @@ def _predicted(
     return Prediction(name, step_ns, step_ns - saved_ns // per, assumed)
 
 
-def _changed(graph: Graph, change: Callable[[Graph], Graph], *, crawling: bool) -> pl.DataFrame:
+def _changed(graph: Graph, change: Callable[[Graph], Graph], *, slow_preparation: bool) -> pl.DataFrame:
     changed = change(graph)
-    return steps.durations(*contention_update.settled(graph, changed, crawling=crawling))
+    return steps.durations(*contention_update.apply_contention(graph, changed, slow_preparation=slow_preparation))
 
 
 def _fsdp2(graph: Graph) -> Graph:
     freed = transforms.rate_limiter(graph)
-    return transforms.where_known(transforms.CHANGES["give-way"], freed)
+    return transforms.apply_if_known(transforms.TRANSFORMS["give-way"], freed)
 
 
 def _yafsdp(graph: Graph) -> Graph:
     copies = (graph.frame["span"].fill_null("").str.contains(_COPYING)).to_numpy()
     own = graph.own_ns.copy()
     own[np.flatnonzero(copies & (graph.own_ns[: graph.count] > 0) & transforms.is_compute(graph))] = 0
-    return earlier_collectives.first(transforms.allocator(_fsdp2(replace(graph, own_ns=own))))
+    return earlier_collectives.all_gathers_first(transforms.allocator(_fsdp2(replace(graph, own_ns=own))))
 
 
 def _fewer(graph: Graph, layers: int) -> Graph:
     """Return the graph without the first regions of recomputation of each backward pass."""
-    again = redundant_work.recomputed(graph)
+    again = redundant_work.recomputed_nodes(graph)
     rows = graph.frame.select("rank", "step", "lane").with_columns(
         pl.Series("again", again), pl.int_range(pl.len()).cast(pl.Int64).alias("at")
     )

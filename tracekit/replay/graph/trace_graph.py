@@ -14,7 +14,16 @@ from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 from tracekit.replay.graph import cpu_run, host_time
 from tracekit.replay.graph.host_time import Calls
-from tracekit.replay.graph.nodes import EDGE_COLUMNS, HOST, WAIT, WORK, Built, conformed, edge_table, numbered
+from tracekit.replay.graph.nodes import (
+    EDGE_COLUMNS,
+    HOST,
+    WAIT,
+    WORK,
+    TraceGraph,
+    conform_edges,
+    edge_table,
+    number_nodes,
+)
 
 KERNEL_GAP_NS = 1_000
 """What a device takes between two kernels of a stream: about a microsecond on all of NVIDIA's; not from the trace."""
@@ -33,7 +42,7 @@ def nodes(trace: Trace) -> pl.DataFrame:
     `hosts.DOINGS`; -1), recomputed, kernel (equal for the same work), think_ns (the host's time before it by what it
     did: its sum is in chain_ns); one row per node.
     """
-    return built(trace).nodes
+    return build(trace).nodes
 
 
 def edges(trace: Trace) -> pl.DataFrame:
@@ -43,13 +52,13 @@ def edges(trace: Trace) -> pl.DataFrame:
     queue, communicator, start_order, collective), inferred; one row per wait. The waiting node of `start_order` starts
     no earlier than the awaited one starts.
     """
-    return built(trace).edges
+    return build(trace).edges
 
 
 @memoize
-def built(trace: Trace) -> Built:
+def build(trace: Trace) -> TraceGraph:
     """Return nodes and edges of a trace."""
-    return _on_device(trace) if trace.on_device else cpu_run.built(trace)
+    return _on_device(trace) if trace.on_device else cpu_run.build(trace)
 
 
 def windows(trace: Trace) -> pl.DataFrame:
@@ -57,7 +66,7 @@ def windows(trace: Trace) -> pl.DataFrame:
 
     Columns step, device, start_ns, end_ns, first (node); one row per step and device that a node begins.
     """
-    made = built(trace).nodes.filter(pl.col("kind").is_not_null())
+    made = build(trace).nodes.filter(pl.col("kind").is_not_null())
     begins = made.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
     found = trace.steps.drop_nulls(["start_ns", "end_ns"]).join(
         begins, on=["device", "start_ns"], how="left", nulls_equal=True, maintain_order="left"
@@ -74,7 +83,7 @@ def preparation(trace: Trace) -> pl.DataFrame:
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
     parts = [pl.DataFrame(schema=_PREPARATION)]
-    made = built(trace).nodes.filter(pl.col("what") == WORK).select("node", "ref")
+    made = build(trace).nodes.filter(pl.col("what") == WORK).select("node", "ref")
     for device in breakdown.devices(trace) if trace.on_device else ():
         found = launches.preparation(trace, device)
         placed = found.join(made, left_on="id", right_on="ref", maintain_order="left").join(
@@ -93,9 +102,9 @@ _PREPARATION = {
 # A device ------------------------------------------------------------------------------------------------------------
 
 
-def _on_device(trace: Trace) -> Built:
+def _on_device(trace: Trace) -> TraceGraph:
     calls = host_time.calls(trace)
-    items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.reached_ns(trace)))
+    items = dependencies.lane_items(trace).with_columns(pl.Series("end_ns", dependencies.completion_ns(trace)))
     first_item = len(calls.id)
     launch_of = calls.row_of_launch()
     launch = np.array([launch_of.get(each, -1) for each in items["launch_id"].fill_null(-1).to_list()], np.int64)
@@ -115,12 +124,12 @@ def _on_device(trace: Trace) -> Built:
             "start_ns": calls.start_ns,
             "end_ns": calls.end_ns,
             "chain": np.arange(first_item, dtype=np.int64) - 1,
-            "chain_ns": calls.think_ns.sum(axis=1),
+            "chain_ns": calls.gap_ns.sum(axis=1),
             "launch": np.full(first_item, -1, np.int64),
             "launch_ns": np.zeros(first_item, np.int64),
             "own_ns": own,
-            "doing": pl.Series(calls.doing, dtype=pl.Int8),
-            "think_ns": pl.Series(calls.think_ns, dtype=pl.Array(pl.Int64, host_time.TYPES)),
+            "host_state": pl.Series(calls.state, dtype=pl.Int8),
+            "gap_ns": pl.Series(calls.gap_ns, dtype=pl.Array(pl.Int64, host_time.STATE_COUNT)),
         }
     )
     work = items.select(
@@ -131,19 +140,19 @@ def _on_device(trace: Trace) -> Built:
         pl.Series("launch", launch),
         pl.lit(0, pl.Int64).alias("launch_ns"),
         pl.when("is_wait").then(0).otherwise(pl.col("end_ns") - pl.col("start_ns")).alias("own_ns"),
-        pl.lit(-1, pl.Int8).alias("doing"),
+        pl.lit(-1, pl.Int8).alias("host_state"),
     )  # fmt: skip
     every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, items, first_item))
-    told = numbered(_with_kernels(trace, every))
+    told = number_nodes(_with_kernels(trace, every))
     lane_waits = dependencies.item_waits(trace).select(
-        pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "how", "inferred"
+        pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
-    return Built(told, conformed(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)])))
+    return TraceGraph(told, conform_edges(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)])))
 
 
 def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
     """Return which nodes are work that recomputes activations."""
-    again = recomputation.again(trace)
+    again = recomputation.recomputed_activities(trace)
     found = np.zeros(first_item + len(items), bool)
     if again.height:
         mine = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
@@ -155,7 +164,7 @@ def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
     """Return nodes with what is equal where their work is the same kernel: see `overlap.Residents`."""
     known = [
         pl.DataFrame({"ref": here.work["id"], "kernel": here.kernel}, schema_overrides={"kernel": pl.UInt64})
-        for here in concurrency.residents(trace)
+        for here in concurrency.device_work(trace)
     ]
     if not known:
         return every
@@ -231,7 +240,7 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     good = (at >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
     how = np.where(held[which][good], "queue", "sync")
     found = edge_table(which[good], work["item"].to_numpy()[row[good]] + first_item, "sync", inferred=True)
-    return found.with_columns(pl.Series("how", how, pl.String))
+    return found.with_columns(pl.Series("kind", how, pl.String))
 
 
 def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int) -> Ints:

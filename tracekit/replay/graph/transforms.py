@@ -6,66 +6,69 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from tracekit.analysis.time import host_activity
+from tracekit.analysis.time import host_state
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph import contention_free, earlier_collectives, redundant_work, slow_ranks, slow_transfers
-from tracekit.replay.graph.dependency_graph import START_ORDER, Graph
+from tracekit.replay.graph.dependency_graph import START_ORDER, Graph, InsufficientDataError
 from tracekit.replay.graph.nodes import HOST, WORK
-from tracekit.replay.graph.unpredictable import CannotTellError
 
 _PAUSE_NS = 2_000_000
 """On a CPU run, whose host computes itself, shorter pauses between ops are the ops' own."""
 _LATE = [
-    host_activity.DOINGS.index(each)
-    for each in (host_activity.PYTHON, host_activity.OP, host_activity.LAUNCH, host_activity.LOCK)
+    host_state.HOST_STATES.index(each)
+    for each in (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
 ]
-_PYTHON = host_activity.DOINGS.index(host_activity.PYTHON)
+_PYTHON = host_state.HOST_STATES.index(host_state.PYTHON)
 
 
 def late_launch(graph: Graph) -> Graph:
     """Let the host lose no time between its calls and in launches."""
-    think = thinking(graph)
+    think = host_gap_times(graph)
     late = think[:, _LATE].sum(axis=1)
-    if is_on_host(graph):
-        return _sooner(graph, _recurring(graph, think[:, _PYTHON]))
-    return _instant(_sooner(graph, late), _doing(graph, host_activity.LAUNCH))
+    if is_cpu_run(graph):
+        return _with_shorter_gaps(graph, _recurring(graph, think[:, _PYTHON]))
+    return _with_zero_time(_with_shorter_gaps(graph, late), _in_state(graph, host_state.LAUNCH))
 
 
 def blocking_sync(graph: Graph) -> Graph:
     """Let the host wait for the device nowhere, saves, the allocator and rate limiters apart."""
-    if is_on_host(graph):
-        raise CannotTellError("the run was on the CPU, where the host waits for no device")
-    return _unblocked(graph, _doing(graph, host_activity.SYNCHRONIZE))
+    if is_cpu_run(graph):
+        raise InsufficientDataError("the run was on the CPU, where the host waits for no device")
+    return _without_waits(graph, _in_state(graph, host_state.SYNCHRONIZE))
 
 
 def rate_limiter(graph: Graph) -> Graph:
     """Let FSDP1 hold nothing back."""
-    return _unblocked(graph, _doing(graph, host_activity.RATE_LIMITER))
+    return _without_waits(graph, _in_state(graph, host_state.RATE_LIMITER))
 
 
 def data_loading(graph: Graph) -> Graph:
     """Let every batch be there at once."""
-    index = host_activity.DOINGS.index(host_activity.DATA)
-    ready = _sooner(graph, thinking(graph)[:, index])
-    return _instant(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & is_compute(graph))
+    index = host_state.HOST_STATES.index(host_state.DATA)
+    ready = _with_shorter_gaps(graph, host_gap_times(graph)[:, index])
+    return _with_zero_time(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & is_compute(graph))
 
 
 def allocator(graph: Graph) -> Graph:
     """Let the allocator make no calls."""
-    found = _doing(graph, host_activity.ALLOCATOR)
-    return _unblocked(_sooner(graph, thinking(graph)[:, host_activity.DOINGS.index(host_activity.ALLOCATOR)]), found)
+    found = _in_state(graph, host_state.ALLOCATOR)
+    return _without_waits(
+        _with_shorter_gaps(graph, host_gap_times(graph)[:, host_state.HOST_STATES.index(host_state.ALLOCATOR)]), found
+    )
 
 
 def checkpoint(graph: Graph) -> Graph:
     """Let no save stop training."""
-    index = host_activity.DOINGS.index(host_activity.CHECKPOINT)
-    going = _unblocked(_sooner(graph, thinking(graph)[:, index]), _doing(graph, host_activity.CHECKPOINT))
-    return _instant(going, _of_phase(graph, "checkpoint"))
+    index = host_state.HOST_STATES.index(host_state.CHECKPOINT)
+    going = _without_waits(
+        _with_shorter_gaps(graph, host_gap_times(graph)[:, index]), _in_state(graph, host_state.CHECKPOINT)
+    )
+    return _with_zero_time(going, _of_phase(graph, "checkpoint"))
 
 
 def shared_queue(graph: Graph) -> Graph:
     """Let work start though earlier launches on other streams have not."""
-    return replace(graph, edges=graph.edges.kept(graph.edges.how != START_ORDER))
+    return replace(graph, edges=graph.edges.select(graph.edges.kind != START_ORDER))
 
 
 def communication(graph: Graph) -> Graph:
@@ -78,10 +81,10 @@ def communication(graph: Graph) -> Graph:
 
 def recomputation(graph: Graph) -> Graph:
     """Let nothing be computed twice."""
-    return _instant(graph, redundant_work.recomputed(graph))
+    return _with_zero_time(graph, redundant_work.recomputed_nodes(graph))
 
 
-CHANGES: Mapping[str, Callable[[Graph], Graph]] = {
+TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
     "late-launch": late_launch,
     "blocking-sync": blocking_sync,
     "rate-limiter": rate_limiter,
@@ -90,21 +93,21 @@ CHANGES: Mapping[str, Callable[[Graph], Graph]] = {
     "checkpoint": checkpoint,
     "preparation": contention_free.without_preparation,
     "give-way": contention_free.without_give_way,
-    "slowed-compute": contention_free.compute_alone,
-    "slowed-collectives": contention_free.collectives_alone,
+    "slowed-compute": contention_free.uncontended_compute,
+    "slowed-collectives": contention_free.uncontended_collectives,
     "shared-queue": shared_queue,
-    "shared-communicator": earlier_collectives.apart,
-    "straggler": slow_ranks.even,
-    "slow-link": slow_transfers.even,
+    "shared-communicator": earlier_collectives.independent_collectives,
+    "straggler": slow_ranks.equalize_ranks,
+    "slow-link": slow_transfers.equalize_transfers,
     "communication": communication,
-    "late-gathers": earlier_collectives.sooner,
-    "small-collectives": slow_transfers.bucketed,
-    "micro-batch-reductions": redundant_work.once,
+    "late-gathers": earlier_collectives.prefetch_all_gathers,
+    "small-collectives": slow_transfers.bucket_collectives,
+    "micro-batch-reductions": redundant_work.reduce_once_per_step,
     "recomputation": recomputation,
 }
 
 
-AS_MEASURED = frozenset({"preparation", "give-way", "slowed-compute"})
+CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
 """Changes that are about contention: after them nothing is slowed again."""
 _FIRST = ("slowed-compute", "give-way", "slowed-collectives", "slow-link", "small-collectives", "straggler")
 """Changes that compare how long work took: they go before those that let work take no time, or move it."""
@@ -113,7 +116,7 @@ _LAST = ("shared-queue", "shared-communicator", "late-gathers")
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Return changes in the order in which they are made where there are several; each once."""
-    rest = [name for name in CHANGES if name not in (*_FIRST, *_LAST)]
+    rest = [name for name in TRANSFORMS if name not in (*_FIRST, *_LAST)]
     wanted = frozenset(names)
     return tuple(name for name in (*_FIRST, *rest, *_LAST) if name in wanted)
 
@@ -137,20 +140,20 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
     return late
 
 
-def where_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
+def apply_if_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
     """Return the graph changed, or as it is where it cannot be told what the change would be."""
     try:
         return change(graph)
-    except CannotTellError:
+    except InsufficientDataError:
         return graph
 
 
-def thinking(graph: Graph) -> Ints:
+def host_gap_times(graph: Graph) -> Ints:
     """Return the host's time before each node by what it did, shape (nodes of ranks, hosts.DOINGS)."""
-    return np.asarray(graph.column("think_ns"), np.int64).reshape(graph.count, len(host_activity.DOINGS))
+    return np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
 
 
-def is_on_host(graph: Graph) -> bool:
+def is_cpu_run(graph: Graph) -> bool:
     """Return whether the run was on the CPU."""
     return not graph.frame["device"].is_not_null().any()
 
@@ -165,22 +168,22 @@ def is_compute(graph: Graph) -> Flags:
     return np.asarray((graph.frame["kind"] == "compute").fill_null(value=False).to_numpy())
 
 
-def _doing(graph: Graph, what: str) -> Flags:
-    return np.asarray(graph.column("doing") == host_activity.DOINGS.index(what))
+def _in_state(graph: Graph, what: str) -> Flags:
+    return np.asarray(graph.column("host_state") == host_state.HOST_STATES.index(what))
 
 
 def _of_phase(graph: Graph, phase: str) -> Flags:
     return np.asarray((graph.frame["phase"] == phase).fill_null(value=False).to_numpy())
 
 
-def _sooner(graph: Graph, by_ns: Ints) -> Graph:
+def _with_shorter_gaps(graph: Graph, by_ns: Ints) -> Graph:
     """Return the graph with so much less time before its nodes."""
     chain_ns = graph.chain_ns.copy()
     chain_ns[: graph.count] -= by_ns
     return replace(graph, chain_ns=np.maximum(chain_ns, 0))
 
 
-def _instant(graph: Graph, which: Flags) -> Graph:
+def _with_zero_time(graph: Graph, which: Flags) -> Graph:
     """Return the graph with some of the ranks' nodes taking no time; of collectives, on all ranks."""
     own = graph.own_ns.copy()
     at = np.flatnonzero(which)
@@ -189,8 +192,8 @@ def _instant(graph: Graph, which: Flags) -> Graph:
     return replace(graph, own_ns=own)
 
 
-def _unblocked(graph: Graph, which: Flags) -> Graph:
+def _without_waits(graph: Graph, which: Flags) -> Graph:
     """Return the graph with some calls of the host taking no time and waiting for nothing."""
     blocked = np.concatenate((which, np.zeros(len(graph.own_ns) - graph.count, bool)))
     kept = ~blocked[graph.edges.waiting] | (graph.edges.awaited < 0)
-    return _instant(replace(graph, edges=graph.edges.kept(kept)), which & (graph.column("what") != WORK))
+    return _with_zero_time(replace(graph, edges=graph.edges.select(kept)), which & (graph.column("what") != WORK))

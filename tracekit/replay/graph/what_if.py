@@ -13,7 +13,7 @@ from tracekit.replay.graph.savings import Saving
 from tracekit.replay.graph.transforms import in_order
 from tracekit.sync import collective_matching
 
-LEAST_RATIO = 0.001
+MIN_SAVED_RATIO = 0.001
 """What saves less of a step is told only where it is asked for by name."""
 _HOURS = 24.0
 
@@ -35,7 +35,7 @@ class Answer:
     confidence: float
     basis: str
     caveat: str = ""
-    why_not: str = ""
+    unavailable_reason: str = ""
 
     @property
     def without_ns(self) -> int:
@@ -44,11 +44,11 @@ class Answer:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class WhatIf:
     """What a run would be without causes: the answers that save most first, those it cannot give, and the replay."""
 
     answers: tuple[Answer, ...]
-    unknown: tuple[Answer, ...]
+    unavailable: tuple[Answer, ...]
     step_ns: int
     replayed_ns: int
     replay: pl.DataFrame
@@ -68,17 +68,19 @@ class Answers:
         return abs(self.replay_error_ratio) <= savings.MAX_ERROR_RATIO
 
 
-def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None, asks: bool = True) -> Answers:
+def answer(
+    run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None, with_causes: bool = True
+) -> WhatIf:
     """Return what a run would be without each of the causes named; of all that save anything where none is named.
 
-    Where nothing is asked (`asks`), the replay alone is told.
+    Where nothing is asked (`with_causes`), the replay alone is told.
 
     Raises InputError for a name that is no cause, a price below 0, or a run of which nothing can be replayed.
     """
     if gpu_hour_price is not None and not gpu_hour_price >= 0:
         raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
-    wanted = [causes.find(name) for name in names or causes.CAUSES] if asks else []
-    replay = savings.replayed(run)
+    wanted = [causes.find(name) for name in names or causes.CAUSES] if with_causes else []
+    replay = savings.replayed_steps(run)
     if replay.is_empty():
         raise InputError(
             f"{run.path}: no step to replay: the trace has no work on a device, and no ops of a CPU run; "
@@ -86,11 +88,11 @@ def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = 
         )
     gpus = gpus_of(run)
     found = [_answer(each, savings.saving(run, each.name), gpus, gpu_hour_price) for each in wanted]
-    told = [each for each in found if not each.why_not and (names or each.saved_ratio >= LEAST_RATIO)]
+    told = [each for each in found if not each.unavailable_reason and (names or each.saved_ratio >= MIN_SAVED_RATIO)]
     per = replay.select("window", "step").n_unique()
-    return Answers(
+    return WhatIf(
         tuple(sorted(told, key=lambda each: -each.saved_ns)),
-        tuple(each for each in found if each.why_not),
+        tuple(each for each in found if each.unavailable_reason),
         steps.total_ns(replay, "duration_ns") // per,
         steps.total_ns(replay, "replayed_ns") // per,
         replay,
@@ -99,7 +101,7 @@ def of(run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = 
     )
 
 
-def together(run: Run, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
+def answer_combined(run: Run, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
     """Return what a run would be without several causes at once, as one answer.
 
     Where one of them cannot be told, its `why_not` says so. Raises InputError for a name that is no cause, and for less
@@ -115,7 +117,7 @@ def together(run: Run, names: tuple[str, ...], *, gpu_hour_price: float | None =
         "; ".join(each.basis for each in several),
         min(each.confidence for each in several),
     )
-    return _answer(both, savings.together(run, names), gpus_of(run), gpu_hour_price)
+    return _answer(both, savings.combined_saving(run, names), gpus_of(run), gpu_hour_price)
 
 
 def gpus_of(run: Run) -> int:
@@ -148,6 +150,6 @@ def _answer(cause: Cause, found: Saving, gpus: int, price: float | None) -> Answ
         None if price is None or hours is None else hours * price,
         found.confidence,
         cause.basis,
-        found.note,
-        found.why_not,
+        found.caveat,
+        found.unavailable_reason,
     )

@@ -26,17 +26,18 @@ def slowdowns(pairs: pl.DataFrame) -> go.Figure:
     `pairs` is `analysis.collective_contention.all_pairs`; pairs that were never seen alone have no mark.
     """
     known = pairs.drop_nulls("slowdown")
-    names = known.select("of", "beside").unique(maintain_order=True).sort("of", "beside").rows()
+    names = known.select("kind", "concurrent_kind").unique(maintain_order=True).sort("kind", "concurrent_kind").rows()
     ranks = known.select("rank", "device").unique().sort("rank", "device").rows()
     figure = go.Figure()
     for of in KIND_COLOURS:
-        rows = [row for row in known.iter_rows(named=True) if row["of"] == of]
+        rows = [row for row in known.iter_rows(named=True) if row["kind"] == of]
         if not rows:
             continue
         figure.add_scatter(
             x=[row["slowdown"] for row in rows],
             y=[
-                names.index((of, row["beside"])) + _marker_offset(ranks.index((row["rank"], row["device"])), len(ranks))
+                names.index((of, row["concurrent_kind"]))
+                + _marker_offset(ranks.index((row["rank"], row["device"])), len(ranks))
                 for row in rows
             ],
             mode="markers",
@@ -70,12 +71,12 @@ def concurrent_time(by_phase: pl.DataFrame, of: str = concurrency.COMPUTE) -> go
 
     `by_phase` is `analysis.contended.by_phase`.
     """
-    mine = by_phase.filter(pl.col("of") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
+    mine = by_phase.filter(pl.col("kind") == of).with_columns(pl.col("phase").fill_null(_NO_PHASE))
     phases = mine.group_by("phase").agg(pl.col("overlapped_ns").sum()).sort("overlapped_ns", descending=True)
     order = phases["phase"].to_list()
     figure = go.Figure()
     for beside, colour in KIND_COLOURS.items():
-        rows = mine.filter(pl.col("beside") == beside)
+        rows = mine.filter(pl.col("concurrent_kind") == beside)
         sums = rows.group_by("phase").agg(pl.col("calls", "overlapped_ns", "judged_ns", "lost_ns").sum())
         if sums.is_empty():
             continue
@@ -140,7 +141,7 @@ def _marker_offset(number: int, count: int) -> float:
 def _hover(row: dict[str, object]) -> str:
     interval = "" if row["low"] is None else f", 95% between {row['low']:.2f} and {row['high']:.2f}"
     return (
-        f"<b>rank {row['rank']}: {row['of']} beside {row['beside']}</b><br>{row['slowdown']:.2f} times as long as alone"
+        f"<b>rank {row['rank']}: {row['kind']} beside {row['concurrent_kind']}</b><br>{row['slowdown']:.2f} times as long as alone"
         f"{interval}<br>together for {units.duration(int(str(row['overlapped_ns'])))}, "
         f"{units.duration(int(str(row['lost_ns'])))} longer for it"
     )

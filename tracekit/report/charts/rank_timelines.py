@@ -33,7 +33,7 @@ def rank_activity(activity: pl.DataFrame, window: Window, *, origin_ns: int | No
     shown = _thin(rank_timelines.within(activity, window), window)
     figure = go.Figure()
     for doing, (label, kind) in LABELS.items():
-        drawn = shown.filter(pl.col("doing") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
+        drawn = shown.filter(pl.col("state") == doing).join(rows, on=["rank", "device"], nulls_equal=True)
         figure.add_bar(
             orientation="h",
             base=((drawn["start_ns"] - origin_ns) / 1e6).round(6).to_list(),
@@ -68,14 +68,14 @@ def _thin(shown: pl.DataFrame, window: Window) -> pl.DataFrame:
         past_ns = (pl.col("start_ns") + pl.col("dur_ns")).shift().over(of)
         far = (pl.col("start_ns") - past_ns > quantum_ns).fill_null(value=True)
         short = pl.max_horizontal("dur_ns", pl.col("dur_ns").shift().over(of)) <= quantum_ns
-        other = (pl.col("doing") != pl.col("doing").shift().over(of)).fill_null(value=True) & ~short
+        other = (pl.col("state") != pl.col("state").shift().over(of)).fill_null(value=True) & ~short
         run = (far | other).cum_sum()
         most = pl.col("dur_ns").arg_max()
         ordered = (
             ordered.group_by(run.alias("_run"), maintain_order=True)
             .agg(
                 pl.col(*of).first(),
-                pl.col("doing", "op", "unit", "peer_rank").get(most),
+                pl.col("state", "op", "unit", "peer_rank").get(most),
                 pl.col("start_ns").first(),
                 (pl.col("start_ns") + pl.col("dur_ns")).last().alias("_end_ns"),
             )

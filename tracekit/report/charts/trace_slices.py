@@ -38,7 +38,7 @@ def timeline(
     are more than `max_slices`, neighbours too short to see are drawn as one and the axis title says so.
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
-    table, merged_below_ns = slices.thin(slices.slices(trace, window), window, max_slices=max_slices)
+    table, merged_below_ns = slices.merge_short_slices(slices.slices(trace, window), window, max_slices=max_slices)
     marks = _placed(_marks(evidence, window), window, origin_ns).with_columns(y=pl.lit(0.0))
     rows = _rows(table, first_y=_EVIDENCE_PX / _ROW_PX if marks.height else 0.0)
     drawn = _placed(table, window, origin_ns).join(rows, on=["track", "depth"])

@@ -80,12 +80,12 @@ def _gradients(trace: Trace, id: int) -> Iterable[_Pair]:  # noqa: A002
 def _waits(trace: Trace, id: int, source: str) -> Iterable[_Pair]:  # noqa: A002
     found = _dependencies(trace)
     if source == "activities":
-        own = (pl.col("how") == EVENT) & ((pl.col("waiting_id") == id) | (pl.col("awaited_id") == id))
-        synced = (pl.col("how") == SYNC) & (pl.col("awaited_id") == id)
+        own = (pl.col("kind") == EVENT) & ((pl.col("waiting_id") == id) | (pl.col("awaited_id") == id))
+        synced = (pl.col("kind") == SYNC) & (pl.col("awaited_id") == id)
         found = found.filter(own | synced)
     else:
-        found = found.filter((pl.col("how") == SYNC) & (pl.col("waiting_id") == id))
-    rows = found.head(MAX_ARROWS).select("awaited_id", "waiting_id", "how").iter_rows()
+        found = found.filter((pl.col("kind") == SYNC) & (pl.col("waiting_id") == id))
+    rows = found.head(MAX_ARROWS).select("awaited_id", "waiting_id", "kind").iter_rows()
     return [
         ("activities", awaited, "activities" if how == EVENT else "ops", waits, how) for awaited, waits, how in rows
     ]

@@ -8,7 +8,7 @@ import polars as pl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, edges, ordered, replay
+from tracekit.replay.graph.dependency_graph import START_ORDER, Edges, Graph, edges, replay, sort_topologically
 
 NONE = np.empty(0, np.int64)
 
@@ -20,7 +20,7 @@ def graph(chain, launch, own, *, chain_ns=None, launch_ns=None, waits=()):
     whole = Graph(
         window=0,
         frame=pl.DataFrame({"node": np.arange(count)}),
-        joint_of=np.full(count, -1),
+        join_of=np.full(count, -1),
         chain=np.array(chain),
         launch=np.array(launch),
         launch_ns=np.array(launch_ns or [0] * count),
@@ -33,7 +33,7 @@ def graph(chain, launch, own, *, chain_ns=None, launch_ns=None, waits=()):
         origin_ns=0,
         order=NONE,
     )
-    return ordered(whole, np.zeros(count, np.int64))
+    return sort_topologically(whole, np.zeros(count, np.int64))
 
 
 def test_a_stream_and_its_launches_are_followed():
@@ -49,7 +49,7 @@ def test_a_stream_waits_for_an_event_and_for_a_release():
     # lane b   . . . 1 1      waits for the end of 0, though free since 1
     whole = graph([-1, -1], [-1, -1], [3, 2], waits=[(1, 0, 0), (1, -1, 1)])
     assert replay(whole).start_ns.tolist() == [0, 3]
-    alone = replace(whole, edges=whole.edges.kept(whole.edges.awaited < 0))
+    alone = replace(whole, edges=whole.edges.select(whole.edges.awaited < 0))
     assert replay(alone).start_ns.tolist() == [0, 1]
 
 
@@ -61,14 +61,14 @@ def test_several_waits_of_one_node_all_count():
 def test_an_order_of_starts_is_no_order_of_ends():
     whole = graph([-1, -1], [-1, -1], [5, 2], waits=[(0, -1, 3)])
     turn = Edges(np.array([1]), np.array([0]), np.array([0]), np.array([START_ORDER]), np.array([True]))
-    played = replay(ordered(replace(whole, edges=whole.edges.with_more(turn)), np.zeros(2, np.int64)))
+    played = replay(sort_topologically(replace(whole, edges=whole.edges.concat(turn)), np.zeros(2, np.int64)))
     assert played.start_ns.tolist() == [3, 3]
 
 
 def test_waits_that_would_wait_for_themselves_are_dropped():
     whole = graph([-1, 0], [-1, -1], [2, 3])
     back = Edges(np.array([0]), np.array([1]), np.array([0]), np.array(["event"]), np.array([True]))
-    played = replay(ordered(replace(whole, edges=back), np.zeros(2, np.int64)))
+    played = replay(sort_topologically(replace(whole, edges=back), np.zeros(2, np.int64)))
     assert played.end_ns.tolist() == [2, 5]
 
 

@@ -78,7 +78,7 @@ def test_free_transfers_save_what_compute_waits_for_and_not_what_it_hides():
     )
     found = savings.saving(exposed, "communication")
     assert found.saved_ns / MS == pytest.approx(8, abs=0.1)
-    waits = exposed.table(dependencies.dependencies).filter(pl.col("how") == "event").rows()
+    waits = exposed.table(dependencies.dependencies).filter(pl.col("kind") == "event").rows()
     assert {row[2:4] for row in waits} == {(6, 0), (2, 6), (7, 3), (5, 7)}
 
 
@@ -96,7 +96,7 @@ def test_a_blocking_read_costs_the_time_in_which_nothing_is_queued():
     found = savings.saving(read, "blocking-sync")
     assert without_ms(found) == 6.0
     told = read.table(dependencies.dependencies)
-    assert set(told["how"]) == {"launch", "stream"}
+    assert set(told["kind"]) == {"launch", "stream"}
 
 
 def test_all_that_costs_something_is_told_most_first_with_hours_and_money():
@@ -108,21 +108,21 @@ def test_all_that_costs_something_is_told_most_first_with_hours_and_money():
         ("cudaLaunchKernel", 0, 1),
         ("cudaLaunchKernel", 6, 1),
     )
-    found = what_if.of(late, gpu_hour_price=2.0)
+    found = what_if.answer(late, gpu_hour_price=2.0)
     assert [each.cause.name for each in found.answers] == ["late-launch"]
     (only,) = found.answers
     assert only.gpu_hours_per_day == pytest.approx(24 * only.saved_ratio)
     assert only.per_day == pytest.approx(2 * only.gpu_hours_per_day)
-    assert "straggler" in {each.cause.name for each in found.unknown}
+    assert "straggler" in {each.cause.name for each in found.unavailable}
 
 
 def test_an_unknown_cause_and_a_run_without_work_are_refused():
     with pytest.raises(InputError, match="did you mean straggler"):
         causes.find("stragler")
     with pytest.raises(InputError, match="no step to replay"):
-        what_if.of(drawn_traces.run(drawn_traces.trace("compute .....")))
+        what_if.answer(drawn_traces.run(drawn_traces.trace("compute .....")))
     with pytest.raises(InputError, match="gpu-hour-price"):
-        what_if.of(drawn_traces.run(drawn_traces.trace("compute aa")), gpu_hour_price=-1.0)
+        what_if.answer(drawn_traces.run(drawn_traces.trace("compute aa")), gpu_hour_price=-1.0)
 
 
 def test_each_cause_says_what_it_rests_on_and_which_rule_it_prices():

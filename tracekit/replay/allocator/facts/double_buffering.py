@@ -81,7 +81,7 @@ def _of_units(trace: Trace) -> pl.DataFrame:
     # Other addresses have nothing to tell of these.
     units = pl.col("unit").is_not_null() & (pl.col("unit") != "")
     events = events.join(events.filter(units), on=["device", "address"], how="semi", nulls_equal=True)
-    blocks = allocations.matched(events).filter(units, pl.col("freed"), pl.col("end_step") == pl.col("step"))
+    blocks = allocations.match_blocks(events).filter(units, pl.col("freed"), pl.col("end_step") == pl.col("step"))
     kind = pl.coalesce(
         pl.when(pl.col("span").str.contains(pattern)).then(pl.lit(name)) for name, pattern in _KINDS.items()
     )

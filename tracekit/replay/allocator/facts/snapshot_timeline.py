@@ -22,8 +22,8 @@ def over_time(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl
     Nothing where the snapshot has no history, or one without times.
     """
     if not len(history.at_ns) or not history.at_ns.any():
-        return pl.DataFrame(schema=usage.HELD_COLUMNS)
-    return usage.stacked(blocks(snapshot, history, played), live(snapshot, history, played), by=("op",))
+        return pl.DataFrame(schema=usage.OWNER_COLUMNS)
+    return usage.usage_by_owner(blocks(snapshot, history, played), live(snapshot, history, played), by=("op",))
 
 
 def blocks(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
@@ -34,7 +34,7 @@ def blocks(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.Da
     moves = events.filter(pl.col("delta_bytes") != 0).with_columns(
         device=pl.lit(history.device, pl.Int64), step=pl.lit(None, pl.Int64)
     )
-    found = allocations.matched(moves).join(
+    found = allocations.match_blocks(moves).join(
         snapshot_summary.owners(snapshot), left_on="op_id", right_on="stack", how="left"
     )
     absent = [name for name in allocations.BLOCK_COLUMNS if name not in found.columns]
@@ -82,4 +82,4 @@ def lifetimes(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl
     """Return how long blocks live by their size: columns as `held.lifetimes`."""
     if not np.any(history.at_ns):
         return pl.DataFrame(schema=usage.LIFETIME_COLUMNS)
-    return usage.binned(blocks(snapshot, history, played))
+    return usage.lifetime_histogram(blocks(snapshot, history, played))

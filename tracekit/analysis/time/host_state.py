@@ -10,7 +10,7 @@ from tracekit.model.memoize import memoize
 from tracekit.model.sweep_line import Flags, Ints, running
 from tracekit.model.trace import Trace
 
-RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON = DOINGS = (
+RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON = HOST_STATES = (
     "rate_limiter",
     "checkpoint",
     "data",
@@ -32,24 +32,24 @@ _LOCK = r"(?i)\bgil\b|lock[ _:]?(acquire|wait)|acquire[_ ]lock|futex|mutex"
 _LOADER = r"^enumerate\(DataLoader\)"
 
 
-def doing(trace: Trace, at_ns: Ints) -> Ints:
+def state_at(trace: Trace, at_ns: Ints) -> Ints:
     """Return what the threads that launch work did at each moment, as an index into DOINGS.
 
     `op`: inside an op of the framework, `launch`: inside another runtime call, `python`: in none of what the profiler
     records, so in Python or, where stacks say nothing, not running at all. Saves count on any thread that launches.
     """
-    found = np.full(len(at_ns), DOINGS.index(PYTHON), np.int64)
+    found = np.full(len(at_ns), HOST_STATES.index(PYTHON), np.int64)
     for index, spans in reversed(list(enumerate(_spans(trace)))):
         found[running(spans, at_ns) >= 0] = index
     return found
 
 
-def edges(trace: Trace) -> Ints:
+def state_changes(trace: Trace) -> Ints:
     """Return all moments at which the answer of `doing` may change."""
     return np.concatenate([spans.ravel() for spans in _spans(trace)])
 
 
-def launching(trace: Trace) -> pl.DataFrame:
+def launching_threads(trace: Trace) -> pl.DataFrame:
     """Return the threads (column lane) that launch work."""
     ids = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
     found = trace.ops.join(ids, on="id", how="semi").select("lane").unique()
@@ -58,15 +58,15 @@ def launching(trace: Trace) -> pl.DataFrame:
     return found.join(carrying, on="lane", how="anti")
 
 
-def is_synchronizing(doing_at: Ints) -> Flags:
+def is_synchronizing(state: Ints) -> Flags:
     """Return at which moments the host waited for the device."""
-    return np.isin(doing_at, [DOINGS.index(SYNCHRONIZE), DOINGS.index(RATE_LIMITER)])
+    return np.isin(state, [HOST_STATES.index(SYNCHRONIZE), HOST_STATES.index(RATE_LIMITER)])
 
 
 @memoize
 def _spans(trace: Trace) -> list[Spans]:
     """Return when the launching threads did each of DOINGS but the last."""
-    ops = trace.ops.join(launching(trace), on="lane", how="semi")
+    ops = trace.ops.join(launching_threads(trace), on="lane", how="semi")
     name, kind, phase = pl.col("name"), pl.col("kind"), pl.col("phase")
     is_call = kind == "runtime"
     names = (
@@ -96,4 +96,4 @@ def _spans(trace: Trace) -> list[Spans]:
         .fill_null(value=False)
     )
     spans = intervals.from_columns(ops["start_ns"], ops["dur_ns"])
-    return [intervals.union(spans[flags[each].to_numpy()]) for each in DOINGS[:-1]]
+    return [intervals.union(spans[flags[each].to_numpy()]) for each in HOST_STATES[:-1]]
