@@ -21,7 +21,9 @@ def page(entry: RunEntry) -> None:
     if held is None:
         return
     with held.lock:
-        tables = {survey.__name__: held.run.run_table(survey) for survey in (saves.by_save, saves.by_rank, saves.stages)}
+        tables = {
+            survey.__name__: held.run.run_table(survey) for survey in (saves.by_save, saves.by_rank, saves.stages)
+        }
         made_of = held.run.run_table(stalls.parts)
     each = tables["each"]
     if each.is_empty():

@@ -18,7 +18,9 @@ GIVING_WAY = rule_examples.giving_way(rule_examples.GIVE_WAY)
 
 def test_the_worst_moment_is_the_call_that_took_most_longer_than_alone():
     row = (
-        GIVING_WAY.run_table(contention_totals.costliest_calls).filter(pl.col("kind") == "preparation").row(0, named=True)
+        GIVING_WAY.run_table(contention_totals.costliest_calls)
+        .filter(pl.col("kind") == "preparation")
+        .row(0, named=True)
     )
     assert (row["name"], row["concurrent_kind"], row["rank"], row["start_ns"]) == ("p", "compute", 0, 0)
     assert (row["dur_ns"], row["alone_ns"], row["lost_ns"]) == (6 * UNIT, 2 * UNIT, 4 * UNIT)

@@ -110,7 +110,9 @@ def test_ranks_that_save_each_for_itself_do_so_at_one_time() -> None:
 
 def test_saves_without_a_step_are_each_by_itself() -> None:
     run = saving(LARGE, TINY, count=3, step=None)
-    assert saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))["saves"].to_list() == [1] * 6
+    assert (
+        saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))["saves"].to_list() == [1] * 6
+    )
 
 
 @pytest.mark.parametrize("each", [(MODEL, OPTIMIZER), (MODEL, OPTIMIZER, TINY), (OPTIMIZER, LARGE)])

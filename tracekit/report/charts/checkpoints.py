@@ -79,7 +79,7 @@ def _bars(figure: go.Figure, own: pl.DataFrame, stage: str, colour: str) -> None
 def save_clocks(each: pl.DataFrame) -> go.Figure:
     """Return for each save the time that training was blocked beside the time until all was written.
 
-    `each` is `analysis.saves.each`; of many saves the last are shown.
+    `each` is `analysis.saves.by_save`; of many saves the last are shown.
     """
     shown = each.tail(_MOST_SAVES)
     figure = go.Figure()
@@ -107,7 +107,7 @@ def save_clocks(each: pl.DataFrame) -> go.Figure:
 def save_bandwidth(clocks: pl.DataFrame) -> go.Figure:
     """Return what storage gave to each rank, bytes by the time in writing and syncing them, as points for each save.
 
-    `clocks` is `analysis.saves.clocks`; saves that synced nothing have no point.
+    `clocks` is `analysis.saves.by_rank`; saves that synced nothing have no point.
     """
     known = clocks.drop_nulls("storage_bytes_per_s")
     figure = go.Figure()
