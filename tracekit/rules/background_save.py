@@ -19,7 +19,7 @@ _DELAYED_RATIO = 0.1
 
 
 def _slowed(run: Run) -> pl.DataFrame:
-    """Return `saves.background_slowdown` with what is lost as shares: of the steps beside the save, and of the interval."""
+    """Return `saves.background_slowdown` with its loss as a share of the concurrent steps and of the interval."""
     often = run.run_table(saves.by_save).select("save", "interval_ns", "interval_steps")
     lost, beside = pl.col("lost_ns"), pl.col("steps") * pl.col("baseline_step_ns")
     return (

@@ -92,9 +92,8 @@ def test_preparation_that_crawls_opens_a_gap_and_then_the_same_gap_in_compute():
         dict.fromkeys("abcpyz", 0),
     )
     first, second = chains(trace).rows(named=True)
-    assert [first[name] // drawn_hosts.UNIT_NS for name in ("dur_ns", "preparation_ns", "contention_ns", "waited_ns")] == [
-        6, 2, 4, 4,
-    ]  # fmt: skip
+    names = ("dur_ns", "preparation_ns", "contention_ns", "waited_ns")
+    assert [first[name] // drawn_hosts.UNIT_NS for name in names] == [6, 2, 4, 4]
     assert second["contention_ns"] == 0
     assert second["preparation_ns"] == 2 * drawn_hosts.UNIT_NS
 

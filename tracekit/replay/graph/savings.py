@@ -49,8 +49,8 @@ class Saving:
 def saving(run: Run, cause: str) -> Saving:
     """Return what a run would gain without a cause, by replaying its dependency graph with that cause taken away.
 
-    `cause` is a name in `tracekit.replay.graph.causes.CAUSES`: late-launch (HOST001), blocking-sync, rate-limiter (HOST002),
-    data-loading (HOST003), allocator (MEM001), checkpoint (CKPT001), preparation (COMM004), give-way (STREAM001),
+    `cause` is a name in `tracekit.replay.graph.causes.CAUSES`: late-launch (HOST001), blocking-sync, rate-limiter
+    (HOST002), data-loading (HOST003), allocator (MEM001), checkpoint (CKPT001), preparation (COMM004), give-way (STREAM001),
     slowed-compute (STREAM003), slowed-collectives (STREAM004), shared-queue, shared-communicator (STREAM002), straggler
     (RANK001), slow-link (RANK002), communication, late-gathers (COMM001), small-collectives (COMM002),
     micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the

@@ -15,7 +15,7 @@ _SIZES_APART = 1.15
 def equalize_transfers(graph: Graph) -> Graph:
     """Let no transfer take longer than those of its op, size and place in the fastest group and step.
 
-    Raises InsufficientDataError on a CPU run, whose transfers vary with the load of its cores, or where nothing repeats.
+    Raises InsufficientDataError on a CPU run, where transfers vary with CPU load, or where nothing repeats.
     """
     if not graph.frame["device"].is_not_null().any():
         raise InsufficientDataError("the run was on the CPU, where transfers vary with whatever else the cores do")

@@ -141,7 +141,8 @@ def _marker_offset(number: int, count: int) -> float:
 def _hover(row: dict[str, object]) -> str:
     interval = "" if row["low"] is None else f", 95% between {row['low']:.2f} and {row['high']:.2f}"
     return (
-        f"<b>rank {row['rank']}: {row['kind']} beside {row['concurrent_kind']}</b><br>{row['slowdown']:.2f} times as long as alone"
+        f"<b>rank {row['rank']}: {row['kind']} beside {row['concurrent_kind']}</b><br>"
+        f"{row['slowdown']:.2f} times as long as alone"
         f"{interval}<br>together for {units.duration(int(str(row['overlapped_ns'])))}, "
         f"{units.duration(int(str(row['lost_ns'])))} longer for it"
     )
