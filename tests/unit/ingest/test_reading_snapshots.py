@@ -278,6 +278,7 @@ BOMBS = {
     "a key that is a list": b"\x80\x04}(]K\x01u.",
     "appending to nothing": b"a.",
     "no end": b"\x80\x04}",
+    "a key of tuples nested a million deep": b"\x80\x04})" + b"\x85" * 1_000_000 + b"K\x01s.",
     "nothing": b"",
     "a text file": b"hello, world\n",
     "a number that is no int64": b"\x80\x04](}(\x8c\x06action\x8c\x01a\x8c\x04addr\x8a\x09" + b"\xff" * 8 + b"\x00uea.",

@@ -8,6 +8,7 @@ from typing import Any
 
 from tracekit.ingest.checkpoint_files import inert_pickle, result, zip_archives
 from tracekit.ingest.checkpoint_files.result import Part
+from tracekit.ingest.pickle_machine import PickleError
 
 METADATA_FILE = ".metadata"
 SHARD_SUFFIX = ".distcp"
@@ -27,11 +28,12 @@ def check(folder: Path) -> Part:
     try:
         size = (folder / METADATA_FILE).stat().st_size
         if size > _MAX_METADATA_BYTES:
-            raise inert_pickle.InertError(f"has {size:,} bytes, more than this reads")
-        index = _index(inert_pickle.read((folder / METADATA_FILE).read_bytes()))
+            raise PickleError(f"has {size:,} bytes, more than this reads")
+        with (folder / METADATA_FILE).open("rb") as file:
+            index = _index(inert_pickle.MetadataUnpickler(file).read())
     except OSError as error:
         return replace(part, problems=(result.unreadable(METADATA_FILE, error),))
-    except inert_pickle.InertError as error:
+    except PickleError as error:
         return replace(part, problems=(result.problem(METADATA_FILE, str(error)),))
     shards = [_shard(folder, file, entries) for file, entries in sorted(index.items())]
     unchecked = sum(each.total_bytes - each.checked_bytes for each in shards if not each.problems)
@@ -55,19 +57,19 @@ def _index(metadata: Any) -> Mapping[str, Sequence[_Entry]]:
 
 
 def _entries(metadata: Any) -> Iterator[tuple[str, _Entry]]:
-    if type(metadata) is not inert_pickle.Made or type(metadata.state.get("storage_data")) is not dict:
-        raise inert_pickle.InertError("holds no storage index of torch.distributed.checkpoint")
+    if type(metadata) is not inert_pickle.InertObject or type(metadata.state.get("storage_data")) is not dict:
+        raise PickleError("holds no storage index of torch.distributed.checkpoint")
     for key, told in metadata.state["storage_data"].items():
         try:
             state = told.state
             file, offset, length = state["relative_path"], state["offset"], state["length"]
             name = str(key.state.get("fqn", "?"))
         except (AttributeError, KeyError):
-            raise inert_pickle.InertError("holds a storage index in a form that is not known") from None
+            raise PickleError("holds a storage index in a form that is not known") from None
         if type(file) is not str or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-            raise inert_pickle.InertError(f"says of {name} that it lies at no possible place")
+            raise PickleError(f"says of {name} that it lies at no possible place")
         if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise inert_pickle.InertError(f"says that {name} lies outside of the checkpoint, in {file[:99]}")
+            raise PickleError(f"says that {name} lies outside of the checkpoint, in {file[:99]}")
         yield file, _Entry(name, offset, length)
 
 

@@ -13,9 +13,10 @@ from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
+from tracekit.errors import BadTraceError
+from tracekit.ingest.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine
 from tracekit.ingest.readers.memory_snapshot import opcode_patterns
 from tracekit.ingest.readers.memory_snapshot.interning import EVENT_KEY, FRAME_KEY, Event, Frames, Rows, Stack
-from tracekit.ingest.readers.memory_snapshot.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine
 
 _MAX_KNOWN = 1 << 20
 _TIME_BYTES = 9  # of a time in µs with its opcode, which never comes again
@@ -27,11 +28,14 @@ _FIRST = itemgetter(0)
 
 
 class Unpickler(Machine):
-    """One snapshot, read once by `read`: an event is an `Event`, a list of frames a `Stack` where it could be."""
+    """One snapshot, read once by `read`: an event becomes an `Event`, a list of frames a `Stack` where possible."""
+
+    expected = "the data of a memory snapshot"
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         """Take a file to read from its beginning; `path` is how messages name it."""
-        super().__init__(file, path)
+        super().__init__(file)
+        self.path = path
         self.frames = Frames()
         self.rows = Rows()
         self._swept = 0
@@ -42,6 +46,10 @@ class Unpickler(Machine):
         self._keys: tuple[bytes, ...] = ()
         self._whole: dict[bytes, Any] = {}
         self._plain: dict[bytes, Any] = {}
+
+    def fail(self, problem: str) -> Exception:
+        """Return the error for a problem, with file and byte."""
+        return BadTraceError(f"{self.path}: byte {self.read_bytes:,}: the snapshot {problem}; take another snapshot")
 
     def empty_list(self) -> None:
         """Push a list; at once as one number if it is a stack of frames that were told before."""

@@ -1,7 +1,7 @@
-"""Pickle -> plain containers, read as a stream, and nothing run: dicts, lists, tuples, text, numbers, truth values.
+"""Pickle -> plain containers, read as a stream: dicts, lists, tuples, text, numbers, booleans. Nothing is executed.
 
-A pickle is a program. Its opcodes that import, call or build objects are refused by name before anything is done, and
-so is what would make a small file fill the memory.
+A pickle is a program. Opcodes that import, call or build objects are refused by name before anything is done, and so
+is what would make a small file fill the memory. A subclass may give more opcodes a harmless meaning.
 """
 
 import struct
@@ -9,26 +9,30 @@ from collections.abc import Callable
 from pickletools import opcodes
 from typing import Any, BinaryIO
 
-from tracekit.errors import BadTraceError
-
 _CHUNK_BYTES = 4 << 20
 MARGIN_BYTES = 1 << 16  # an opcode with its argument is read whole from the buffer; longer ones are refused
-_MAX_TEXT_BYTES = 1 << 20
 _MAX_INT_BYTES = 9  # an int64 or a uint64
-_MAX_DEPTH = 64
 MAX_INTERNED = 1 << 18
 _NAMES = {ord(op.code): op.name for op in opcodes}
 _STOP = ord(".")
 SPENT: Any = object()
-"""What stands in the memo for an item that is not there any more; no pickle can hold it."""
+"""Stands in the memo for an item that was removed; no pickle can contain it."""
+
+
+class PickleError(ValueError):
+    """A pickle that is truncated, damaged or not plain data. The message is a predicate, such as "is truncated"."""
 
 
 class Machine:
-    """One pickle, read once by `read`. Raises BadTraceError where it is cut, damaged or more than plain containers."""
+    """One pickle, read once by `read`. Raises `fail` if it is truncated, damaged or more than plain data."""
 
-    def __init__(self, file: BinaryIO, path: str) -> None:
-        """Take a file to read from its beginning; `path` is how messages name it."""
-        self.path = path
+    max_text_bytes = 1 << 20
+    max_depth = 64
+    expected = "plain data"
+    """What the pickle should contain, for messages."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Read `file` from its beginning."""
         self._file = file
         self._data = b""
         self._pos = 0
@@ -40,8 +44,9 @@ class Machine:
         self._texts: dict[bytes, str] = {}
 
     def read(self) -> Any:
-        """Return what the pickle holds: an event as an `Event`, a list of frames as a `Stack` where it could be."""
-        handlers = _handlers(self)
+        """Return what the pickle contains."""
+        known = self.opcodes()
+        handlers = [known.get(_NAMES.get(code, "")) or self.refuse(code) for code in range(256)]
         try:
             while True:
                 if self._pos + MARGIN_BYTES > len(self._data):
@@ -52,9 +57,15 @@ class Machine:
                     return self._stack.pop()
                 handlers[code]()
         except (IndexError, struct.error):
-            raise self._bad("ends in the middle, or is damaged; take the snapshot again") from None
-        except (OverflowError, TypeError, ValueError) as error:
-            raise self._bad(f"holds what no memory snapshot holds ({error})") from None
+            raise self.fail("is truncated or damaged") from None
+        except PickleError:
+            raise
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise self.fail(f"is damaged, or is not {self.expected} ({error})") from None
+
+    def fail(self, problem: str) -> Exception:
+        """Return the error for a problem, such as "is truncated or damaged"."""
+        return PickleError(problem)
 
     # The buffer -------------------------------------------------------------------------------------------------------
     def _fill(self) -> None:
@@ -83,12 +94,14 @@ class Machine:
         self._pos = end + 1
         return line
 
-    def _bad(self, why: str) -> BadTraceError:
-        return BadTraceError(f"{self.path}: byte {self._before + self._pos:,}: the snapshot {why}")
+    @property
+    def read_bytes(self) -> int:
+        """Return how many bytes of the file are read."""
+        return self._before + self._pos
 
     # Opcodes ----------------------------------------------------------------------------------------------------------
     def refuse(self, code: int) -> Callable[[], None]:
-        """Return what refuses an opcode, naming it and what it would have imported."""
+        """Return a handler that refuses an opcode, and names it and what it would have imported."""
 
         def refused() -> None:
             name = _NAMES.get(code, f"0x{code:02x}")
@@ -97,9 +110,9 @@ class Machine:
                 wanted = b".".join((self._line()[:99], self._line()[:99])).decode("utf-8", "replace")
             elif name == "STACK_GLOBAL":
                 wanted = ".".join(str(part)[:99] for part in self._stack[-2:])
-            raise self._bad(
-                f"holds the opcode {name}{f' ({wanted})' if wanted else ''}, which is no plain data and could run code "
-                "when unpickled: refused. Don't load this file; take a snapshot of your own"
+            raise self.fail(
+                f"has the opcode {name}{f' ({wanted})' if wanted else ''}, which is not {self.expected} and could run "
+                "code when unpickled: refused. Do not load this file"
             )
 
         return refused
@@ -108,17 +121,17 @@ class Machine:
         """Do nothing."""
 
     def protocol(self) -> None:
-        """Pass over the protocol's number: opcodes tell themselves what they are."""
+        """Skip the protocol's number: opcodes do not depend on it."""
         self._take(1)
 
     def frame(self) -> None:
-        """Pass over the length of a frame: it only says how much to read ahead."""
+        """Skip the length of a frame: it only states how much to read ahead."""
         self._take(8)
 
     def mark(self) -> None:
         """Begin the items of a list, dict or tuple."""
-        if len(self._marks) >= _MAX_DEPTH:
-            raise self._bad(f"nests containers more than {_MAX_DEPTH} deep")
+        if len(self._marks) >= self.max_depth:
+            raise self.fail(f"nests containers more than {self.max_depth} deep")
         self._marks.append(len(self._stack))
 
     def constant(self, value: object) -> Callable[[], None]:
@@ -141,21 +154,24 @@ class Machine:
         def push() -> None:
             size = int.from_bytes(self._take(count), "little")
             if size > _MAX_INT_BYTES:
-                raise self._bad(f"declares an integer of {size:,} bytes")
+                raise self.fail(f"declares an integer of {size:,} bytes")
             self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
 
         return push
 
     def text(self, count: int) -> Callable[[], None]:
-        """Return what pushes a text whose length stands in `count` bytes."""
+        """Return a handler that pushes a text whose length is in the next `count` bytes."""
+        return lambda: self._stack.append(self._interned(self._sized(count)))
 
-        def push() -> None:
-            size = int.from_bytes(self._take(count), "little")
-            if size > _MAX_TEXT_BYTES:
-                raise self._bad(f"declares a text of {size:,} bytes")
-            self._stack.append(self._interned(self._take(size)))
+    def raw_bytes(self, count: int) -> Callable[[], None]:
+        """Return a handler that pushes bytes whose number is in the next `count` bytes."""
+        return lambda: self._stack.append(self._sized(count))
 
-        return push
+    def _sized(self, count: int) -> bytes:
+        size = int.from_bytes(self._take(count), "little")
+        if size > self.max_text_bytes:
+            raise self.fail(f"declares a text of {size:,} bytes")
+        return self._take(size)
 
     def _interned(self, raw: bytes) -> str:
         known = self._texts.get(raw)
@@ -238,7 +254,7 @@ class Machine:
         value, key = self._stack.pop(), self._stack.pop()
         if type(self._stack[-1]) is not dict:
             raise TypeError("items without a dict")
-        self._stack[-1][key] = value
+        self._stack[-1][checked_key(key)] = value
 
     def set_items(self) -> None:
         """Set the items since the mark in the dict before them."""
@@ -254,7 +270,7 @@ class Machine:
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise TypeError("items without a dict")
-        target.update(zip(items[::2], items[1::2], strict=True))
+        target.update(zip(map(checked_key, items[::2]), items[1::2], strict=True))
 
     def _extend(self, target: Any, items: list[Any]) -> None:
         if type(target) is not list:
@@ -291,39 +307,46 @@ class Machine:
     def _put(self, number: int, item: Any) -> None:
         # Writers count on from 0. A number far ahead is how a small file makes a reader reserve gigabytes.
         if number != len(self._memo):
-            raise self._bad(f"remembers an item as number {number:,} where {len(self._memo):,} comes next")
+            raise self.fail(f"remembers an item as number {number:,} where {len(self._memo):,} comes next")
         self._memo.append(item)
 
     def _get(self, number: int) -> Any:
         if not 0 <= number < len(self._memo):
-            raise self._bad(f"refers to item {number:,} of {len(self._memo):,}")
+            raise self.fail(f"refers to item {number:,} of {len(self._memo):,}")
         found = self._memo[number]
         if found is SPENT:
-            raise self._bad("refers to one event twice")
+            raise self.fail("refers to one item twice")
         return found
 
-
-def _handlers(machine: Machine) -> list[Callable[[], None]]:
-    known: dict[str, Callable[[], None]] = {
-        "PROTO": machine.protocol, "FRAME": machine.frame, "MARK": machine.mark,
-        "NONE": machine.constant(None), "NEWTRUE": machine.constant(True), "NEWFALSE": machine.constant(False),
-        "BININT": machine.integer(4, signed=True), "BININT1": machine.integer(1, signed=False),
-        "BININT2": machine.integer(2, signed=False), "LONG1": machine.long(1), "LONG4": machine.long(4),
-        "BINFLOAT": machine.double, "SHORT_BINUNICODE": machine.text(1), "BINUNICODE": machine.text(4),
-        "BINUNICODE8": machine.text(8), "INT": machine.written_int, "LONG": machine.written_long,
-        "FLOAT": machine.written_float, "UNICODE": machine.written_text,
-        "EMPTY_LIST": machine.empty_list, "EMPTY_DICT": machine.empty_dict, "EMPTY_TUPLE": machine.empty_tuple,
-        "LIST": machine.marked_list, "DICT": machine.marked_dict, "TUPLE": machine.marked_tuple,
-        "TUPLE1": machine.tuple_of(1), "TUPLE2": machine.tuple_of(2), "TUPLE3": machine.tuple_of(3),
-        "APPEND": machine.append, "APPENDS": machine.appends, "SETITEM": machine.set_item,
-        "SETITEMS": machine.set_items, "MEMOIZE": machine.memoize, "PUT": machine.written_put,
-        "BINPUT": machine.put(1), "LONG_BINPUT": machine.put(4), "GET": machine.written_get,
-        "BINGET": machine.get(1), "LONG_BINGET": machine.get(4),
-    }  # fmt: skip
-    return [known.get(_NAMES.get(code, ""), machine.refuse(code)) for code in range(256)]
+    def opcodes(self) -> dict[str, Callable[[], None]]:
+        """Return the handler of each opcode that is not refused, by name."""
+        return {
+            "PROTO": self.protocol, "FRAME": self.frame, "MARK": self.mark,
+            "NONE": self.constant(None), "NEWTRUE": self.constant(True), "NEWFALSE": self.constant(False),
+            "BININT": self.integer(4, signed=True), "BININT1": self.integer(1, signed=False),
+            "BININT2": self.integer(2, signed=False), "LONG1": self.long(1), "LONG4": self.long(4),
+            "BINFLOAT": self.double, "SHORT_BINUNICODE": self.text(1), "BINUNICODE": self.text(4),
+            "BINUNICODE8": self.text(8), "INT": self.written_int, "LONG": self.written_long,
+            "FLOAT": self.written_float, "UNICODE": self.written_text,
+            "EMPTY_LIST": self.empty_list, "EMPTY_DICT": self.empty_dict, "EMPTY_TUPLE": self.empty_tuple,
+            "LIST": self.marked_list, "DICT": self.marked_dict, "TUPLE": self.marked_tuple,
+            "TUPLE1": self.tuple_of(1), "TUPLE2": self.tuple_of(2), "TUPLE3": self.tuple_of(3),
+            "APPEND": self.append, "APPENDS": self.appends, "SETITEM": self.set_item,
+            "SETITEMS": self.set_items, "MEMOIZE": self.memoize, "PUT": self.written_put,
+            "BINPUT": self.put(1), "LONG_BINPUT": self.put(4), "GET": self.written_get,
+            "BINGET": self.get(1), "LONG_BINGET": self.get(4),
+        }  # fmt: skip
 
 
 def _digits(line: bytes) -> int:
     if len(line) > 20:
         raise ValueError("a number of more than 20 digits")
     return int(line)
+
+
+def checked_key(key: Any) -> Any:
+    """Return the key of a dict or set. Raises TypeError if it is a tuple of tuples."""
+    # Tuples in tuples are hashed by recursion: deep enough, they overflow the interpreter's stack and kill the process.
+    if type(key) is tuple and any(type(part) is tuple for part in key):
+        raise TypeError("a key of nested tuples")
+    return key
