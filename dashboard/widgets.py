@@ -36,7 +36,7 @@ BYTES = "localized"
 _LEAST = 0.001
 """Less of a unit than this reads badly."""
 
-STYLE = f"""<style>{html_fragments.STYLE}
+STYLE = f"""<style>{html_fragments.style()}
 [data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
 .tk-title {{display: flex; flex-wrap: wrap; gap: 14px; align-items: baseline; margin: 0}}
 .tk-title b {{font-size: 1.5rem; font-weight: 650; overflow-wrap: anywhere}}

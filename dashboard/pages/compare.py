@@ -54,7 +54,7 @@ def _differences(usable: Sequence[RunEntry]) -> None:
         header, rows, classes = _table([each for _, each in found], only_changed=only)
         right = [False, *(True for _ in header[1:])]
         if rows:
-            st.html(html_fragments.coloured_table(header, rows, classes, right=right))
+            st.html(escaping.html_table(header, rows, right=right, classes=classes))
             downloads.cells(header, rows, key="comparison")
         else:
             st.info("No metric changed for certain.")

@@ -8,7 +8,7 @@ import tracekit
 from tests.support import drawn_traces
 from tests.support.rule_examples import beside_snapshots, on_streams
 from tracekit.analysis.time import breakdown, slices
-from tracekit.report import charts, html, memory_figures
+from tracekit.report import charts, figures, html
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
@@ -46,11 +46,11 @@ def test_the_report_of_a_recorded_run_tells_its_findings_and_inputs(sample):
 
 def test_a_snapshot_beside_the_traces_is_in_the_report_and_one_that_cannot_be_read_is_left_out(tmp_path):
     run = beside_snapshots(on_streams((0, 90), (7, 50)))
-    pictures = {picture.name: picture for picture in memory_figures.of_run(run)}
+    pictures = {picture.name: picture for picture in figures.memory(run)}
     assert list(pictures) == ["segments"]
     assert "rank 0" in pictures["segments"].caption
     (Path(run.path) / "rank00000.memory.pickle").write_bytes(b"no pickle")
-    assert list(memory_figures.of_run(drawn_traces.run(drawn_traces.trace("compute a"), path=run.path))) == []
+    assert list(figures.memory(drawn_traces.run(drawn_traces.trace("compute a"), path=run.path))) == []
 
 
 def test_eight_gpus_are_drawn_one_bar_each():

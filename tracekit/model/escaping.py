@@ -1,13 +1,24 @@
-"""Text from traces into HTML, as text: names may hold markup, control characters or ten thousand letters."""
+"""HTML that shows names from traces as text: names may hold markup, control characters or ten thousand letters.
 
+Templates lie in tracekit/report/templates. Each value in them is made inert and escaped, unless the template
+marks it as safe: a fragment that another template made, or a style sheet or script of the package.
+"""
+
+import functools
 import html
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from tracekit.model import units
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MAX_TEXT = 200
 
@@ -21,8 +32,8 @@ def inert(text: str, limit: int = MAX_TEXT) -> str:
     'aaaaa…zzzzz'
     """
     if len(text) > limit:
-        kept = limit - 1
-        text = text[: kept - kept // 2] + "…" + text[len(text) - kept // 2 :]
+        length = limit - 1
+        text = text[: length - length // 2] + "…" + text[len(text) - length // 2 :]
     if text.isprintable():  # nothing of _INVISIBLE is
         return text
     return "".join(" " if c in "\n\r\t" else "�" if unicodedata.category(c) in _INVISIBLE else c for c in text)
@@ -38,10 +49,10 @@ def escape(text: str | None, limit: int = MAX_TEXT) -> str:
 
 
 def without_commands(text: str) -> str:
-    """Return lines of text in which GitHub's runner, which reads all that a step prints, finds no command to obey.
+    """Return lines of text without workflow commands: GitHub's runner obeys commands in all that a step prints.
 
-    It looks for "::" where a line begins and for "##[" anywhere (ActionCommand in its source). In JSON the latter can
-    be written otherwise, and means the same.
+    The runner looks for "::" at the start of a line and for "##[" anywhere (ActionCommand in its source). In JSON the
+    latter is written as an escape sequence with the same meaning.
 
     >>> without_commands("a ##[b]c")
     'a ## [b]c'
@@ -51,15 +62,39 @@ def without_commands(text: str) -> str:
     return _COMMAND.sub(r"\g<0> ", text)
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[bool] = ()) -> str:
-    """Return an HTML table of plain strings, all escaped here; `right` says which columns are aligned as numbers."""
-    sides = [' class="number"' if side else "" for side in right] or [""] * len(header)
-    head = "".join(f"<th{side}>{escape(name)}</th>" for name, side in zip(header, sides, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{side}>{escape(cell)}</td>" for cell, side in zip(row, sides, strict=True)) + "</tr>"
-        for row in rows
+def fragment(name: str, *values: object) -> str:
+    """Return a piece of HTML from the macro `name` of fragments.html.j2."""
+    macro = getattr(_environment().get_template("fragments.html.j2").module, name)
+    return str(macro(*values))  # a Markup would escape what a caller adds to it
+
+
+def page(template: str, **values: object) -> str:
+    """Return an HTML page from one of the package's templates."""
+    return _environment().get_template(template).render(values)
+
+
+def asset(name: str) -> str:
+    """Return a style sheet or script of the package as it is, for a style or script element."""
+    return resources.files("tracekit.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def html_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[bool] = (),
+    classes: Iterable[Sequence[str]] | None = None,
+) -> str:
+    """Return an HTML table of plain strings.
+
+    `right` flags the columns that are aligned as numbers; `classes` holds the CSS class of each cell, or ''.
+    """
+    sides = ["number" if side else "" for side in right] or [""] * len(header)
+    cells = (
+        [(cell, f"{side} {kind}".strip()) for cell, side, kind in zip(row, sides, kinds, strict=True)]
+        for row, kinds in zip(rows, classes or itertools.repeat([""] * len(sides)), strict=classes is not None)
     )
-    return f'<table class="tracekit"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return fragment("table", list(zip(header, sides, strict=True)), cells)
 
 
 def frame(table: pl.DataFrame) -> str:
@@ -69,14 +104,14 @@ def frame(table: pl.DataFrame) -> str:
 
 
 def heading(column: str) -> str:
-    """Return a column's name for people: without its unit, which stands with each number.
+    """Return a column's name as a heading, without its unit: each number carries the unit.
 
     >>> heading("exposed_communication_ns")
     'exposed communication'
     """
-    for ending, spoken in (("_ns", ""), ("_bytes", ""), ("_ratio", " share"), ("_bytes_per_s", " bandwidth")):
+    for ending, word in (("_ns", ""), ("_bytes", ""), ("_ratio", " share"), ("_bytes_per_s", " bandwidth")):
         if column.endswith(ending):
-            column = column.removesuffix(ending) + spoken
+            column = column.removesuffix(ending) + word
     return {"dur": "duration"}.get(column, column.replace("_", " "))
 
 
@@ -97,6 +132,25 @@ def cell(column: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+@functools.cache
+def _environment() -> "Environment":
+    # Loaded where HTML is rendered: Jinja takes a twentieth of a second.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("tracekit.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else inert("" if value is None else str(value)),
+    )
+    environment.filters["cut"] = lambda text, limit: Markup(escape(text, limit))  # noqa: S704  # escaped here
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
 
 
 _COMMAND = re.compile(r"##(?=\[)|^\s*:(?=:)", re.MULTILINE)

@@ -61,9 +61,13 @@ def failure_counts(gates: Sequence[CheckResult]) -> str:
 
 
 def run_names(gates: Iterable[CheckResult]) -> list[str]:
-    """Return the names of the gates' runs, those of one name told apart by their place."""
-    plain = [gate.report.run.name for gate in gates]
-    return [f"{name} ({number})" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
+    """Return the unique names of the runs."""
+    return unique_names([gate.report.run.name for gate in gates])
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return names of runs, equal ones distinguished by their number in the list."""
+    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
 
 
 def level(judged: JudgedFinding) -> Level:

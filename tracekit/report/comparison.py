@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 
 from rich.console import RenderableType
+from rich.table import Table
 
 from tracekit.model import escaping
 from tracekit.regression.change import MAX_MORE_SAMPLES, Change, Verdict
@@ -33,27 +34,26 @@ def as_json(found: Comparison) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def as_text(found: Comparison, *, width: int, color: bool = False) -> str:
-    """Return the comparison as a table, one row per metric, and what to know when reading it."""
-    gap = 1 if width < _NARROW else 2
-    styles = [STYLES[change.verdict] for change in found.changes]
-    made = text_layout.table(
-        *table_cells(found), right=[False, True, True, True, True, False], gap=gap, last_styles=styles
-    )
-    made.columns[0].no_wrap = True
+def as_text(compared: Comparison, *, width: int, color: bool = False) -> str:
+    """Return the comparison as a table, one row per metric, then the remarks on it."""
+    styles = [STYLES[change.verdict] for change in compared.changes]
+    names = (compared.candidate, text_layout.BOLD), " compared with ", (compared.reference, text_layout.BOLD)
     parts: list[RenderableType] = [
-        text_layout.line(
-            (found.candidate, text_layout.BOLD),
-            " compared with ",
-            (found.reference, text_layout.BOLD),
-            ": medians over steps",
-        ),
+        text_layout.line(*names, ": medians over steps"),
         "",
-        made,
+        as_rich_table(*table_cells(compared), styles, width),
     ]
-    notes = remarks(found)
+    notes = remarks(compared)
     parts += ["", *(text_layout.hanging("·", text_layout.line(note)) for note in notes)] if notes else []
     return text_layout.print_to_string(parts, width=width, color=color)
+
+
+def as_rich_table(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str], width: int) -> Table:
+    """Return the cells of a comparison as a table for a terminal; `styles` are those of the verdicts."""
+    gap = 1 if width < _NARROW else 2
+    table = text_layout.table(header, rows, right=[False, True, True, True, True, False], gap=gap, last_styles=styles)
+    table.columns[0].no_wrap = True
+    return table
 
 
 def as_markdown(found: Comparison) -> str:

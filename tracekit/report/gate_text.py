@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 
 from tracekit.model import units
-from tracekit.regression.gate import BudgetOutcome, BudgetResult, CheckResult, FindingStatus, JudgedFinding
+from tracekit.regression.comparison import Comparison
+from tracekit.regression.gate import BudgetOutcome, BudgetResult, CheckResult, FindingStatus
 from tracekit.report import comparison, phrases, text, text_layout
 
 _ORDER = (FindingStatus.NEW, FindingStatus.WORSE, FindingStatus.KNOWN)
-_FIXED = "fixed"
+_FIXED, _FAILS = "fixed", ", fails"
 _BAD, _UNSURE, _QUIET = "bold red", "yellow", "dim"
 _STYLES = {
     FindingStatus.NEW.value: "bold",
@@ -18,7 +19,6 @@ _STYLES = {
     _FIXED: text_layout.GOOD,
 }
 _OUTCOME_STYLES = {BudgetOutcome.BROKEN: _BAD, BudgetOutcome.KEPT: _QUIET, BudgetOutcome.CANNOT_TELL: _UNSURE}
-_NARROW = 100
 
 
 def render(gate: CheckResult, *, width: int = text.WIDTH, color: bool = False) -> str:
@@ -39,7 +39,7 @@ def parts(gate: CheckResult, width: int) -> list[RenderableType]:
     if gate.budgets:
         made += ["", text_layout.line(("Budgets", text_layout.BOLD)), *(_budget(each, gate) for each in gate.budgets)]
     if gate.comparison is not None:
-        made += ["", *_findings(gate), "", *_metrics(gate, width)]
+        made += ["", *_findings(gate), "", *_metrics(gate, gate.comparison, width)]
     shown = [
         each.finding for each in gate.findings if each.status is not FindingStatus.KNOWN or gate.comparison is None
     ]
@@ -73,59 +73,58 @@ def _count(number: int, noun: str, after: str = "") -> list[str]:
 
 
 def _budget(budgeted: BudgetResult, gate: CheckResult) -> RenderableType:
-    told = f"{budgeted.outcome.value}{', which fails: strict' * (gate.is_strict and _is_unsure(budgeted))}"
-    line = text_layout.line(
-        (budgeted.budget, text_layout.BOLD), "  ", (told, _OUTCOME_STYLES[budgeted.outcome]), "  ", budgeted.message
-    )
+    is_strict = gate.is_strict and budgeted.outcome is BudgetOutcome.CANNOT_TELL
+    outcome = (budgeted.outcome.value + ", which fails: strict" * is_strict, _OUTCOME_STYLES[budgeted.outcome])
+    line = text_layout.line((budgeted.budget, text_layout.BOLD), "  ", outcome, "  ", budgeted.message)
     return text_layout.hanging("·", line)
 
 
-def _is_unsure(budgeted: BudgetResult) -> bool:
-    return budgeted.outcome is BudgetOutcome.CANNOT_TELL
+def finding_rows(gate: CheckResult) -> list[list[str]]:
+    """Return a row per finding of the run, then per fixed one: severity, rule, id, cost, status and verdict."""
+    rows = [
+        [
+            judged.finding.severity.label,
+            phrases.rule_name(judged.finding.code),
+            judged.finding.id,
+            phrases.share_or_size(judged.finding)
+            + (f" (was {units.share(judged.impact_before)})" if judged.impact_before else ""),
+            judged.status.value + _FAILS * judged.fails,
+        ]
+        for judged in sorted(gate.findings, key=lambda judged: _ORDER.index(judged.status))
+    ]
+    return rows + [
+        [fixed.severity.label, phrases.rule_name(fixed.code), fixed.id, f"was {units.share(fixed.impact)}", _FIXED]
+        for fixed in gate.fixed
+    ]
+
+
+def metric_rows(gate: CheckResult, compared: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the comparison's table, each verdict with whether it fails the check."""
+    failed = {change.metric for change in gate.regressions}
+    header, rows = comparison.table_cells(compared)
+    for row, change in zip(rows, compared.changes, strict=True):
+        row[-1] += _FAILS * (change.metric in failed)
+    return header, rows
 
 
 def _findings(gate: CheckResult) -> list[RenderableType]:
-    heading = text_layout.line(("Findings", text_layout.BOLD), (f"  beside {gate.baseline}", text_layout.DIM))
-    ordered = sorted(gate.findings, key=lambda each: _ORDER.index(each.status))
-    rows = [_finding_row(each) for each in ordered]
-    rows += [
-        [gone.severity.label, phrases.rule_name(gone.code), gone.id, f"was {units.share(gone.impact)}", "", _FIXED]
-        for gone in gate.fixed
-    ]
+    heading = text_layout.line(("Findings", text_layout.BOLD), (f"  compared with {gate.baseline}", text_layout.DIM))
+    rows = finding_rows(gate)
     if not rows:
-        return [heading, text_layout.indented(text_layout.line(("none, then and now", text_layout.DIM)))]
-    styles = [_BAD if row[4] else _STYLES[row[5]] for row in rows]
-    return [heading, text_layout.indented(text_layout.table(["", "", "", "of step", "", ""], rows, last_styles=styles))]
+        return [heading, text_layout.indented(text_layout.line(("none in either run", text_layout.DIM)))]
+    styles = [_BAD if row[-1].endswith(_FAILS) else _STYLES[row[-1]] for row in rows]
+    return [heading, text_layout.indented(text_layout.table(["", "", "", "of step", ""], rows, last_styles=styles))]
 
 
-def _finding_row(judged: JudgedFinding) -> list[str]:
-    found = judged.finding
-    cost = units.share(found.impact) if found.impact or not found.cost_bytes else units.size(found.cost_bytes)
-    before = f" (was {units.share(judged.impact_before)})" if judged.impact_before else ""
-    fails = "fails" if judged.fails else ""
-    return [
-        found.severity.label,
-        phrases.rule_name(found.code),
-        found.id,
-        f"{cost}{before}",
-        fails,
-        judged.status.value,
+def _metrics(gate: CheckResult, compared: Comparison, width: int) -> Sequence[RenderableType]:
+    header, rows = metric_rows(gate, compared)
+    styles = [
+        _BAD if row[-1].endswith(_FAILS) else comparison.STYLES[change.verdict]
+        for row, change in zip(rows, compared.changes, strict=True)
     ]
-
-
-def _metrics(gate: CheckResult, width: int) -> Sequence[RenderableType]:
-    assert gate.comparison is not None
-    found = gate.comparison
-    failed = {change.metric for change in gate.regressions}
-    header, rows = comparison.table_cells(found)
-    for row, change in zip(rows, found.changes, strict=True):
-        row[-1] += ", fails" if change.metric in failed else ""
-    styles = [_BAD if change.metric in failed else comparison.STYLES[change.verdict] for change in found.changes]
-    right = [False, True, True, True, True, False]
-    made = text_layout.table(header, rows, right=right, gap=1 if width < _NARROW else 2, last_styles=styles)
-    made.columns[0].no_wrap = True
-    remarks = [text_layout.hanging("·", text_layout.line(remark)) for remark in comparison.remarks(found)]
-    heading = text_layout.line(
-        ("Metrics", text_layout.BOLD), ("  medians over steps, mean over recordings", text_layout.DIM)
-    )
-    return [heading, text_layout.indented(made), *remarks]
+    heading = ("Metrics", text_layout.BOLD), ("  median over steps, mean over recordings", text_layout.DIM)
+    return [
+        text_layout.line(*heading),
+        text_layout.indented(comparison.as_rich_table(header, rows, styles, width)),
+        *(text_layout.hanging("·", text_layout.line(remark)) for remark in comparison.remarks(compared)),
+    ]

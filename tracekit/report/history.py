@@ -152,7 +152,7 @@ def commit_range(group: Group, shift: MetricShift) -> str:
         return escaping.inert(f"{last[:_SHORT_SHA]}..{first[:_SHORT_SHA]}")
     if last and last == first:
         return f"two runs of {escaping.inert(last[:_SHORT_SHA])}: it is not the commit"
-    return f"{escaping.inert(str(group.runs['name'][shift.last]))} .. {escaping.inert(str(group.runs['name'][shift.first]))}"
+    return " .. ".join(escaping.inert(str(group.runs["name"][index])) for index in (shift.last, shift.first))
 
 
 def utc_minute(at_ns: int) -> str:

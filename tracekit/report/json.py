@@ -99,7 +99,8 @@ def gate_document(gate: CheckResult) -> dict[str, Any]:
             for gone in gate.fixed
         ],
         "metrics": [
-            to_json_value(dataclasses.asdict(change)) | {"verdict": change.verdict.value, "fails": change.metric in failing}
+            to_json_value(dataclasses.asdict(change))
+            | {"verdict": change.verdict.value, "fails": change.metric in failing}
             for change in changes
         ],
         "confidence": gate.comparison.confidence if gate.comparison else None,

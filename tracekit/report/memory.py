@@ -19,7 +19,8 @@ from tracekit.replay.allocator.facts import double_buffering, snapshot_summary
 from tracekit.replay.allocator.playback import History, Outcome
 
 FACTS: tuple[Fact, ...] = (
-    allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating, growth.growth, steady_state.stalls,
+    allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
+    growth.growth, steady_state.stalls,
 )  # fmt: skip
 AS_RECORDED = "default"
 UNIT_BUFFERS = f"unit_buffers:{double_buffering.BUFFERS}"

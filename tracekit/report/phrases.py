@@ -54,6 +54,11 @@ def cost(found: Finding) -> str:
     return " · ".join(parts)
 
 
+def share_or_size(found: Finding) -> str:
+    """Return what a finding costs as a share of the step, or in bytes where it costs no time."""
+    return units.share(found.impact) if found.impact or not found.cost_bytes else units.size(found.cost_bytes)
+
+
 def scope(found: Finding) -> str:
     """Return where a finding applies and how sure it is: "ranks 0–7 · steps 3, 5 · confidence 90%"."""
     parts = [_listed("rank", found.ranks)] if found.ranks else []

@@ -8,7 +8,7 @@ from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import stall_attribution
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.analysis.time import gaps
-from tracekit.report import charts, communication_figures
+from tracekit.report import charts, figures
 
 UNIT = drawn_hosts.UNIT_NS
 MEETING = rule_examples.meeting(0, 3)
@@ -44,10 +44,10 @@ def test_idle_time_alone_is_that_part_of_all_causes():
 
 
 def test_the_report_has_pictures_of_communication_where_there_is_some():
-    assert [each.name for each in communication_figures.of_run(MEETING)] == ["communication", "standing", "waits"]
+    assert [each.name for each in figures.communication(MEETING)] == ["communication", "standing", "waits"]
     alone = drawn_traces.run(drawn_traces.trace(rule_examples.EXPOSED))
-    assert [each.name for each in communication_figures.of_run(alone)] == ["communication", "standing"]
-    assert not list(communication_figures.of_run(drawn_traces.run(drawn_traces.trace("step 0\ncompute a"))))
+    assert [each.name for each in figures.communication(alone)] == ["communication", "standing"]
+    assert not list(figures.communication(drawn_traces.run(drawn_traces.trace("step 0\ncompute a"))))
 
 
 def test_a_bar_of_causes_is_as_long_as_the_gaps_and_names_each_cause_in_its_colour():

@@ -26,7 +26,17 @@ from tracekit.regression.gate import CheckResult, result_of_findings
 from tracekit.regression.history import entry as kept
 from tracekit.regression.history import store
 from tracekit.report import baseline_json as saved_baselines
-from tracekit.report import codequality, github, html, html_gate, junit, markdown, markdown_escaping, sarif, text_charts
+from tracekit.report import (
+    codequality,
+    github,
+    html,
+    html_fragments,
+    junit,
+    markdown,
+    markdown_escaping,
+    sarif,
+    text_charts,
+)
 from tracekit.report import json as report_json
 from tracekit.report.code_locations import Checkout
 from tracekit.rules import engine
@@ -309,7 +319,10 @@ class _Page(HTMLParser):
 
 def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
     page = _Page()
-    page.feed(html_gate.verdict(sample_gates.with_baseline()) + html_gate.tables(sample_gates.with_baseline()))
+    page.feed(
+        html_fragments.gate_verdict(sample_gates.with_baseline())
+        + html_fragments.gate_tables(sample_gates.with_baseline())
+    )
     assert page.text[0] == "Failed: 1 new finding, 1 worse finding, 1 metric worse than main, 1 budget broken"
     assert "3 ms more a step are exposed communication." in page.text[2]
     assert page.text.count("worse, fails") == 2  # a metric and a finding
@@ -318,12 +331,16 @@ def test_the_page_begins_with_the_verdict_where_there_is_a_baseline() -> None:
     gate = sample_gates.with_baseline()
     whole = html.render_several([(gate.report, gate.report.run)], [gate])
     assert whole.index("tk-gate failed") < whole.index('<div class="tk-verdict')
-    assert html_gate.verdict(sample_gates.findings_only()) + html_gate.tables(sample_gates.findings_only()) == ""
+    assert (
+        html_fragments.gate_verdict(sample_gates.findings_only())
+        + html_fragments.gate_tables(sample_gates.findings_only())
+        == ""
+    )
 
 
 def test_names_are_text_in_the_verdict_on_the_page() -> None:
     page = _Page()
-    page.feed(html_gate.verdict(sample_gates.hostile()) + html_gate.tables(sample_gates.hostile()))
+    page.feed(html_fragments.gate_verdict(sample_gates.hostile()) + html_fragments.gate_tables(sample_gates.hostile()))
     assert set(page.tags) <= {"div", "b", "p", "h2", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
 
 

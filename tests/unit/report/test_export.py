@@ -56,7 +56,7 @@ def recorded_findings(recorded) -> tuple[Finding, ...]:
 
 @pytest.fixture(scope="module")
 def recorded_file(recorded, recorded_findings) -> perfetto_reader.File:
-    return exported(recorded, moving=MOVING, findings=recorded_findings)
+    return exported(recorded, clocks_by_trace=MOVING, findings=recorded_findings)
 
 
 def test_every_slice_of_a_recorded_run_comes_back_with_its_name_and_times(recorded, recorded_file):
@@ -243,7 +243,7 @@ def test_traces_are_moved_to_the_clock_of_the_run_with_offset_and_drift():
     run = drawn_traces.run(
         *(drawn_traces.trace("compute aa.b", rank=rank, scale_ns=1000, start_ns=10**6) for rank in (0, 1))
     )
-    found = exported(run, moving={(0, 1): Clock(offset_ns=500, drift=0.01, at_ns=10**6)})
+    found = exported(run, clocks_by_trace={(0, 1): Clock(offset_ns=500, drift=0.01, at_ns=10**6)})
     times = {(found.process_of(s), s.name): (s.start_ns - 10**6, s.dur_ns) for s in found.slices}
     assert times == {
         ("rank 0", "a"): (0, 2000),
@@ -257,7 +257,7 @@ def test_times_before_zero_move_all_ranks_alike():
     run = drawn_traces.run(
         drawn_traces.trace("compute aab", start_ns=-2), drawn_traces.trace("compute aab", rank=1, start_ns=5)
     )
-    found = exported(run, moving={(0, 0): Clock(-10)})
+    found = exported(run, clocks_by_trace={(0, 0): Clock(-10)})
     assert {(found.process_of(s), s.name): s.start_ns for s in found.slices} == {
         ("rank 0", "a"): 0,
         ("rank 0", "b"): 2,

@@ -97,8 +97,8 @@ def _hover(row: dict[str, object]) -> str:
     caveat = f"<br>less sure: {escaping.escape(str(row['caveat']), 160)}" if row["caveat"] else ""
     return (
         f"<b>without {escaping.escape(str(row['cause']))}</b>: a step takes "
-        f"{units.duration(int(str(row['without_ns'])))}<br>saves {units.duration(int(str(row['saved_ns'])))} ({units.share(float(str(row['saved_ratio'])))}), "
-        f"confidence {float(str(row['confidence'])):.0%}{caveat}"
+        f"{units.duration(int(str(row['without_ns'])))}<br>saves {units.duration(int(str(row['saved_ns'])))} "
+        f"({units.share(float(str(row['saved_ratio'])))}), confidence {float(str(row['confidence'])):.0%}{caveat}"
     )
 
 

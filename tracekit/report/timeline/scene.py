@@ -55,7 +55,7 @@ class Scene:
     GPU 0), label, role (compute, communication, copy, checkpoint, host), source (the table that its slices are rows of:
     activities, checkpoints, ops), lane (of its trace; null for checkpoints) and rows (how deep its slices nest).
     `bands` has columns rank, kind (step, unit), name, start_ns, end_ns. `offsets` are the rows of `Run.offsets` of the
-    window: `alignment.on_run_clock` takes other times of a trace, such as a finding's, to the clock of the scene with them.
+    window: `alignment.on_run_clock` converts other times of a trace, such as a finding's, to the scene's clock.
     """
 
     key: str
