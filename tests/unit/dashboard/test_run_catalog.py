@@ -21,7 +21,7 @@ from dashboard.runs_table import RunFilter
 from tests.browser import recorded
 from tracekit.cli.commands.dashboard import dashboard as serve
 from tracekit.errors import InputError
-from tracekit.ingest import trace_cache
+from tracekit.ingest import disk_cache
 from tracekit.rules import report_cache
 from tracekit.rules.report_cache import Summary
 
@@ -38,7 +38,7 @@ HOSTILE_FOLDERS = (
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
