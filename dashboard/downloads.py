@@ -1,8 +1,4 @@
-"""Tables and figures as files: what a page shows, to keep or to send.
-
-The camera among a figure's own buttons makes a PNG of what is seen; these buttons make the rest. Nothing is made before
-somebody clicks.
-"""
+"""Downloads of tables as CSV and of figures as HTML. Files are made on click; Plotly's own camera button makes PNGs."""
 
 import csv
 import io
@@ -17,40 +13,40 @@ from tracekit.model import escaping
 from tracekit.report import html
 
 _NESTED = (pl.List, pl.Array, pl.Struct)
-# What begins like this is a formula to a spreadsheet, and names in tables come from traces.
+# A spreadsheet runs cells that begin like this as formulas, and names in tables come from traces.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MAX_NAME = 60
 
 
 def table(rows: pl.DataFrame, *, key: str) -> None:
-    """Offer a table as CSV, its numbers in the units that its columns' names end with; `key` names the file."""
+    """Offer a table as CSV, in the units that its column names end with; `key` names the file."""
     _button("CSV", lambda: as_csv(rows).encode(), key=key, ending="csv", mime="text/csv")
 
 
 def cells(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str) -> None:
-    """Offer a table of text, as a page shows it, as CSV."""
+    """Offer a table of text as CSV."""
 
-    def made() -> bytes:
+    def content() -> bytes:
         out = io.StringIO()
         csv.writer(out).writerows([[_inert(cell) for cell in row] for row in (header, *rows)])
         return out.getvalue().encode()
 
-    _button("CSV", made, key=key, ending="csv", mime="text/csv")
+    _button("CSV", content, key=key, ending="csv", mime="text/csv")
 
 
-def figure(drawn: go.Figure, *, key: str) -> None:
-    """Offer a figure as a page of HTML that needs nothing else, and can still be zoomed."""
-    _button("HTML", lambda: html.render_figure(drawn, key).encode(), key=key, ending="html", mime="text/html")
+def figure(chart: go.Figure, *, key: str) -> None:
+    """Offer a figure as a self-contained HTML page that can be zoomed."""
+    _button("HTML", lambda: html.render_figure(chart, key).encode(), key=key, ending="html", mime="text/html")
 
 
 def as_csv(rows: pl.DataFrame) -> str:
-    r"""Return a table as CSV that a spreadsheet takes as text and numbers; lists become text.
+    r"""Return a table as CSV without formulas; lists become text.
 
     >>> as_csv(pl.DataFrame({"name": ["=1+1"], "dur_ns": [5]}))
     "name,dur_ns\n'=1+1,5\n"
     """
     header = io.StringIO()
-    # A query names its columns, and several may be called alike once they are inert.
+    # Written apart: columns of a query may have equal names once they are escaped.
     names = (f"'{name}" if name.startswith(_FORMULA) else name for name in rows.columns)
     csv.writer(header, lineterminator="\n").writerow(names)
     nested = [name for name, dtype in rows.schema.items() if isinstance(dtype, _NESTED) or dtype == pl.Object]
@@ -66,15 +62,15 @@ def _texts(nested: pl.Series) -> pl.Series:
 
 
 def _inert(cell: str) -> str:
-    # A figure with its sign is a number, not a formula.
+    # A signed number is not a formula.
     return f"'{cell}" if cell.startswith(_FORMULA) and not re.match(r"[+-]\d", cell) else cell
 
 
-def _button(label: str, made: object, *, key: str, ending: str, mime: str) -> None:
+def _button(label: str, content: object, *, key: str, ending: str, mime: str) -> None:
     name = re.sub(r"[^\w.-]+", "-", escaping.inert(key, _MAX_NAME)).strip("-.") or "tracekit"
     st.download_button(
         f"Download {label}",
-        made,
+        content,
         file_name=f"{name}.{ending}",
         mime=mime,
         key=f"download-{ending}-{key}",

@@ -1,63 +1,137 @@
-"""Runs that were opened: checked once, then kept for every page and every person looking, also after a restart.
+"""Open runs: checked once, then shared by every page and every person, also after a restart.
 
-A run is read again when its files change. One that is being recorded, whose files change all the time, is read again
-when somebody asks, or looks at its overview once another trace is whole. What a page draws is kept apart from the
-traces: tables are small, traces are not.
+A page asks an `OpenRun` for tables; each is measured once. A run is read again when its files change. A run that is
+being recorded, whose files change all the time, is read again on request, or on its overview once another trace is
+complete.
 """
 
+import functools
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import polars as pl
 import streamlit as st
 
 from dashboard import run_catalog
 from dashboard.run_catalog import RunEntry
-from tracekit.analysis.memory.snapshot_files import SnapshotFile
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
 from tracekit.ingest import loader
-from tracekit.ingest.readers.memory_snapshot import reader
-from tracekit.model.memory_snapshot import MemorySnapshot
-from tracekit.model.run import Run, Source
+from tracekit.model.run import Run, RunFact, Source
+from tracekit.model.trace import Fact
 from tracekit.regression import baseline, samples
-from tracekit.replay.allocator import playback
-from tracekit.replay.allocator.facts import snapshot_summary, snapshot_timeline
-from tracekit.replay.allocator.playback import History, Outcome
-from tracekit.report import memory as memory_report
 from tracekit.rules import engine, report_cache
 from tracekit.rules.report_cache import keys
 from tracekit.rules.rule import Report
+from tracekit.sync import collective_matching
 
 MAX_OPEN_RUNS = 3
+MAX_LOADED_RUNS = 20
+MAX_RESULTS = 24
 _FACTS = (breakdown.by_step, breakdown.by_rank, *baseline.FACTS)
-_SURVEYS = (samples.samples_across,)
+_RUN_FACTS = (samples.samples_across,)
 _SEEN = "entries_seen"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
-class OpenRun:
-    """A run and its report. `lock` is held around whatever reads traces: a Run itself serves one thread."""
+class LoadedRun:
+    """A run whose files are listed and not yet read. Hold `lock` while reading traces: a Run serves one thread."""
 
     run: Run
-    report: Report
     lock: Any = field(default_factory=threading.RLock)
     read_s: float = field(default_factory=time.time)
-    """When it was opened, Unix time in seconds."""
+    """When it was read, Unix time in seconds."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenRun(LoadedRun):
+    """A run and its report. Every method raises TracekitError where the traces cannot be read."""
+
+    report: Report = field(kw_only=True)
+    entry: RunEntry = field(kw_only=True)
+    _results: dict[Hashable, object] = field(default_factory=dict)
+
+    def table(self, fact: Fact) -> pl.DataFrame:
+        """Return a fact of all traces."""
+        return self.compute(lambda run: run.table(fact))
+
+    def run_table(self, fact: RunFact, facts: Sequence[Fact] = ()) -> pl.DataFrame:
+        """Return a fact of the run as a whole, with `facts` and the clocks measured for it in one pass."""
+
+        def measured(run: Run) -> pl.DataFrame:
+            if facts:
+                run.measure((collective_matching.calls, *facts))
+            return run.run_table(fact)
+
+        return self.compute(measured)
+
+    def cached(self, key: Hashable, make: Callable[[Run], _T]) -> _T:
+        """Return what was made of the run by this key before, or make it; the oldest of many results is dropped."""
+        with self.lock:
+            if key not in self._results:
+                while len(self._results) >= MAX_RESULTS:
+                    self._results.pop(next(iter(self._results)))
+                self._results[key] = make(self.run)
+            return self._results[key]  # type: ignore[return-value]  # the key determines the type
+
+    def compute(self, make: Callable[[Run], _T]) -> _T:
+        """Return what `make` makes of the run while no other thread reads it."""
+        with self.lock:
+            return make(self.run)
+
+
+def cached_per_run(*, max_entries: int, max_private: int = 1) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Cache a function of run entries until a file of theirs changes.
+
+    Everyone shares the results; those of uploaded runs live in the session that uploaded them.
+    """
+
+    def decorate(make: Callable[..., _T]) -> Callable[..., _T]:
+        options: dict[str, Any] = {
+            "show_spinner": False,
+            "hash_funcs": {RunEntry: lambda entry: (entry.name, stamp_seen(entry))},
+        }
+        shared = st.cache_resource(make, max_entries=max_entries, **options)
+        private = st.cache_resource(make, max_entries=max_private, scope="session", **options)
+
+        @functools.wraps(make)
+        def cached(*entries: RunEntry) -> _T:
+            return (private if any(entry.is_private for entry in entries) else shared)(*entries)
+
+        return cached
+
+    return decorate
 
 
 def open_run(entry: RunEntry) -> OpenRun:
-    """Return the run, loaded and checked. Raises TracekitError where that cannot be."""
-    return _open_private(entry, entry.stamp) if entry.is_private else _open(entry, stamp_seen(entry))
+    """Return the run, loaded and checked. Raises TracekitError where that is impossible."""
+    return replace(_open(entry), entry=entry)
 
 
 def check(entry: RunEntry, on_progress: Callable[[Source], None] | None = None) -> None:
-    """Check a run and keep its report, without holding it open. Raises TracekitError."""
+    """Check a run and cache its report without keeping the run open. Raises TracekitError."""
     refuse_links(entry)
-    report_cache.report(entry.path, facts=_FACTS, surveys=_SURVEYS, on_progress=on_progress)
+    report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS, on_progress=on_progress)
+
+
+@cached_per_run(max_entries=MAX_LOADED_RUNS)
+def load(entry: RunEntry) -> LoadedRun:
+    """Return the run with its files listed and no trace read. Raises TracekitError."""
+    if entry.is_private:
+        return LoadedRun(loader.load(entry.path, cache=False))
+    refuse_links(entry)
+    return LoadedRun(loader.load(entry.path))
+
+
+@cached_per_run(max_entries=200)
+def step_tables(entry: RunEntry) -> dict[str, pl.DataFrame]:
+    """Return the breakdown by step and the samples per step: small, and cached longer than the open run."""
+    run = _open(entry).run  # both were measured by the check: no lock is needed to read them
+    return {fact.__name__: run.table(fact) for fact in (breakdown.by_step, samples.samples)}
 
 
 def read_again(entry: RunEntry) -> None:
@@ -66,46 +140,10 @@ def read_again(entry: RunEntry) -> None:
 
 
 def follow(entry: RunEntry) -> None:
-    """From now on show a run that is being recorded with the traces that it has now, once they are whole."""
+    """From now on show a run that is being recorded with the traces that are complete now."""
     seen: RunEntry | None = st.session_state.get(_SEEN, {}).get(entry.path)
     if seen is not None and entry.traces_stamp not in ("", seen.traces_stamp):
         read_again(entry)
-
-
-def by_step(entry: RunEntry) -> pl.DataFrame:
-    """Return the run's breakdown by step. Raises TracekitError."""
-    return _table(entry, "by_step")
-
-
-def by_rank(entry: RunEntry) -> pl.DataFrame:
-    """Return the run's breakdown by rank. Raises TracekitError."""
-    return _table(entry, "by_rank")
-
-
-def measured(entry: RunEntry) -> pl.DataFrame:
-    """Return the run's per-step samples. Raises TracekitError."""
-    return _table(entry, "samples")
-
-
-def memory_of_snapshot(found: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
-    """Return the tables of one device of a snapshot, by name; its devices are the table of that name.
-
-    Raises TracekitError.
-    """
-    return _memory_of_snapshot(found, device)
-
-
-@st.cache_resource(max_entries=MAX_OPEN_RUNS, show_spinner=False)
-def _open(_entry: RunEntry, stamp: str) -> OpenRun:  # noqa: ARG001  # the stamp is the cache's key
-    refuse_links(_entry)
-    report = report_cache.report(_entry.path, facts=_FACTS, surveys=_SURVEYS)
-    return OpenRun(report.run, report)
-
-
-@st.cache_resource(max_entries=1, show_spinner=False, scope="session")
-def _open_private(_entry: RunEntry, stamp: str) -> OpenRun:  # noqa: ARG001  # the stamp is the cache's key
-    run = loader.load(_entry.path, cache=False)
-    return OpenRun(run, engine.check(run, facts=_FACTS))
 
 
 def stamp_seen(entry: RunEntry) -> str:
@@ -118,55 +156,20 @@ def stamp_seen(entry: RunEntry) -> str:
 
 
 def refuse_links(entry: RunEntry) -> None:
-    """Raise InputError where a file of the run is a link to a place that the dashboard was not opened on."""
-    # Also here, for a file may have become a link after the run was listed.
+    """Raise InputError where a file of the run is a link to a path outside of those the dashboard was opened on."""
+    # Also here: a file may have become a link after the run was listed.
     linked = run_catalog.link_outside(keys.file_states(entry.path), entry.roots)
     if linked:
         raise InputError(
-            f"{linked} is a link to a place that the dashboard was not opened on; put the file itself there"
+            f"{linked} is a link to a path outside of those the dashboard was opened on; put the file itself there"
         )
 
 
-def _table(entry: RunEntry, name: str) -> pl.DataFrame:
+@cached_per_run(max_entries=MAX_OPEN_RUNS)
+def _open(entry: RunEntry) -> OpenRun:
     if entry.is_private:
-        return _measured(open_run(entry).run)[name]
-    return _tables(entry, stamp_seen(entry))[name]
-
-
-@st.cache_resource(max_entries=200, show_spinner=False)
-def _tables(_entry: RunEntry, stamp: str) -> dict[str, pl.DataFrame]:
-    return _measured(_open(_entry, stamp).run)  # its facts are measured: no lock is needed to read them
-
-
-def _measured(run: Run) -> dict[str, pl.DataFrame]:
-    return {fact.__name__: run.table(fact) for fact in (breakdown.by_step, breakdown.by_rank, samples.samples)}
-
-
-@st.cache_resource(max_entries=40, show_spinner=False)
-def _memory_of_snapshot(found: SnapshotFile, device: int | None) -> dict[str, pl.DataFrame]:
-    snapshot = _snapshot(found)
-    chosen = (
-        device if device is not None else max(snapshot.devices, default=0, key=lambda each: _events(snapshot, each))
-    )
-    history, outcome = memory_report.play_history(playback.of(snapshot, chosen))
-    return _pictured(snapshot, history, outcome) | {"devices": pl.DataFrame({"device": list(snapshot.devices)})}
-
-
-def _pictured(snapshot: MemorySnapshot, history: History, outcome: Outcome) -> dict[str, pl.DataFrame]:
-    own = pl.col("device") == history.device
-    return {
-        "over_time": snapshot_timeline.over_time(snapshot, history, outcome),
-        "lifetimes": snapshot_timeline.lifetimes(snapshot, history, outcome),
-        "segment_map": snapshot_timeline.segment_map(snapshot, history.device),
-        "at_peak": snapshot_summary.at_peak(snapshot, history, outcome),
-        "fragmentation": snapshot_summary.fragmentation(snapshot).filter(own),
-    }
-
-
-def _events(snapshot: MemorySnapshot, device: int) -> int:
-    return int((snapshot.events["device"] == device).sum())
-
-
-@st.cache_resource(max_entries=1, show_spinner=False)
-def _snapshot(found: SnapshotFile) -> MemorySnapshot:
-    return reader.read(found.path)
+        run = loader.load(entry.path, cache=False)
+        return OpenRun(run, report=engine.check(run, facts=_FACTS), entry=entry)
+    refuse_links(entry)
+    report = report_cache.report(entry.path, facts=_FACTS, surveys=_RUN_FACTS)
+    return OpenRun(report.run, report=report, entry=entry)

@@ -1,4 +1,4 @@
-"""A catalog as a table: what a person looks for in it, in which order."""
+"""The list of runs as a table: filters, orders and columns."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from dashboard.run_catalog import RunEntry
 from tracekit.model import escaping
 from tracekit.rules.rule import Severity
 
-UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "doubtful data"
+UNCHECKED, GOOD, BROKEN, QUALITY_ISSUES = "not checked", "good", "cannot be opened", "data-quality issues"
 NO_TRACE_YET = "no trace yet"
 VERDICTS = (
     *(severity.label for severity in sorted(Severity)[::-1]),
@@ -22,8 +22,8 @@ VERDICTS = (
     NO_TRACE_YET,
     BROKEN,
 )
-"""What a run can come to: the gravest of its findings that are not of the data, or why there is none."""
-UNKNOWN = "not said"
+"""The verdict of a run: the severity of its worst finding, data quality aside, or why there is none."""
+UNKNOWN = "unknown"
 DAY_S = 86_400
 PERIODS = {"any time": None, "last day": DAY_S, "last week": 7 * DAY_S, "last month": 30 * DAY_S}
 ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
@@ -31,7 +31,7 @@ ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "newest first": (lambda entry: entry.created_ns, True),
     "slowest step first": (lambda entry: entry.summary and entry.summary.step_time_ns, True),
     "worst verdict first": (lambda entry: _weight(entry), True),
-    "most to gain first": (lambda entry: entry.summary and entry.summary.impact, True),
+    "largest potential saving first": (lambda entry: entry.summary and entry.summary.impact, True),
     "most exposed communication first": (
         lambda entry: entry.summary and entry.summary.exposed_communication_ratio,
         True,
@@ -40,12 +40,12 @@ ORDERS: Mapping[str, tuple[Callable[[RunEntry], Any], bool]] = {
     "model": (lambda entry: entry.model or None, False),
     "largest first": (lambda entry: entry.size_bytes, True),
 }
-"""Orders of a list: what it goes by, and whether the largest comes first. "name" is how the catalog comes."""
+"""Orders of the list: the sort key, and whether the largest comes first. The catalog is sorted by name."""
 
 
 @dataclass(frozen=True)
 class RunFilter:
-    """What a person looks for; empty means all."""
+    """What to list, in which order; an empty filter means all."""
 
     text: str = ""
     strategies: Sequence[str] = ()
@@ -69,36 +69,36 @@ def verdict(entry: RunEntry) -> str:
 
 
 def chips(entry: RunEntry) -> list[str]:
-    """Return the verdict as its counts: "1 error", "3 warnings", or in a word."""
+    """Return the verdict as counts ("1 error", "3 warnings"), or as one word."""
     summary = entry.summary
     if entry.problem or summary is None:
         return [verdict(entry)]
     counts = {label: number for label in VERDICTS[: len(Severity)] if (number := summary.findings.get(label, 0))}
-    told = [f"{number} {label}{'s' * (number > 1 and label != 'info')}" for label, number in counts.items()]
+    texts = [f"{number} {label}{'s' * (number > 1 and label != 'info')}" for label, number in counts.items()]
     if not counts.get("error") and not counts.get("warning"):
-        told = [GOOD, *told]
-    return told + [QUALITY_ISSUES] * bool(summary.quality_issues)
+        texts = [GOOD, *texts]
+    return texts + [QUALITY_ISSUES] * bool(summary.quality_issues)
 
 
-def filter_runs(listed: Sequence[RunEntry], wanted: RunFilter) -> list[RunEntry]:
-    """Return the runs that are looked for, in the order wanted; what the order cannot tell comes last."""
-    kept = [entry for entry in listed if _is_wanted(entry, wanted)]
-    by, largest_first = ORDERS[wanted.order]
-    if wanted.order == "name":
-        return kept
-    known = [entry for entry in kept if by(entry) is not None]
-    rest = [entry for entry in kept if by(entry) is None]
+def filter_runs(entries: Sequence[RunEntry], run_filter: RunFilter) -> list[RunEntry]:
+    """Return the matching runs in the order chosen; runs without its sort key come last."""
+    matching = [entry for entry in entries if _matches(entry, run_filter)]
+    by, largest_first = ORDERS[run_filter.order]
+    if run_filter.order == "name":
+        return matching
+    known = [entry for entry in matching if by(entry) is not None]
+    rest = [entry for entry in matching if by(entry) is None]
     return sorted(known, key=by, reverse=largest_first) + rest
 
 
-def table(listed: Sequence[RunEntry]) -> pl.DataFrame:
-    """Return the runs as a page shows them, one row each; a column that says nothing of any is left out."""
-    summaries = [entry.summary for entry in listed]
+def table(entries: Sequence[RunEntry]) -> pl.DataFrame:
+    """Return the runs as the page shows them, one row each, without the columns `now` and `problem` if empty."""
+    summaries = [entry.summary for entry in entries]
     frame = pl.DataFrame(
         {
-            "run": [escaping.inert(entry.name) for entry in listed],
-            "verdict": pl.Series([chips(entry) for entry in listed], dtype=pl.List(pl.String)),
-            "now": ["live" if entry.is_live else None for entry in listed],
+            "run": [escaping.inert(entry.name) for entry in entries],
+            "verdict": pl.Series([chips(entry) for entry in entries], dtype=pl.List(pl.String)),
+            "now": ["live" if entry.is_live else None for entry in entries],
             "step_ms": pl.Series(
                 [s.step_time_ns / 1e6 if s and s.step_time_ns else None for s in summaries], dtype=pl.Float64
             ),
@@ -109,31 +109,31 @@ def table(listed: Sequence[RunEntry]) -> pl.DataFrame:
             "exposed": pl.Series([s.exposed_communication_ratio if s else None for s in summaries], dtype=pl.Float64),
             "gain": pl.Series([s.impact if s else None for s in summaries], dtype=pl.Float64),
             "recorded": pl.Series(
-                [datetime.fromtimestamp(e.created_ns / 1e9, UTC) if _is_date(e.created_ns) else None for e in listed],
+                [datetime.fromtimestamp(e.created_ns / 1e9, UTC) if _is_date(e.created_ns) else None for e in entries],
                 dtype=pl.Datetime("us", "UTC"),
             ),
-            "strategy": pl.Series([_text(entry.strategy) for entry in listed], dtype=pl.String),
-            "model": pl.Series([_text(entry.model) for entry in listed], dtype=pl.String),
-            "ranks": pl.Series([_ranks(entry) for entry in listed], dtype=pl.Int64),
-            "size": [entry.size_bytes / 2**20 for entry in listed],
-            "problem": pl.Series([_text(entry.problem, 300) for entry in listed], dtype=pl.String),
+            "strategy": pl.Series([_text(entry.strategy) for entry in entries], dtype=pl.String),
+            "model": pl.Series([_text(entry.model) for entry in entries], dtype=pl.String),
+            "ranks": pl.Series([_ranks(entry) for entry in entries], dtype=pl.Int64),
+            "size": [entry.size_bytes / 2**20 for entry in entries],
+            "problem": pl.Series([_text(entry.problem, 300) for entry in entries], dtype=pl.String),
         }
     )
     return frame.select(name for name in frame.columns if name not in ("now", "problem") or frame[name].count())
 
 
-def _is_wanted(entry: RunEntry, wanted: RunFilter) -> bool:
-    words = wanted.text.casefold().split()
-    told = f"{entry.name} {entry.strategy} {entry.model} {verdict(entry)} {entry.problem}".casefold()
+def _matches(entry: RunEntry, run_filter: RunFilter) -> bool:
+    words = run_filter.text.casefold().split()
+    text = f"{entry.name} {entry.strategy} {entry.model} {verdict(entry)} {entry.problem}".casefold()
     step_ns = entry.summary.step_time_ns if entry.summary else None
-    left_ns, right_ns = (ms * 1e6 for ms in wanted.step_ms or (0.0, 0.0))
+    left_ns, right_ns = (ms * 1e6 for ms in run_filter.step_ms or (0.0, 0.0))
     return (
-        all(word in told for word in words)
-        and (not wanted.strategies or (entry.strategy or UNKNOWN) in wanted.strategies)
-        and (not wanted.models or (entry.model or UNKNOWN) in wanted.models)
-        and (not wanted.verdicts or verdict(entry) in wanted.verdicts)
-        and (wanted.since_s is None or time.time() - (entry.created_ns or 0) / 1e9 <= wanted.since_s)
-        and (wanted.step_ms is None or (step_ns is not None and left_ns <= step_ns <= right_ns))
+        all(word in text for word in words)
+        and (not run_filter.strategies or (entry.strategy or UNKNOWN) in run_filter.strategies)
+        and (not run_filter.models or (entry.model or UNKNOWN) in run_filter.models)
+        and (not run_filter.verdicts or verdict(entry) in run_filter.verdicts)
+        and (run_filter.since_s is None or time.time() - (entry.created_ns or 0) / 1e9 <= run_filter.since_s)
+        and (run_filter.step_ms is None or (step_ns is not None and left_ns <= step_ns <= right_ns))
     )
 
 

@@ -1,72 +1,58 @@
-"""Answers of `tracekit whatif` about an open run: replayed once, then kept for as long as the run is held open."""
+"""What-if answers about an open run, as `tracekit whatif` gives them. Each raises TracekitError."""
 
 import itertools
 from collections.abc import Callable, Sequence
 
-from dashboard import run_facts, run_store
-from dashboard.run_catalog import RunEntry
+from dashboard.run_store import OpenRun
 from tracekit.model.run import Run
 from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
-from tracekit.replay.graph import savings as saving
+from tracekit.replay.graph import savings as replay_savings
 from tracekit.replay.graph.hsdp import NodeSpec
 from tracekit.replay.graph.savings import Saving
 from tracekit.replay.graph.strategies import Prediction
 from tracekit.replay.graph.what_if import Answer, WhatIf
 
 
-def replay(entry: RunEntry, on_progress: Callable[[float, str], None]) -> None:
-    """Replay the run with nothing changed and without each cause, once. Raises TracekitError.
+def replay(run: OpenRun, on_progress: Callable[[float, str], None]) -> None:
+    """Replay the run unchanged and without each cause, once. `on_progress(ratio, what)` is called before each part."""
 
-    `on_progress(ratio, what)` is told how much is done and what is done next, where it was not done before.
-    """
-
-    def made(run: Run) -> bool:
-        steps = len(run.sources) + len(causes.CAUSES)
+    def replayed(of: Run) -> bool:
+        parts = len(of.sources) + len(causes.CAUSES)
         read = itertools.count(1)
-        run.measure(dependency_graph.FACTS, lambda _: on_progress(next(read) / steps, "Reading the traces"))
-        for done, name in enumerate(causes.CAUSES, len(run.sources)):
-            on_progress(min(done / steps, 1.0), f"Replaying without {name}")
-            saving.saving(run, name)
+        of.measure(dependency_graph.FACTS, lambda _: on_progress(next(read) / parts, "Reading the traces"))
+        for done, name in enumerate(causes.CAUSES, len(of.sources)):
+            on_progress(min(done / parts, 1.0), f"Replaying without {name}")
+            replay_savings.saving(of, name)
         return True
 
-    run_facts.kept(entry, "whatif", made)
+    run.cached("whatif", replayed)
 
 
-def without(entry: RunEntry, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> WhatIf:
-    """Return what the run would be without each cause named, or all that save anything. Raises TracekitError."""
-    held = run_store.open_run(entry)
-    with held.lock:
-        return what_if.answer(held.run, names, gpu_hour_price=gpu_hour_price)
+def without(run: OpenRun, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None) -> WhatIf:
+    """Return the run without each cause named, or without each that would save anything."""
+    return run.compute(lambda of: what_if.answer(of, names, gpu_hour_price=gpu_hour_price))
 
 
-def together(entry: RunEntry, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
-    """Return what the run would be without all of these causes at once, two or more. Raises TracekitError."""
-    held = run_store.open_run(entry)
-    with held.lock:
-        return what_if.answer_combined(held.run, names, gpu_hour_price=gpu_hour_price)
+def together(run: OpenRun, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
+    """Return the run without all of these causes at once, two or more."""
+    return run.compute(lambda of: what_if.answer_combined(of, names, gpu_hour_price=gpu_hour_price))
 
 
-def savings(entry: RunEntry, several: Sequence[tuple[str, ...]]) -> list[Saving]:
-    """Return what a step would save without each of these sets of causes. Raises TracekitError."""
-    held = run_store.open_run(entry)
-    with held.lock:
-        return [saving.combined_saving(held.run, names) for names in several]
+def savings(run: OpenRun, sets: Sequence[tuple[str, ...]]) -> list[Saving]:
+    """Return what a step would save without each of these sets of causes."""
+    return run.compute(lambda of: [replay_savings.combined_saving(of, names) for names in sets])
 
 
-def predicted(entry: RunEntry, strategy: str, node: NodeSpec | None) -> Prediction:
-    """Return what a step would take under another strategy. Raises TracekitError, also where none can tell."""
-    return run_facts.kept(
-        entry, ("predicted", strategy, node), lambda run: strategies.predict_strategy(run, strategy, node)
-    )
+def predicted(run: OpenRun, strategy: str, node: NodeSpec | None) -> Prediction:
+    """Return the step time predicted under another strategy."""
+    return run.cached(("predicted", strategy, node), lambda of: strategies.predict_strategy(of, strategy, node))
 
 
-def other_network(entry: RunEntry, times: float) -> Prediction:
-    """Return what a step would take on links that carry `times` as much. Raises TracekitError."""
-    return run_facts.kept(entry, ("other network", times), lambda run: strategies.predict_network(run, times))
+def other_network(run: OpenRun, times: float) -> Prediction:
+    """Return the step time predicted on links with `times` the bandwidth."""
+    return run.cached(("other network", times), lambda of: strategies.predict_network(of, times))
 
 
-def recomputing_less(entry: RunEntry, layers: int) -> Prediction:
-    """Return what a step would take with so many recomputed layers fewer. Raises TracekitError."""
-    return run_facts.kept(
-        entry, ("recomputing less", layers), lambda run: strategies.predict_less_recomputation(run, layers)
-    )
+def recomputing_less(run: OpenRun, layers: int) -> Prediction:
+    """Return the step time predicted with so many recomputed layers fewer."""
+    return run.cached(("recomputing less", layers), lambda of: strategies.predict_less_recomputation(of, layers))

@@ -1,10 +1,10 @@
-"""Pieces that several pages show: the choice of runs, boxes for what went wrong, findings, tables in readable units.
+"""What several pages show: the choice of runs, headings, errors, charts, and tables in readable units.
 
-A widget whose choice belongs in the address takes its key from `kept` and its kin: see `dashboard.url_state`.
+A widget whose choice belongs in the address takes its key from `dashboard.url_state`.
 """
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,27 +14,22 @@ import streamlit as st
 
 from dashboard import downloads, run_store, url_state
 from dashboard.run_catalog import RunEntry
-from dashboard.url_state import bind, bind_flag, bind_number, bind_several, bind_text
+from dashboard.run_store import LoadedRun, OpenRun
 from tracekit.errors import RuleError, TracekitError
 from tracekit.model import escaping
 from tracekit.report import charts, html_fragments, phrases
-from tracekit.rules.rule import Finding
-
-__all__ = ["bind", "bind_flag", "bind_number", "bind_several", "bind_text"]
 
 PAGES = "pages"
 RUN = "run"
 OTHERS = "compare"
 MISSING = "—"
-SHOWN_FINDING = "shown_finding"
 SHOWN_MOMENT = "shown_moment"
 MAX_PRESELECTED = 4
 MAX_COMPARED = 8
-MAX_EVIDENCE_ROWS = 1000
 BYTES = "localized"
-"""How whole bytes are written: 2,818,048. The unit stands in the heading."""
+"""The format of whole bytes: 2,818,048. The unit is in the heading."""
 _LEAST = 0.001
-"""Less of a unit than this reads badly."""
+"""The smallest value shown in a unit."""
 
 STYLE = f"""<style>{html_fragments.style()}
 [data-testid="stMainBlockContainer"] {{padding: 4rem 2.2rem 3rem; max-width: 1500px}}
@@ -49,63 +44,54 @@ STYLE = f"""<style>{html_fragments.style()}
 </style>"""
 
 
-def nothing_opened() -> None:
-    """Say how to open the dashboard on something."""
+def no_runs() -> None:
+    """Explain how to open the dashboard on a run."""
     st.title("tracekit")
     st.info("No run was given. Open the dashboard on a run, or on a folder of runs:")
     st.code("tracekit dashboard runs/", language=None)
 
 
-def choose(listed: Sequence[RunEntry]) -> tuple[RunEntry, tuple[RunEntry, ...]]:
-    """Let a person choose a run; return it, and those chosen to compare it with. The address names the run."""
-    by_name = {entry.name: entry for entry in listed}
+def choose_runs(entries: Sequence[RunEntry]) -> tuple[RunEntry, ...]:
+    """Let a person choose a run and those to compare it with; return them in this order. The address names them."""
+    by_name = {entry.name: entry for entry in entries}
     names = list(by_name)
-    # A name in the address is looked up among the listed, never taken as a path.
-    name = st.selectbox("Run", names, key=bind(RUN, names), format_func=escaping.inert)
-    rest = [other for other in names if other != name]
-    usable = [other for other in rest if not by_name[other].problem]
-    preselected = usable if len(names) <= MAX_PRESELECTED else ()
-    key = bind_several(OTHERS, rest, preselected, at_most=MAX_COMPARED)
-    others = (
+    # A name in the address is looked up in the list, never taken as a path.
+    name = st.selectbox("Run", names, key=url_state.bind(RUN, names), format_func=escaping.inert)
+    others = [other for other in names if other != name]
+    preselected = [other for other in others if not by_name[other].problem] if len(names) <= MAX_PRESELECTED else ()
+    key = url_state.bind_several(OTHERS, others, preselected, at_most=MAX_COMPARED)
+    compared = (
         st.multiselect(
             "Compare with",
-            rest,
+            others,
             key=key,
             format_func=escaping.inert,
             placeholder="Choose runs",
             max_selections=MAX_COMPARED,
         )
-        if rest
+        if others
         else []
     )
     if len(names) > 1 and RUN not in st.query_params:
-        st.query_params[RUN] = name  # which run comes first is nothing that a link can rely on
-    return by_name[name], tuple(by_name[other] for other in others)
+        st.query_params[RUN] = name  # a link must not depend on which run comes first
+    return tuple(by_name[chosen] for chosen in (name, *compared))
 
 
-def go_to(page: str, **chosen: Any) -> None:
-    """Turn to another page, with widgets on it set by their names in the address: ``go_to("timeline", rank=3)``.
+def go_to(address: str, **parameters: Any) -> None:
+    """Open another page, with widgets on it set by their names in the address: ``go_to("timeline", rank=3)``.
 
-    The run stays unless `chosen` names another.
+    The run stays unless `parameters` names another.
     """
-    told = {name: texts for name, texts in url_state.parameters().items() if name in (RUN, OTHERS)}
-    told |= {
-        name: [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
-        for name, value in chosen.items()
+    query = {name: texts for name, texts in url_state.parameters().items() if name in (RUN, OTHERS)}
+    query |= {
+        name: [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+        for name, value in parameters.items()
     }
-    st.switch_page(st.session_state[PAGES][page], query_params=told)
+    st.switch_page(st.session_state[PAGES][address], query_params=query)
 
 
-def begin(entry: RunEntry) -> run_store.OpenRun | None:
-    """Begin a page about a run: return it under its heading, or say why it cannot be opened and return None."""
-    held = open_or_say(entry)
-    if held is not None:
-        heading(entry, held)
-    return held
-
-
-def open_or_say(entry: RunEntry) -> run_store.OpenRun | None:
-    """Return the run, or say in a box why it cannot be opened and return None."""
+def open_run(entry: RunEntry) -> OpenRun | None:
+    """Return the run, or show why it cannot be opened and return None."""
     if entry.problem:
         if entry.is_live and not entry.files:
             st.info(plain(entry.problem), icon=":material/hourglass_empty:")
@@ -121,58 +107,50 @@ def open_or_say(entry: RunEntry) -> run_store.OpenRun | None:
 
 
 def problem(message: str) -> None:
-    """Show what went wrong, as text."""
+    """Show an error as text."""
     st.error(plain(message), icon=":material/error:")
 
 
-def heading(entry: RunEntry, held: run_store.OpenRun) -> None:
-    """Show which run a page is about and, while it is being recorded, as of when it is shown."""
-    about = escaping.escape(phrases.subtitle(held.run))
-    st.html(f'<div class="tk-title"><b>{escaping.escape(entry.name)}</b><span>{about}</span></div>')
+def heading(entry: RunEntry, run: LoadedRun) -> None:
+    """Show which run a page is about and, while it is being recorded, when it was read."""
+    title(entry.name, phrases.subtitle(run.run))
     if entry.is_live:
-        read_at = datetime.fromtimestamp(held.read_s, UTC).strftime("%H:%M:%S")
+        read_at = datetime.fromtimestamp(run.read_s, UTC).strftime("%H:%M:%S")
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.caption(f"Its files change: it is being recorded. What you see was read at {read_at} UTC.")
+            st.caption(f"This run is being recorded. The page shows its files as read at {read_at} UTC.")
             if st.button("Read again", key="read_again"):
                 run_store.read_again(entry)
                 st.rerun()
 
 
-def finding(found: Finding, held: run_store.OpenRun, *, key: str) -> None:
-    """Show a finding with its evidence, and the way to the moment that proves it."""
-    with st.container(border=True):
-        st.html(html_fragments.finding(found))
-        rows = found.evidence.height
-        if not rows:
-            return
-        with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
-            # Above the table, which comes a moment later and would push it away from under a hand.
-            if can_be_shown(found) and st.button("Show in the timeline", key=f"show-{key}"):
-                st.session_state[SHOWN_FINDING] = key
-                go_to("timeline", finding=key)
-            shown = found.evidence.head(MAX_EVIDENCE_ROWS)
-            frame(phrases.from_trace_start(shown, phrases.trace_starts(held.run)))
-            if rows > MAX_EVIDENCE_ROWS:
-                st.caption(f"The first {MAX_EVIDENCE_ROWS:,} rows of {rows:,}; the download has all.")
-            downloads.table(found.evidence, key=f"{found.id}-evidence-{key}")
+def title(name: str, about: str = "") -> None:
+    """Show the title of a page."""
+    st.html(f'<div class="tk-title"><b>{escaping.escape(name)}</b><span>{escaping.escape(about)}</span></div>')
 
 
-def can_be_shown(found: Finding) -> bool:
-    """Return whether a finding's evidence says where in which trace it lies."""
-    needed = {"rank", "start_ns", "dur_ns"}
-    return needed <= set(found.evidence.columns) and bool(found.evidence.drop_nulls(list(needed)).height)
+def moment_table(run: OpenRun, rows: pl.DataFrame, shown: pl.DataFrame, *, key: str) -> None:
+    """Show a table whose rows open the timeline: `rows` has window, rank, start_ns and dur_ns of each of `shown`."""
+    event = frame(shown, on_select="rerun", selection_mode="single-row", key=key)
+    selected = event["selection"]["rows"] if event else []
+    row = rows.row(selected[0], named=True) if selected and selected[0] < rows.height else None
+    label = "Show in the timeline" if row is None else f"Show rank {row['rank']}, step {row['step']} in the timeline"
+    if st.button(label, key=f"{key}-show", disabled=row is None, help="Select a row of the table first") and row:
+        show_moment(run.entry, row)
 
 
-def finding_keys(findings: Sequence[Finding]) -> dict[str, Finding]:
-    """Return the findings by a name that is unique even where one rule speaks twice of the same thing."""
-    return {f"{number}-{found.id}": found for number, found in enumerate(findings)}
+def show_moment(entry: RunEntry, row: Mapping[str, Any]) -> None:
+    """Open the timeline at a moment: window, rank, start_ns (on the clock of the rank's trace) and dur_ns."""
+    st.session_state[SHOWN_MOMENT] = {"run": entry.name} | {
+        name: row[name] for name in ("window", "rank", "start_ns", "dur_ns")
+    }
+    go_to("timeline", **({"window": row["window"]} if row["window"] else {}))
 
 
 def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any:
     """Show a table with its numbers in readable units; it can be sorted and searched.
 
-    With a `key`, what was measured can be downloaded below it, in its own units. `options` are those of st.dataframe,
-    whose answer is returned.
+    With a `key`, the table can be downloaded below it in its original units. `options` are those of st.dataframe,
+    whose event is returned.
     """
     shown: list[pl.Series] = []
     columns: dict[str, Any] = {}
@@ -198,7 +176,7 @@ def frame(table: pl.DataFrame, *, key: str | None = None, **options: Any) -> Any
 
 
 def _scale(series: pl.Series) -> tuple[float, str] | None:
-    """Return what a column is divided by, and how it is written then, by the ending of its name."""
+    """Return the divisor and the number format of a column, by the unit at the end of its name."""
     scales = {"_ns": (1e6, "%.3f ms"), "_ratio": (0.01, "%.1f%%"), "_bytes_per_s": (1e6, "%.2f MB/s")}
     for ending, scale in scales.items():
         if series.name.endswith(ending):
@@ -207,7 +185,7 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
         return None
     sizes = series.drop_nulls().abs()
     least, most = (float(str(size or 0)) for size in (sizes.filter(sizes > 0).min(), sizes.max()))
-    # One unit for all of a column, so that it can be sorted by eye; digits by which small sizes can be told apart, too.
+    # One unit per column, so that values compare at a glance, and enough digits to distinguish small sizes.
     for unit_bytes, pattern in ((2**30, "%.4g GiB"), (2**20, "%.4g MiB"), (2**10, "%.4g KiB")):
         if most >= unit_bytes:
             return (unit_bytes, pattern) if least >= unit_bytes * _LEAST else (1, BYTES)
@@ -215,27 +193,27 @@ def _scale(series: pl.Series) -> tuple[float, str] | None:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, key: str, right: Sequence[bool] = ()) -> None:
-    """Show a table of text, as `markup.html_table` makes it, with a download."""
+    """Show a table of text, as `escaping.html_table` makes it, with a download."""
     st.html(escaping.html_table(header, rows, right=right))
     downloads.cells(header, rows, key=key)
 
 
 def chart(figure: go.Figure, *, key: str, **config: bool) -> None:
     """Show a figure in the page's own colours and font, with a download; `config` adds to Plotly's configuration."""
-    given = go.Figure(figure)
+    original = go.Figure(figure)
     figure.update_layout(font=font())
     st.plotly_chart(figure, theme=None, config={**charts.CONFIG, **config}, key=key)
-    downloads.figure(given, key=key)
+    downloads.figure(original, key=key)
 
 
 def clickable(figure: go.Figure, *, key: str) -> tuple[Any, ...] | None:
-    """Show a figure as `chart` does and return the custom data of the point that a person clicked, None without one."""
-    given = go.Figure(figure)
+    """Show a figure as `chart` does and return the custom data of the clicked point, None without one."""
+    original = go.Figure(figure)
     figure.update_layout(font=font())
     event = st.plotly_chart(
         figure, theme=None, config=charts.CONFIG, key=key, on_select="rerun", selection_mode="points"
     )
-    downloads.figure(given, key=key)
+    downloads.figure(original, key=key)
     points = event["selection"]["points"] if event else []
     return next((tuple(point["customdata"]) for point in points if point.get("customdata")), None)
 

@@ -1,65 +1,62 @@
-"""Checkpoints: how long saves block training and last, what they are made of, what storage gave."""
+"""Checkpoints: how long saves block training and take, their stages, and the write rate of storage."""
 
 import polars as pl
 import streamlit as st
 
-from dashboard import run_store, widgets
-from dashboard.run_catalog import RunEntry
+from dashboard import findings, widgets
+from dashboard.pages.page import Page
+from dashboard.run_store import OpenRun
+from dashboard.url_state import bind
 from tracekit.analysis.checkpoint import saves, stalls
 from tracekit.model import escaping
 from tracekit.report import charts, phrases
 
 HOW_TO_RECORD = (
-    "No checkpoint log lies beside the traces, or it tells of no save: record with tracekit record, or put "
-    "tracekit.capture.record_save around a save."
+    "The run has no checkpoint log, or it contains no save: record with tracekit record, or wrap a save in "
+    "tracekit.capture.record_save."
 )
 
 
-def page(entry: RunEntry) -> None:
+def show(run: OpenRun) -> None:
     """Draw all saves of a run, and the stages of the one that a person picks."""
-    held = widgets.begin(entry)
-    if held is None:
-        return
-    with held.lock:
-        tables = {
-            survey.__name__: held.run.run_table(survey) for survey in (saves.by_save, saves.by_rank, saves.stages)
-        }
-        made_of = held.run.run_table(stalls.parts)
-    each = tables["each"]
-    if each.is_empty():
+    by_save = run.run_table(saves.by_save)
+    if by_save.is_empty():
         st.info(HOW_TO_RECORD)
         return
-    _all(held, each, tables["clocks"])
-    st.subheader("The stages of one save")
-    longest = int(str(each["written_ns"].arg_max()))
-    names = each["save"].to_list()
-    chosen = st.selectbox(
-        "Save", names, key=widgets.bind("save", names, names[longest]), format_func=escaping.inert, width=340
-    )
-    lines = tables["stages"].filter(pl.col("save") == chosen)
-    widgets.chart(charts.save_stages(lines), key="save_stages")
-    st.caption("Stages take turns, tensor by tensor: a bar puts the time of each together, in order of first entry.")
-    st.subheader("What it is made of, on the way that all ranks wait for")
+    for number, finding in enumerate(findings.of_families(run.report.findings, ("CKPT",)).values()):
+        findings.show(finding, run, key=f"checkpoints-{number}")
+    _totals(by_save, run.run_table(saves.by_rank))
+    st.subheader("Stages of one save")
+    longest = int(str(by_save["written_ns"].arg_max()))
+    names = by_save["save"].to_list()
+    save = st.selectbox("Save", names, key=bind("save", names, names[longest]), format_func=escaping.inert, width=340)
+    widgets.chart(charts.save_stages(run.run_table(saves.stages).filter(save=save)), key="save_stages")
+    st.caption("Stages alternate tensor by tensor: a bar adds up the time of each, in the order of their first entry.")
+    st.subheader("Critical path of the save")
+    st.caption("By clock (training blocked, or until all data was written): the stages that all ranks wait for.")
     columns = ("clock", "kind", "rank", "stage", "dur_ns", pl.col("ratio").alias("time_ratio"))
-    st.caption("Of the clock named: the time that training was blocked, or until all was written; shares of it.")
-    widgets.frame(
-        phrases.from_trace_start(made_of.filter(pl.col("save") == chosen).select(columns), {}), key="save-parts"
-    )
-    if st.button("Plan the interval between checkpoints with these numbers", key="checkpoints-plan"):
+    parts = run.run_table(stalls.parts).filter(save=save).select(columns)
+    widgets.frame(phrases.from_trace_start(parts, {}), key="save-parts")
+    if st.button("Plan the checkpoint interval with these numbers", key="checkpoints-plan"):
         widgets.go_to("plan", **{"plan-measured": True})
 
 
-def _all(held: run_store.OpenRun, each: pl.DataFrame, clocks: pl.DataFrame) -> None:
-    for number, found in enumerate(held.report.findings):
-        if found.code.startswith("CKPT"):
-            widgets.finding(found, held, key=f"checkpoints-{number}")
+def _totals(by_save: pl.DataFrame, clocks: pl.DataFrame) -> None:
     left, right = st.columns(2)
     with left:
-        st.subheader("Training blocked, and all written")
-        widgets.chart(charts.save_clocks(each), key="save_clocks")
+        st.subheader("Training blocked, and all data written")
+        widgets.chart(charts.save_clocks(by_save), key="save_clocks")
     with right:
-        st.subheader("Durable write rate of each rank")
+        st.subheader("Durable write rate by rank")
         if clocks["storage_bytes_per_s"].is_not_null().any():
             widgets.chart(charts.save_bandwidth(clocks), key="save_bandwidth")
         else:
-            st.caption("No save synced its files, so what storage gave is not known.")
+            st.caption("No save synced its files, so the write rate of the storage is unknown.")
+
+
+PAGE = Page(
+    "Checkpoints",
+    "checkpoints",
+    "how long each save blocks training, its stages, its critical path over the ranks, and the durable write rate",
+    show,
+)

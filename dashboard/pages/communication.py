@@ -1,120 +1,122 @@
-"""Communication: what of it is hidden, why it pauses, how fast messages move, and who waits for whom."""
+"""Communication: how much of it is exposed, why it stalls, its bandwidth, and which rank is waited for."""
 
 import polars as pl
 import streamlit as st
 
-from dashboard import rule_families, run_facts, run_store, widgets
-from dashboard.run_catalog import RunEntry
+from dashboard import findings, widgets
+from dashboard.pages.page import Needs, Page
+from dashboard.run_store import OpenRun
+from dashboard.url_state import bind
 from tracekit.analysis.communication import collective_instances, exposed_communication, traffic
 from tracekit.analysis.compute import compute_gap_causes, stall_attribution
 from tracekit.analysis.parallelism import rank_timelines
 from tracekit.report import charts
-from tracekit.sync import collective_matching
 
-FAMILIES = ("COMM", "RANK")
-FACTS = (
-    collective_matching.calls,
-    stall_attribution.communication_gap_time,
-    compute_gap_causes.compute_gap_causes,
-    *traffic.FACTS,
-)
-ALONE = "One rank has a trace, so nobody can be said to wait: put the traces of all ranks into one folder."
+FACTS = (stall_attribution.communication_gap_time, compute_gap_causes.compute_gap_causes, *traffic.FACTS)
+GAPS = {
+    stall_attribution.COMMUNICATION: (
+        "Why no collective runs",
+        "Gaps between the collectives of a phase, split by cause; the parts of a bar add up to the gaps.",
+    ),
+    stall_attribution.COMPUTE: (
+        "Why nothing computes",
+        "Time in steps in which no kernel or operator computes, split by cause; the parts add up to all of it.",
+    ),
+}
 
 
-def page(entry: RunEntry) -> None:
-    """Draw how the ranks of a run communicate, and list what they say to each other."""
-    held = rule_families.begin(entry)
-    if held is None:
-        return
+def show(run: OpenRun) -> None:
+    """Draw how the ranks communicate, and list the collectives."""
     with st.spinner("Measuring"):
-        kinds = run_facts.across(entry, traffic.by_kind, FACTS)
+        kinds = run.run_table(traffic.by_kind, FACTS)
     if kinds.is_empty():
-        st.info("The traces hold no collective: a run on one rank, or one recorded without its communication.")
-        _standing(entry, stall_attribution.COMPUTE)
+        st.info("The traces contain no collective: the run had one rank, or was recorded without its communication.")
+        _gaps(run, stall_attribution.COMPUTE)
         return
-    rule_families.show(held, *FAMILIES)
-    _hidden(entry)
-    _standing(entry, stall_attribution.COMMUNICATION)
-    _standing(entry, stall_attribution.COMPUTE)
-    _speeds(entry)
-    _waits(entry, held)
-    _collectives(entry, kinds)
-
-
-def _hidden(entry: RunEntry) -> None:
-    st.subheader("How much of it is hidden")
+    findings.show_families(run, "COMM", "RANK")
+    st.subheader("Exposed communication")
     st.caption(
-        "Communication in steps, of each rank: beside compute it costs nothing by itself. Waiting ends when the last "
-        "rank that has a trace comes to the collective."
+        "Communication in steps by rank: overlapped with compute, exposed, and waiting. Waiting ends when the last "
+        "rank with a trace enters the collective."
     )
-    widgets.chart(
-        charts.communication_parts(run_facts.across(entry, exposed_communication.by_rank)), key="communication-hidden"
-    )
+    widgets.chart(charts.communication_parts(run.run_table(exposed_communication.by_rank)), key="communication-hidden")
+    _gaps(run, stall_attribution.COMMUNICATION)
+    _gaps(run, stall_attribution.COMPUTE)
+    _bandwidth(run)
+    _stragglers(run)
+    _collectives(run, kinds)
 
 
-def _standing(entry: RunEntry, of: str) -> None:
-    rows = run_facts.across(entry, stall_attribution.by_rank).filter(pl.col("gap_kind") == of)
-    if of == stall_attribution.COMMUNICATION:
-        st.subheader("Why no collective runs")
-        told = "Gaps between the collectives of a phase, split by cause: the parts of a bar sum to the gaps, exactly."
-    else:
-        st.subheader("Why nothing computes")
-        told = "All time in steps in which no kernel or operator computes, split by cause, exactly."
-    st.caption(told + " Point at a part for its time and share.")
+def _gaps(run: OpenRun, of: str) -> None:
+    rows = run.run_table(stall_attribution.by_rank).filter(gap_kind=of)
+    title, about = GAPS[of]
+    st.subheader(title)
+    st.caption(f"{about} Hover over a part for its time and share.")
     if rows.is_empty():
         st.caption("There is no such gap.")
         return
     widgets.chart(charts.stall_causes(rows), key=f"communication-{of}")
-    with st.expander("By phase and by what the host did"):
-        each = run_facts.across(entry, stall_attribution.by_cause).filter(pl.col("gap_kind") == of)
-        sums = each.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
+    with st.expander("By phase and host activity"):
+        causes = run.run_table(stall_attribution.by_cause).filter(gap_kind=of)
+        sums = causes.group_by("phase", "cause", "detail").agg(pl.col("pieces", "dur_ns").sum())
         widgets.frame(sums.sort("dur_ns", descending=True), key=f"causes-of-{of}")
 
 
-def _speeds(entry: RunEntry) -> None:
-    st.subheader("Bandwidth against size")
-    speeds = run_facts.across(entry, traffic.speeds)
+def _bandwidth(run: OpenRun) -> None:
+    st.subheader("Bandwidth by message size")
+    speeds = run.run_table(traffic.speeds)
     if speeds.is_empty():
         st.caption(
-            "No message of known size took longer than the clocks' residual, or the trace tells no sizes: Data quality "
-            "says what to record."
+            "No message of known size took longer than the clock error, or the trace contains no sizes. The page Data "
+            "quality shows how to record them."
         )
         return
     st.caption(
-        "Each mark is one collective. Algorithm bandwidth is its size over the time from the last arrival to the end; "
-        "bus bandwidth is that by nccl-tests' factor, such as 2(n−1)/n for an all-reduce of n ranks, so that all "
-        "collectives compare with the link. Small messages are slow because of latency. "
-        + ("" if speeds["is_whole"].all() else "Open marks moved at least so fast: their groups lack traces.")
+        "Each mark is one collective. Algorithm bandwidth is its size over the time from the last arrival to the end. "
+        "Bus bandwidth multiplies it by the factor of nccl-tests, such as 2(n−1)/n for an all-reduce of n ranks, so "
+        "that all collectives compare with the link. Latency limits small messages. "
+        + ("" if speeds["is_whole"].all() else "Open marks are lower bounds: some ranks of their groups lack traces.")
     )
     kinds = (charts.BUS, charts.ALGORITHM)
     kind = st.segmented_control(
-        "Bandwidth", kinds, key=widgets.bind("bandwidth", kinds), label_visibility="collapsed", required=True
+        "Bandwidth", kinds, key=bind("bandwidth", kinds), label_visibility="collapsed", required=True
     )
     widgets.chart(charts.bandwidth(speeds, kind), key="communication-bandwidth")
 
 
-def _waits(entry: RunEntry, held: run_store.OpenRun) -> None:
-    st.subheader("Who waits for whom")
-    if len(held.run.ranks) < 2:
-        st.caption(ALONE)
+def _stragglers(run: OpenRun) -> None:
+    st.subheader("Which ranks wait for which")
+    if len(run.run.ranks) < 2:
+        st.caption(
+            "Only one rank has a trace, so waiting cannot be measured: put the traces of all ranks into one folder."
+        )
         return
-    waited = run_facts.across(entry, rank_timelines.wait_times)
-    if waited.is_empty():
-        st.caption("No rank stood still for another by more than the clocks' residual.")
+    waits = run.run_table(rank_timelines.wait_times)
+    if waits.is_empty():
+        st.caption("No rank waited for another for longer than the clock error.")
         return
     st.caption(
-        "Time in which a rank computes nothing and all its collectives wait for a rank that has not come: no moment "
-        "counts twice. A strong column is a rank that the others wait for."
+        "Time in which a rank (row) computes nothing and all its collectives wait for a late rank (column). Every "
+        "moment counts once. A dark column is a straggler."
     )
-    widgets.chart(charts.wait_matrix(waited, held.run.ranks), key="communication-waits")
+    widgets.chart(charts.wait_matrix(waits, run.run.ranks), key="communication-waits")
 
 
-def _collectives(entry: RunEntry, kinds: pl.DataFrame) -> None:
+def _collectives(run: OpenRun, kinds: pl.DataFrame) -> None:
     st.subheader("Collectives")
-    st.caption("Added up over ranks and steps, by what they are and how large; bandwidths are medians.")
+    st.caption("Sums over ranks and steps by collective, group and size; bandwidths are medians.")
     empty = [name for name in kinds.columns if kinds[name].null_count() == kinds.height]
     widgets.frame(kinds.drop(*empty, "is_whole", strict=False), key="collectives")
-    by_rank = run_facts.across(entry, collective_instances.by_collective)
+    by_rank = run.run_table(collective_instances.by_collective)
     if by_rank.height:
-        with st.expander("By rank: who waited, who came last"):
+        with st.expander("By rank: waiting time and last arrivals"):
             widgets.frame(by_rank, key="collectives-by-rank")
+
+
+PAGE = Page(
+    "Communication",
+    "communication",
+    "exposed and overlapped communication, causes of gaps, bandwidth by message size, stragglers, and all collectives",
+    show,
+    Needs.WORK,
+)

@@ -1,91 +1,96 @@
-"""Contention: what shares the device, what goes slower for it, and the moments that lost most."""
+"""Contention: what shares the device, how much it slows down, and the calls that lost most."""
 
 import polars as pl
 import streamlit as st
 
-from dashboard import rule_families, run_facts, run_store, timeline_links, widgets
-from dashboard.run_catalog import RunEntry
+from dashboard import findings, widgets
+from dashboard.pages.page import Needs, Page
+from dashboard.run_store import OpenRun
+from dashboard.url_state import bind
 from tracekit.analysis.compute import collective_contention, concurrency, contention, contention_totals
 from tracekit.report import charts, phrases
-from tracekit.sync import collective_matching
 
-FAMILIES = ("STREAM",)
-FACTS = (collective_matching.calls, contention.device_count, *contention_totals.FACTS)
+FACTS = (contention.device_count, *contention_totals.FACTS)
 ON_CPU = (
-    "This run was on the CPU: its threads share cores in ways that no trace tells. Contention is told of device "
+    "This run was on the CPU: a trace does not record how threads share cores. Contention is measured between device "
     "streams; record on a GPU with ProfilerActivity.CUDA."
 )
-NOTHING = "No two kinds of work ran at the same time on any device, so nothing was slowed."
 
 
-def page(entry: RunEntry) -> None:
-    """Draw which work ran beside which other, and what that cost."""
-    held = rule_families.begin(entry)
-    if held is None:
-        return
-    if not run_facts.table(entry, contention.device_count)["devices"].sum():
+def show(run: OpenRun) -> None:
+    """Draw which work ran concurrently with which other work, and what that cost."""
+    if not run.table(contention.device_count)["devices"].sum():
         st.info(ON_CPU)
         return
     with st.spinner("Measuring"):
-        pairs = run_facts.across(entry, collective_contention.all_pairs, FACTS)
+        pairs = run.run_table(collective_contention.all_pairs, FACTS)
     if pairs.is_empty():
-        st.info(NOTHING)
+        st.info("No two kinds of work ran at the same time on any device, so nothing was slowed down.")
         return
-    rule_families.show(held, *FAMILIES)
-    _pairs(pairs)
-    _phases(entry)
-    _give_way(entry)
-    _moments(entry, held)
+    findings.show_families(run, "STREAM")
+    _slowdowns(pairs)
+    _phases(run)
+    _give_way(run)
+    _moments(run)
 
 
-def _pairs(pairs: pl.DataFrame) -> None:
-    st.subheader("How much slower, beside what")
+def _slowdowns(pairs: pl.DataFrame) -> None:
+    st.subheader("Slowdown by concurrent work")
     st.caption(
-        "Each kind of work against the same work alone (same kernel, grid and shapes; collectives of one size), within "
-        "one step where it ran alone in it. Bars are 95% intervals over steps and units; right of the line is slower."
+        "Each kind of work compared with the same work alone (same kernel, grid and shapes; collectives of one size), "
+        "within one step if it ran alone there. Bars are 95% confidence intervals over steps and units; right of the "
+        "line is slower."
     )
     if pairs["slowdown"].is_not_null().any():
         widgets.chart(charts.slowdowns(pairs), key="contention-slowdowns")
     else:
-        st.caption(f"Nothing ran both alone and beside other work. {contention.RECORD.capitalize()}.")
-    with st.expander("The same in numbers"):
+        st.caption(f"Nothing ran both alone and concurrently with other work. {contention.RECORD.capitalize()}.")
+    with st.expander("Slowdowns in numbers"):
         widgets.frame(pairs, key="contention-pairs")
 
 
-def _phases(entry: RunEntry) -> None:
-    by_phase = run_facts.across(entry, contention_totals.by_phase)
+def _phases(run: OpenRun) -> None:
+    by_phase = run.run_table(contention_totals.by_phase)
     kinds = [kind for kind in concurrency.KINDS if kind in by_phase["kind"]]
     st.subheader("What shares the device, by phase")
-    of = st.segmented_control(
-        "Work", kinds, key=widgets.bind("work", kinds), label_visibility="collapsed", required=True
-    )
-    st.caption("Time for which the chosen work ran beside another kind on other streams, of all ranks and steps.")
+    of = st.segmented_control("Work", kinds, key=bind("work", kinds), label_visibility="collapsed", required=True)
+    st.caption("Time in which the chosen work ran concurrently with work on other streams; all ranks and steps.")
     widgets.chart(charts.concurrent_time(by_phase, of), key="contention-phases")
 
 
-def _give_way(entry: RunEntry) -> None:
-    st.subheader("Preparation that gives way")
-    prepared = run_facts.table(entry, contention.preparation)
-    known = prepared.drop_nulls("alone_ns")
-    if known.is_empty():
-        told = "No work prepares a collective" if prepared.is_empty() else "No preparation was ever seen alone"
-        st.caption(f"{told}, so whether the main compute holds it up cannot be told.")
+def _give_way(run: OpenRun) -> None:
+    st.subheader("Give-way effect: preparation of collectives")
+    prepared = run.table(contention.preparation)
+    if prepared.drop_nulls("alone_ns").is_empty():
+        reason = "No kernel prepares a collective" if prepared.is_empty() else "No preparation ran alone"
+        st.caption(f"{reason}, so the delay by the main compute stream cannot be measured.")
         return
     st.caption(
-        "Small kernels before collectives (copies, casts, divides). On the line they take as long as alone; far above "
-        "it the main compute holds them up, and with them the collective that they prepare."
+        "Small kernels before collectives (copies, casts, divides). On the line they take as long as alone. Far above "
+        "it, the main compute stream delays them and the collective that they prepare."
     )
     widgets.chart(charts.delayed_preparation(prepared), key="contention-give-way")
 
 
-def _moments(entry: RunEntry, held: run_store.OpenRun) -> None:
-    st.subheader("The worst moments")
-    rows = run_facts.across(entry, contention_totals.costliest_calls)
+def _moments(run: OpenRun) -> None:
+    st.subheader("Most delayed calls")
+    rows = run.run_table(contention_totals.costliest_calls)
     if rows.is_empty():
-        st.caption("No call took longer beside other work than alone.")
+        st.caption("No call took longer concurrently with other work than alone.")
         return
-    st.caption("Calls that took most longer than the same work alone. Choose a row to see it in the timeline.")
-    shown = phrases.from_trace_start(rows, phrases.trace_starts(held.run))
-    timeline_links.table(
-        entry, rows, shown.drop("window") if shown["window"].n_unique() == 1 else shown, key="contention-at"
+    st.caption(
+        "Calls that exceeded the duration of the same work alone by most. Select a row to show it in the timeline."
     )
+    shown = phrases.from_trace_start(rows, phrases.trace_starts(run.run))
+    widgets.moment_table(
+        run, rows, shown.drop("window") if shown["window"].n_unique() == 1 else shown, key="contention-at"
+    )
+
+
+PAGE = Page(
+    "Contention",
+    "contention",
+    "slowdown of concurrent work, what shares the device by phase, the give-way effect, and the most delayed calls",
+    show,
+    Needs.WORK,
+)

@@ -1,4 +1,4 @@
-"""History: what checked runs came to over time, where it changed, and with which commit."""
+"""History: metrics of checked runs over time, where they changed, and with which commit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,39 +8,40 @@ import polars as pl
 import streamlit as st
 
 from dashboard import widgets
+from dashboard.pages.page import TOOLS, Needs, Page
 from tracekit.errors import TracekitError
 from tracekit.model import escaping
 from tracekit.regression.history import store, trends
 from tracekit.regression.history.trends import Group, Series
-from tracekit.report import history as told
+from tracekit.report import history as history_text
 from tracekit.report import history_figures
 from tracekit.report.comparison import label
 
-MOST_DRAWN = 4
+MAX_DRAWN = 4
 
 
-def page(path: Path) -> None:
+def show(path: Path) -> None:
     """Show the metrics of one kind of run, what changed, and the run that a person picks."""
-    st.html(f'<div class="tk-title"><b>History</b><span>{escaping.escape(path.name)}</span></div>')
+    widgets.title("History", path.name)
     try:
         groups = _groups(str(path), _stamp(path))
     except TracekitError as error:
         widgets.problem(str(error))
         return
     if not groups:
-        st.info("No run is in this history yet: tracekit check RUN --history FILE adds one.")
+        st.info("This history contains no run yet: tracekit check RUN --history FILE adds one.")
         return
     numbers = list(range(len(groups)))
     chosen = st.selectbox(
-        "Runs of", numbers, key="history_group", format_func=lambda n: escaping.inert(_named(groups[n]), 300)
+        "Runs of", numbers, key="history_group", format_func=lambda number: escaping.inert(_name(groups[number]), 300)
     )
     group = groups[chosen if chosen is not None else 0]
     _changes(group)
-    by_label = {label(series.metric): series for series in _in_order(group.series)}
-    picked = st.multiselect("Metrics", list(by_label), list(by_label)[:MOST_DRAWN], key=f"history_{group.fingerprint}")
+    by_label = {label(series.metric): series for series in _changed_first(group.series)}
+    picked = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
     for name in picked:
         st.subheader(widgets.plain(name))
-        st.caption(widgets.plain(told.verdict(by_label[name])))
+        st.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
     _run(group)
 
@@ -55,32 +56,32 @@ def _groups(path: str, stamp: str) -> tuple[Group, ...]:  # noqa: ARG001  # the 
     return trends.groups(store.read(Path(path)))
 
 
-def _named(group: Group) -> str:
-    return f"{told.identity_text(group)} · {group.runs.height} runs · {group.fingerprint}"
+def _name(group: Group) -> str:
+    return f"{history_text.identity_text(group)} · {group.runs.height} runs · {group.fingerprint}"
 
 
-def _in_order(series: Sequence[Series]) -> list[Series]:
+def _changed_first(series: Sequence[Series]) -> list[Series]:
     """Return the metrics, those that changed or drift first."""
-    return sorted(series, key=lambda each: (not each.shifts, not each.drifts))
+    return sorted(series, key=lambda one: (not one.shifts, not one.drifts))
 
 
 def _changes(group: Group) -> None:
-    """Show each change with its commits and what came with it, the latest first."""
-    moments = told.changes_by_run(group)
-    if not moments:
+    """Show each change with its commits and what else changed, the latest first."""
+    changes = history_text.changes_by_run(group)
+    if not changes:
         st.caption("No metric changed its level.")
-    for shifts in moments[: told.MAX_CHANGES]:
+    for shifts in changes[: history_text.MAX_CHANGES]:
         with st.container(border=True):
             heads = "".join(
                 f"<p><b>{'worse' if shift.is_worse else 'better'}: {escaping.escape(label(shift.metric))}</b> "
-                f"{escaping.escape(told.before_and_after(shift))}</p>"
+                f"{escaping.escape(history_text.before_and_after(shift))}</p>"
                 for shift in shifts
             )
-            st.html(heads + escaping.html_table(("", ""), told.context(group, shifts[0])))
+            st.html(heads + escaping.html_table(("", ""), history_text.context(group, shifts[0])))
 
 
 def _clickable(figure: go.Figure, group: Group, series: Series) -> None:
-    """Show a figure whose points choose the run that is told below."""
+    """Show a figure whose points choose the run shown below."""
     key = f"history-{group.fingerprint}-{series.metric}"
     figure.update_layout(clickmode="event+select", dragmode=False)
     clicked = widgets.clickable(figure, key=key)
@@ -95,24 +96,24 @@ def _picked(group: Group) -> str:
 
 
 def _run(group: Group) -> None:
-    """Show one run: its commit's own words, what it measured and what was found."""
+    """Show one run: its commit message, metrics and findings."""
     st.subheader("One run")
     numbers = list(range(group.runs.height))
     if st.session_state.get(_picked(group)) not in numbers:
         st.session_state[_picked(group)] = numbers[-1]
     number = st.selectbox(
-        "Run, or click on a point above",
+        "Run, or click a point above",
         numbers,
         key=_picked(group),
         format_func=lambda n: (
-            f"{n + 1} · {told.utc_minute(int(group.runs['at_ns'][n]))} · {told.run_text(group.runs, n)}"
+            f"{n + 1} · {history_text.utc_minute(int(group.runs['at_ns'][n]))} · {history_text.run_text(group.runs, n)}"
         ),
     )
     row = group.runs.row(number if number is not None else -1, named=True)
     left, right = st.columns(2)
     with left:
         for word in ("commit", "branch", "name"):
-            st.text(f"{word:7} {escaping.inert(row[word] or 'not known')}")
+            st.text(f"{word:7} {escaping.inert(row[word] or 'unknown')}")
         if row["commit_text"]:
             st.text("\n".join(escaping.inert(line, 500) for line in row["commit_text"].splitlines()))
         if row["passed"] is not None:
@@ -130,3 +131,13 @@ def _metrics(rows: pl.DataFrame) -> None:
         for row in rows.iter_rows(named=True)
     ]
     st.html(escaping.html_table(("metric", "median", "low", "high"), cells, right=[False, True, True, True]))
+
+
+PAGE = Page(
+    "History",
+    "history",
+    "metrics of checked runs over time, where they changed, and with which commit",
+    show,
+    Needs.HISTORY,
+    TOOLS,
+)

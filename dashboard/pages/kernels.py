@@ -3,41 +3,44 @@
 import polars as pl
 import streamlit as st
 
-from dashboard import rule_families, run_facts, widgets
-from dashboard.run_catalog import RunEntry
+from dashboard import findings, widgets
+from dashboard.pages.page import Needs, Page
+from dashboard.run_store import OpenRun
+from dashboard.url_state import bind, bind_several, bind_text
 from tracekit.analysis.compute import kernels
 from tracekit.analysis.host import ops
+from tracekit.model.run import Run
 from tracekit.report import charts
 
 KERNELS, OPERATORS = "kernels", "operators"
-LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "operator that launched", "shapes": "input shapes"}
+LABELS = {"unit": "module (FSDP unit)", "span": "FSDP span", "op": "launching operator", "shapes": "input shapes"}
 WIDE, NAME_PX = ("name", "op", "shapes"), 330
 
 
-def page(entry: RunEntry) -> None:
-    """List what ran on devices or on the host's threads, added up as a person chooses."""
-    held = rule_families.begin(entry)
-    if held is None:
-        return
-    rule_families.show(held, "HOST")
+def show(run: OpenRun) -> None:
+    """List what ran on devices or on host threads, grouped by the chosen columns."""
+    findings.show_families(run, "HOST")
     left, middle, right = st.columns([2, 4, 3])
     with left:
-        whats = (KERNELS, OPERATORS)
-        what = st.segmented_control("What", whats, key=widgets.bind("what", whats), required=True)
+        levels = (KERNELS, OPERATORS)
+        level = st.segmented_control("Show", levels, key=bind("what", levels), required=True)
     with middle:
-        keys = kernels.KEYS if what == KERNELS else ops.KEYS
-        chosen = st.multiselect("Added up by", keys, key=widgets.bind_several("by", keys, ["name"]), format_func=_label)
+        keys = kernels.KEYS if level == KERNELS else ops.KEYS
+        chosen = st.multiselect("Group by", keys, key=bind_several("by", keys, ["name"]), format_func=_label)
         by = tuple(chosen) or ("name",)
     with right:
-        wanted = st.text_input("Search", key=widgets.bind_text("search"), placeholder="part of a name, any case")
-    kinds = _kinds() if what == OPERATORS else ()
+        text = st.text_input("Search", key=bind_text("search"), placeholder="part of a name, any case")
+    kinds = _kinds() if level == OPERATORS else ()
     with st.spinner("Adding up"):
-        table = run_facts.kernels(entry, by) if what == KERNELS else run_facts.ops(entry, by, kinds)
-    found = _searched(table, by, wanted)
-    if found.is_empty():
-        st.info("Nothing has such a name." if wanted else "The traces hold nothing of this kind.")
+        if level == KERNELS:
+            table = run.cached(("kernels", by), lambda of: _with_delays(of, by))
+        else:
+            table = run.cached(("ops", by, kinds), lambda of: ops.ops(of, by, kinds))
+    rows = _search(table, by, text)
+    if rows.is_empty():
+        st.info("No name contains this text." if text else "The traces contain nothing of this kind.")
         return
-    _shown(found, by, what)
+    _show_rows(rows, by, level)
 
 
 def _label(key: str) -> str:
@@ -46,54 +49,66 @@ def _label(key: str) -> str:
 
 def _kinds() -> tuple[str, ...]:
     chosen = st.pills(
-        "Kinds of host slices",
-        ops.KINDS,
-        selection_mode="multi",
-        key=widgets.bind_several("kinds", ops.KINDS, ["cpu_op"]),
+        "Kinds of host slices", ops.KINDS, selection_mode="multi", key=bind_several("kinds", ops.KINDS, ["cpu_op"])
     )
     return tuple(chosen) or ("cpu_op",)
 
 
-def _searched(table: pl.DataFrame, by: tuple[str, ...], wanted: str) -> pl.DataFrame:
-    if not wanted.strip():
+def _with_delays(run: Run, by: tuple[str, ...]) -> pl.DataFrame:
+    """Return the kernels with their launch delays, where launches are known."""
+    table, delays = kernels.kernels(run, by), kernels.launch_delays(run, by)
+    if delays.is_empty():
         return table
-    lowered = wanted.strip().lower()
+    keys = [name for name in table.columns if name in (*by, "kind")]
+    return table.join(delays.drop("launched"), on=keys, how="left", nulls_equal=True, maintain_order="left")
+
+
+def _search(table: pl.DataFrame, by: tuple[str, ...], text: str) -> pl.DataFrame:
+    if not text.strip():
+        return table
     return table.filter(
         pl.any_horizontal(
-            pl.col(name).cast(pl.String).str.to_lowercase().str.contains(lowered, literal=True).fill_null(value=False)
+            pl.col(name)
+            .cast(pl.String)
+            .str.to_lowercase()
+            .str.contains(text.strip().lower(), literal=True)
+            .fill_null(value=False)
             for name in (*by, "kind")
         )
     )
 
 
-def _shown(found: pl.DataFrame, by: tuple[str, ...], what: str) -> None:
-    measure = "total_ns" if what == KERNELS else "self_ns"
-    st.caption(_about(found, what))
-    widgets.chart(charts.top_bars(found, by, measure=measure), key="kernels-top")
+def _show_rows(rows: pl.DataFrame, by: tuple[str, ...], level: str) -> None:
+    measure = "total_ns" if level == KERNELS else "self_ns"
+    st.caption(_about(rows, level))
+    widgets.chart(charts.top_bars(rows, by, measure=measure), key="kernels-top")
     first = [*by, "kind", "time_ratio", "self_ratio", measure, "total_ns", "count", "delay_p50_ns", "delay_p95_ns"]
-    known = [name for name in found.columns if found[name].null_count() < found.height or name in by]
+    known = [name for name in rows.columns if rows[name].null_count() < rows.height or name in by]
     ordered = sorted(known, key=lambda name: first.index(name) if name in first else len(first))
-    widths = {name: st.column_config.Column(LABELS.get(name, name), width=NAME_PX) for name in by if name in WIDE}
-    widgets.frame(found.select(ordered), key=what, column_config=widths)
+    widths = {name: st.column_config.Column(_label(name), width=NAME_PX) for name in by if name in WIDE}
+    widgets.frame(rows.select(ordered), key=level, column_config=widths)
 
 
-def _about(found: pl.DataFrame, what: str) -> str:
-    rows = f"{found.height:,} row{'s' * (found.height != 1)}. "
-    if what == OPERATORS:
-        return rows + (
-            "self is the time in no slice inside, of any kind, so that self times add up; device is the time of the "
-            "kernels that the op itself launched; self share is of all recorded slices."
+def _about(rows: pl.DataFrame, level: str) -> str:
+    count = f"{rows.height:,} row{'s' * (rows.height != 1)}. "
+    if level == OPERATORS:
+        return count + (
+            "self is the time outside of all nested slices, so self times add up. device is the time of the kernels "
+            "that the operator itself launched. self share is of all recorded slices."
         )
-    delays = (
-        "delay is from the end of the launching call to the start: a few µs say that the device waited for the host. "
-        if "delay_p50_ns" in found.columns
-        else ""
-    )
+    delay = "delay is from the end of the launching call to the start; a few µs mean that the device was idle. "
     return (
-        rows
-        + delays
-        + (
-            "time share is of the device time of all ranks, idle time included; spread share is the most time on a "
-            "rank less the least, over the mean."
-        )
+        count
+        + (delay if "delay_p50_ns" in rows.columns else "")
+        + "time share is of the device time of all ranks, idle time included. spread share is the difference between "
+        "the ranks with most and least time, over the mean."
     )
+
+
+PAGE = Page(
+    "Kernels",
+    "kernels",
+    "kernels and operators, grouped by name, phase, module, launching operator or shapes, with launch delays",
+    show,
+    Needs.WORK,
+)

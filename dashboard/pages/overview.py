@@ -1,12 +1,14 @@
-"""Overview: whether to worry, what it costs, what to change, where the time goes, and how far to trust it."""
+"""Overview: the verdict, its cost, what to change, where the time goes, and how far to trust it."""
 
 import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from dashboard import run_store, widgets
-from dashboard.run_catalog import RunEntry
-from tracekit.analysis.time import summary as facts
+from dashboard import findings, widgets
+from dashboard.pages.page import Page
+from dashboard.run_store import OpenRun
+from dashboard.url_state import bind
+from tracekit.analysis.time import breakdown, summary
 from tracekit.report import charts, html, html_fragments
 from tracekit.report import json as report_json
 from tracekit.rules.report_cache.summary import is_data_quality
@@ -15,108 +17,106 @@ from tracekit.rules.rule import Finding, Severity
 BY_RANK, BY_STEP = "by rank", "by step"
 
 
-def page(entry: RunEntry) -> None:
-    """Show the verdict, what there is to gain, the breakdown, the findings by impact, and the trust in the data."""
-    run_store.follow(entry)
-    held = widgets.begin(entry)
-    if held is None:
-        return
-    keyed = widgets.finding_keys(held.report.findings)
-    judged = {key: found for key, found in keyed.items() if not is_data_quality(found.code)}
-    of_data = {key: found for key, found in keyed.items() if key not in judged}
-    st.html(html_fragments.verdict(list(judged.values())) + html_fragments.data_quality(list(of_data.values())))
-    st.html(html_fragments.numbers(html_fragments.headline_numbers(held.run)))
-    gains = html_fragments.potential_savings(list(judged.values()), facts.step_time_ns(held.run))
+def show(run: OpenRun) -> None:
+    """Show the verdict, the potential savings, the breakdown, the findings by impact, and the data quality."""
+    by_key = findings.by_key(run.report.findings)
+    judged = {key: finding for key, finding in by_key.items() if not is_data_quality(finding.code)}
+    quality = {key: finding for key, finding in by_key.items() if key not in judged}
+    st.html(html_fragments.verdict(list(judged.values())) + html_fragments.data_quality(list(quality.values())))
+    st.html(html_fragments.numbers(html_fragments.headline_numbers(run.run)))
+    gains = html_fragments.potential_savings(list(judged.values()), summary.step_time_ns(run.run))
     left, right = st.columns([3, 2]) if gains else (st.container(), None)
     with left:
-        table, figure = _breakdown(entry)
+        table, step_times = _breakdown(run)
     if right is not None:
         with right:
-            st.subheader("What there is to gain")
+            st.subheader("Potential saving")
             st.html(gains)
-    _findings(judged, held)
-    if of_data:
-        st.subheader("About the data")
-        _cards(of_data, held)
-    _steps(entry, table, figure)
-    _notes(held)
-    _report(entry, held)
+    _findings(judged, run)
+    if quality:
+        st.subheader("Data quality")
+        _cards(quality, run)
+    _numbers(run, table, step_times)
+    _notes(run)
+    _report(run)
 
 
-def _findings(judged: dict[str, Finding], held: run_store.OpenRun) -> None:
+def _findings(judged: dict[str, Finding], run: OpenRun) -> None:
     st.subheader("Findings")
-    grave = {key: found for key, found in judged.items() if found.severity > Severity.INFO}
-    rest = {key: found for key, found in judged.items() if key not in grave}
+    severe = {key: finding for key, finding in judged.items() if finding.severity > Severity.INFO}
+    rest = {key: finding for key, finding in judged.items() if key not in severe}
     if not judged:
-        st.caption("No rule fired on this run.")
-    _cards(grave, held)
-    if grave and rest:
+        st.caption("No rule found anything in this run.")
+    _cards(severe, run)
+    if severe and rest:
         with st.expander(f"{len(rest)} more for information"):
-            _cards(rest, held)
+            _cards(rest, run)
     else:
-        _cards(rest, held)
+        _cards(rest, run)
 
 
-def _cards(findings: dict[str, Finding], held: run_store.OpenRun) -> None:
-    for key, found in findings.items():
-        widgets.finding(found, held, key=key)
+def _cards(shown: dict[str, Finding], run: OpenRun) -> None:
+    for key, finding in shown.items():
+        findings.show(finding, run, key=key)
 
 
-def _breakdown(entry: RunEntry) -> tuple[pl.DataFrame, go.Figure | None]:
-    """Draw where the time goes; return the table drawn, and the figure that belongs below."""
+def _breakdown(run: OpenRun) -> tuple[pl.DataFrame, go.Figure | None]:
+    """Draw where the time goes; return the table drawn, and the figure of step times if steps are shown."""
     st.subheader("Where the time goes")
-    by_step, by_rank = run_store.by_step(entry), run_store.by_rank(entry)
+    by_step, by_rank = run.table(breakdown.by_step), run.table(breakdown.by_rank)
     if by_rank.is_empty():
-        st.info("The traces hold no work to break down: no kernels, and no operators on a CPU run.")
+        st.info("The traces contain no work to break down: no kernels, and no operators on a CPU run.")
         return by_rank, None
     bars = [BY_RANK, BY_STEP]
-    choice = st.segmented_control("Bars", bars, key=widgets.bind("bars", bars), label_visibility="collapsed")
+    choice = st.segmented_control("Bars", bars, key=bind("bars", bars), label_visibility="collapsed")
     if choice != BY_STEP or by_step.is_empty():
         widgets.chart(charts.breakdown(by_rank), key="breakdown_by_rank")
         return by_rank, None
     ranks = by_step["rank"].unique().sort().to_list()
-    rank = st.selectbox("Rank", ranks, key=widgets.bind("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
+    rank = st.selectbox("Rank", ranks, key=bind("rank", ranks), width=160) if len(ranks) > 1 else ranks[0]
     table = by_step.filter(by_step["rank"] == rank)
     widgets.chart(charts.breakdown(table), key="breakdown_by_step")
     return table, charts.step_times(by_step)
 
 
-def _steps(entry: RunEntry, table: pl.DataFrame, figure: go.Figure | None) -> None:
-    if figure is not None:
+def _numbers(run: OpenRun, table: pl.DataFrame, step_times: go.Figure | None) -> None:
+    if step_times is not None:
         st.subheader("Step times")
-        widgets.chart(figure, key="step_times")
+        widgets.chart(step_times, key="step_times")
     if table.height:
         with st.expander("Where the time goes, in numbers"):
             shown = table.drop("start_ns", "window" if table["window"].n_unique() == 1 else "start_ns")
-            widgets.frame(shown, key=f"breakdown-{entry.name}")
+            widgets.frame(shown, key=f"breakdown-{run.entry.name}")
 
 
-def _notes(held: run_store.OpenRun) -> None:
-    count = len(held.report.notes)
+def _notes(run: OpenRun) -> None:
+    count = len(run.report.notes)
     if count:
-        with st.expander(f"{count} rule{'s' * (count > 1)} could not judge this run, or not wholly"):
-            for note in held.report.notes:
+        with st.expander(f"{count} rule{'s' * (count > 1)} could not judge this run, or only part of it"):
+            for note in run.report.notes:
                 st.markdown("- " + widgets.plain(note))
 
 
-def _report(entry: RunEntry, held: run_store.OpenRun) -> None:
-    """Offer the whole report as files."""
-
-    def page() -> bytes:
-        with held.lock:
-            return html.render(held.report, held.run).encode()
-
-    def document() -> bytes:
-        with held.lock:
-            return report_json.render(held.report, held.run).encode()
-
+def _report(run: OpenRun) -> None:
+    """Offer the report as files."""
+    formats = {"HTML": (html.render, "text/html"), "JSON": (report_json.render, "application/json")}
     with st.container(horizontal=True):
-        for label, made, mime in (("HTML", page, "text/html"), ("JSON", document, "application/json")):
+        for label, (render, mime) in formats.items():
             st.download_button(
                 f"Report as {label}",
-                made,
+                lambda render=render: run.compute(lambda of: render(run.report, of).encode()),
                 file_name=f"report.{label.lower()}",
                 mime=mime,
-                key=f"report-{label}-{entry.name}",
+                key=f"report-{label}-{run.entry.name}",
                 on_click="ignore",
             )
+
+
+PAGE = Page(
+    "Overview",
+    "overview",
+    "the verdict, potential savings, the time breakdown by rank or step, findings with evidence, and reports to "
+    "download",
+    show,
+    follows_recording=True,
+)

@@ -1,11 +1,13 @@
-"""Plan: checkpoints, memory and pipelines of a training that has not run yet, by sliders."""
+"""Plan: checkpoints, memory and pipeline of a training run before it starts, by sliders."""
 
 from dataclasses import dataclass
 
 import streamlit as st
 
 from dashboard import widgets
+from dashboard.pages.page import TOOLS, Needs, Page
 from dashboard.run_catalog import RunEntry
+from dashboard.url_state import bind, bind_flag
 from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs, planning_inputs
 from tracekit.errors import TracekitError
 from tracekit.model import units
@@ -23,30 +25,26 @@ CURVE_S = tuple(30 * 1.12**n for n in range(72))
 TOKENS = (*POWERS[9:], 8192, 16_384, 32_768)
 CHUNKS = (2, 3, 4, 6, 8)
 STRATEGIES = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "FSDP (ZeRO-3)": 3}
-NOT_SYNCED = (
-    "Not all of their files were synced: this is the rate at which the system took the bytes, storage may be slower."
-)
+NOT_SYNCED = "Not all of their files were synced, so this is the rate of the page cache; the storage may be slower."
 DEVICE_GIB = (16, 24, 40, 48, 80, 96, 141, 192, 288)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The model and layout that all three parts are about."""
+    """The model and layout that all three sections use."""
 
     model: Model
     layout: Layout
 
 
-def page(entry: RunEntry) -> None:
-    """Let a person choose model and layout, and show what checkpoints, memory and pipeline then cost."""
-    st.html(
-        '<div class="tk-title"><b>Plan</b><span>by formulas, before anything runs; docs/plan.md says which</span></div>'
-    )
+def show(entry: RunEntry) -> None:
+    """Let a person choose model and layout, and show the cost of checkpoints, memory and pipeline."""
+    widgets.title("Plan", "computed by formulas before anything runs; docs/plan.md lists them")
     try:
         chosen = _choose()
         st.subheader("Checkpoints")
         _checkpoints(chosen, entry)
-        st.subheader("Memory of one rank")
+        st.subheader("Memory per rank")
         _memory(chosen)
         st.subheader("Pipeline")
         _pipeline(chosen)
@@ -58,16 +56,16 @@ def _choose() -> Chosen:
     columns = st.columns(6)
     names = list(models.MODELS)
     with columns[0]:
-        model = models.find(st.selectbox("Model", names, key=widgets.bind("plan-model", names, "70b")))
+        model = models.find(st.selectbox("Model", names, key=bind("plan-model", names, "70b")))
     with columns[1]:
-        tp = st.select_slider("Tensor parallel", POWERS[:5], key=widgets.bind("plan-tp", POWERS[:5], 8))
+        tp = st.select_slider("Tensor parallel", POWERS[:5], key=bind("plan-tp", POWERS[:5], 8))
     with columns[2]:
-        pp = st.select_slider("Pipeline stages", POWERS[:8], key=widgets.bind("plan-pp", POWERS[:8], 4))
+        pp = st.select_slider("Pipeline stages", POWERS[:8], key=bind("plan-pp", POWERS[:8], 4))
     with columns[3]:
-        dp = st.select_slider("Data parallel", POWERS, key=widgets.bind("plan-dp", POWERS, 8))
+        dp = st.select_slider("Data parallel", POWERS, key=bind("plan-dp", POWERS, 8))
     with columns[4]:
         strategies = list(STRATEGIES)
-        zero = STRATEGIES[st.selectbox("Sharding", strategies, key=widgets.bind("plan-zero", strategies, "ZeRO-1"))]
+        zero = STRATEGIES[st.selectbox("Sharding", strategies, key=bind("plan-zero", strategies, "ZeRO-1"))]
     with columns[5]:
         st.metric("GPUs", f"{tp * pp * dp:,}")
     return Chosen(model, Layout(tp, pp, dp, zero))
@@ -79,11 +77,11 @@ def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
         measured = _measured(entry)
         write = _rate("Storage writes", 273e9, key="plan-write", disabled=measured is not None)
         read = _rate("Storage reads", 1e12, key="plan-read")
-        with_buffer = st.toggle("Burst buffer before storage", key=widgets.bind_flag("plan-buffered"))
+        with_buffer = st.toggle("Burst buffer before storage", key=bind_flag("plan-buffered"))
         burst = _rate("Burst buffer writes", 2e12, key="plan-burst") if with_buffer else None
-        interval_s = _time("A checkpoint every", INTERVALS_S, HOUR_S, key="plan-interval")
-        failures_s = _time("A failure every", FAILURES_S, 3.093 * HOUR_S, key="plan-failures")
-    told = checkpoint.checkpoint(
+        interval_s = _time("Checkpoint interval", INTERVALS_S, HOUR_S, key="plan-interval")
+        failures_s = _time("Mean time between failures", FAILURES_S, 3.093 * HOUR_S, key="plan-failures")
+    plan = checkpoint.checkpoint(
         chosen.model.parameters,
         chosen.layout,
         Storage(measured.write_bytes_per_second if measured else write, read, None, burst),
@@ -92,75 +90,72 @@ def _checkpoints(chosen: Chosen, entry: RunEntry) -> None:
         bytes_per_param=(measured and measured.bytes_per_param) or checkpoint.ADAM_BYTES_PER_PARAM,
     )
     with right:
-        _numbers(told)
-        saving = [told.blocked_seconds / interval for interval in CURVE_S]
+        _numbers(plan)
+        saving = [plan.blocked_seconds / interval for interval in CURVE_S]
         repeated = [interval / (2 * failures_s) for interval in CURVE_S]
         lost = {
             charts.SAVING: saving,
             charts.REPEATED: repeated,
-            charts.LOST: [one + other for one, other in zip(saving, repeated, strict=True)],
+            charts.LOST: [sum(pair) for pair in zip(saving, repeated, strict=True)],
         }
-        marks = {"chosen": interval_s, "best (Daly)": told.daly_interval_seconds or interval_s}
+        marks = {"chosen": interval_s, "best (Daly)": plan.daly_interval_seconds or interval_s}
         widgets.chart(charts.lost_time(CURVE_S, lost, marks=marks), key="plan-lost")
 
 
 def _measured(entry: RunEntry) -> PlanningInputs | None:
-    if not st.toggle("As the chosen run measured it", key=widgets.bind_flag("plan-measured")):
+    if not st.toggle("As measured in the chosen run", key=bind_flag("plan-measured")):
         return None
-    held = widgets.open_or_say(entry)
-    if held is None:
+    run = widgets.open_run(entry)
+    if run is None:
         return None
     try:
-        with held.lock:
-            found = planning_inputs(held.run)
+        measured = run.compute(planning_inputs)
     except TracekitError as error:
         widgets.problem(str(error))
         return None
-    per_param = "" if found.bytes_per_param is None else f", {found.bytes_per_param:.3g} bytes per parameter"
-    cached = "" if found.is_durable else f". {NOT_SYNCED}"
+    per_param = "" if measured.bytes_per_param is None else f", {measured.bytes_per_param:.3g} bytes per parameter"
+    cached = "" if measured.is_durable else f". {NOT_SYNCED}"
     st.caption(
-        f"{widgets.plain(entry.name)}: {units.rate(found.write_bytes_per_second)} by {found.ranks} ranks{per_param}, "
-        f"medians of {found.saves} saves, each blocking for {found.blocked_seconds:.3g} s{cached}"
+        f"{widgets.plain(entry.name)}: {units.rate(measured.write_bytes_per_second)} over {measured.ranks} ranks"
+        f"{per_param}, medians of {measured.saves} saves, each blocking for {measured.blocked_seconds:.3g} s{cached}"
     )
-    return found
+    return measured
 
 
-def _numbers(told: CheckpointPlan) -> None:
-    restore = "" if told.restore_seconds is None else _duration(told.restore_seconds)
+def _numbers(plan: CheckpointPlan) -> None:
+    restore = "" if plan.restore_seconds is None else _duration(plan.restore_seconds)
     shown = {
-        "Size": units.size(told.checkpoint_bytes),
-        "Training blocked": _duration(told.blocked_seconds),
-        "Overhead": f"{told.overhead_ratio:.2%}",
-        "Each of the writers": units.rate(told.write_bytes_per_second_per_gpu),
-        "Each node": units.rate(told.write_bytes_per_second_per_node),
+        "Size": units.size(plan.checkpoint_bytes),
+        "Training blocked": _duration(plan.blocked_seconds),
+        "Overhead": f"{plan.overhead_ratio:.2%}",
+        "Write rate per GPU": units.rate(plan.write_bytes_per_second_per_gpu),
+        "Write rate per node": units.rate(plan.write_bytes_per_second_per_node),
         "Restore": restore,
-        "Goodput": "" if told.goodput_ratio is None else units.share(told.goodput_ratio),
+        "Goodput": "" if plan.goodput_ratio is None else units.share(plan.goodput_ratio),
     }
     cells = [*st.columns(4), *st.columns(4)]
     for cell, (label, value) in zip(cells, shown.items(), strict=False):
         cell.metric(label, value)
     drained = ""
-    if told.drain_seconds is not None:
-        fits = "before the next save" if told.drain_fits_interval else "NOT before the next save begins"
-        drained = f" The burst buffer is drained in {_duration(told.drain_seconds)}, {fits}."
+    if plan.drain_seconds is not None:
+        fits = "before the next save" if plan.drain_fits_interval else "NOT before the next save begins"
+        drained = f" The burst buffer drains in {_duration(plan.drain_seconds)}, {fits}."
     st.caption(
-        f"{told.writers:,} GPUs write; a restore reads {told.restore_amplification:.3g} times what was saved. "
-        f"At most 5% overhead: every {_duration(told.guided_interval_seconds)} or more.{drained}"
+        f"{plan.writers:,} GPUs write; a restore reads {plan.restore_amplification:.3g} times the checkpoint size. "
+        f"Overhead is at most 5% with an interval of {_duration(plan.guided_interval_seconds)} or more.{drained}"
     )
 
 
 def _memory(chosen: Chosen) -> None:
     left, right = st.columns([1, 2])
     with left:
-        sequence = st.select_slider("Tokens of a sequence", TOKENS, key=widgets.bind("plan-seq", TOKENS, 4096))
-        batch = st.select_slider(
-            "Sequences of a micro-batch", POWERS[:7], key=widgets.bind("plan-batch", POWERS[:7], 1)
-        )
+        sequence = st.select_slider("Sequence length, tokens", TOKENS, key=bind("plan-seq", TOKENS, 4096))
+        batch = st.select_slider("Micro-batch size, sequences", POWERS[:7], key=bind("plan-batch", POWERS[:7], 1))
         recomputed = memory.RECOMPUTATIONS
-        recomputation = st.selectbox("Recomputed", recomputed, key=widgets.bind("plan-recomputed", recomputed))
-        with_sequence = st.toggle("Sequence parallel", key=widgets.bind_flag("plan-sp", default=True))
-        device_key = widgets.bind("plan-device", DEVICE_GIB, 80)
-        device_gib = st.select_slider("Memory of a device, GiB", DEVICE_GIB, key=device_key)
+        recomputation = st.selectbox("Recomputation", recomputed, key=bind("plan-recomputed", recomputed))
+        with_sequence = st.toggle("Sequence parallel", key=bind_flag("plan-sp", default=True))
+        device_key = bind("plan-device", DEVICE_GIB, 80)
+        device_gib = st.select_slider("Device memory, GiB", DEVICE_GIB, key=device_key)
     layout = chosen.layout
     work = memory.Workload(sequence, batch, layout.pp, recomputation, with_sequence)
     plans = {
@@ -173,8 +168,8 @@ def _memory(chosen: Chosen) -> None:
     with right:
         widgets.chart(charts.memory_by_strategy(plans, device_bytes=device_gib * 2**30), key="plan-memory")
         st.caption(
-            "The first pipeline stage, mixed-precision Adam, flash attention. Buffers of strategies other than YaFSDP, "
-            "and fragmentation, are not in it."
+            "One rank of the first pipeline stage, with mixed-precision Adam and flash attention. Fragmentation and "
+            "the buffers of strategies other than YaFSDP are not included."
         )
 
 
@@ -182,9 +177,9 @@ def _pipeline(chosen: Chosen) -> None:
     left, right = st.columns([1, 2])
     stages = chosen.layout.pp
     with left:
-        micro_key, chunks_key = widgets.bind("plan-micro", POWERS[:11], 32), widgets.bind("plan-chunks", CHUNKS, 2)
-        micro_batches = st.select_slider("Micro-batches of a step", POWERS[:11], key=micro_key)
-        chunks = st.select_slider("Chunks of a rank, interleaved", CHUNKS, key=chunks_key)
+        micro_key, chunks_key = bind("plan-micro", POWERS[:11], 32), bind("plan-chunks", CHUNKS, 2)
+        micro_batches = st.select_slider("Micro-batches per step", POWERS[:11], key=micro_key)
+        chunks = st.select_slider("Chunks per rank, interleaved", CHUNKS, key=chunks_key)
     schedules = {
         "1F1B": (pipeline.PLAIN, 1),
         f"interleaved, {chunks} chunks": (pipeline.INTERLEAVED, chunks),
@@ -207,16 +202,16 @@ def _pipeline(chosen: Chosen) -> None:
 
 
 def _rate(label: str, value: float, *, key: str, disabled: bool = False) -> float:
-    bound = widgets.bind(key, RATES, value)
+    bound = bind(key, RATES, value)
     return float(st.select_slider(label, RATES, format_func=units.rate, key=bound, disabled=disabled))
 
 
 def _time(label: str, values: tuple[float, ...], value: float, *, key: str) -> float:
-    return float(st.select_slider(label, values, format_func=_duration, key=widgets.bind(key, values, value)))
+    return float(st.select_slider(label, values, format_func=_duration, key=bind(key, values, value)))
 
 
 def _duration(seconds: float) -> str:
-    """Return a time as people plan with it.
+    """Return a time in a readable unit.
 
     >>> _duration(50.55), _duration(900), _duration(11134.8)
     ('50.5 s', '15 min', '3.09 h')
@@ -226,3 +221,13 @@ def _duration(seconds: float) -> str:
     if seconds < HOUR_S:
         return f"{seconds / MINUTE_S:.3g} min"
     return f"{seconds / HOUR_S:.3g} h" if seconds < 48 * HOUR_S else f"{seconds / HOUR_S / 24:.3g} days"
+
+
+PAGE = Page(
+    "Plan",
+    "plan",
+    "calculators for checkpoint intervals, memory per rank and pipeline bubbles before a training run",
+    show,
+    Needs.ENTRY,
+    TOOLS,
+)

@@ -1,4 +1,4 @@
-"""What `tracekit dashboard` runs: Streamlit's server on the app, which imports meanwhile what the pages need."""
+"""What `tracekit dashboard` runs: Streamlit's server on the app, which preloads the imports of the pages."""
 
 import importlib
 import socket
@@ -14,33 +14,33 @@ def main() -> None:
     """Serve the app with Streamlit's own options, then ``--`` and the runs. Returns when the server ends."""
     from streamlit.web import cli
 
-    _answer_at_once()
-    # The first visit would wait for it; a browser takes longer to start.
+    _disable_nagle()
+    # Otherwise the first visit would wait for the imports; a browser takes longer to start.
     threading.Thread(target=importlib.import_module, args=("dashboard.server.app",), daemon=True).start()
     cli.main(["run", str(APP), *sys.argv[1:]], prog_name="streamlit")
 
 
-def _answer_at_once() -> None:
-    """Let no small answer wait in the kernel for the browser to acknowledge the one before: 40 ms each.
+def _disable_nagle() -> None:
+    """Set TCP_NODELAY: without it a small response waits up to 40 ms for the acknowledgement of the previous one.
 
-    asyncio sees to it only for sockets made with the protocol's number, and Streamlit's is made without.
+    asyncio sets it only on sockets created with an explicit protocol, and Streamlit's is created without.
     """
     try:
         from streamlit.web.server.starlette import starlette_server
 
         bind = starlette_server._bind_socket
-    except (ImportError, AttributeError):  # a Streamlit of another make: slower, but it serves
+    except (ImportError, AttributeError):  # another version of Streamlit: slower, but it works
         return
 
     def bound(*args: Any, **kwargs: Any) -> socket.socket:
         listening = bind(*args, **kwargs)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # handed down to each connection
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by each connection
         return listening
 
     starlette_server._bind_socket = bound
 
 
 if __name__ == "__main__":
-    # Run by its path, for -m would take a folder named dashboard where one is for this one.
+    # Run by its path: -m would run a package named dashboard of the current folder instead.
     sys.path.append(str(APP.parents[2]))
     main()

@@ -51,11 +51,11 @@ def at(shown):
 
 def test_communication_is_told_by_what_is_hidden_why_it_pauses_and_who_waits(at):
     page = at("Communication")
-    for heading in ("How much of it is hidden", "Why no collective runs", "Why nothing computes", "Collectives"):
+    for heading in ("Exposed communication", "Why no collective runs", "Why nothing computes", "Collectives"):
         expect(_heading(page, heading)).to_be_visible()
     hidden = page.locator(".st-key-communication-hidden .barlayer .point")
     expect(hidden).to_have_count(3 * 2)  # parts by ranks
-    _says(page, "Data quality says what to record")  # this run tells no sizes
+    _says(page, "how to record them")  # this run tells no sizes
     assert_clean(page)
 
 
@@ -74,7 +74,7 @@ def test_kernels_are_listed_searched_and_drawn(at):
     expect(tick).to_have_count(1)
     expect(page).to_have_url(re.compile("search=GEMM"))
     page.get_by_text("operators", exact=True).click()
-    _says(page, "Nothing has such a name")
+    _says(page, "No name contains this text")
     page.get_by_placeholder("part of a name").fill("")
     page.get_by_placeholder("part of a name").press("Enter")
     expect(tick.filter(has_text="aten::mm")).to_be_visible()
@@ -97,7 +97,7 @@ def test_a_query_runs_when_it_is_told_to_and_what_it_must_not_do_is_said(at, ser
     expect(page.locator("[data-testid=stAlert]")).to_contain_text("query:")
     assert_clean(page)
     page.goto(f"{server.url}/sql?run={recorded.GOOD}&sql=SELECT+42+AS+answer")
-    _says(page, "came with the address")
+    _says(page, "is part of the link")
     expect(page.locator(TEXT)).not_to_contain_text("1 row")
     settle(page)
     page.get_by_role("button", name="Run", exact=True).click()
@@ -110,7 +110,7 @@ def test_data_quality_says_what_is_missing_and_what_was_judged(at):
     table = page.locator("table.tracekit").filter(has_text="without it")
     expect(table).to_contain_text("memory events")
     expect(table).to_contain_text("profile_memory=True")
-    _says(page, "rules, those of plugins too")
+    _says(page, "rules, those of plug-ins included")
     assert_clean(page)
 
 
@@ -135,7 +135,7 @@ def test_memory_and_checkpoints_say_how_to_record_what_is_missing(at):
 
 def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at):
     page = at("What if")
-    ranked = page.locator("table.tracekit").filter(has_text="a step takes").locator("tbody tr")
+    ranked = page.locator("table.tracekit").filter(has_text="step time").locator("tbody tr")
     expect(ranked.first).to_be_visible()
     expect(page.locator(".st-key-whatif-savings .ytick text")).to_have_count(ranked.count())
     settle(page)

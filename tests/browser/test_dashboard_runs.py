@@ -57,12 +57,12 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     rows = cells(page)
     assert len(rows) == 3 + len(HOSTILE_FOLDERS) + 1
     assert any("cannot be opened" in cell for cell in rows[row_of(page, "linked")])
-    find = page.get_by_placeholder("Find by name")
+    find = page.get_by_placeholder("Search name")
     find.fill("good")
     find.press("Enter")
     expect(page).to_have_url(re.compile("find=good"))
     expect(page.locator(".tk-title span")).to_have_text(re.compile("1 of 8 shown"))
-    check = _button(page, re.compile("Check 1 run|All are checked"))
+    check = _button(page, re.compile("Check 1 run|All runs are checked"))
     check.wait_for()
     if check.is_enabled():  # else another test opened it before
         settle(page)
@@ -77,8 +77,8 @@ def test_runs_are_listed_looked_through_checked_opened_and_compared(page, server
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     expect(page).to_have_url(re.compile(r"/\?.*run=good"))
     page.go_back()
-    page.get_by_placeholder("Find by name").wait_for()
-    find = page.get_by_placeholder("Find by name")
+    page.get_by_placeholder("Search name").wait_for()
+    find = page.get_by_placeholder("Search name")
     find.fill("ddp")
     find.press("Enter")
     expect(page.locator(".tk-title span")).not_to_have_text(re.compile("1 of 8"))
@@ -142,7 +142,7 @@ def test_the_overview_is_found_by_its_name_too(page, server):
 
 def test_a_run_with_a_link_that_leads_out_is_not_read(page, server, folder):
     page.goto(f"{server.url}/?run=linked")
-    expect(page.locator("[data-testid=stAlert]")).to_contain_text("rank00000.pt.trace.json.gz is a link to a place")
+    expect(page.locator("[data-testid=stAlert]")).to_contain_text("rank00000.pt.trace.json.gz is a link to a path")
     assert "tk-verdict" not in page.content().split("</style>")[-1]
     assert_clean(page)
 
@@ -158,7 +158,7 @@ def dropped(tmp_path):
 def _drop(page, *paths):
     chooser = page.locator("[data-testid=stFileUploader] input[type=file]")
     if not chooser.count():
-        page.get_by_text("Drop a trace here").click()
+        page.get_by_text("Upload a trace").click()
     chooser.set_input_files([str(path) for path in paths])
 
 
@@ -167,16 +167,16 @@ def test_a_dropped_trace_is_a_run_of_one_person_and_gone_with_the_page(page, oth
     expect(page.locator(".tk-verdict b").first).to_be_visible()
     settle(page)
     _drop(page, dropped)
-    title = page.locator(".tk-title b").filter(has_text="dropped: rank00000._b_.pt.trace.json.gz")
+    title = page.locator(".tk-title b").filter(has_text="uploaded: rank00000._b_.pt.trace.json.gz")
     expect(title).to_be_visible()
     expect(page.locator(".tk-verdict b").first).to_be_visible()
-    held = list(server.temporary.glob("tracekit-dropped-*/*"))
+    held = list(server.temporary.glob("tracekit-upload-*/*"))
     assert [path.name for path in held] == ["rank00000._b_.pt.trace.json.gz"]
     assert held[0].parent.stat().st_mode & 0o077 == 0
     other = other_context.new_page()
     other.goto(page.url)
     expect(other.locator(".tk-verdict b").first).to_be_visible()
-    assert "dropped: " not in other.locator("[data-testid=stSidebar]").inner_text()
+    assert "uploaded: " not in other.locator("[data-testid=stSidebar]").inner_text()
     bad = tmp_path / "bad.json"
     bad.write_text("no trace at all")
     settle(other)
@@ -189,9 +189,9 @@ def test_a_dropped_trace_is_a_run_of_one_person_and_gone_with_the_page(page, oth
     page.close()
     other.close()
     deadline = time.monotonic() + 30
-    while list(server.temporary.glob("tracekit-dropped-*")) and time.monotonic() < deadline:
+    while list(server.temporary.glob("tracekit-upload-*")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert list(server.temporary.glob("tracekit-dropped-*")) == []
+    assert list(server.temporary.glob("tracekit-upload-*")) == []
 
 
 def _answer(server, request):

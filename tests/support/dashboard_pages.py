@@ -24,19 +24,20 @@ def keep_main(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
-def page(view, *paths, state=(), **address):
-    """Return the page `view` as it is first shown of the run at a path, or of those at several."""
+def page(address, *paths, state=(), **parameters):
+    """Return the page at `address` as it is first shown of the runs at `paths`."""
 
-    def script(view, paths):
-        from importlib import import_module
+    def script(address, paths):
+        from dashboard import pages, run_catalog
+        from dashboard.pages.page import Selection
 
-        from dashboard import run_catalog
+        catalog = run_catalog.Catalog(paths)
+        selection = Selection(catalog, catalog.listing().entries)
+        next(page for page in pages.all_pages() if page.address == address).open(selection)
 
-        entries = run_catalog.entries(paths)
-        import_module(f"dashboard.pages.{view}").page(entries if view == "compare" else entries[0])
-
-    app = testing.AppTest.from_function(script, args=(view, [str(path) for path in paths]), default_timeout=TIMEOUT_S)
-    app.query_params.update(address)
+    texts = [str(path) for path in paths]
+    app = testing.AppTest.from_function(script, args=(address, texts), default_timeout=TIMEOUT_S)
+    app.query_params.update(parameters)
     for name, value in dict(state).items():
         app.session_state[name] = value
     return app.run()

@@ -110,7 +110,7 @@ def scene(of: timeline.Scene) -> dict[str, Any]:
     }
 
 
-def tracks_at_first(of: timeline.Scene) -> tuple[int, ...]:
+def initial_tracks(of: timeline.Scene) -> tuple[int, ...]:
     """Return the tracks that a browser asks for at first: of many ranks it folds the host's."""
     tracks = of.tracks
     shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks

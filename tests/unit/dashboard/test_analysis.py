@@ -16,7 +16,7 @@ PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar
 import polars as pl
-from tracekit.sql.run_query import Measured
+from tracekit.sql.run_query import DerivedTable
 from tracekit.rules.rule import Finding, Rule, Severity
 from tracekit.model.schema import Column, Table
 
@@ -28,7 +28,7 @@ class TooManyRanks(Rule):
     def check(self, run):
         yield Finding(self.code, Severity.INFO, f"There are {len(run.ranks)} ranks, says Acme.", "")
 
-table = Measured(
+table = DerivedTable(
     Table("acme_ranks", "rank", (Column("rank", pl.Int64(), "", "Rank, as Acme counts."),)),
     lambda run: pl.DataFrame({"rank": run.ranks}),
 )
@@ -68,11 +68,11 @@ def test_a_query_in_the_address_is_shown_and_runs_only_when_told_to(runs):
     shown = page("sql", runs / recorded.GOOD, sql="SELECT 42 AS answer")
     assert not shown.exception
     assert shown.text_area[0].value == "SELECT 42 AS answer"
-    assert "came with the address" in _said(shown)
+    assert "is part of the link" in _said(shown)
     assert not shown.dataframe
     shown.button[0].click().run()
     assert shown.dataframe[0].value["answer"].tolist() == [42]
-    assert "came with the address" not in _said(shown)
+    assert "is part of the link" not in _said(shown)
 
 
 def test_what_a_query_must_not_do_or_gets_wrong_is_said_as_text_and_a_long_answer_is_cut(runs, monkeypatch):
@@ -163,12 +163,9 @@ def test_a_query_keeps_nobody_from_the_run_while_it_is_answered(runs):
         from dashboard.pages import sql
 
         entry = run_catalog.entries([path])[0]
-        sql._ask(
-            entry,
-            dataclasses.replace(run_store.open_run(entry), lock=st.session_state["lock"]),
-            "SELECT 42 AS n FROM ops LIMIT 1",
-        )
-        st.text(st.session_state[sql._ANSWER][2]["n"].to_list())
+        run = dataclasses.replace(run_store.open_run(entry), lock=st.session_state["lock"])
+        sql._run_query(run, "SELECT 42 AS n FROM ops LIMIT 1")
+        st.text(st.session_state[sql._RESULT][2]["n"].to_list())
 
     lock = _Watched()
     shown = testing.AppTest.from_function(script, args=(str(runs / recorded.GOOD),), default_timeout=TIMEOUT_S)

@@ -115,12 +115,12 @@ def test_the_plan_follows_its_sliders_and_what_the_chosen_run_measured():
     then = _numbers(shown)
     assert (then["GPUs"], then["Size"]) == ("512", first["Size"])
     assert then["Training blocked"] != first["Training blocked"]
-    assert "The burst buffer is drained in" in "".join(caption.value for caption in shown.caption)
+    assert "The burst buffer drains in" in "".join(caption.value for caption in shown.caption)
     shown.toggle(key="plan-measured").set_value(True).run()
     assert not shown.exception
     told = "".join(caption.value for caption in shown.caption)
-    assert "872 MB/s by 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
-    assert _numbers(shown)["Each node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
+    assert "872 MB/s over 2 ranks, 12.1 bytes per parameter, medians of 2 saves" in told
+    assert _numbers(shown)["Write rate per node"] == "13.6 MB/s"  # 872 MB/s over 512 GPUs on 64 nodes
     assert "synced" not in told
 
 
@@ -219,38 +219,38 @@ def test_a_comparison_tells_medians_how_they_differ_and_whether_that_is_certain(
     assert " pt" in share
 
 
-def test_what_is_compared_and_drawn_of_a_dropped_run_goes_with_its_page(runs, tmp_path):
-    def script(kept, dropped):
+def test_cached_results_of_an_uploaded_run_are_freed_with_its_session(runs, tmp_path):
+    def script(kept, uploaded):
         import weakref
         from dataclasses import replace
         from pathlib import Path
 
         import streamlit as st
 
-        from dashboard import run_catalog, run_facts, run_store
+        from dashboard import memory_store, run_catalog, run_store
         from dashboard.pages import compare
 
         (named,) = run_catalog.entries([kept])
-        private = run_catalog.entry("dropped", Path(dropped), (dropped,), is_private=True)
-        gate = compare._judged(named, private)
-        assert compare._judged(named, private) is gate  # kept as long as the page
-        tables = run_facts.memory(private, 0, 0)
-        assert run_facts.memory(private, 0, 0) is tables
-        other = compare._judged(named, replace(named, name="again"))
-        kept = (gate, run_store.open_run(private).run, tables["peaks"])
-        st.session_state["left"] = [weakref.ref(each) for each in kept]
-        st.session_state["held"] = [each.report.run.sources for each in (gate, other)]
+        private = run_catalog.entry("uploaded", Path(uploaded), (uploaded,), is_private=True)
+        result = compare._check(named, private)
+        assert compare._check(named, private) is result  # cached as long as the page is open
+        opened = run_store.open_run(private)
+        tables = memory_store.trace_tables(opened, 0, 0)
+        assert memory_store.trace_tables(run_store.open_run(private), 0, 0) is tables
+        renamed = compare._check(named, replace(named, name="again"))
+        st.session_state["references"] = [weakref.ref(one) for one in (result, opened.run, tables["peaks"])]
+        st.session_state["sources"] = [one.report.run.sources for one in (result, renamed)]
 
-    recorded.write_run(tmp_path / "dropped", kernel="gemm")
-    folders = (str(runs / recorded.GOOD), str(tmp_path / "dropped"))
+    recorded.write_run(tmp_path / "uploaded", kernel="gemm")
+    folders = (str(runs / recorded.GOOD), str(tmp_path / "uploaded"))
     shown = testing.AppTest.from_function(script, args=folders, default_timeout=TIMEOUT_S).run()
     assert not shown.exception
-    assert shown.session_state["held"] == [(), ()]
-    left = shown.session_state["left"]
-    assert all(each() is not None for each in left)
+    assert shown.session_state["sources"] == [(), ()]
+    references = shown.session_state["references"]
+    assert all(one() is not None for one in references)
     caches.clear_session_cache("test session id")  # as Streamlit does where a page is closed
     gc.collect()
-    assert [each() for each in left] == [None] * len(left)
+    assert [one() for one in references] == [None] * len(references)
 
 
 def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_path):
@@ -259,13 +259,13 @@ def test_the_memory_page_draws_what_a_trace_holds_and_a_snapshot_beside_it(tmp_p
     shown = page("memory", run)
     assert not shown.exception
     assert len(shown.get("plotly_chart")) == 2
-    assert "held at most" in html_of(shown)
+    assert "peak allocated" in html_of(shown)
     assert "40 MiB" in html_of(shown)
     source = next(box for box in shown.selectbox if box.label == "From")
     source.select(next(option for option in source.options if "snapshot of rank 0" in option)).run()
     assert not shown.exception
     assert len(shown.get("plotly_chart")) == 1  # its map: the simulated history has no times
-    assert "The device's memory at the snapshot" in [heading.value for heading in shown.subheader]
+    assert "Memory map at the snapshot" in [heading.value for heading in shown.subheader]
 
 
 def test_the_memory_page_says_how_to_record_where_there_is_nothing_to_draw(runs):
@@ -321,7 +321,7 @@ def _history(path):
 
         from dashboard.pages import history
 
-        history.page(Path(path))
+        history.show(Path(path))
 
     return testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S).run()
 

@@ -4,26 +4,19 @@ import dataclasses
 import gzip
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.browser import recorded
-from tests.support import cli_runner
+from tests.support import cli_runner, dashboard_pages
 from tracekit.model import units
 from tracekit.plan import models
 from tracekit.simulate import faults, hardware, run
 from tracekit.simulate.job import Job
 
-testing = pytest.importorskip("streamlit.testing.v1", reason="needs the extra [dashboard]")
+_keep_main = dashboard_pages.keep_main
 SAMPLES = Path(__file__).parents[3] / "sample_traces"
-TIMEOUT_S = 60
-
-
-@pytest.fixture(autouse=True)
-def _keep_main(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +29,8 @@ def simulated(tmp_path_factory):
     return folder
 
 
-def _page(path, **address):
-    def script(path):
-        from dashboard import run_catalog
-        from dashboard.pages import whatif
-
-        whatif.page(run_catalog.entries([path])[0])
-
-    app = testing.AppTest.from_function(script, args=(str(path),), default_timeout=TIMEOUT_S)
-    for name, value in address.items():
-        app.query_params[name] = value
-    return app.run()
+def _page(path, **parameters):
+    return dashboard_pages.page("whatif", path, **parameters)
 
 
 def _command(path, *options):
@@ -61,7 +45,7 @@ def _html(app):
 
 def _table(app):
     """Return the rows of the table of all causes, each the text of its cells."""
-    (table,) = re.findall(r"<table.*?</table>", _html(app).partition("cannot be told")[0], re.DOTALL)
+    (table,) = re.findall(r"<table.*?</table>", _html(app).partition("cannot be computed")[0], re.DOTALL)
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in table.split("</tr>")]
     return [row for row in rows if row]
 
@@ -82,9 +66,9 @@ def test_a_recorded_run_is_told_as_the_command_tells_it():
     assert not shown.exception
     assert not shown.warning
     numbers = _numbers(shown)
-    assert numbers["a step, recorded"] == units.duration(told["step_ns"])
-    assert numbers["replayed with nothing changed"] == units.duration(told["replayed_ns"])
-    assert numbers["off, all steps together"] == f"{told['replay_error_ratio']:+.1%}".replace("-", "−")
+    assert numbers["recorded step"] == units.duration(told["step_ns"])
+    assert numbers["replayed without changes"] == units.duration(told["replayed_ns"])
+    assert numbers["replay error, all steps"] == f"{told['replay_error_ratio']:+.1%}".replace("-", "−")
     keys = ("without_ns", "saved_ns")
     assert [(row[0], *row[2:6]) for row in _table(shown)] == [
         (
@@ -127,7 +111,7 @@ def test_several_changes_together_are_told_as_by_the_command(simulated):
 def test_what_a_run_cannot_tell_is_said_with_the_reason_and_a_name_that_is_none_is_passed_over():
     folder = SAMPLES / "faults" / "late-launch"
     shown = _page(folder, without="late-gathers")
-    assert "This run cannot tell what it would be without late-gathers: no all-gather" in _said(shown)
+    assert "The step time without late-gathers cannot be computed: no all-gather" in _said(shown)
     other = _page(folder, without="<script>", predict="better", price="-1")
     assert not other.exception
     assert other.multiselect(key="without").value == []
@@ -182,5 +166,5 @@ def test_a_run_without_work_says_what_is_missing(tmp_path):
     (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace))
     shown = _page(tmp_path)
     assert not shown.exception
-    assert "Data quality says what is missing" in _said(shown)
+    assert "Data quality shows what is missing" in _said(shown)
     assert not shown.selectbox

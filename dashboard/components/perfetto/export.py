@@ -1,0 +1,89 @@
+"""Export of the aligned run to Perfetto: as a file to download, or into a tab of the person's own browser."""
+
+import io
+import re
+
+import streamlit as st
+
+from dashboard import widgets
+from dashboard.components.perfetto.perfetto import open_in_perfetto
+from dashboard.timeline_store import OpenTimeline
+from tracekit.errors import InputError, TracekitError
+from tracekit.model import escaping, units
+from tracekit.report.export import perfetto
+from tracekit.rules.rule import Finding
+
+MAX_FILE_BYTES = 256 << 20
+MAX_TAB_BYTES = 64 << 20
+ALL = "all"
+
+
+class _BoundedFile(io.BytesIO):
+    """A file in memory of limited size. Raises InputError beyond it."""
+
+    def write(self, data) -> int:  # type: ignore[no-untyped-def, override]
+        if self.tell() + len(data) > MAX_FILE_BYTES:
+            raise InputError(
+                f"the file would be larger than {units.size(MAX_FILE_BYTES)}: choose one rank, or run "
+                "tracekit export RUN --out run.pftrace"
+            )
+        return super().write(data)
+
+
+def show(name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
+    """Offer the run for Perfetto. The file is made on request."""
+    with st.expander("Perfetto and offline use"):
+        _show(name, opened, findings)
+
+
+@st.fragment
+def _show(run_name: str, opened: OpenTimeline, findings: list[Finding]) -> None:
+    ranks = opened.run.ranks
+    columns = st.columns([1, 1, 3], vertical_alignment="bottom")
+    with columns[0]:
+        rank = st.selectbox("Ranks", [ALL, *ranks], key=f"perfetto-rank-{run_name}") if ranks[1:] else ALL
+    key = f"perfetto-{opened.scene.key[:16]}-{rank}"
+    with columns[1]:
+        if st.button("Write the file", key=f"make-{key}"):
+            _write(opened, findings, rank, key)
+    data: bytes | None = st.session_state.get("perfetto", {}).get(key)
+    if data is None:
+        st.caption(
+            "One Perfetto trace of all ranks on one clock, with the findings. Writing it takes about as long as "
+            "opening the run."
+        )
+        return
+    name = f"{_file_name(run_name)}{'' if rank == ALL else f'-rank{rank}'}.pftrace"
+    st.download_button(
+        f"Download {units.size(len(data))}",
+        data,
+        file_name=name,
+        mime="application/octet-stream",
+        key=f"file-{key}",
+        on_click="ignore",
+    )
+    if len(data) > MAX_TAB_BYTES:
+        st.caption(
+            f"The file is too large to open in a tab (limit: {units.size(MAX_TAB_BYTES)}). Download it and open it at "
+            "ui.perfetto.dev, or choose one rank."
+        )
+        return
+    open_in_perfetto(data, name=name, key=f"open-{key}")
+
+
+def _write(opened: OpenTimeline, findings: list[Finding], rank: int | str, key: str) -> None:
+    chosen = None if rank == ALL else [int(rank)]
+    # One file per person at a time: they are large.
+    st.session_state["perfetto"] = {}
+    file = _BoundedFile()
+    try:
+        with opened.lock, st.spinner("Writing all ranks on one clock"):
+            perfetto.write(opened.run, file, ranks=chosen, findings=findings)  # type: ignore[arg-type]
+    except TracekitError as error:
+        widgets.problem(str(error))
+        return
+    st.session_state["perfetto"] = {key: file.getvalue()}
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", escaping.inert(name, 60)).strip("-.") or "run"

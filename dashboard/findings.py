@@ -1,0 +1,93 @@
+"""Findings on pages: cards with evidence, and rules by family, those of plug-ins included.
+
+A rule's family is the letters of its code: COMM of COMM001.
+"""
+
+import re
+from collections.abc import Sequence
+
+import polars as pl
+import streamlit as st
+
+from dashboard import downloads, widgets
+from dashboard.run_store import OpenRun
+from tracekit.report import html_fragments, phrases
+from tracekit.rules import all_rules
+from tracekit.rules.rule import Finding, Report
+
+SHOWN_FINDING = "shown_finding"
+MAX_EVIDENCE_ROWS = 1000
+FAMILIES_WITH_A_PAGE = ("COMM", "RANK", "STREAM", "HOST", "MEM", "CKPT", "DATA")
+COLUMNS = {
+    "family": pl.String, "code": pl.String, "rule": pl.String, "findings": pl.Int64, "impact_ratio": pl.Float64,
+    "cost_ns": pl.Int64, "could not judge": pl.String,
+}  # fmt: skip
+
+
+def show(finding: Finding, run: OpenRun, *, key: str) -> None:
+    """Show a finding with its evidence and a button that opens the timeline there."""
+    with st.container(border=True):
+        st.html(html_fragments.finding(finding))
+        rows = finding.evidence.height
+        if not rows:
+            return
+        with st.expander(f"Evidence, {rows:,} row" + "s" * (rows > 1)):
+            # Above the table, which appears a moment later and would move the button away from the pointer.
+            if has_moment(finding) and st.button("Show in the timeline", key=f"show-{key}"):
+                st.session_state[SHOWN_FINDING] = key
+                widgets.go_to("timeline", finding=key)
+            shown = finding.evidence.head(MAX_EVIDENCE_ROWS)
+            widgets.frame(phrases.from_trace_start(shown, phrases.trace_starts(run.run)))
+            if rows > MAX_EVIDENCE_ROWS:
+                st.caption(f"The first {MAX_EVIDENCE_ROWS:,} of {rows:,} rows; the download contains all.")
+            downloads.table(finding.evidence, key=f"{finding.id}-evidence-{key}")
+
+
+def show_families(run: OpenRun, *families: str) -> None:
+    """Show the findings of some families, folded: the overview shows their cost too."""
+    findings = of_families(run.report.findings, families)
+    if not findings:
+        return
+    codes = ", ".join(dict.fromkeys(finding.code for finding in findings.values()))
+    with st.expander(f"{len(findings)} finding{'s' * (len(findings) > 1)}: {widgets.plain(codes)}"):
+        for key, finding in findings.items():
+            show(finding, run, key=key)
+
+
+def has_moment(finding: Finding) -> bool:
+    """Return whether the evidence names ranks and times that the timeline can show."""
+    needed = ["rank", "start_ns", "dur_ns"]
+    return set(needed) <= set(finding.evidence.columns) and bool(finding.evidence.drop_nulls(needed).height)
+
+
+def by_key(findings: Sequence[Finding]) -> dict[str, Finding]:
+    """Return the findings by a key that is unique even where one rule reports the same thing twice."""
+    return {f"{number}-{finding.id}": finding for number, finding in enumerate(findings)}
+
+
+def of_families(findings: Sequence[Finding], families: Sequence[str]) -> dict[str, Finding]:
+    """Return the findings of some families by their keys on the overview."""
+    return {key: finding for key, finding in by_key(findings).items() if family(finding.code) in families}
+
+
+def family(code: str) -> str:
+    """Return the letters before a code's number.
+
+    >>> family("COMM001")
+    'COMM'
+    """
+    return re.sub(r"\d+$", "", code)
+
+
+def rule_table(report: Report) -> pl.DataFrame:
+    """Return each rule of the registry with its findings: columns COLUMNS; one row per rule that ran."""
+    rows = []
+    for rule in all_rules():
+        if report.rules and rule.code not in report.rules:
+            continue
+        findings = [finding for finding in report.findings if finding.code == rule.code]
+        impact = max((finding.impact for finding in findings), default=None)
+        cost_ns = max((finding.cost_ns for finding in findings), default=None)
+        blind_spot = report.blind_spots.get(rule.code)
+        rows.append((family(rule.code), rule.code, rule.name(), len(findings), impact, cost_ns, blind_spot))
+    return pl.DataFrame(rows, schema=COLUMNS, orient="row")

@@ -1,0 +1,82 @@
+"""What a page of the dashboard is: navigation, addresses, screenshots, browser tests and docs derive from it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from dashboard import run_store, widgets
+from dashboard.run_catalog import Catalog, RunEntry
+from tracekit.analysis.time import breakdown
+
+ALL_RUNS, ONE_RUN, TOOLS = "", "Run", "Tools"
+"""Sections of the sidebar, in their order."""
+NO_WORK = "The traces contain no kernels, and no operators on a CPU run. The page Data quality shows what is missing."
+
+
+class Needs(Enum):
+    """What must be there for a page, and what its `show` is called with."""
+
+    CATALOG = "any run"
+    """Called with the Catalog."""
+    ENTRY = "a run"
+    """Called with the RunEntry, which is not opened."""
+    RUN = "a run that opens"
+    """Called with the OpenRun, under its heading."""
+    WORK = "a run with kernels or operators"
+    """The same, where the traces contain work."""
+    SEVERAL = "several runs"
+    """Called with the RunEntry objects, the reference first."""
+    HISTORY = "a history file"
+    """Called with its path; without one the page is not listed."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What pages can show: the runs, those chosen in the sidebar (the first is the run), and the history file."""
+
+    catalog: Catalog
+    runs: tuple[RunEntry, ...]
+    history: Path | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page: `show` draws it, `address` is its path in the URL, `summary` its sentence in the documentation."""
+
+    title: str
+    address: str
+    summary: str
+    show: Callable[[Any], None]
+    needs: Needs = Needs.RUN
+    section: str = ONE_RUN
+    follows_recording: bool = False
+    """Whether the page refreshes itself while the run is being recorded."""
+
+    def open(self, selection: Selection) -> None:
+        """Show the page, or say why the selection cannot be shown. Raises TracekitError."""
+        if self.needs in (Needs.RUN, Needs.WORK):
+            self._open_run(selection.runs[0])
+            return
+        arguments = {
+            Needs.CATALOG: selection.catalog,
+            Needs.ENTRY: selection.runs[0],
+            Needs.SEVERAL: selection.runs,
+            Needs.HISTORY: selection.history,
+        }
+        self.show(arguments[self.needs])
+
+    def _open_run(self, entry: RunEntry) -> None:
+        if self.follows_recording:
+            run_store.follow(entry)
+        run = widgets.open_run(entry)
+        if run is None:
+            return
+        widgets.heading(entry, run)
+        if self.needs is Needs.WORK and run.table(breakdown.by_rank).is_empty():
+            st.info(NO_WORK)
+        else:
+            self.show(run)
