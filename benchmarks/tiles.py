@@ -26,7 +26,7 @@ from typing import Any
 from isal import igzip
 
 from tracekit import conventions
-from tracekit.ingest import trace_cache
+from tracekit.ingest import disk_cache
 from tracekit.report import timeline
 
 _BEGIN_US = 1_700_000_000_000_000
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.out or Path(temporary)
-        os.environ[trace_cache.DIRECTORY_VARIABLE] = str(folder / "cache")
+        os.environ[disk_cache.DIRECTORY_VARIABLE] = str(folder / "cache")
         run = folder / "run"
         if not run.is_dir():
             _write(run, asked.ranks, asked.events)

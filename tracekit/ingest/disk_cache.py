@@ -1,12 +1,14 @@
-"""A bounded folder of entries in the user's cache directory.
+"""The disk cache: a folder with a size limit in the user's cache directory, for parsed traces, timelines and reports.
 
-An entry appears whole under its name or not at all, the least recently used go when the folder outgrows its bound, and
-a folder that cannot be used, or an entry that cannot be trusted, costs no more than the work that it would have saved.
+An entry is written whole or not at all: to a temporary name, then renamed, so no reader or writer needs a lock. The
+least recently used entries are evicted when the folder exceeds its limit. If the folder cannot be used, or an entry
+cannot be trusted, the work is done again. Code is part of an entry's key by `code_hash`.
 """
 
 import errno
 import functools
 import hashlib
+import inspect
 import io
 import logging
 import os
@@ -22,24 +24,44 @@ from typing import BinaryIO, TypeVar
 from tracekit import conventions
 
 DIRECTORY_VARIABLE = "TRACEKIT_CACHE_DIR"
-_ABANDONED_S = 3600  # no writer takes that long: what it began was left behind by one that died
-_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in an entry's place must not hang the reader
+MAX_BYTES_VARIABLE = "TRACEKIT_CACHE_MAX_BYTES"
+DEFAULT_MAX_BYTES = 10 << 30
+_ABANDONED_S = 3600  # no writer takes that long: an older temporary file belongs to a process that died
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in place of an entry must not block the reader
 
 log = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DiskCache:
-    """Entries of one kind in a folder of this user's own, by key. What fails in here is said once, to debug."""
+    """Entries of one kind, by key, in a folder that only this user can read. Errors are logged once, at debug level."""
 
     folder: Path
     suffix: str
     max_bytes: int
 
-    def get(self, key: str, read: Callable[[BinaryIO], Made]) -> Made | None:
-        """Return what `read` makes of an entry; None where there is none, or none to trust, which is then removed."""
+    @classmethod
+    def of_user(
+        cls, name: str, suffix: str, *, share: float = 1.0, environment: Mapping[str, str] = os.environ
+    ) -> "DiskCache | None":
+        """Return a cache in the folder `name` of the cache directory, with a share of its size limit.
+
+        The environment states both; None for a user without a home directory.
+        """
+        stated = environment.get(MAX_BYTES_VARIABLE, "")
+        max_bytes = int((int(stated) if stated.isdecimal() else DEFAULT_MAX_BYTES) * share)
+        if directory := environment.get(DIRECTORY_VARIABLE):
+            return cls(Path(directory) / name, suffix, max_bytes)
+        try:
+            usual = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        except RuntimeError:
+            return None
+        return cls(usual / "tracekit" / name, suffix, max_bytes)
+
+    def get(self, key: str, read: Callable[[BinaryIO], T]) -> T | None:
+        """Return what `read` makes of an entry; None if there is none. One that cannot be trusted is removed."""
         path = self.path(key)
         try:
             _check_own(self.folder)
@@ -52,13 +74,13 @@ class DiskCache:
             os.utime(path)
         except FileNotFoundError:
             return None
-        except Exception as error:  # noqa: BLE001 whatever bytes lie there, they can be made anew
+        except Exception as error:  # noqa: BLE001 whatever the entry contains, it can be made again
             _drop(path, error)
             return None
         return made
 
     def put(self, key: str, write: Callable[[BinaryIO], None], *, unless: tuple[type[Exception], ...] = ()) -> None:
-        """Store what `write` writes, and let the least recently used go; nothing where it fails or raises `unless`."""
+        """Store what `write` writes and evict old entries; store nothing if it fails or raises `unless`."""
         if not self.max_bytes:
             return
         expected: tuple[type[Exception], ...] = (OSError, *unless)
@@ -70,9 +92,9 @@ class DiskCache:
 
     @contextmanager
     def writing(self, key: str) -> Iterator[BinaryIO]:
-        """Give a file to write and read, which is the entry of `key` once the block has ended well.
+        """Yield a file to write and read; it becomes the entry of `key` when the block ends without an error.
 
-        What is larger than the shelf is not kept. Raises OSError where nothing can be written.
+        A file above the size limit is not stored. Raises OSError if the file cannot be written.
         """
         partial_path = self.folder / f"{key}.{secrets.token_hex(8)}{conventions.PARTIAL_SUFFIX}"
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +112,7 @@ class DiskCache:
         self._evict()
 
     def size_bytes(self) -> int:
-        """Return how much the entries take."""
+        """Return the total size of the entries."""
         return sum(size for _, size, _ in self._files())
 
     def clear(self) -> int:
@@ -102,16 +124,16 @@ class DiskCache:
         return sum(size for _, size, _ in files)
 
     def path(self, key: str) -> Path:
-        """Return where the entry of a key lies, or would."""
+        """Return the path of the entry of a key."""
         return self.folder / f"{key}{self.suffix}"
 
     def log_unusable(self, error: Exception) -> None:
-        """Say once why the folder cannot be used."""
+        """Log once why the folder cannot be used."""
         if not isinstance(error, FileNotFoundError):
-            _say_once(f"{self.folder}: {getattr(error, 'strerror', None) or error}")
+            _log_once(f"{self.folder}: {getattr(error, 'strerror', None) or error}")
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Yield time of last use in ns, size in bytes and path of all that lies in the folder."""
+        """Yield time of last use in ns, size in bytes and path of each file in the folder."""
         try:
             files = [file for file in self.folder.iterdir() if file.suffix in (self.suffix, conventions.PARTIAL_SUFFIX)]
         except OSError:
@@ -124,31 +146,17 @@ class DiskCache:
     def _evict(self) -> None:
         abandoned_ns = time.time_ns() - _ABANDONED_S * 10**9
         files = sorted(self._files())
-        held = sum(size for _, size, _ in files)
+        total_bytes = sum(size for _, size, _ in files)
         for used_ns, size, path in files:
             is_entry = path.suffix == self.suffix
-            if (held > self.max_bytes and is_entry) or (used_ns < abandoned_ns and not is_entry):
+            if (total_bytes > self.max_bytes and is_entry) or (used_ns < abandoned_ns and not is_entry):
                 with suppress(OSError):
                     path.unlink()
-                held -= size
-
-
-def folder(name: str, environment: Mapping[str, str]) -> Path | None:
-    """Return a folder in the cache directory that the environment names, or in the user's usual one.
-
-    None for a user without a home.
-    """
-    if named := environment.get(DIRECTORY_VARIABLE):
-        return Path(named) / name
-    try:
-        usual = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    return usual / "tracekit" / name
+                total_bytes -= size
 
 
 def code_hash(root: Path, patterns: Iterable[str]) -> str:
-    """Return the hash of source files: a version number is forgotten sooner or later."""
+    """Return the hash of source files: unlike a version number, nobody has to remember to change it."""
     digest = hashlib.sha256()
     for pattern in patterns:
         for file in sorted(root.glob(pattern)):
@@ -157,8 +165,18 @@ def code_hash(root: Path, patterns: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+def plugin_hash(plugin: type) -> str:
+    """Return the hash of the sources of a class of another distribution: its module, or its package one folder deep."""
+    try:
+        source = Path(inspect.getfile(plugin))
+    except (TypeError, OSError):
+        return f"{plugin.__module__} of unknown source"
+    is_package = (source.parent / "__init__.py").exists()
+    return code_hash(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))
+
+
 def _check_own(folder: Path) -> None:
-    """Raise OSError unless a folder is this user's own; close it to all others."""
+    """Remove other users' access to a folder. Raises OSError unless this user owns it."""
     known = folder.lstat()
     if not stat.S_ISDIR(known.st_mode) or known.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "not a folder of this user's own")
@@ -167,7 +185,7 @@ def _check_own(folder: Path) -> None:
 
 
 def _open_own(path: Path) -> io.BufferedReader:
-    """Open a file that this user wrote. Raises OSError where it is a link, no file, or somebody else's."""
+    """Open a file that this user owns. Raises OSError if it is a link, not a regular file, or of another user."""
     file = os.fdopen(os.open(path, os.O_RDONLY | _NO_LINK), "rb")
     known = os.fstat(file.fileno())
     if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid():
@@ -177,11 +195,11 @@ def _open_own(path: Path) -> io.BufferedReader:
 
 
 def _drop(path: Path, error: Exception) -> None:
-    _say_once(f"{path}: not used ({error})")
+    _log_once(f"{path}: not used ({error})")
     with suppress(OSError):
         path.unlink()
 
 
 @functools.cache
-def _say_once(message: str) -> None:
-    log.debug("cache: %s; going on without", message)
+def _log_once(message: str) -> None:
+    log.debug("cache: %s; continuing without it", message)

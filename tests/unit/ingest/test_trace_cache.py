@@ -15,7 +15,8 @@ import pytest
 
 from tests.support import drawn_traces
 from tracekit.errors import BadTraceError
-from tracekit.ingest import loader, trace_cache
+from tracekit.ingest import disk_cache, loader, trace_cache
+from tracekit.ingest.disk_cache import DiskCache
 from tracekit.ingest.trace_cache import TraceCache
 from tracekit.model import schema
 from tracekit.model.run import Source
@@ -31,8 +32,8 @@ TINY = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(trace_cache.MAX_BYTES_VARIABLE, raising=False)
+    monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(disk_cache.MAX_BYTES_VARIABLE, raising=False)
     return tmp_path / "cache" / "traces"
 
 
@@ -64,6 +65,11 @@ def _drawn(path, name="aa"):
 
 def _tables(trace):
     return {name: table.rows() for name, table in trace.tables.items()}
+
+
+def cache_in(folder, max_bytes=disk_cache.DEFAULT_MAX_BYTES):
+    """Return a cache of traces in a folder."""
+    return TraceCache(DiskCache(folder, ".trace", max_bytes))
 
 
 def _entries(folder):
@@ -270,7 +276,7 @@ def test_an_entry_that_cannot_be_trusted_is_dropped_and_the_trace_read_again(fol
 
 
 def test_a_table_of_another_shape_is_not_believed(folder, tmp_path):
-    store = TraceCache(folder)
+    store = cache_in(folder)
     trace = _drawn("t")
     store.put("key", dataclasses.replace(trace, lanes=trace.activities))
     stored = store.get("key", lambda: trace)
@@ -313,12 +319,12 @@ def test_a_file_that_changed_under_a_held_trace_is_not_mixed_with_it(folder, run
 
 def test_a_cache_that_cannot_be_written_is_gone_without_and_said_once(run, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     caplog.set_level(logging.DEBUG, "tracekit.ingest.disk_cache")
     for _ in range(3):
         assert loader.load(run).trace(0).ops.height == 2
     assert len(caplog.records) == 1
-    assert "going on without" in caplog.text
+    assert "continuing without it" in caplog.text
 
 
 def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
@@ -328,7 +334,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file beyond 100 bytes: writing fails in the middle
     try:
-        TraceCache(folder).put("key", _drawn("t"))
+        cache_in(folder).put("key", _drawn("t"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -336,7 +342,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
 
 
 def test_a_trace_with_more_than_json_can_say_is_not_stored(folder):
-    TraceCache(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
+    cache_in(folder).put("key", dataclasses.replace(_drawn("t"), header={"odd": object()}))
     assert list(folder.iterdir()) == []
 
 
@@ -357,11 +363,11 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     ],
 )
 def test_the_environment_names_the_folder(environment, folder):
-    assert TraceCache.of_user(environment) == TraceCache(folder)
+    assert TraceCache.of_user(environment) == cache_in(folder)
 
 
 def test_the_environment_bounds_the_size():
-    assert TraceCache.of_user({"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}) == TraceCache(
+    assert TraceCache.of_user({"TRACEKIT_CACHE_DIR": "/c", "TRACEKIT_CACHE_MAX_BYTES": "5"}) == cache_in(
         Path("/c/traces"), 5
     )
 
@@ -370,40 +376,40 @@ def test_the_environment_bounds_the_size():
 
 
 def _size_of_one(folder):
-    TraceCache(folder).put("probe", _drawn("t"))
-    size = TraceCache(folder).size_bytes()
-    TraceCache(folder).clear()
+    cache_in(folder).put("probe", _drawn("t"))
+    size = cache_in(folder).disk.size_bytes()
+    cache_in(folder).disk.clear()
     return size
 
 
 def test_the_least_recently_used_go_first(folder):
     size = _size_of_one(folder)
-    store = TraceCache(folder, max_bytes=3 * size + size // 2)
+    store = cache_in(folder, max_bytes=3 * size + size // 2)
     for index, key in enumerate("abc"):
         store.put(key, _drawn("t"))
         os.utime(folder / f"{key}.trace", ns=(index, index))
     assert store.get("a", lambda: _drawn("t")) is not None  # now the most recently used
     store.put("d", _drawn("t"))
     assert [entry.stem for entry in _entries(folder)] == ["a", "c", "d"]
-    assert store.size_bytes() <= store.max_bytes
+    assert store.disk.size_bytes() <= store.disk.max_bytes
 
 
 def test_what_is_larger_than_the_whole_cache_is_not_stored_and_evicts_nothing(folder):
-    TraceCache(folder).put("small", _drawn("t"))
-    TraceCache(folder, max_bytes=10).put("large", _drawn("t"))
+    cache_in(folder).put("small", _drawn("t"))
+    cache_in(folder, max_bytes=10).put("large", _drawn("t"))
     assert [entry.stem for entry in _entries(folder)] == []  # "small" is past the new bound as well
-    TraceCache(folder, max_bytes=0).put("none", _drawn("t"))
+    cache_in(folder, max_bytes=0).put("none", _drawn("t"))
     assert list(folder.iterdir()) == []
 
 
 def test_clearing_frees_what_is_held(folder):
-    store = TraceCache(folder)
+    store = cache_in(folder)
     store.put("a", _drawn("t"))
-    size = store.size_bytes()
+    size = store.disk.size_bytes()
     assert size > 0
-    assert store.clear() == size
-    assert store.size_bytes() == 0
-    assert TraceCache(folder / "missing").clear() == 0
+    assert store.disk.clear() == size
+    assert store.disk.size_bytes() == 0
+    assert cache_in(folder / "missing").disk.clear() == 0
 
 
 # Writers side by side -------------------------------------------------------------------------------------------------
@@ -411,7 +417,7 @@ def test_clearing_frees_what_is_held(folder):
 
 def _write_over_and_over(folder, barrier):
     barrier.wait()
-    store = TraceCache(Path(folder))
+    store = cache_in(Path(folder))
     for index in range(30):
         store.put(f"key{index % 3}", _drawn("t"))
         found = store.get(f"key{(index + 1) % 3}", lambda: _drawn("t"))
@@ -430,12 +436,12 @@ def test_writers_side_by_side_leave_whole_entries(folder):
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert [entry.name for entry in sorted(folder.iterdir())] == ["key0.trace", "key1.trace", "key2.trace"]
     for key in ("key0", "key1", "key2"):
-        found = TraceCache(folder).get(key, lambda: pytest.fail("read again"))
+        found = cache_in(folder).get(key, lambda: pytest.fail("read again"))
         assert _tables(found) == _tables(_drawn("t"))
 
 
 def _write_until_killed(folder):
-    store, trace = TraceCache(Path(folder)), _large()
+    store, trace = cache_in(Path(folder)), _large()
     while True:
         store.put("key", trace)
 
@@ -455,12 +461,12 @@ def test_a_writer_that_is_killed_breaks_nothing(folder):
         writer.kill()
         writer.join()
         assert writer.exitcode == -signal.SIGKILL
-    found = TraceCache(folder).get("key", lambda: pytest.fail("read again"))
+    found = cache_in(folder).get("key", lambda: pytest.fail("read again"))
     assert _tables(found)["allocations"] == _tables(_large())["allocations"]
 
 
 def test_what_a_dead_writer_left_is_swept_once_it_is_old(folder):
-    store = TraceCache(folder)
+    store = cache_in(folder)
     store.put("a", _drawn("t"))
     old, new = folder / "a.dead.partial", folder / "a.busy.partial"
     for path in (old, new):

@@ -19,7 +19,7 @@ from tests.support.drawn_traces import trace as drawn_trace
 from tracekit.analysis.communication import collective_instances
 from tracekit.analysis.time import breakdown
 from tracekit.errors import InputError
-from tracekit.ingest import loader, trace_cache
+from tracekit.ingest import disk_cache, loader
 from tracekit.model.run import Run, Source
 from tracekit.regression import samples
 from tracekit.report import html
@@ -35,8 +35,8 @@ SAMPLES = Path(__file__).parents[3] / "sample_traces"
 
 @pytest.fixture(autouse=True)
 def reports(tmp_path, monkeypatch):
-    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.delenv(trace_cache.MAX_BYTES_VARIABLE, raising=False)
+    monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(disk_cache.MAX_BYTES_VARIABLE, raising=False)
     return tmp_path / "cache" / "reports"
 
 
@@ -256,9 +256,9 @@ def test_the_source_of_a_plugin_is_part_of_the_key(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     import plugin
 
-    before = keys._plugin_hash(plugin.Rule)
+    before = disk_cache.plugin_hash(plugin.Rule)
     source.write_text("class Rule:\n    limit = 1\n")
-    assert keys._plugin_hash(plugin.Rule) != before
+    assert disk_cache.plugin_hash(plugin.Rule) != before
 
 
 def test_traces_of_a_run_that_changed_are_not_mixed_with_its_report(run):
@@ -327,10 +327,10 @@ def test_large_facts_are_left_out_and_measured_again(run, monkeypatch):
 
 
 def test_the_shelf_has_a_bound_and_a_bound_of_nothing_keeps_nothing(run, reports, monkeypatch):
-    monkeypatch.setenv(trace_cache.MAX_BYTES_VARIABLE, "0")
+    monkeypatch.setenv(disk_cache.MAX_BYTES_VARIABLE, "0")
     report_cache.report(str(run))
     assert not reports.exists()
-    monkeypatch.setenv(trace_cache.MAX_BYTES_VARIABLE, "10000")
+    monkeypatch.setenv(disk_cache.MAX_BYTES_VARIABLE, "10000")
     report_cache.report(str(run))
     assert _entries(reports) == []
 

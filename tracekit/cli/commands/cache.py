@@ -29,15 +29,15 @@ def cache(what: Annotated[What, typer.Argument(help="Show its size or its path, 
     from tracekit.report import timeline
     from tracekit.rules.report_cache import store
 
-    found = TraceCache.of_user()
-    if found is None:
+    traces = TraceCache.of_user()
+    if traces is None:
         raise InputError("there is no home directory to keep a cache in; name a folder by TRACEKIT_CACHE_DIR")
-    beside = {"timelines": timeline.scene_cache(), "reports": store.report_cache()}
+    caches = {"traces": traces.disk, "timelines": timeline.scene_cache(), "reports": store.report_cache()}
     if what is What.PATH:
-        output.emit(f"{found.folder}\n")
+        output.emit(f"{traces.disk.folder}\n")
     elif what is What.CLEAR:
-        freed_bytes = found.clear() + sum(shelf.clear() for shelf in beside.values() if shelf)
-        output.emit(f"freed {units.size(freed_bytes)}\n")
+        output.emit(f"freed {units.size(sum(cache.clear() for cache in caches.values() if cache))}\n")
     else:
-        more = "".join(f"; {name} {units.size(shelf.size_bytes())}" for name, shelf in beside.items() if shelf)
-        output.emit(f"{units.size(found.size_bytes())} of {units.size(found.max_bytes)} in {found.folder}{more}\n")
+        sizes = {name: units.size(cache.size_bytes()) for name, cache in caches.items() if cache}
+        more = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")
+        output.emit(f"{sizes['traces']} of {units.size(traces.disk.max_bytes)} in {traces.disk.folder}{more}\n")

@@ -3,11 +3,10 @@
 import functools
 import hashlib
 import json
-import os
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -115,8 +114,8 @@ def open_scene(run: Run, window: int = 0, *, folder: Path | None = None, on_prog
 
 def scene_cache(folder: Path | None = None) -> DiskCache | None:
     """Return where scenes are kept: in `folder`, or beside the user's parsed traces; None for a user without a home."""
-    place = folder or disk_cache.folder("tiles", os.environ)
-    return None if place is None else DiskCache(place, SUFFIX, trace_cache.max_cache_bytes())
+    cache = DiskCache.of_user("tiles", SUFFIX)
+    return cache if cache is None or folder is None else replace(cache, folder=folder)
 
 
 def _key(sources: Sequence[Source]) -> str | None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from tracekit import conventions
-from tracekit.ingest import disk_cache
+from tracekit.ingest import disk_cache, readers
 from tracekit.rules import RULES, all_rules
 
 MAX_FILES = 20_000
@@ -139,20 +138,12 @@ def _code_hash() -> str:
     """Return the hash of all code that makes a report, and of the rules with their thresholds, plugins among them."""
     package = Path(conventions.__file__).parent
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
+    plugins: list[type] = [rule for rule in all_rules() if rule not in RULES]
+    plugins += [type(reader) for reader in readers.available() if reader not in readers.READERS]
     told = {
         "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],
         "rules": rules,
-        "plugins": sorted({_plugin_hash(rule) for rule in all_rules() if rule not in RULES}),
+        "plugins": sorted({disk_cache.plugin_hash(plugin) for plugin in plugins}),
     }
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
-
-
-def _plugin_hash(rule: type) -> str:
-    """Return the hash of the sources beside a rule of another distribution."""
-    try:
-        source = Path(inspect.getfile(rule))
-    except (TypeError, OSError):
-        return f"{rule.__module__} of unknown source"
-    is_package = (source.parent / "__init__.py").exists()
-    return disk_cache.code_hash(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))

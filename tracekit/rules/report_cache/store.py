@@ -9,7 +9,7 @@ from threading import Lock
 import polars as pl
 
 from tracekit.errors import InputError
-from tracekit.ingest import disk_cache, loader, trace_cache
+from tracekit.ingest import loader
 from tracekit.ingest.disk_cache import DiskCache
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -17,15 +17,13 @@ from tracekit.rules.report_cache import entry, keys
 from tracekit.rules.rule import Report
 
 _SUFFIX = ".report"
-_SHARE_OF_CACHE = 10
+_SHARE_OF_CACHE = 0.1
 
 
 def report_cache() -> DiskCache:
     """Return the user's shelf of kept reports; for a user without a home, one that holds nothing."""
-    folder = disk_cache.folder("reports", os.environ)
-    if folder is None:
-        return DiskCache(Path(os.devnull), _SUFFIX, 0)
-    return DiskCache(folder, _SUFFIX, trace_cache.max_cache_bytes() // _SHARE_OF_CACHE)
+    cache = DiskCache.of_user("reports", _SUFFIX, share=_SHARE_OF_CACHE)
+    return DiskCache(Path(os.devnull), _SUFFIX, 0) if cache is None else cache
 
 
 def get(key: str, path: str) -> Report | None:

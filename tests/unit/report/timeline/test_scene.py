@@ -14,7 +14,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest import trace_cache
+from tracekit.ingest import disk_cache
 from tracekit.model import schema
 from tracekit.model.run import Run, Source
 from tracekit.report import timeline
@@ -144,8 +144,8 @@ def test_a_cache_that_is_no_folder_costs_the_file_only(run, folder):
 
 
 def test_a_cache_that_may_hold_nothing_costs_the_file_only(run, folder, monkeypatch):
-    monkeypatch.setenv(trace_cache.DIRECTORY_VARIABLE, str(folder))
-    monkeypatch.setenv(trace_cache.MAX_BYTES_VARIABLE, "0")
+    monkeypatch.setenv(disk_cache.DIRECTORY_VARIABLE, str(folder))
+    monkeypatch.setenv(disk_cache.MAX_BYTES_VARIABLE, "0")
     assert len(seen(timeline.open_scene(tracekit.load(run)))) == 4
     assert files(folder / "tiles") == []
 
