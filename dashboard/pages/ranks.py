@@ -9,7 +9,7 @@ from dashboard.run_store import OpenRun
 from dashboard.url_state import bind
 from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.parallelism import rank_timelines
-from tracekit.analysis.time import breakdown, slices
+from tracekit.analysis.time import breakdown, summary
 from tracekit.model import units
 from tracekit.model.intervals import Window
 from tracekit.report import charts
@@ -82,7 +82,7 @@ def _show_cell(run: OpenRun, table: pl.DataFrame, cell: tuple[int, ...] | None) 
 def _choose_step(run: OpenRun) -> tuple[int, int | None]:
     by_step = run.table(breakdown.by_step).drop_nulls("step")
     windows = run.table(breakdown.by_rank)["window"].unique().sort().to_list()
-    median = slices.representative_step(by_step)
+    median = summary.representative_step(by_step)
     choices = st.container(horizontal=True)
     window = windows[0]
     if windows[1:]:

@@ -7,7 +7,7 @@ import pytest
 import tracekit
 from tests.support import drawn_traces
 from tests.support.rule_examples import beside_snapshots, on_streams
-from tracekit.analysis.time import breakdown, slices
+from tracekit.analysis.time import breakdown, summary
 from tracekit.report import charts, figures, html
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ SAMPLES = ("demo-fsdp2", "demo-yafsdp")
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_a_recorded_step_is_drawn_with_phases_work_and_host(sample):
     run = tracekit.load(ROOT / "sample_traces" / sample)
-    row = slices.representative_step(run.table(breakdown.by_step))
+    row = summary.representative_step(run.table(breakdown.by_step))
     window = (row["start_ns"], row["start_ns"] + row["duration_ns"])
     figure = charts.timeline(run.trace(row["rank"]), window)
     tracks = figure.layout.yaxis.ticktext

@@ -11,14 +11,14 @@ from tracekit.analysis.communication import exposed_communication
 from tracekit.analysis.compute import stall_attribution
 from tracekit.analysis.memory import allocations, snapshot_files, usage
 from tracekit.analysis.parallelism import rank_timelines
-from tracekit.analysis.time import breakdown, slices
+from tracekit.analysis.time import breakdown, summary
 from tracekit.errors import TracekitError
 from tracekit.ingest.readers.memory_snapshot import reader
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.replay.allocator import playback
 from tracekit.replay.allocator.facts import snapshot_timeline
-from tracekit.report import charts, html_fragments
+from tracekit.report import charts, trace_tracks
 from tracekit.report import memory as memory_report
 from tracekit.rules.rule import Report
 
@@ -121,12 +121,12 @@ def _time(report: Report, run: Run) -> Iterator[ReportFigure]:
     if by_step.height > by_rank.height:
         caption = "Duration of each step, in ms, one line per rank."
         yield ReportFigure("steps", "Step time", caption, charts.step_times(by_step))
-    row = slices.representative_step(by_step if by_step.height else by_rank)
+    row = summary.representative_step(by_step if by_step.height else by_rank)
     if row:
         rank, window, start_ns, duration_ns = (
             int(row[name] or 0) for name in ("rank", "window", "start_ns", "duration_ns")
         )
-        evidence = html_fragments.evidence_spans(report.findings, rank=rank, window=window)
+        evidence = trace_tracks.evidence_spans(report.findings, rank=rank, window=window)
         step = "The whole window" if row["step"] is None else f"Step {row['step']}"
         caption = (
             f"{step} of rank {rank}, the slowest rank; this step is the nearest to the rank's median. "

@@ -125,20 +125,6 @@ def is_conclusive(change: Change) -> bool:
     return change.verdict in (Verdict.BETTER, Verdict.WORSE)
 
 
-def evidence_spans(findings: Sequence[Finding], *, rank: int, window: int) -> pl.DataFrame:
-    """Return the evidence of all findings that can be shown on one trace's timeline: name, start_ns, dur_ns."""
-    parts = [pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64})]
-    for found in findings:
-        rows = found.evidence
-        if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
-            continue
-        here = pl.col("rank") == rank
-        if "window" in rows.columns:
-            here &= pl.col("window").fill_null(0) == window
-        parts.append(rows.filter(here).select(pl.lit(found.code).alias("name"), "start_ns", "dur_ns"))
-    return pl.concat(parts)
-
-
 def finding(found: Finding) -> str:
     """Return a finding without its evidence: severity, code and name of its rule, cost, message, fix, scope."""
     return escaping.fragment("finding", found, phrases.rule_name(found.code), phrases.cost(found), phrases.scope(found))

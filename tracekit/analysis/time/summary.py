@@ -45,6 +45,22 @@ def by_clock(run: Run) -> pl.DataFrame:
     return found.drop(name for name in ("window", "part") if found[name].n_unique() < 2)
 
 
+def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
+    """Return the row to look at first: of the slowest rank, the step nearest to its median.
+
+    `steps` is a run's breakdown by step, with the columns of `analysis.breakdown` after window and rank. None where it
+    has no rows.
+    """
+    if steps.is_empty():
+        return None
+    means = (
+        steps.group_by("rank").agg(pl.col("duration_ns").mean()).sort("duration_ns", "rank", descending=[True, False])
+    )
+    of_rank = steps.filter(pl.col("rank") == means["rank"][0])
+    distance_ns = (pl.col("duration_ns") - pl.col("duration_ns").median()).abs()
+    return of_rank.sort(distance_ns, "window", "start_ns").row(0, named=True)
+
+
 def step_time_ns(run: Run) -> float | None:
     """Return the median over steps of the slowest rank's device window, in ns: all ranks wait for that one.
 

@@ -6,10 +6,11 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from tracekit.analysis.time import slices
+from tracekit import conventions
 from tracekit.model import escaping, units
 from tracekit.model.intervals import Window
 from tracekit.model.trace import Trace
+from tracekit.report import trace_tracks, track_nesting
 from tracekit.report.charts.style import COLOURS, KIND_LABELS, LIGHT_KINDS, with_style
 
 MAX_SLICES = 5000
@@ -18,6 +19,15 @@ MAX_MARKS = 500
 MAX_BANDS = 40
 EVIDENCE_TRACK = "findings"
 
+MAX_DEPTH = 7
+MAX_HOST_TRACKS = 3
+PHASE_TRACK = "phases"
+COLUMNS = {
+    "track": pl.Int64, "track_name": pl.String, "depth": pl.Int64, "kind": pl.String, "name": pl.String,
+    "start_ns": pl.Int64, "dur_ns": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
+    "bytes": pl.Int64, "count": pl.Int64,
+}  # fmt: skip
+_HOST_KINDS = ("cpu_op", "annotation", "runtime", "overhead")
 _EVIDENCE_PX = 31
 _ROW_PX = 22
 
@@ -38,7 +48,7 @@ def timeline(
     are more than `max_slices`, neighbours too short to see are drawn as one and the axis title says so.
     """
     origin_ns = window[0] if origin_ns is None else origin_ns
-    table, merged_below_ns = slices.merge_short_slices(slices.slices(trace, window), window, max_slices=max_slices)
+    table, merged_below_ns = merge_short_slices(visible_slices(trace, window), window, max_slices=max_slices)
     marks = _placed(_marks(evidence, window), window, origin_ns).with_columns(y=pl.lit(0.0))
     rows = _rows(table, first_y=_EVIDENCE_PX / _ROW_PX if marks.height else 0.0)
     drawn = _placed(table, window, origin_ns).join(rows, on=["track", "depth"])
@@ -70,6 +80,87 @@ def timeline(
     return with_style(figure, height_px=int(150 + _ROW_PX * (last_y + 1)))
 
 
+def visible_slices(trace: Trace, window: Window, *, max_depth: int = MAX_DEPTH) -> pl.DataFrame:
+    """Return the slices that touch `window`, with the track and the depth at which they are drawn.
+
+    Columns COLUMNS, count 1; one row per slice. Tracks are numbered from the top: phases of the step, then the
+    tracks of `report.trace_tracks`: all with device work, and the MAX_HOST_TRACKS busiest host threads that are no
+    communication lanes. Python frames and slices deeper than `max_depth` are left out.
+    """
+    table = trace_tracks.slices(trace, ("lane", "step", "phase", "unit", "bytes"), window=window)
+    collectives = trace.lanes.filter(pl.col("role") == "communication")["lane"].implode()
+    is_host = pl.col("source") == "ops"
+    # What a communication lane runs on the host is part of a collective, which has its own track.
+    table = table.filter(
+        (pl.col("source") == "activities")
+        | (is_host & pl.col("kind").is_in(_HOST_KINDS) & ~pl.col("lane").is_in(collectives).fill_null(value=False))
+    )
+    host = table.filter(is_host).group_by("track").len().sort("len", "track", descending=[True, False])
+    table = table.filter(~is_host | pl.col("track").is_in(host["track"].head(MAX_HOST_TRACKS).implode()))
+    names = trace_tracks.tracks(trace, table).select("track", "track_name")
+    shown = pl.concat([_phases(trace, window), table.join(names, on="track", maintain_order="left")], how="diagonal")
+    shown = shown.with_columns(pl.lit(1, pl.Int64).alias("count"), pl.col("track").rank("dense").cast(pl.Int64) - 1)
+    depth = track_nesting.rows(*(shown[name].to_numpy() for name in ("track", "start_ns", "dur_ns")))
+    return (
+        _conform(shown.with_columns(pl.Series("depth", depth)))
+        .filter(pl.col("depth") < max_depth)
+        .sort("track", "start_ns", "depth")
+    )
+
+
+def merge_short_slices(table: pl.DataFrame, window: Window, *, max_slices: int) -> tuple[pl.DataFrame, int]:
+    """Return at most about `max_slices` slices, and the duration in ns below which neighbours were merged (0: none).
+
+    Slices of one track, depth and kind that are shorter than a share of the window too narrow to see become one, from
+    the first start to the last end, with their number in `count`. The share doubles until the rest fits.
+    """
+    if table.height <= max_slices:
+        return table, 0
+    quantum_ns = max((window[1] - window[0]) // 20_000, 1)
+    merged = _merge(table, quantum_ns)
+    while merged.height > max_slices and quantum_ns < window[1] - window[0]:
+        quantum_ns *= 2
+        merged = _merge(table, quantum_ns)
+    return merged, quantum_ns
+
+
+def _phases(trace: Trace, window: Window) -> pl.DataFrame:
+    phase = pl.col("name").str.strip_prefix(conventions.SPAN_PREFIX)
+    spans = trace.ops.filter(pl.col("kind") == "annotation", phase.is_in(conventions.PHASES), phase != pl.col("name"))
+    return trace_tracks.touching(spans, window).select(
+        pl.lit(-1, pl.Int64).alias("track"),
+        pl.lit(PHASE_TRACK).alias("track_name"),
+        phase.alias("name"),
+        pl.lit("phase").alias("kind"),
+        *("start_ns", "dur_ns", "step", "phase", "unit"),
+    )
+
+
+def _merge(table: pl.DataFrame, quantum_ns: int) -> pl.DataFrame:
+    short = pl.col("dur_ns") < quantum_ns
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    merged = (
+        table.filter(short)
+        .with_columns((pl.col("start_ns") // quantum_ns).alias("bin"), end_ns.alias("end_ns"))
+        .group_by("track", "track_name", "depth", "kind", "bin")
+        .agg(
+            pl.col("name", "step", "phase", "unit").first(),
+            pl.col("bytes", "count").sum(),
+            pl.col("start_ns").min(),
+            pl.col("end_ns").max(),
+        )
+        .with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"))
+    )
+    return pl.concat([table.filter(~short), _conform(merged)]).sort("track", "start_ns", "depth")
+
+
+def _conform(table: pl.DataFrame) -> pl.DataFrame:
+    present = set(table.columns)
+    return table.select(
+        (pl.col(name) if name in present else pl.lit(None)).cast(dtype).alias(name) for name, dtype in COLUMNS.items()
+    )
+
+
 def _rows(table: pl.DataFrame, *, first_y: float) -> pl.DataFrame:
     """Return track, track_name, depth and y: each depth of each track is a row, with some air between tracks."""
     rows = table.select("track", "track_name", "depth").unique().sort("track", "depth").with_row_index("row")
@@ -79,16 +170,12 @@ def _rows(table: pl.DataFrame, *, first_y: float) -> pl.DataFrame:
 def _marks(evidence: pl.DataFrame | None, window: Window) -> pl.DataFrame:
     """Return the rows of `evidence` that can be shown in the window, with the columns that a slice has."""
     if evidence is None or not {"start_ns", "dur_ns"} <= set(evidence.columns):
-        return pl.DataFrame(schema=slices.COLUMNS)
+        return pl.DataFrame(schema=COLUMNS)
     ends_ns = pl.col("start_ns") + pl.col("dur_ns")
     inside = evidence.filter(pl.col("start_ns") < window[1], ends_ns > window[0])
     longest = inside.sort("dur_ns", descending=True).head(MAX_MARKS)
     named = longest if "name" in longest.columns else longest.with_columns(name=pl.lit("evidence"))
-    counted = named.with_columns(count=pl.lit(1))
-    return counted.select(
-        (pl.col(name) if name in counted.columns else pl.lit(None)).cast(dtype).alias(name)
-        for name, dtype in slices.COLUMNS.items()
-    )
+    return _conform(named.with_columns(count=pl.lit(1)))
 
 
 def _placed(table: pl.DataFrame, window: Window, origin_ns: int) -> pl.DataFrame:

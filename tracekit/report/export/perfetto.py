@@ -13,7 +13,7 @@ from tracekit.model.trace import Trace
 from tracekit.report.export import perfetto_encoder
 from tracekit.report.export.perfetto_encoder import ExportCounts
 from tracekit.report.export.protobuf_wire import Ints
-from tracekit.report.export.trace_tracks import timeline
+from tracekit.report.trace_tracks import timeline
 from tracekit.rules.rule import Finding
 
 TraceKey: TypeAlias = tuple[int, int]

@@ -7,9 +7,10 @@ from typing import BinaryIO
 import numpy as np
 import polars as pl
 
-from tracekit.report.export import perfetto_packets, track_nesting
+from tracekit.report import track_nesting
+from tracekit.report.export import perfetto_packets
 from tracekit.report.export.protobuf_wire import Ints
-from tracekit.report.export.trace_tracks import ARGUMENTS, Timeline
+from tracekit.report.trace_tracks import ARGUMENTS, Timeline
 
 _TRACKS_PER_TRACE = 1 << 20
 _FLOWS_PER_TRACE = 1 << 32

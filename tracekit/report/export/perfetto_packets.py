@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tracekit.report.export import protobuf_wire, track_nesting
+from tracekit.report import track_nesting
+from tracekit.report.export import protobuf_wire
 from tracekit.report.export.protobuf_wire import Ints
 
 BEGIN, END, COUNTER = track_nesting.BEGIN, track_nesting.END, 4  # TrackEvent.Type

@@ -1,9 +1,9 @@
 """Where each slice of a trace is drawn: its track, the row in it, its time on the clock of the run.
 
-A track is a lane of the trace, as in the Perfetto export (`report.export.trace_tracks`): first the work of streams
+A track is a lane of the trace, as in the Perfetto export (`report.trace_tracks`): first the work of streams
 (compute, communication, copies), or of host threads on a CPU run; then checkpoint stages; then the slices of host
 threads. In a track, a slice lies one row below the slice that encloses it. Slices that overlap without nesting go to
-separate layers (`report.export.track_nesting`), and the rows of a layer lie below those of the layer before it. So the
+separate layers (`report.track_nesting`), and the rows of a layer lie below those of the layer before it. So the
 slices of one row never overlap.
 """
 
@@ -15,7 +15,7 @@ import polars as pl
 
 from tracekit.model.nesting import Ints
 from tracekit.model.trace import Trace
-from tracekit.report.export import trace_tracks, track_nesting
+from tracekit.report import trace_tracks, track_nesting
 
 TRACKS = {
     "group": pl.String, "label": pl.String, "role": pl.String, "source": pl.String, "lane": pl.Int64, "rows": pl.Int64,
@@ -25,7 +25,6 @@ BANDS = {
 }  # fmt: skip
 STEP, UNIT = "step", "unit"
 """Kinds of bands."""
-_ROLES = {"communication": "communication", "memcpy": "copy", "memset": "copy"}
 
 ToRunClock = Callable[[Ints], Ints]
 
@@ -51,12 +50,16 @@ class TraceLayout:
 
 
 def lay_out(trace: Trace, to_run_clock: ToRunClock) -> TraceLayout:
-    """Lay out a trace; `moved` takes times of the trace to the clock of the run and lets none overtake another."""
-    slices = pl.concat([_work(trace), _checkpoints(trace), _host(trace)])
-    start_ns, dur_ns = _moved(slices, to_run_clock)
-    tracks = _tracks(trace, slices)
-    named, name = _named(slices)
-    track = np.searchsorted(tracks["order"].to_numpy(), slices["order"].to_numpy())
+    """Lay out a trace; `to_run_clock` converts times of the trace to the clock of the run and keeps their order."""
+    slices = (
+        trace_tracks.slices(trace)
+        .with_columns(pl.col("name", "kind").fill_null("?"), pl.col("dur_ns").clip(0))
+        .drop_nulls(["start_ns", "dur_ns"])
+    )
+    start_ns, dur_ns = _on_run_clock(slices, to_run_clock)
+    tracks = trace_tracks.tracks(trace, slices)
+    names, name = _distinct_names(slices)
+    track = np.searchsorted(tracks["track"].to_numpy(), slices["track"].to_numpy())
     ids = slices["id"].to_numpy()
     del slices
     row = track_nesting.rows(track, start_ns, dur_ns)
@@ -65,57 +68,18 @@ def lay_out(trace: Trace, to_run_clock: ToRunClock) -> TraceLayout:
     sequence = np.lexsort((start_ns, row, track))
     return TraceLayout(
         tracks.with_columns(pl.Series("rows", rows, pl.Int64)).select(list(TRACKS)),
-        named,
+        names,
         pl.concat([_steps(trace, to_run_clock), _units(trace, to_run_clock)]),
-        *(each[sequence] for each in (track, row, start_ns, dur_ns, name, ids)),
+        *(values[sequence] for values in (track, row, start_ns, dur_ns, name, ids)),
     )
 
 
-# Slices --------------------------------------------------------------------------------------------------------------
+def _on_run_clock(rows: pl.DataFrame, to_run_clock: ToRunClock) -> tuple[Ints, Ints]:
+    start_ns = to_run_clock(rows["start_ns"].to_numpy())
+    return start_ns, to_run_clock((rows["start_ns"] + rows["dur_ns"]).to_numpy()) - start_ns
 
 
-def _work(trace: Trace) -> pl.DataFrame:
-    return _placed(trace_tracks.with_tracks(_few(trace.activities), trace, "activities"), "activities")
-
-
-def _host(trace: Trace) -> pl.DataFrame:
-    return _placed(trace_tracks.with_tracks(_few(trace.ops), trace, "ops"), "ops")
-
-
-def _few(table: pl.DataFrame) -> pl.DataFrame:
-    return table.select("lane", "id", "name", "kind", "start_ns", "dur_ns")
-
-
-def _checkpoints(trace: Trace) -> pl.DataFrame:
-    stages = trace.checkpoints.select(
-        pl.lit(trace_tracks.CHECKPOINT_TRACK).alias("track"),
-        pl.int_range(pl.len()).cast(pl.Int64).alias("id"),
-        pl.format("{} · {}", "operation", "stage").alias("name"),
-        pl.lit("checkpoint").alias("kind"),
-        "start_ns",
-        "dur_ns",
-    )
-    return _placed(stages, "checkpoints")
-
-
-def _placed(rows: pl.DataFrame, source: str) -> pl.DataFrame:
-    return rows.select(
-        pl.col("track").cast(pl.Int64).alias("order"),
-        pl.lit(source).alias("source"),
-        "id",
-        pl.col("name").fill_null("?"),
-        pl.col("kind").fill_null("?"),
-        "start_ns",
-        pl.col("dur_ns").clip(0),
-    ).drop_nulls(["start_ns", "dur_ns"])
-
-
-def _moved(rows: pl.DataFrame, moved: ToRunClock) -> tuple[Ints, Ints]:
-    start_ns = moved(rows["start_ns"].to_numpy())
-    return start_ns, moved((rows["start_ns"] + rows["dur_ns"]).to_numpy()) - start_ns
-
-
-def _named(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+def _distinct_names(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
     """Return the distinct names with their kinds, in the order in which they come, and which of them each slice has."""
     name, kind = (slices[column].cast(pl.Categorical).to_physical().to_numpy() for column in ("name", "kind"))
     key = name.astype(np.int64) * (int(kind.max(initial=0)) + 1) + kind
@@ -126,52 +90,15 @@ def _named(slices: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
     return slices.select("name", "kind")[first[order]], place[which]
 
 
-# Tracks --------------------------------------------------------------------------------------------------------------
-
-
-def _tracks(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
-    # What is on no lane is on lane -1 of its section.
-    lane = (pl.col("order") + 1) % (1 << 32) - 1
-    found = slices.select("order", "source").unique().sort("order")
-    is_work, is_save = pl.col("source") == "activities", pl.col("source") == "checkpoints"
-    process = pl.concat_str(pl.lit("host"), pl.format("pid {}", "pid"), separator=" ", ignore_nulls=True)
-    group = (
-        pl.when(is_save)
-        .then(pl.lit("checkpoints"))
-        .when(pl.col("device").is_not_null())
-        .then(pl.format("GPU {}", "device"))
-        .when(is_work)
-        .then(pl.lit("CPU work"))
-        .otherwise(process)
-    )
-    of_work = pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String)
-    role = pl.when(is_save).then(pl.lit("checkpoint")).when(is_work).then(of_work).otherwise(pl.lit("host"))
-    label = pl.when(is_save).then(pl.lit("saves and loads")).otherwise("name")
-    return (
-        found.with_columns(lane.alias("lane"))
-        .join(trace.lanes, on="lane", how="left", maintain_order="left")
-        .select(
-            "order",
-            "source",
-            group.alias("group"),
-            label.fill_null(pl.format("lane {}", "lane")).alias("label"),
-            role.alias("role"),
-            pl.when(~is_save & (pl.col("lane") >= 0)).then("lane").alias("lane"),
-        )
-    )
-
-
 # Bands ---------------------------------------------------------------------------------------------------------------
 
 
-def _steps(trace: Trace, moved: ToRunClock) -> pl.DataFrame:
-    steps = trace.steps.drop_nulls(["start_ns", "end_ns"])
-    name = pl.when(pl.col("step").is_null()).then(pl.lit("no steps marked")).otherwise(pl.format("step {}", "step"))
-    return _banded(trace, STEP, steps.select(name.alias("name"), "start_ns", "end_ns"), moved)
+def _steps(trace: Trace, to_run_clock: ToRunClock) -> pl.DataFrame:
+    return _banded(trace, STEP, trace_tracks.step_spans(trace).select("name", "start_ns", "end_ns"), to_run_clock)
 
 
-def _units(trace: Trace, moved: ToRunClock) -> pl.DataFrame:
-    """Return when the compute lane of each device was at which FSDP unit: stretches of work that has no other."""
+def _units(trace: Trace, to_run_clock: ToRunClock) -> pl.DataFrame:
+    """Return which FSDP unit the compute lane of each device works on, and when: consecutive work of one unit."""
     compute = trace.activities.filter(pl.col("kind") == "compute").drop_nulls("unit")
     devices = trace.lanes.select("lane", "device")
     busy = compute.group_by("lane").agg(pl.col("dur_ns").sum()).join(devices, on="lane", how="left")
@@ -184,10 +111,10 @@ def _units(trace: Trace, moved: ToRunClock) -> pl.DataFrame:
         pl.col("start_ns").min(),
         (pl.col("start_ns") + pl.col("dur_ns")).max().alias("end_ns"),
     )
-    return _banded(trace, UNIT, stretches.sort("stretch").select("name", "start_ns", "end_ns"), moved)
+    return _banded(trace, UNIT, stretches.sort("stretch").select("name", "start_ns", "end_ns"), to_run_clock)
 
 
-def _banded(trace: Trace, kind: str, rows: pl.DataFrame, moved: ToRunClock) -> pl.DataFrame:
-    times = [pl.Series(name, moved(rows[name].to_numpy()), pl.Int64) for name in ("start_ns", "end_ns")]
-    told = rows.with_columns(*times, pl.lit(trace.rank, pl.Int64).alias("rank"), pl.lit(kind).alias("kind"))
-    return told.select(pl.col(name).cast(dtype) for name, dtype in BANDS.items()).sort("start_ns", "end_ns")
+def _banded(trace: Trace, kind: str, rows: pl.DataFrame, to_run_clock: ToRunClock) -> pl.DataFrame:
+    times = [pl.Series(name, to_run_clock(rows[name].to_numpy()), pl.Int64) for name in ("start_ns", "end_ns")]
+    spans = rows.with_columns(*times, pl.lit(trace.rank, pl.Int64).alias("rank"), pl.lit(kind).alias("kind"))
+    return spans.select(pl.col(name).cast(dtype) for name, dtype in BANDS.items()).sort("start_ns", "end_ns")

@@ -30,8 +30,8 @@ SUFFIX = ".tiles"
 TRACKS = {"track": pl.Int64, "rank": pl.Int64, "window": pl.Int64, **layout.TRACKS}
 _CODE = (
     "report/timeline/*.py",
-    "report/export/track_nesting.py",
-    "report/export/trace_tracks.py",
+    "report.track_nesting.py",
+    "report.trace_tracks.py",
     "report/export/perfetto.py",
     "sync/*.py",
 )

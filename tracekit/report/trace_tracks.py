@@ -1,0 +1,319 @@
+"""The slices, tracks, counters and flows of a trace: one source for the dashboard, the HTML report and Perfetto."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from tracekit.model.intervals import Window
+from tracekit.model.trace import Trace
+from tracekit.rules.rule import Finding
+
+ARGUMENTS = {
+    "step": pl.Int64,
+    "phase": pl.String,
+    "unit": pl.String,
+    "span": pl.String,
+    "shapes": pl.String,
+    "bytes": pl.Int64,
+    "op": pl.String,
+    "group": pl.String,
+    "seq": pl.Int64,
+    "dtype": pl.String,
+    "sent_bytes": pl.Int64,
+    "received_bytes": pl.Int64,
+    "group_size": pl.Int64,
+    "checkpoint": pl.String,
+    "path": pl.String,
+    "files": pl.Int64,
+    "blocking": pl.Boolean,
+    "code": pl.String,
+    "severity": pl.String,
+    "message": pl.String,
+    "fix": pl.String,
+}
+SLICES = {
+    "track": pl.Int64,
+    "track_name": pl.String,
+    "name": pl.String,
+    "category": pl.String,
+    "start_ns": pl.Int64,
+    "dur_ns": pl.Int64,
+    "source": pl.String,
+    "id": pl.Int64,
+    **ARGUMENTS,
+}
+COUNTERS = {"track": pl.Int64, "track_name": pl.String, "at_ns": pl.Int64, "value": pl.Int64}
+FLOWS = {"launch_id": pl.Int64, "activity_id": pl.Int64}
+
+# Tracks stand in this order; lanes of one section by their number.
+_FINDINGS, _STEPS, _COMPUTE, _COMMUNICATION, _COPIES, CHECKPOINT_TRACK, _HOST, _MEMORY = range(0, 8 << 32, 1 << 32)
+_SECTIONS = {"compute": _COMPUTE, "communication": _COMMUNICATION, "memcpy": _COPIES, "memset": _COPIES}
+
+
+TRACKS = {
+    "track": pl.Int64, "track_name": pl.String, "group": pl.String, "label": pl.String, "role": pl.String,
+    "source": pl.String, "lane": pl.Int64,
+}  # fmt: skip
+_ROLES = {"communication": "communication", "memcpy": "copy", "memset": "copy"}
+_SLICE_COLUMNS = ("track", "source", "id", "name", "kind", "start_ns", "dur_ns")
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What a viewer shows of one trace, on the clock of the trace.
+
+    `slices` has columns SLICES: track (its place among the tracks), track_name, name, category, start_ns, dur_ns,
+    source and id (the table and its row), and ARGUMENTS, null where they don't apply. `counters` has COUNTERS, `flows`
+    FLOWS: the launch (ops.id) and the activity that it launched (activities.id), both of them among the slices.
+    """
+
+    slices: pl.DataFrame
+    counters: pl.DataFrame
+    flows: pl.DataFrame
+
+
+def timeline(trace: Trace, findings: Iterable[Finding] = (), *, step: int | None = None) -> Timeline:
+    """Return the timeline of a trace: every row of its tables, or those of one step.
+
+    Rows of a step overlap its time or were launched in it; a slice that extends beyond the step is not cut. The
+    findings that concern this trace are shown at the times of their evidence, or over the whole trace.
+    """
+    table = slices(trace, tuple(ARGUMENTS))
+    names = tracks(trace, table).select("track", "track_name")
+    named = table.join(names, on="track", how="left", maintain_order="left").rename({"kind": "category"})
+    shown = _stacked([part for part in (_steps(trace), named) if part.height], SLICES)
+    shown = pl.concat([_findings(trace, findings, shown), shown])
+    counters = _counters(trace)
+    if step is not None:
+        shown, counters = _only_step(trace, shown, counters, step)
+    return Timeline(shown, counters, _flows(trace, shown))
+
+
+def slices(trace: Trace, columns: Sequence[str] = (), *, window: Window | None = None) -> pl.DataFrame:
+    """Return the slices of a trace: activities, checkpoint stages, host slices. All viewers draw these.
+
+    Columns track, source (the table), id (its row), name, kind, start_ns, dur_ns and those of `columns` that the tables
+    have; one row per slice. `window` selects the slices that touch it, in ns.
+    """
+    activities = trace.activities if window is None else touching(trace.activities, window)
+    if set(columns) & set(trace.collectives.columns):
+        collectives = trace.collectives.rename({"activity_id": "id"})
+        activities = activities.join(collectives, on="id", how="left", maintain_order="left")
+    checkpoints = trace.checkpoints.select(
+        pl.lit(CHECKPOINT_TRACK, pl.Int64).alias("track"),
+        pl.int_range(pl.len()).cast(pl.Int64).alias("id"),
+        pl.format("{} · {}", "operation", "stage").alias("name"),
+        pl.lit("checkpoint").alias("kind"),
+        *(name for name in ("start_ns", "dur_ns", *columns) if name in trace.checkpoints.columns),
+    ).drop_nulls(["start_ns", "dur_ns"])
+    parts = {
+        "activities": _with_track(activities, trace, "activities"),
+        "checkpoints": checkpoints if window is None else touching(checkpoints, window),
+        "ops": _with_track(trace.ops if window is None else touching(trace.ops, window), trace, "ops"),
+    }
+    return pl.concat(
+        [
+            part.with_columns(pl.lit(source).alias("source")).select(
+                *_SLICE_COLUMNS, *(name for name in columns if name in part.columns)
+            )
+            for source, part in parts.items()
+        ],
+        how="diagonal" if columns else "vertical",
+    )
+
+
+def touching(table: pl.DataFrame, window: Window) -> pl.DataFrame:
+    """Return the rows with start_ns and dur_ns that touch a window."""
+    end_ns = pl.col("start_ns") + pl.col("dur_ns")
+    return table.filter(pl.col("start_ns") < window[1], (end_ns > window[0]) | (pl.col("start_ns") >= window[0]))
+
+
+def tracks(trace: Trace, table: pl.DataFrame) -> pl.DataFrame:
+    """Return the tracks of the slices in `table`, from the top. Columns TRACKS; one row per track.
+
+    `track_name` names a track in a flat list, `group` and `label` in a tree; `role` is compute, communication, copy,
+    checkpoint or host. A slice whose lane is missing from the trace's lanes has a track "lane N".
+    """
+    # Slices without a lane are on lane -1 of their section.
+    lane = (pl.col("track") + 1) % (1 << 32) - 1
+    is_work, is_save = pl.col("source") == "activities", pl.col("source") == "checkpoints"
+    process = pl.concat_str(pl.lit("host"), pl.format("pid {}", "pid"), separator=" ", ignore_nulls=True)
+    group = (
+        pl.when(is_save)
+        .then(pl.lit("checkpoints"))
+        .when(pl.col("device").is_not_null())
+        .then(pl.format("GPU {}", "device"))
+        .when(is_work)
+        .then(pl.lit("CPU work"))
+        .otherwise(process)
+    )
+    work_role = pl.col("role").replace_strict(_ROLES, default="compute", return_dtype=pl.String)
+    section = pl.col("role").replace({"memcpy": "copies", "memset": "copies"})
+    track_name = (
+        pl.when(is_save)
+        .then(pl.lit("checkpoint"))
+        .when(is_work)
+        .then(pl.format("{} · {}", section, "name"))
+        .otherwise(pl.format("host · {}", "name"))
+    )
+    unnamed = pl.format("lane {}", "lane")
+    return (
+        table.select("track", "source")
+        .unique()
+        .sort("track")
+        .with_columns(lane.alias("lane"))
+        .join(trace.lanes, on="lane", how="left", maintain_order="left")
+        .select(
+            "track",
+            track_name.fill_null(unnamed).alias("track_name"),
+            group.alias("group"),
+            pl.when(is_save).then(pl.lit("saves and loads")).otherwise("name").fill_null(unnamed).alias("label"),
+            pl.when(is_save)
+            .then(pl.lit("checkpoint"))
+            .when(is_work)
+            .then(work_role)
+            .otherwise(pl.lit("host"))
+            .alias("role"),
+            "source",
+            pl.when(~is_save & (pl.col("lane") >= 0)).then("lane").alias("lane"),
+        )
+    )
+
+
+def evidence_spans(findings: Iterable[Finding], *, rank: int, window: int) -> pl.DataFrame:
+    """Return the evidence of findings in one trace: columns name (the rule's code), start_ns, dur_ns."""
+    spans = [_evidence(rank, window, found).with_columns(pl.lit(found.code).alias("name")) for found in findings]
+    return _stacked(spans, {"name": pl.String, "start_ns": pl.Int64, "dur_ns": pl.Int64})
+
+
+def _with_track(rows: pl.DataFrame, trace: Trace, source: str) -> pl.DataFrame:
+    """Return rows of a table with the track of their lane. Tracks are numbered in the order in which they are shown."""
+    lane = pl.col("lane").fill_null(-1)
+    if source == "ops":
+        return rows.with_columns((_HOST + lane).alias("track"))
+    section = pl.col("role").replace_strict(_SECTIONS, default=_COMPUTE, return_dtype=pl.Int64)
+    sections = trace.lanes.select("lane", section.alias("_section"))
+    joined = rows.join(sections, on="lane", how="left", maintain_order="left")
+    return joined.with_columns((pl.col("_section").fill_null(_COMPUTE) + lane).alias("track"))
+
+
+def _stacked(parts: Sequence[pl.DataFrame], types: Mapping[str, type[pl.DataType]]) -> pl.DataFrame:
+    empty = pl.DataFrame(schema=dict(types))
+    if not parts:
+        return empty
+    return pl.concat([empty, *parts], how="diagonal_relaxed").select(pl.col(name).cast(t) for name, t in types.items())
+
+
+def _steps(trace: Trace) -> pl.DataFrame:
+    several = trace.steps["device"].n_unique() > 1
+    name = pl.format("steps · device {}", "device") if several else pl.lit("steps")
+    return step_spans(trace).select(
+        (_STEPS + pl.col("device").fill_null(0)).alias("track"),
+        name.alias("track_name"),
+        "name",
+        pl.lit("step").alias("category"),
+        "start_ns",
+        (pl.col("end_ns") - pl.col("start_ns")).alias("dur_ns"),
+        pl.lit("steps").alias("source"),
+        "step",
+    )
+
+
+def step_spans(trace: Trace) -> pl.DataFrame:
+    """Return the trace's steps that have a device window, with their name."""
+    name = pl.when(pl.col("step").is_null()).then(pl.lit("no steps marked")).otherwise(pl.format("step {}", "step"))
+    return trace.steps.drop_nulls(["start_ns", "end_ns"]).with_columns(name.alias("name"))
+
+
+def _findings(trace: Trace, findings: Iterable[Finding], slices: pl.DataFrame) -> pl.DataFrame:
+    first_ns, past_ns = slices.select(
+        pl.col("start_ns").min(), (pl.col("start_ns") + pl.col("dur_ns")).max().alias("past_ns")
+    ).row(0)
+    parts = []
+    for found in findings:
+        if first_ns is None or (found.ranks and trace.rank not in found.ranks):
+            continue
+        spans = _evidence(trace.rank, trace.window, found)
+        if spans.is_empty():
+            spans = pl.DataFrame({"start_ns": [first_ns], "dur_ns": [past_ns - first_ns]})
+        parts.append(
+            spans.with_columns(
+                pl.lit(_FINDINGS).alias("track"),
+                pl.lit("findings").alias("track_name"),
+                pl.lit(f"{found.code} {found.message}").alias("name"),
+                pl.lit("finding").alias("category"),
+                pl.lit("findings").alias("source"),
+                pl.lit(found.id).alias("code"),
+                pl.lit(found.severity.label).alias("severity"),
+                pl.lit(found.message).alias("message"),
+                pl.lit(found.fix).alias("fix"),
+            )
+        )
+    return _stacked(parts, SLICES)
+
+
+def _evidence(rank: int, window: int, found: Finding) -> pl.DataFrame:
+    """Return the times in one trace that the evidence names: columns start_ns, dur_ns, and step if known."""
+    rows = found.evidence
+    if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
+        return pl.DataFrame(schema={"start_ns": pl.Int64, "dur_ns": pl.Int64})
+    in_trace = pl.col("rank") == rank
+    if "window" in rows.columns:
+        in_trace &= pl.col("window").fill_null(0) == window
+    columns = [name for name in ("start_ns", "dur_ns", "step") if name in rows.columns]
+    return rows.filter(in_trace).select(columns).drop_nulls(["start_ns", "dur_ns"]).filter(pl.col("dur_ns") >= 0)
+
+
+def _counters(trace: Trace) -> pl.DataFrame:
+    place = pl.col("device").fill_null(-1) + 1
+    where = pl.when(pl.col("device").is_null()).then(pl.lit("host")).otherwise(pl.format("device {}", "device"))
+    parts = [
+        trace.allocations.drop_nulls(column).select(
+            (_MEMORY + 2 * place + number).alias("track"),
+            pl.format("{} · {}", pl.lit(column.removesuffix("_bytes") + " memory"), where).alias("track_name"),
+            "at_ns",
+            pl.col(column).alias("value"),
+        )
+        for number, column in enumerate(("allocated_bytes", "reserved_bytes"))
+    ]
+    found = _stacked([part for part in parts if part.height], COUNTERS)
+    # Memory that no allocator reserves (the host's) reads 0 throughout: a track of nothing.
+    says_something = (pl.col("value") != 0).any().over("track")
+    return found.filter(says_something).sort("track", "at_ns", maintain_order=True)
+
+
+def _only_step(
+    trace: Trace, slices: pl.DataFrame, counters: pl.DataFrame, step: int
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    edges = trace.steps.filter(pl.col("step") == step).select(
+        pl.min_horizontal("host_start_ns", "start_ns").min().alias("first_ns"),
+        pl.max_horizontal("host_end_ns", "end_ns").max().alias("past_ns"),
+    )
+    first_ns, past_ns = edges.row(0)
+    if first_ns is None or past_ns is None:
+        return slices.clear(), counters.clear()
+    start_ns, end_ns = pl.col("start_ns"), pl.col("start_ns") + pl.col("dur_ns")
+    touches = (start_ns < past_ns) & ((end_ns > first_ns) | (start_ns >= first_ns))
+    launched = (pl.col("source") == "activities") & (pl.col("step") == step)
+    return (
+        slices.filter(touches | launched.fill_null(value=False)),
+        counters.filter(pl.col("at_ns").is_between(first_ns, past_ns, closed="left")),
+    )
+
+
+def _flows(trace: Trace, slices: pl.DataFrame) -> pl.DataFrame:
+    """Return the launches of other lanes: on a CPU run most activities are the op itself, which needs no arrow."""
+    shown = slices.filter(pl.col("source") == "activities").select(pl.col("id").alias("activity_id"))
+    launches = slices.filter(pl.col("source") == "ops").select(pl.col("id").alias("launch_id"))
+    issued = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("lane").alias("launch_lane"))
+    return (
+        trace.activities.select("launch_id", pl.col("id").alias("activity_id"), "lane")
+        .drop_nulls()
+        .join(issued, on="launch_id")
+        .filter(pl.col("lane") != pl.col("launch_lane"))
+        .join(shown, on="activity_id", how="semi")
+        .join(launches, on="launch_id", how="semi")
+        .sort("launch_id", "activity_id")
+        .select(pl.col("launch_id").cast(pl.Int64), pl.col("activity_id").cast(pl.Int64))
+    )
