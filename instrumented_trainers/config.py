@@ -14,6 +14,8 @@ import torch
 from instrumented_trainers import faults
 from instrumented_trainers.model import PRESETS
 from instrumented_trainers.parallelism import STRATEGIES
+from tracekit.conventions import strategies
+from tracekit.conventions.strategies import Layout
 
 PRECISIONS = ("fp32", "bf16", "fp64")
 NEWEST = "newest"
@@ -82,6 +84,13 @@ class TrainingConfig:
     def checkpoints(self) -> Path:
         """Return the folder of the run's checkpoints."""
         return self.out / "checkpoints"
+
+    @property
+    def layout(self) -> Layout:
+        """Return how the ranks are laid out: replicas times shards, and without shards replicas only."""
+        if strategies.STRATEGIES[self.strategy].shards_parameters:
+            return Layout(dp_replicate=self.replicate, dp_shard=self.world_size // self.replicate)
+        return Layout(dp_replicate=self.world_size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -348,7 +357,7 @@ def _fault_problem(config: TrainingConfig) -> str | None:
 
 def _layout_problem(config: TrainingConfig) -> str | None:
     """Return why a model cannot lie on the ranks as asked, or None."""
-    if config.replicate > 1 and config.strategy in ("ddp", "zero1"):
+    if config.replicate > 1 and not strategies.STRATEGIES[config.strategy].shards_parameters:
         return (
             f"--replicate {config.replicate}: {config.strategy} replicates over all ranks; only fsdp* and yafsdp shard"
         )
@@ -360,7 +369,7 @@ def _layout_problem(config: TrainingConfig) -> str | None:
         return None
     if config.strategy != "fsdp2" or config.keep_gathered:
         return "--reshard-to: only for fsdp2, and not with --keep-gathered"
-    ranks = config.world_size // config.replicate
+    ranks = config.layout.dp_shard
     if not 1 < config.reshard_to < ranks or ranks % config.reshard_to:
         return f"--reshard-to {config.reshard_to}: name a divisor of the {ranks} ranks that share a model"
     return None

@@ -200,7 +200,7 @@ def _train_rank(config: TrainingConfig, rank: int, rendezvous: str, command: lis
 def _mesh(config: TrainingConfig) -> DeviceMesh:
     if config.replicate == 1:
         return init_device_mesh(config.device, (config.world_size,), mesh_dim_names=("dp",))
-    shape = config.replicate, config.world_size // config.replicate
+    shape = config.layout.dp_replicate, config.layout.dp_shard
     return init_device_mesh(config.device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 

@@ -222,6 +222,7 @@ def _manifest(
     return {
         "strategy": config.strategy,
         "mesh": {"axes": list(mesh.mesh_dim_names or ()), "shape": list(mesh.mesh.shape)},
+        "layout": dataclasses.asdict(config.layout),
         "model": {"name": config.model, "parameters": PRESETS[config.model].parameters, **sizes},
         "arguments": arguments,
         "faults": [faults.truth(trouble) for trouble in active_faults],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from instrumented_trainers.faults.fault import Fault, count
 from instrumented_trainers.parallelism import ShardOptions
 from instrumented_trainers.quantities import duration_ns
+from tracekit.conventions.strategies import STRATEGIES
 
 _COMPUTED = 240  # rows of the square matrices that a slow rank multiplies: less than 1 ms a product, so few events
 
@@ -78,7 +79,7 @@ class NoPrefetch(Fault):
     seen_by: ClassVar[tuple[str, ...]] = ("COMM001",)
 
     def problem(self, strategy: str, world_size: int) -> str | None:
-        return f"{strategy} gathers no weights" if strategy in ("ddp", "zero1") else None
+        return None if STRATEGIES[strategy].shards_parameters else f"{strategy} gathers no weights"
 
     def change_options(self, options: ShardOptions) -> ShardOptions:
         return replace(options, prefetch=0, buffers=1)

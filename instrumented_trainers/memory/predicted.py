@@ -29,6 +29,7 @@ from instrumented_trainers.memory.footprint import Footprint
 from instrumented_trainers.model import PRESETS, Llama, ModelConfig
 from instrumented_trainers.parallelism import ShardOptions, yafsdp
 from instrumented_trainers.parallelism.yafsdp.layout import Layout
+from tracekit.conventions.strategies import OPTIMIZER, STRATEGIES
 
 _STEP_BYTES = 4  # AdamW counts the steps of each tensor in fp32
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of the weights that the optimizer steps
@@ -39,15 +40,16 @@ def predicted(config: TrainingConfig, options: ShardOptions, rank: int) -> Footp
     """Return what the training will take on `rank`, sharded with `options`. No activations for autocast's bf16."""
     with torch.device("meta"):
         model = Llama(PRESETS[config.model])
-    ranks = config.world_size // config.replicate
+    strategy, ranks = STRATEGIES[config.strategy], config.layout.dp_shard
     shard = rank % ranks
     weight = _WEIGHT_BYTES[config.precision]
     shards = _shards(config.strategy, model, options, ranks=ranks, shard=shard, weight_bytes=weight)
     stored = sum(padded for padded, _ in shards) * weight
-    stepped = shards[:0] if config.strategy == "zero1" else shards
+    by_tensor = OPTIMIZER in strategy.sharded and not strategy.shards_parameters  # whole tensors, each of one rank
+    stepped = shards[:0] if by_tensor else shards
     own = sum(sum(parts) for _, parts in stepped)
     tensors = sum(len(parts) for _, parts in stepped)
-    if config.strategy == "zero1":
+    if by_tensor:
         assigned = _assigned([parameter.numel() for parameter in model.parameters()], config.world_size)[rank]
         own, tensors = sum(assigned), len(assigned)
     return Footprint(
@@ -63,7 +65,7 @@ def _shards(
     strategy: str, model: Llama, options: ShardOptions, *, ranks: int, shard: int, weight_bytes: int
 ) -> list[tuple[int, list[int]]]:
     """Return, for each unit, the elements that the rank keeps with padding, and of which tensors how many."""
-    if strategy in ("ddp", "zero1"):
+    if not STRATEGIES[strategy].shards_parameters:
         sizes = [parameter.numel() for parameter in model.parameters()]
         return [(sum(sizes), sizes)]
     if strategy == "fsdp2":
@@ -128,11 +130,12 @@ def _assigned(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _buffers_bytes(config: TrainingConfig, model: Llama, options: ShardOptions, ranks: int) -> int | None:
-    if config.strategy in ("ddp", "zero1"):
+    strategy = STRATEGIES[config.strategy]
+    if not strategy.shards_parameters:
         return None if config.precision == "bf16" else 0
     compute = _COMPUTE_BYTES[config.precision]
     reduce = max(compute, 4)
-    if config.strategy == "yafsdp":
+    if strategy.buffer_bytes:
         return sum(_slots(model, options, ranks)) * (compute + reduce)
     *layers, rest = (sum(p.numel() for p in unit) for unit in _units(model))
     layer, count, kept = max(layers), len(layers), options.reshard_after_forward is False
@@ -159,7 +162,7 @@ def _slots(model: Llama, options: ShardOptions, ranks: int) -> Iterator[int]:
 
 
 def _activations_bytes(config: TrainingConfig, model: ModelConfig) -> int | None:
-    if config.strategy in ("ddp", "zero1") and config.precision == "bf16":
+    if not STRATEGIES[config.strategy].shards_parameters and config.precision == "bf16":
         return None
     tokens, compute = config.batch * config.tokens, _COMPUTE_BYTES[config.precision]
     statistic = max(compute, 4)

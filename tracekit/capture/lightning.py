@@ -11,9 +11,10 @@ import torch
 from tracekit import conventions
 from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, never_raises
 from tracekit.capture.metrics import Number
+from tracekit.conventions.strategies import ALIASES
 
 _FETCHING = "train_dataloader_next"  # as Lightning tells its profiler
-_STRATEGIES = {"DDPStrategy": "ddp", "FSDPStrategy": "fsdp1", "SingleDeviceStrategy": None}
+_SINGLE_DEVICE = "SingleDeviceStrategy"
 
 
 def _callback_class() -> Any:
@@ -187,7 +188,7 @@ def _tokens_in(batch: Any) -> int | None:
 def _describe_run(trainer: Any, module: Any) -> dict[str, Any]:
     """Return what the Trainer knows about the run."""
     name = type(trainer.strategy).__name__
-    strategy = _STRATEGIES.get(name, name)
+    strategy = None if name == _SINGLE_DEVICE else ALIASES[name].name if name in ALIASES else name
     model: dict[str, Any] = {"name": type(module).__name__}
     if strategy in (None, "ddp"):  # others hold parts of the parameters
         model["parameters"] = sum(parameter.numel() for parameter in module.parameters())

@@ -7,16 +7,19 @@ gradients, each as large as the largest layer (https://github.com/yandex/YaFSDP)
 import math
 from dataclasses import dataclass
 
+from tracekit.conventions.strategies import (
+    GATHERED_BYTES,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    YAFSDP,
+    ZERO_STAGES,
+    Strategy,
+)
 from tracekit.errors import ConfigError
 from tracekit.plan.checkpoint import Layout
 from tracekit.plan.models import Model
 
-WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 2, 12
-"""Per parameter: mixed-precision Adam (2-byte weights and gradients; 4-byte master weights and both moments)."""
-YAFSDP_WEIGHT_BYTES, YAFSDP_GRADIENT_BYTES, YAFSDP_OPTIMIZER_BYTES = 6, 4, 8
-"""Per parameter, all sharded: 4-byte weights and a 2-byte copy to send, 4-byte gradients, both moments; 18 in all."""
-YAFSDP_BUFFER_BYTES = 12
-"""Per parameter of the largest layer: two buffers of 2-byte weights, two of 4-byte gradients."""
 GQA_SWIGLU_FACTOR = 40.5
 """Bytes per s·b·h of a layer of Llama 2 70B: flash attention, bf16, 8 key-value heads of 64, SwiGLU."""
 FULL_RECOMPUTATION_FACTOR = 2.0
@@ -74,20 +77,22 @@ def state(params: float, *, ranks: int, zero: int) -> StateMemory:
     """
     if not (0 < params < math.inf) or ranks < 1 or zero not in (0, 1, 2, 3):
         raise ConfigError("parameters must be above 0, ranks 1 or more, the ZeRO stage 0, 1, 2 or 3")
-    weight = params * WEIGHT_BYTES / (ranks if zero >= 3 else 1)
-    gradient = params * GRADIENT_BYTES / (ranks if zero >= 2 else 1)
-    optimizer = params * OPTIMIZER_BYTES / (ranks if zero >= 1 else 1)
-    return StateMemory(weight, gradient, optimizer, weight + gradient + optimizer)
+    return _state(ZERO_STAGES[zero], params, ranks)
 
 
 def yafsdp(params: float, *, ranks: int, largest_layer: float) -> tuple[StateMemory, float]:
     """Return what YaFSDP with Adam keeps per rank, 18 N / W bytes, and the bytes of its buffers, 12 M."""
     if not (0 < largest_layer <= params < math.inf) or ranks < 1:
         raise ConfigError("parameters must be above 0, the largest layer no larger than all, ranks 1 or more")
-    weight, gradient, optimizer = (
-        params * size / ranks for size in (YAFSDP_WEIGHT_BYTES, YAFSDP_GRADIENT_BYTES, YAFSDP_OPTIMIZER_BYTES)
-    )
-    return StateMemory(weight, gradient, optimizer, weight + gradient + optimizer), YAFSDP_BUFFER_BYTES * largest_layer
+    return _state(YAFSDP, params, ranks), YAFSDP.buffer_bytes * largest_layer
+
+
+def _state(strategy: Strategy, params: float, ranks: int) -> StateMemory:
+    size = strategy.state_bytes
+    weight = strategy.per_rank(PARAMETERS, params * size.parameters, ranks)
+    gradient = strategy.per_rank(GRADIENTS, params * size.gradients, ranks)
+    optimizer = strategy.per_rank(OPTIMIZER, params * size.optimizer, ranks)
+    return StateMemory(weight, gradient, optimizer, weight + gradient + optimizer)
 
 
 def plan(
@@ -138,7 +143,8 @@ def data_parallel_bytes(params: float, layout: Layout, *, is_sharded: bool = Fal
     """
     if layout.dp == 1:
         return 0.0
-    return params * WEIGHT_BYTES * (3 if layout.zero == 3 or is_sharded else 2)
+    strategy = YAFSDP if is_sharded else ZERO_STAGES[layout.zero]
+    return params * GATHERED_BYTES * strategy.traffic_factor
 
 
 def activations_of(model: Model, work: Workload, layout: Layout) -> float:

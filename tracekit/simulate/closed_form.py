@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES
 from tracekit.plan.models import Model
 from tracekit.simulate import costs
 from tracekit.simulate.costs import Parts, Quantity, Rates
@@ -36,10 +37,10 @@ def step_s(strategy: str, of: Setting, rates: Rates) -> Quantity:
 def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     layer, root, layers = of.model.layer_parameters, 2 * of.model.outer_parameters, of.model.layers
     ring = partial(_ring_s, of, rates)
-    gather, reduce = ring(costs.WEIGHT_BYTES * layer), ring(costs.REDUCED_BYTES * layer)
+    gather, reduce = ring(GATHERED_BYTES * layer), ring(REDUCED_BYTES * layer)
     prepare = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, layer, rates)
     slowdown = rates.give_way * costs.pieces(layer)
-    carried = ring(costs.WEIGHT_BYTES * root)
+    carried = ring(GATHERED_BYTES * root)
     end, before = carried, 0.0 * carried
     for _ in range(layers):
         carried = np.maximum(carried, before) + gather
@@ -59,14 +60,14 @@ def _fsdp1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     carried = np.maximum(carried, end + prepare) + reduce
     copied = end + costs.moved_s(costs.COPY_BYTES, root, rates)
     prepare_root = costs.moved_s(costs.CAST_BYTES + costs.DIVIDE_BYTES, root, rates)
-    carried = np.maximum(carried, copied) + prepare_root + ring(costs.REDUCED_BYTES * root)
+    carried = np.maximum(carried, copied) + prepare_root + ring(REDUCED_BYTES * root)
     return carried + parts.optimizer_s
 
 
 def _yafsdp_v1(of: Setting, rates: Rates, parts: Parts) -> Quantity:
     layer, outer, layers = of.model.layer_parameters, of.model.outer_parameters, of.model.layers
     ring = partial(_ring_s, of, rates)
-    gather, gather_outer = ring(costs.WEIGHT_BYTES * layer), ring(costs.WEIGHT_BYTES * outer)
+    gather, gather_outer = ring(GATHERED_BYTES * layer), ring(GATHERED_BYTES * outer)
     carried = gather_outer
     end, before = carried, 0.0 * carried
     for _ in range(layers):
@@ -96,9 +97,7 @@ def _cast_and_reduce(
     start = np.maximum(carried, whole)
     concurrent = np.maximum(end - start, 0.0)
     reduced = start + cast + np.minimum(slowdown * cast, concurrent)
-    return reduced + _ring_s(of, rates, costs.REDUCED_BYTES * parameters), end + _compute_delay(
-        cast, concurrent, slowdown
-    )
+    return reduced + _ring_s(of, rates, REDUCED_BYTES * parameters), end + _compute_delay(cast, concurrent, slowdown)
 
 
 def _compute_delay(work: Quantity, concurrent: Quantity, slowdown: Quantity) -> Quantity:

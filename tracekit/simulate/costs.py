@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tracekit.conventions.strategies import ALL_GATHER, GATHERED_BYTES, REDUCED_BYTES, ring_hops
 from tracekit.plan.models import Model
 from tracekit.simulate.hardware import Hardware
 from tracekit.simulate.job import Job
@@ -16,11 +17,9 @@ from tracekit.simulate.job import Job
 Quantity: TypeAlias = Any
 """A float, or an array of floats."""
 
-WEIGHT_BYTES, REDUCED_BYTES = 2, 4
-"""Weights are gathered in 16 bits, gradients reduced in 32."""
-CAST_BYTES = WEIGHT_BYTES + REDUCED_BYTES
+CAST_BYTES = GATHERED_BYTES + REDUCED_BYTES
 DIVIDE_BYTES = 2 * REDUCED_BYTES
-COPY_BYTES = 2 * WEIGHT_BYTES
+COPY_BYTES = 2 * GATHERED_BYTES
 _OPTIMIZER_BYTES = 60  # per parameter: clip, then Adam on an fp32 weight and two moments, and a 16-bit weight written
 _LOSS_BYTES = 14  # per logit: softmax and cross-entropy, and the same backward
 _ATTENTION_BACKWARD = 2.5  # times forward: flash attention recomputes its products
@@ -119,7 +118,8 @@ def parts_of(job: Job) -> Parts:
 
 def ring_s(size_bytes: Quantity, of: Rates, ranks: Quantity) -> Quantity:
     """Return how long a ring of `ranks` takes to gather or reduce-scatter `size_bytes` in all (nccl-tests' formula)."""
-    return (ranks - 1) / ranks * size_bytes / of.bus_bytes_per_s + (ranks - 1) * of.hop_s
+    hops = ring_hops(ALL_GATHER, ranks)
+    return hops / ranks * size_bytes / of.bus_bytes_per_s + hops * of.hop_s
 
 
 def moved_s(bytes_per_parameter: float, parameters: Quantity, of: Rates) -> Quantity:

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 
+from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES
 from tracekit.simulate import costs
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import (
@@ -106,7 +107,7 @@ class Fsdp1(Sharded):
             with self._span("rate_limiter"):
                 self.host.add(Synchronize(self._freed.pop(0), "cudaEventSynchronize"))
         buffer = -1 if layer is None else layer
-        self.host.add(Allocate(f"weights {buffer}", costs.WEIGHT_BYTES * self.parameters(layer)))
+        self.host.add(Allocate(f"weights {buffer}", GATHERED_BYTES * self.parameters(layer)))
         self.gather(layer)
 
     def _free(self, layer: int) -> None:
@@ -122,7 +123,7 @@ class Fsdp1(Sharded):
                 return
             self.host.follow(REDUCE_STREAM, MAIN_STREAM)
             buffer = f"gradients {layer}"
-            self.host.add(Allocate(buffer, costs.REDUCED_BYTES * parameters))
+            self.host.add(Allocate(buffer, REDUCED_BYTES * parameters))
             self.move("aten::_to_copy", CAST, costs.CAST_BYTES, parameters, REDUCE_STREAM)
             self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, REDUCE_STREAM)
             self.collective("reduce_scatter", REDUCE_STREAM, parameters)

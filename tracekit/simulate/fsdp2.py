@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 
+from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES
 from tracekit.simulate import costs
 from tracekit.simulate.job import Job
 from tracekit.simulate.program import (
@@ -77,7 +78,7 @@ class Fsdp2(Sharded):
         parameters = self.parameters(layer)
         with self._span("all_gather", layer):
             buffer = -1 if layer is None else layer
-            self.host.add(Allocate(f"weights {buffer}", 2 * costs.WEIGHT_BYTES * parameters))
+            self.host.add(Allocate(f"weights {buffer}", 2 * GATHERED_BYTES * parameters))
             shard = parameters // self.job.shards
             self.move("fsdp::all_gather_copy_in", SPLIT, costs.COPY_BYTES, shard, COPY_IN_STREAM)
             self.host.follow(GATHER_STREAM, COPY_IN_STREAM)
@@ -100,7 +101,7 @@ class Fsdp2(Sharded):
                 with self._span("post_backward_rs_wait", layer):
                     self.host.wait(MAIN_STREAM, self._reduced.pop(0))
             buffer = f"gradients {layer}"
-            self.host.add(Allocate(buffer, costs.REDUCED_BYTES * parameters))
+            self.host.add(Allocate(buffer, REDUCED_BYTES * parameters))
             self._prepare(parameters)
             self.collective("reduce_scatter", REDUCE_STREAM, parameters)
             reduced = self.host.record(REDUCE_STREAM)
@@ -117,7 +118,7 @@ class Fsdp2(Sharded):
             self.move("aten::div_", DIVIDE, costs.DIVIDE_BYTES, parameters, REDUCE_STREAM)
 
     def _finish(self, shard: int, reduced: int) -> None:
-        self.move("aten::add_", ADD, 3 * costs.REDUCED_BYTES, shard, REDUCE_STREAM)
+        self.move("aten::add_", ADD, 3 * REDUCED_BYTES, shard, REDUCE_STREAM)
         self._reduced.append(reduced)
         if self.is_last_micro_batch:
             self._reduced[-1] = self.host.record(REDUCE_STREAM)
@@ -133,7 +134,7 @@ class Hsdp(Fsdp2):
         self.host.follow(ALL_REDUCE_STREAM, REDUCE_STREAM)
         ranks = self.job.gpus // self.job.node
         self.collective("all_reduce", ALL_REDUCE_STREAM, shard, group=REPLICATE, ranks=ranks)
-        self.move("aten::add_", ADD, 3 * costs.REDUCED_BYTES, shard, ALL_REDUCE_STREAM)
+        self.move("aten::add_", ADD, 3 * REDUCED_BYTES, shard, ALL_REDUCE_STREAM)
         self._reduced.append(reduced)
 
     def end_backward(self) -> None:

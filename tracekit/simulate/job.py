@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tracekit.conventions import strategies
 from tracekit.errors import InputError
 from tracekit.plan.models import Model
 from tracekit.simulate.hardware import Hardware
 
-DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = "ddp", "fsdp1", "fsdp2", "hsdp", "yafsdp", "yafsdp-v1"
+DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1 = (
+    strategy.name for strategy in strategies.STRATEGIES.values() if strategy.simulated
+)
 STRATEGIES: Mapping[str, str] = {
-    DDP: "weights on every rank, gradients all-reduced layer by layer",
-    FSDP1: "FullyShardedDataParallel: gradients prepared on the stream that reduces them",
-    FSDP2: "fully_shard: gradients packed on the compute stream, the host never held back",
-    HSDP: "fully_shard inside a node, all-reduce across nodes",
-    YAFSDP: "this project's YaFSDP: two alternating buffers, gradients prepared on the compute stream",
-    YAFSDP_V1: "YaFSDP as published in May 2024: deferred reduce-scatters, the cast on the communication stream",
+    strategy.name: strategy.label for strategy in strategies.STRATEGIES.values() if strategy.simulated
 }
 
 
@@ -106,7 +104,10 @@ class Job:
     @property
     def shards(self) -> int:
         """Return over how many ranks a unit is sharded: 1 for DDP."""
-        return {DDP: 1, HSDP: self.node}.get(self.strategy, self.gpus)
+        strategy = strategies.STRATEGIES[self.strategy]
+        if not strategy.shards_parameters:
+            return 1
+        return self.node if strategy.is_hybrid else self.gpus
 
     @property
     def recomputed_layers(self) -> int:

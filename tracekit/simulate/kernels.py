@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tracekit.conventions.strategies import GATHERED_BYTES
 from tracekit.simulate import costs
 from tracekit.simulate.costs import Parts
 from tracekit.simulate.job import Job
@@ -58,7 +59,7 @@ def head(job: Job, parts: Parts, *, backward: bool) -> list[Op]:
 
 def embedding(job: Job, *, backward: bool) -> Op:
     """Return the look-up of the tokens' embeddings, or the sum of their gradients."""
-    moved = costs.WEIGHT_BYTES * 2 * job.tokens * job.model.width / job.hardware.memory_bytes_per_s
+    moved = GATHERED_BYTES * 2 * job.tokens * job.model.width / job.hardware.memory_bytes_per_s
     name = "embedding_backward_kernel" if backward else "indexSelectLargeIndex"
     kernel = Kernel(f"void at::native::(anonymous namespace)::{name}<float, long>(int)", COMPUTE, MAIN_STREAM)
     table, tokens = (job.model.vocabulary, job.model.width), (job.tokens,)

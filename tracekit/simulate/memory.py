@@ -1,9 +1,9 @@
 """The caching allocator of one simulated rank, as far as a trace shows it: what is allocated, what is reserved."""
 
+from tracekit.conventions.strategies import GATHERED_BYTES, REDUCED_BYTES, STRATEGIES
 from tracekit.errors import InputError
-from tracekit.simulate.costs import REDUCED_BYTES, WEIGHT_BYTES
 from tracekit.simulate.hardware import GIB
-from tracekit.simulate.job import YAFSDP, YAFSDP_V1, Job
+from tracekit.simulate.job import Job
 from tracekit.simulate.recording import Allocation, RankRecord
 
 _SEGMENT_BYTES = 2 << 20
@@ -52,9 +52,9 @@ def static_bytes(job: Job) -> int:
     """Return what a rank holds all the time: its share of weights, gradients and optimizer, and YaFSDP's buffers."""
     model = job.model
     state_bytes = _STATE_BYTES * model.parameters // job.shards
-    if job.strategy in (YAFSDP, YAFSDP_V1):
-        per_unit = 2 * (WEIGHT_BYTES + REDUCED_BYTES)
-        state_bytes += per_unit * model.layer_parameters + (WEIGHT_BYTES + REDUCED_BYTES) * 2 * model.outer_parameters
+    if buffer_bytes := STRATEGIES[job.strategy].buffer_bytes:  # the root has one buffer of each kind to itself
+        root_bytes = (GATHERED_BYTES + REDUCED_BYTES) * 2 * model.outer_parameters
+        state_bytes += buffer_bytes * model.layer_parameters + root_bytes
     return rounded(state_bytes)
 
 
@@ -66,9 +66,9 @@ def peak_bytes(job: Job) -> int:
     recomputing = _ACTIVATION_BYTES * width_tokens if job.recomputed_layers else 0
     logits = _LOGIT_BYTES * model.vocabulary * job.tokens
     buffers = 0
-    if job.strategy not in (YAFSDP, YAFSDP_V1):
-        layer = (2 * WEIGHT_BYTES * 2 + REDUCED_BYTES) * model.layer_parameters
-        buffers = layer + (WEIGHT_BYTES * 2 + REDUCED_BYTES) * 2 * model.outer_parameters
+    if not STRATEGIES[job.strategy].buffer_bytes:
+        layer = (2 * GATHERED_BYTES * 2 + REDUCED_BYTES) * model.layer_parameters
+        buffers = layer + (GATHERED_BYTES * 2 + REDUCED_BYTES) * 2 * model.outer_parameters
     return round(static_bytes(job) + activations + recomputing + logits + buffers)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from tracekit.conventions.strategies import STRATEGIES
 from tracekit.simulate.fsdp1 import Ddp, Fsdp1
 from tracekit.simulate.fsdp2 import Fsdp2, Hsdp
 from tracekit.simulate.job import DDP, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1
@@ -17,10 +18,8 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
     YAFSDP: Yafsdp,
     YAFSDP_V1: YafsdpV1,
 }
+_SIDE_STREAMS = frozenset({COPY_IN_STREAM, GATHER_STREAM, REDUCE_STREAM, ALL_REDUCE_STREAM})
 HIGH_PRIORITY: Mapping[str, frozenset[int]] = {
-    FSDP2: frozenset({COPY_IN_STREAM, GATHER_STREAM, REDUCE_STREAM, ALL_REDUCE_STREAM}),
-    HSDP: frozenset({COPY_IN_STREAM, GATHER_STREAM, REDUCE_STREAM, ALL_REDUCE_STREAM}),
-    YAFSDP: frozenset({GATHER_STREAM}),
-    YAFSDP_V1: frozenset({GATHER_STREAM}),
+    name: _SIDE_STREAMS for name in SCHEDULES if STRATEGIES[name].high_priority
 }
-"""Streams of high priority, by strategy; on the others small kernels beside the main compute crawl."""
+"""Streams of high priority, by strategy; on the others small kernels are slowed by concurrent compute (give-way)."""

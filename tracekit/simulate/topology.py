@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tracekit.conventions.strategies import RING_PASSES
 from tracekit.simulate.costs import Rates, rates, ring_s
 from tracekit.simulate.job import HSDP, Job
 from tracekit.simulate.program import REPLICATE, SHARD, Collective
@@ -50,8 +51,7 @@ class World:
             return 1
         elements = max(collective.sent, collective.received)
         size_bytes = elements * _ITEM_BYTES[collective.dtype]
-        rounds = 2 if collective.op == "all_reduce" else 1
-        took_s = rounds * float(ring_s(size_bytes, self._rates[group.link], len(group.ranks)))
+        took_s = RING_PASSES[collective.op] * float(ring_s(size_bytes, self._rates[group.link], len(group.ranks)))
         return max(1, round(1e9 * took_s))
 
     def slowed(self, group: Group, step: int) -> float:

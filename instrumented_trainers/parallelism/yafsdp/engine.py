@@ -214,9 +214,9 @@ class Engine:
             return
         if slot.owner.in_forward:
             raise RuntimeError(
-                f"YaFSDP: {unit_label(requester)} needs the weight buffer of {unit_label(slot.owner)}, whose forward is "
-                "running and does not enclose it; shard one of them with reshard_after_forward=False, which gives it a "
-                "buffer of its own"
+                f"YaFSDP: {unit_label(requester)} needs the weight buffer of {unit_label(slot.owner)}, whose forward "
+                "is running and does not enclose it; shard one of them with reshard_after_forward=False, which gives it "
+                "a buffer of its own"
             )
         slot.owner.evicted = slot.owner.in_backward
         self._reshard(slot)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.support.cli_runner import tracekit
+from tracekit.conventions import strategies
 from tracekit.errors import ConfigError
 from tracekit.plan import memory, models, pipeline
 from tracekit.plan.checkpoint import Layout
@@ -84,7 +85,7 @@ def test_the_first_stage_holds_the_micro_batches_in_flight() -> None:
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_traffic_of_data_parallelism(zero: int, times: int) -> None:
     told = memory.plan(7.5e9, Layout(dp=64, zero=zero))
-    assert told.traffic_bytes_per_step == times * 7.5e9 * memory.WEIGHT_BYTES
+    assert told.traffic_bytes_per_step == times * 7.5e9 * strategies.GATHERED_BYTES
     assert memory.plan(7.5e9, Layout(zero=zero)).traffic_bytes_per_step == 0
 
 

@@ -234,11 +234,11 @@ def test_other_rules_are_another_entry(run, monkeypatch, tmp_path, what):
         monkeypatch.setattr(keys, "all_rules", lambda: (*keys.RULES, _Plugin))
     else:
         shutil.copytree(
-            Path(keys.conventions.__file__).parent, tmp_path / "tracekit", ignore=shutil.ignore_patterns("*.pyc")
+            Path(keys.conventions.__file__).parents[1], tmp_path / "tracekit", ignore=shutil.ignore_patterns("*.pyc")
         )
         with (tmp_path / "tracekit" / "rules" / "communication.py").open("a") as code:
             code.write("# changed\n")
-        monkeypatch.setattr(keys.conventions, "__file__", str(tmp_path / "tracekit" / "conventions.py"))
+        monkeypatch.setattr(keys.conventions, "__file__", str(tmp_path / "tracekit" / "conventions" / "__init__.py"))
     assert keys.run_key(str(run)) != before
     monkeypatch.undo()
     keys._code_hash.cache_clear()

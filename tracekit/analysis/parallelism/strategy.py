@@ -2,15 +2,17 @@
 
 import polars as pl
 
+from tracekit.conventions import strategies
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
 
-DDP, FSDP1, FSDP2, YAFSDP = "ddp", "fsdp1", "fsdp2", "yafsdp"
-_MARKS = {
-    YAFSDP: r"^YaFSDP::",
-    FSDP2: r"^FSDP::",
-    FSDP1: r"^FullyShardedDataParallel\.",
-    DDP: r"^DistributedDataParallel\.",
+DDP, FSDP1, FSDP2, YAFSDP = (
+    strategy.name for strategy in (strategies.DDP, strategies.FSDP1, strategies.FSDP2, strategies.YAFSDP)
+)
+_PREFIXES = {
+    strategy.name: strategy.span_prefix
+    for strategy in tuple(strategies.STRATEGIES.values())[::-1]
+    if strategy.span_prefix
 }
 COLUMNS = {"strategy": pl.String, "marks": pl.Int64}
 
@@ -21,14 +23,14 @@ def marks(trace: Trace) -> pl.DataFrame:
     Columns strategy (ddp, fsdp1, fsdp2, yafsdp), marks; one row per wrapper that left any.
     """
     names = trace.ops.filter(pl.col("kind") == "annotation").get_column("name")
-    counts = [(strategy, int(names.str.contains(pattern).sum())) for strategy, pattern in _MARKS.items()]
+    counts = [(strategy, int(names.str.starts_with(prefix).sum())) for strategy, prefix in _PREFIXES.items()]
     return pl.DataFrame([row for row in counts if row[1]], schema=COLUMNS, orient="row")
 
 
 def of_run(run: Run) -> str | None:
     """Return the strategy that the manifest names, else the one whose wrapper left most marks; None where neither."""
     told = run.manifest.get("strategy")
-    if told in _MARKS:
+    if told in _PREFIXES:
         return str(told)
     totals = run.table(marks).group_by("strategy").agg(pl.col("marks").sum())
     most = totals.sort("marks", "strategy", descending=[True, False])

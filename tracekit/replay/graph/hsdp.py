@@ -6,11 +6,11 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication.latency import RingModel
+from tracekit.conventions.strategies import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ring_hops
 from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.dependency_graph import Edges, Graph, InsufficientDataError, edges, sort_topologically
 
 _EVENT, _SYNC = "event", "sync"
-_REDUCE = "reduce_scatter"
 _NS = 1e9
 
 
@@ -50,12 +50,14 @@ def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
     line = RingModel(calls["hop_ns"][0], calls["bytes_per_ns"][0])
     count, m = size // node.gpus, node.gpus
     own = graph.own_ns.copy()
-    moved = (m - 1) * line.hop_ns + calls["bytes"].to_numpy() * (m - 1) / m / node.bytes_per_s * _NS
+    hops = ring_hops(ALL_GATHER, m)
+    moved = hops * line.hop_ns + calls["bytes"].to_numpy() * hops / m / node.bytes_per_s * _NS
     own[calls["done"].to_numpy()] = np.round(moved)
     updates = ((graph.frame["phase"] == "optimizer") & (graph.frame["kind"] == "compute")).fill_null(value=False)
     own[np.flatnonzero(updates.to_numpy())] *= count
-    reduced = calls.filter(pl.col("op") == _REDUCE)
-    took = 2 * (count - 1) * line.hop_ns + reduced["bytes"].to_numpy() * 2 * (count - 1) / count / line.bytes_per_ns
+    reduced = calls.filter(pl.col("op") == REDUCE_SCATTER)
+    hops = ring_hops(ALL_REDUCE, count)
+    took = hops * line.hop_ns + reduced["bytes"].to_numpy() * hops / count / line.bytes_per_ns
     return _with_reductions(replace(graph, own_ns=own), reduced, np.round(took).astype(np.int64))
 
 
@@ -66,7 +68,7 @@ def _sharding(graph: Graph) -> pl.DataFrame:
     at = graph.parts["at"].to_numpy()
     calls = graph.parts.with_columns(
         pl.Series("turn", turn[at]), pl.Series("lane", graph.frame["lane"].to_numpy()[at])
-    ).filter(pl.col("op").is_in(["all_gather", _REDUCE]), pl.col("bytes") > 0)
+    ).filter(pl.col("op").is_in([ALL_GATHER, REDUCE_SCATTER]), pl.col("bytes") > 0)
     both = calls.filter(pl.col("op").n_unique().over("group", "group_size") == 2).drop_nulls("group_size")
     if both.is_empty():
         raise InsufficientDataError("no group both gathers parameters and reduce-scatters gradients")

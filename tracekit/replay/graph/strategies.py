@@ -7,6 +7,7 @@ import numpy as np
 import polars as pl
 
 from tracekit.analysis.communication import latency
+from tracekit.conventions import strategies as table
 from tracekit.errors import InputError
 from tracekit.model import units
 from tracekit.model.run import Run
@@ -23,7 +24,7 @@ from tracekit.replay.graph import (
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 from tracekit.replay.graph.hsdp import NodeSpec
 
-HSDP = "hsdp"
+HSDP = table.HSDP.name
 _ASSUMED = (
     "the recorded kernels and transfers at their recorded times, in the recorded order",
     "preparation of gradients as long as alone, nothing lost to contention with it",
@@ -172,8 +173,8 @@ def _fewer(graph: Graph, layers: int) -> Graph:
 
 
 _CHANGES: Mapping[str, tuple[Callable[[Graph], Graph], tuple[str, ...]]] = {
-    "fsdp2": (_fsdp2, (*_ASSUMED, _COPIES)),
-    "yafsdp": (_yafsdp, (*_ASSUMED, _BUFFERS)),
+    table.FSDP2.name: (_fsdp2, (*_ASSUMED, _COPIES)),
+    table.YAFSDP.name: (_yafsdp, (*_ASSUMED, _BUFFERS)),
 }
 NAMES = (*_CHANGES, HSDP)
 """The strategies that can be predicted."""

@@ -136,7 +136,7 @@ def _names_of_logs(folder: str, changed_ns: int) -> tuple[str, ...]:  # noqa: AR
 @functools.cache
 def _code_hash() -> str:
     """Return the hash of all code that makes a report, and of the rules with their thresholds, plugins among them."""
-    package = Path(conventions.__file__).parent
+    package = Path(conventions.__file__).parents[1]
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
     plugins: list[type] = [rule for rule in all_rules() if rule not in RULES]
     plugins += [type(reader) for reader in readers.available() if reader not in readers.READERS]

@@ -1,0 +1,93 @@
+"""One table says what a strategy stores and communicates; whoever implements one is named in it, and nobody else."""
+
+import pytest
+
+from instrumented_trainers import parallelism
+from tracekit.analysis.parallelism import strategy as detection
+from tracekit.conventions.strategies import (
+    ALIASES,
+    ALL_GATHER,
+    ALL_REDUCE,
+    DDP,
+    FSDP2,
+    GRADIENTS,
+    HSDP,
+    OPTIMIZER,
+    PARAMETERS,
+    STRATEGIES,
+    YAFSDP,
+    ZERO1,
+    ZERO_STAGES,
+    Layout,
+    Strategy,
+    ring_hops,
+)
+from tracekit.plan import memory
+from tracekit.plan.models import MODELS
+from tracekit.replay.graph import strategies as what_if
+from tracekit.simulate.hardware import HARDWARE
+from tracekit.simulate.job import STRATEGIES as JOB_STRATEGIES
+from tracekit.simulate.job import Job
+from tracekit.simulate.strategies import SCHEDULES
+
+
+def names(flag: str) -> set[str]:
+    return {strategy.name for strategy in STRATEGIES.values() if getattr(strategy, flag)}
+
+
+def test_who_implements_a_strategy_is_named_in_the_table() -> None:
+    assert set(parallelism.STRATEGIES) == names("trained")
+    assert set(SCHEDULES) == set(JOB_STRATEGIES) == names("simulated")
+    assert set(what_if.NAMES) == names("replayed")
+    assert {detection.DDP, detection.FSDP1, detection.FSDP2, detection.YAFSDP} == names("span_prefix")
+
+
+def test_an_alias_names_one_strategy_and_is_no_name() -> None:
+    aliases = [alias for strategy in STRATEGIES.values() for alias in strategy.aliases]
+    assert len(aliases) == len(set(aliases)) == len(ALIASES)
+    assert not set(aliases) & set(STRATEGIES)
+
+
+# arXiv 1910.02054, sections 5 and 7: K = 12; 2 Ψ of traffic for data parallelism and stages 1 and 2, 3 Ψ for stage 3.
+@pytest.mark.parametrize(
+    ("stage", "stored", "traffic"),
+    [(0, (800, 800, 800), 2), (1, (800, 800, 100), 2), (2, (800, 100, 100), 2), (3, (100, 100, 100), 3)],
+)
+def test_zero_stages_store_and_send_what_the_paper_says(stage: int, stored: tuple[int, ...], traffic: int) -> None:
+    strategy = ZERO_STAGES[stage]
+    assert tuple(strategy.per_rank(kind, 800, 8) for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) == stored
+    assert strategy.traffic_factor == traffic
+
+
+def test_yafsdp_stores_18_bytes_a_parameter_and_buffers_of_12() -> None:
+    size = YAFSDP.state_bytes
+    assert size.parameters + size.gradients + size.optimizer == 18
+    assert YAFSDP.buffer_bytes == 12
+    assert memory.yafsdp(7e9, ranks=4, largest_layer=2e8)[0].total_bytes == 18 * 7e9 / 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=lambda strategy: strategy.name)
+def test_what_is_sharded_is_gathered_and_what_is_replicated_is_reduced_over_replicas(strategy: Strategy) -> None:
+    ops = {collective.op for collective in strategy.collectives if not collective.of_shard}
+    assert (ALL_GATHER in ops) == bool(strategy.sharded)
+    assert (ALL_REDUCE in ops) == (not strategy.sharded)
+    assert sum(strategy.per_rank(kind, 8, 4) for kind in strategy.sharded) == 2 * len(strategy.sharded)
+
+
+@pytest.mark.parametrize(("strategy", "shards"), [(DDP, 1), (FSDP2, 16), (HSDP, 8), (YAFSDP, 16)])
+def test_the_simulator_shards_over_what_the_table_says(strategy: Strategy, shards: int) -> None:
+    assert Job(strategy.name, MODELS["tiny"], HARDWARE["a100-80"], gpus=16, seq=128).shards == shards
+
+
+def test_an_all_reduce_goes_round_a_ring_twice() -> None:
+    assert ring_hops(ALL_REDUCE, 8) == 2 * ring_hops(ALL_GATHER, 8) == 14
+
+
+def test_the_world_is_as_large_as_its_axes_together() -> None:
+    assert Layout(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6).world_size == 720
+    with pytest.raises(ValueError, match="tp = 0"):
+        Layout(tp=0)
+
+
+def test_zero1_stores_whole_weights() -> None:
+    assert not ZERO1.shards_parameters

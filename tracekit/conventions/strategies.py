@@ -1,0 +1,228 @@
+"""The ways to train one model on many ranks: what each rank stores per parameter and communicates per step.
+
+This table is the only place that states it. The trainers' memory report, `tracekit plan`, the simulator, the what-if
+replay and the detection of a trace's strategy ask it, each in its own layer. It imports the standard library only.
+
+Sources: ZeRO's stages, their memory and traffic: arXiv 1910.02054, sections 5 and 7. DDP, FSDP1 and FSDP2: the PyTorch
+documentation (torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp). YaFSDP:
+https://github.com/yandex/YaFSDP. Rings: nccl-tests, doc/PERFORMANCE.md.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+FORWARD, BACKWARD, AFTER_OPTIMIZER = "forward", "backward", "after the optimizer's step"
+PP, DP_REPLICATE, DP_SHARD, CP, EP, TP = "pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"
+
+GATHERED_BYTES, REDUCED_BYTES = 2, 4
+"""Per parameter of mixed precision: weights are gathered in 16 bits, gradients reduced in 32."""
+
+RING_PASSES: Mapping[str, int] = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}
+"""How often a ring passes a message around: an all-reduce is a reduce-scatter and an all-gather."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh: how many ranks lie along each of its axes. The product is the world size."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = [f"{axis} = {size}" for axis, size in asdict(self).items() if size < 1]
+        if wrong:
+            raise ValueError(f"every mesh axis needs 1 rank or more, not {', '.join(wrong)}")
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return math.prod(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of each unit: of a unit's weights or gradients, or of a rank's shard of them, in one pass."""
+
+    op: str
+    tensor: str
+    when: str
+    axis: str = DP_SHARD
+    of_shard: bool = False
+
+    @property
+    def traffic_factor(self) -> int:
+        """Return the bytes that a rank sends per byte of the message; (n − 1)/n is taken as 1."""
+        return RING_PASSES[self.op]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of weights, gradients and optimizer state, before they are divided among ranks."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+MIXED_ADAM = StateBytes(parameters=2, gradients=2, optimizer=12)
+"""Mixed-precision Adam: 2-byte weights and gradients; 4-byte master weights and both moments."""
+FP32_SHARDS_ADAM = StateBytes(parameters=6, gradients=4, optimizer=8)
+"""4-byte weights and a 2-byte copy to send, 4-byte gradients, both moments."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train in parallel.
+
+    `sharded` names the state that is divided among ranks, out of PARAMETERS, GRADIENTS and OPTIMIZER; the rest is
+    replicated. `weight_buffers` and `gradient_buffers` are allocated once, each as large as the largest unit; 0 means
+    that each unit allocates its own. `span_prefix` starts the names of the spans that only this strategy records.
+    `trained`, `simulated` and `replayed` say where it is implemented: the trainers, `tracekit simulate`, what-if.
+    """
+
+    name: str
+    label: str
+    sharded: frozenset[str]
+    collectives: tuple[Collective, ...]
+    state_bytes: StateBytes = MIXED_ADAM
+    weight_buffers: int = 0
+    gradient_buffers: int = 0
+    high_priority: bool = False
+    """Whether communication runs on streams of high priority."""
+    span_prefix: str = ""
+    aliases: tuple[str, ...] = ()
+    trained: bool = True
+    simulated: bool = True
+    replayed: bool = False
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Return whether weights are gathered before use."""
+        return PARAMETERS in self.sharded
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Return whether shards are replicated, and all-reduced among their replicas."""
+        return any(collective.of_shard for collective in self.collectives)
+
+    @property
+    def traffic_factor(self) -> int:
+        """Return the units' sizes that a rank sends in a step: 2 for DDP and ZeRO-1 and 2, 3 for ZeRO-3."""
+        return sum(collective.traffic_factor for collective in self.collectives if not collective.of_shard)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of all buffers that are allocated once, per parameter of the largest unit."""
+        return GATHERED_BYTES * self.weight_buffers + REDUCED_BYTES * self.gradient_buffers
+
+    def per_rank(self, kind: str, parameters: float, ranks: int) -> float:
+        """Return the elements of PARAMETERS, GRADIENTS or OPTIMIZER that each of `ranks` stores."""
+        return parameters / ranks if kind in self.sharded else parameters
+
+
+def ring_hops(op: str, ranks: int) -> int:
+    """Return the hops of a ring; per hop it carries 1/ranks of the message.
+
+    >>> ring_hops("all_gather", 8), ring_hops("all_reduce", 8)
+    (7, 14)
+    """
+    return RING_PASSES[op] * (ranks - 1)
+
+
+_ALL = frozenset({PARAMETERS, GRADIENTS, OPTIMIZER})
+_GATHER_TWICE = (
+    Collective(ALL_GATHER, PARAMETERS, FORWARD),
+    Collective(ALL_GATHER, PARAMETERS, BACKWARD),
+    Collective(REDUCE_SCATTER, GRADIENTS, BACKWARD),
+)
+_ZERO = (
+    Collective(REDUCE_SCATTER, GRADIENTS, BACKWARD),
+    Collective(ALL_GATHER, PARAMETERS, AFTER_OPTIMIZER),
+)
+DDP = Strategy(
+    "ddp",
+    "weights on every rank, gradients all-reduced layer by layer",
+    frozenset(),
+    (Collective(ALL_REDUCE, GRADIENTS, BACKWARD, DP_REPLICATE),),
+    span_prefix="DistributedDataParallel.",
+    aliases=("zero0", "DDPStrategy"),
+)
+ZERO1 = Strategy(
+    "zero1",
+    "DDP whose optimizer state is sharded",
+    frozenset({OPTIMIZER}),
+    _ZERO,
+    simulated=False,
+)
+ZERO2 = Strategy(
+    "zero2",
+    "ZeRO-1 whose gradients are sharded, too",
+    frozenset({GRADIENTS, OPTIMIZER}),
+    _ZERO,
+    trained=False,
+    simulated=False,
+)
+FSDP1 = Strategy(
+    "fsdp1",
+    "FullyShardedDataParallel: gradients prepared on the stream that reduces them",
+    _ALL,
+    _GATHER_TWICE,
+    span_prefix="FullyShardedDataParallel.",
+    aliases=("FSDPStrategy",),
+)
+FSDP2 = Strategy(
+    "fsdp2",
+    "fully_shard: gradients packed on the compute stream, the host never blocked",
+    _ALL,
+    _GATHER_TWICE,
+    high_priority=True,
+    span_prefix="FSDP::",
+    aliases=("zero3",),
+    replayed=True,
+)
+# The trainers' fsdp2, fsdp1 and yafsdp with --replicate; a trace of it has FSDP2's spans.
+HSDP = Strategy(
+    "hsdp",
+    "fully_shard inside a node, all-reduce across nodes",
+    _ALL,
+    (*_GATHER_TWICE, Collective(ALL_REDUCE, GRADIENTS, BACKWARD, DP_REPLICATE, of_shard=True)),
+    high_priority=True,
+    trained=False,
+    replayed=True,
+)
+YAFSDP = Strategy(
+    "yafsdp",
+    "this project's YaFSDP: double-buffered weights and gradients, gradients prepared on the compute stream",
+    _ALL,
+    _GATHER_TWICE,
+    FP32_SHARDS_ADAM,
+    weight_buffers=2,
+    gradient_buffers=2,
+    high_priority=True,
+    span_prefix="YaFSDP::",
+    replayed=True,
+)
+YAFSDP_V1 = Strategy(
+    "yafsdp-v1",
+    "YaFSDP as published in May 2024: deferred reduce-scatters, the cast on the communication stream",
+    _ALL,
+    _GATHER_TWICE,
+    FP32_SHARDS_ADAM,
+    weight_buffers=2,
+    gradient_buffers=2,
+    high_priority=True,
+    trained=False,
+)
+STRATEGIES: Mapping[str, Strategy] = {
+    strategy.name: strategy for strategy in (DDP, ZERO1, ZERO2, FSDP1, FSDP2, HSDP, YAFSDP, YAFSDP_V1)
+}
+ZERO_STAGES = (DDP, ZERO1, ZERO2, FSDP2)
+"""By ZeRO stage, 0 to 3."""
+ALIASES: Mapping[str, Strategy] = {alias: strategy for strategy in STRATEGIES.values() for alias in strategy.aliases}
