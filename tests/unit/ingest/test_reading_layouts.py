@@ -169,7 +169,7 @@ NOT_TRACES = {
     b"[1, 2, 3]": "no traceEvents array",
     b"\x1f\x8b\x08\x00": "gzip file ends early",
     b"\x28\xb5\x2f\xfd\x00": "zstd file",
-    b'{"traceEvents": [{"ph": "X", "na': "not one whole event",
+    b'{"traceEvents": [{"ph": "X", "na': "no complete event",
     b"\x80\x04\x95pickle": "CUDA memory snapshot (pickle), not a trace; analyze it with: tracekit memory",
     b"PK\x03\x04checkpoint": "an archive or a checkpoint",
     b'{\n"schema":"tracekit.baseline/1",': "a baseline that tracekit wrote",
@@ -209,7 +209,7 @@ def test_a_cut_file_is_read_to_its_last_whole_event(tmp_path, pack):
         found = read(tmp_path, pack(whole + b', {"ph": "X", "cat": "kernel", "name": "lost", "ts": 5'))
         assert len(found.ops) + len(found.activities) == kept
         assert "truncated" in found.data_quality["kind"].to_list()
-        assert f"{kept} whole events" in found.data_quality["message"][0]
+        assert f"{kept} complete events" in found.data_quality["message"][0]
 
 
 def test_damage_in_the_middle_costs_the_event_it_hits(tmp_path):
@@ -225,4 +225,4 @@ def test_what_stands_among_the_events_and_is_none_is_told(tmp_path):
     found = read(tmp_path, json.dumps({"traceEvents": odd}).encode())
     assert found.activities.height == 6
     assert found.data_quality["kind"].to_list() == ["damaged_events"]
-    assert "4 or more events are lost" in found.data_quality["message"][0]
+    assert "at least 4 events are lost" in found.data_quality["message"][0]

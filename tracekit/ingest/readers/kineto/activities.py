@@ -20,7 +20,7 @@ _KERNEL = columns.DEVICE_KINDS.index("kernel")
 
 
 @dataclass(frozen=True)
-class Speaker:
+class CommunicationActivity:
     """A communication activity with what may describe it: its own arguments, and the op that issued it."""
 
     activity_id: int
@@ -33,7 +33,7 @@ class Speaker:
 def streams(device: pl.DataFrame, threads: list[tuple[str | None, str | None]], first_lane: int) -> pl.DataFrame:
     """Return `device` with columns device, stream filled in and lane numbered from `first_lane`, by device and stream.
 
-    Where arguments don't tell device or stream, the ids of process and thread do.
+    Where the arguments name no device or stream, process and thread ids are used.
     """
     ids = pl.DataFrame(
         {
@@ -63,11 +63,11 @@ def lanes_of(placed: pl.DataFrame) -> pl.DataFrame:
 
 
 def on_device(
-    placed: pl.DataFrame, events: Events, host: Host, spoken: dict[int, Args], saying: dict[int, Args]
-) -> tuple[pl.DataFrame, list[Speaker]]:
+    placed: pl.DataFrame, events: Events, host: Host, kernel_args: dict[int, Args], slice_args: dict[int, Args]
+) -> tuple[pl.DataFrame, list[CommunicationActivity]]:
     """Return the activities of the streams, and what may describe the collectives among them.
 
-    `spoken` holds what kernels say of collectives by row, `saying` what host slices say by id.
+    `kernel_args` holds what kernels say of collectives by row, `slice_args` what host slices say by id.
     """
     work, distinct = placed.sort("start_ns", maintain_order=True), events.names
     correlation = work["correlation"].to_numpy()
@@ -77,9 +77,9 @@ def on_device(
     communicates = (
         name_patterns.collective_kernels(distinct)[work["name"].to_numpy()] if len(work) else np.empty(0, bool)
     )
-    told = np.isin(work["row"].to_numpy(), np.array(list(spoken), np.int64))
+    has_args = np.isin(work["row"].to_numpy(), np.array(list(kernel_args), np.int64))
     kernel = work["kind"].to_numpy() == _KERNEL
-    known = kernel & (communicates | told)
+    known = kernel & (communicates | has_args)
     known |= _by_annotation(host, launch, kernel, known)
     kind = np.where(known, _COMMUNICATION, _KIND_OF[work["kind"].to_numpy()])
     table = pl.DataFrame(
@@ -97,34 +97,38 @@ def on_device(
         }
     ).with_columns(host.context(launch, owner))
     which = np.flatnonzero(kind == _COMMUNICATION)
-    issuers = issuing_ops.around(host, np.where(launch >= 0, launch, owner)[which], saying)
+    issuers = issuing_ops.around(host, np.where(launch >= 0, launch, owner)[which], slice_args)
     rows, called = work["row"].gather(which).to_list(), table["name"].gather(which).to_list()
     return table, [
-        Speaker(int(i), name, spoken.get(row), issuer)
+        CommunicationActivity(int(i), name, kernel_args.get(row), issuer)
         for i, row, name, issuer in zip(which, rows, called, issuers, strict=True)
     ]
 
 
-def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Speaker]]:
+def on_host(host: Host, slice_args: dict[int, Args]) -> tuple[pl.DataFrame, list[CommunicationActivity]]:
     """Return the activities of a CPU run, and what may describe the collectives among them.
 
     Communication: slices that run a collective. Compute: outermost dispatcher ops on the other threads, minus the c10d
     slices inside them. A collective takes step, phase, unit and span of the op that issued it. A gloo send or receive
-    is recorded on the thread that asks for it, which computes besides, and from within the op on: that begins it.
+    is recorded on the requesting thread, which also computes; it begins with the op that issued it.
     """
-    told, named = host.names, host.named
-    running = np.flatnonzero(told.runs[named])
+    names, named = host.names, host.named
+    running = np.flatnonzero(names.runs_collective[named])
     running = running[np.argsort(host.start_ns[running], kind="stable")]
     issuer = issuing_ops.in_order(host, running)
-    asked = _asked_here(host, running, issuer)
-    busy = np.unique(host.lane[running[~asked]])
-    dispatches = host.is_kind("cpu_op") & told.dispatches[named] & ~np.isin(host.lane, busy)
+    within_issuer = _within_issuer(host, running, issuer)
+    busy = np.unique(host.lane[running[~within_issuer]])
+    dispatches = host.is_kind("cpu_op") & names.is_compute_op[named] & ~np.isin(host.lane, busy)
     above = nesting.nearest(host.parent, dispatches)
     inside = (host.parent >= 0) & (above[np.maximum(host.parent, 0)] >= 0) if len(named) else dispatches
     compute = _without_waits(host, np.flatnonzero(dispatches & ~inside))
     kinds = np.repeat([_COMPUTE, _COMMUNICATION], (len(compute), len(running)))
     of = np.concatenate((compute[:, 0], np.where(issuer >= 0, issuer, running)))
-    began = np.where(asked, host.start_ns[issuer], host.start_ns[running]) if len(running) else host.start_ns[running]
+    began = (
+        np.where(within_issuer, host.start_ns[issuer], host.start_ns[running])
+        if len(running)
+        else host.start_ns[running]
+    )
     spans = np.concatenate((compute[:, 1:], np.stack((began, host.end_ns[running]), axis=1)))
     slices = np.concatenate((compute[:, 0], running))
     order = np.argsort(spans[:, 0], kind="stable")
@@ -133,7 +137,7 @@ def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Spe
             "id": np.arange(len(order), dtype=np.int64),
             "launch_id": nulled(np.concatenate((compute[:, 0], issuer))[order]),
             "lane": host.lane[slices[order]],
-            "name": told.name.gather(named[slices[order]]),
+            "name": names.name.gather(named[slices[order]]),
             "kind": _KINDS.gather(kinds[order]),
             "start_ns": spans[order, 0],
             "dur_ns": spans[order, 1] - spans[order, 0],
@@ -142,12 +146,12 @@ def on_host(host: Host, saying: dict[int, Args]) -> tuple[pl.DataFrame, list[Spe
     which = np.flatnonzero(kinds[order] == _COMMUNICATION)
     called = table["name"].gather(which).to_list()
     return table, [
-        Speaker(int(i), name, saying.get(int(slices[order[i]])), int(of[order[i]]))
+        CommunicationActivity(int(i), name, slice_args.get(int(slices[order[i]])), int(of[order[i]]))
         for i, name in zip(which, called, strict=True)
     ]
 
 
-def _asked_here(host: Host, running: Ints, issuer: Ints) -> Flags:
+def _within_issuer(host: Host, running: Ints, issuer: Ints) -> Flags:
     """Return which slices that run collectives begin within the op that issued them, on its thread."""
     if not len(running):
         return np.zeros(0, bool)
@@ -173,10 +177,10 @@ def _which(ids: Ints, at: Ints) -> Ints:
 
 
 def _by_annotation(host: Host, launch: Ints, kernel: Flags, known: Flags) -> Flags:
-    """Return the kernels that a custom backend's slice launched (mine:all_reduce), if it launched no known one."""
-    if not len(host.named) or not host.names.runs.any():
+    """Return the kernels that a custom backend's slice launched (mybackend:all_reduce), if it launched no known one."""
+    if not len(host.named) or not host.names.runs_collective.any():
         return np.zeros(len(launch), bool)
-    around = nesting.nearest(host.parent, host.names.runs[host.named])
+    around = nesting.nearest(host.parent, host.names.runs_collective[host.named])
     slice_of = np.where(launch >= 0, around[np.maximum(launch, 0)], -1)
     return kernel & (slice_of >= 0) & ~np.isin(slice_of, slice_of[known & (slice_of >= 0)])
 
@@ -184,11 +188,11 @@ def _by_annotation(host: Host, launch: Ints, kernel: Flags, known: Flags) -> Fla
 def _without_waits(host: Host, compute: Ints) -> Ints:
     """Return id, start and end of the given slices; those with c10d slices inside in pieces outside of these."""
     rows = np.stack((compute, host.start_ns[compute], host.end_ns[compute]), axis=1)
-    waits = np.flatnonzero(host.names.waits[host.named]) if len(host.named) else compute
+    waits = np.flatnonzero(host.names.is_collective_op[host.named]) if len(host.named) else compute
     pieces = []
     for lane in np.unique(host.lane[waits]):
-        mine = waits[host.lane[waits] == lane]
-        blocked = intervals.union(np.stack((host.start_ns[mine], host.end_ns[mine]), axis=1))
+        lane_waits = waits[host.lane[waits] == lane]
+        blocked = intervals.union(np.stack((host.start_ns[lane_waits], host.end_ns[lane_waits]), axis=1))
         here = np.flatnonzero(host.lane[compute] == lane)
         cut = here[intervals.coverage(rows[here, 1:], blocked) > 0]
         for at in cut:

@@ -39,9 +39,9 @@ def _innermost(host: Host, lane: Ints, at_ns: Ints) -> Ints:
         if which + 1 >= len(first):
             continue
         begin, end = first[which], first[which + 1]
-        mine = lane == which
-        before = np.searchsorted(host.start_ns[begin:end], at_ns[mine], side="right")
-        found[mine] = np.where(before > 0, begin + before - 1, -1)
+        on_lane = lane == which
+        before = np.searchsorted(host.start_ns[begin:end], at_ns[on_lane], side="right")
+        found[on_lane] = np.where(before > 0, begin + before - 1, -1)
     while len(host.lane):
         late = (found >= 0) & (host.end_ns[np.maximum(found, 0)] < at_ns)
         if not late.any():

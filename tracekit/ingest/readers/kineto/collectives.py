@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.ingest.readers.kineto import message_sizes
-from tracekit.ingest.readers.kineto.activities import Speaker
+from tracekit.ingest.readers.kineto.activities import CommunicationActivity
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.header import MOST_RANKS
 from tracekit.ingest.readers.kineto.host_slices import Host
@@ -36,18 +36,18 @@ _OPS = (
 )
 
 
-def table(speakers: Iterable[Speaker], host: Host, saying: Mapping[int, Args]) -> pl.DataFrame:
+def table(communication: Iterable[CommunicationActivity], host: Host, slice_args: Mapping[int, Args]) -> pl.DataFrame:
     """Return the collectives table; one row per communication activity, from the best that describes it.
 
     That is the activity's own arguments, those of the slice that issued it, its shapes, the kernel's name.
     """
-    rows = [_row(speaker, host, saying) for speaker in speakers]
+    rows = [_row(activity, host, slice_args) for activity in communication]
     return pl.DataFrame(rows, schema=schema.COLLECTIVES.schema, orient="row")
 
 
 @lru_cache(maxsize=4096)
 def op_of(name: str) -> str | None:
-    """Return the collective that a kernel, slice or c10d op runs, by the field's name; None where it isn't told.
+    """Return the collective that a kernel, slice or c10d op runs, by its standard name; None if unknown.
 
     >>> op_of("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
     'reduce_scatter'
@@ -56,7 +56,7 @@ def op_of(name: str) -> str | None:
     return next((op for part, op in _OPS if part in short), None)
 
 
-def groups(header: Mapping[str, Any], spoken: Iterable[Args]) -> pl.DataFrame:
+def groups(header: Mapping[str, Any], collective_args: Iterable[Args]) -> pl.DataFrame:
     """Return the groups table from a header's distributedInfo, and from what collectives say of other groups."""
     info = header.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
@@ -68,7 +68,7 @@ def groups(header: Mapping[str, Any], spoken: Iterable[Args]) -> pl.DataFrame:
             name = _whole_text(str(group.get("pg_name")))
             backend = _text(group.get("backend_config"))
             rows[name] = (name, _text(group.get("pg_desc")), backend, _ranks(group, info.get("world_size")))
-    for args in spoken:
+    for args in collective_args:
         if args.group is not None and str(args.group) not in rows:
             name = str(args.group)
             rows[name] = (name, _text(args.group_description), None, _listed(args.group_ranks))
@@ -98,37 +98,37 @@ def _believable(ranks: object) -> list[int] | None:
     return ranks
 
 
-def _row(speaker: Speaker, host: Host, saying: Mapping[int, Args]) -> tuple[Any, ...]:
-    own = speaker.args or _SILENT
-    around = _around(speaker.issuer, host, saying)
-    told = next((args for _, args in ((speaker.name, own), *around) if args.collective is not None), own)
-    op = op_of(str(told.collective)) if told.collective is not None else None
-    op = op or _op_by_names(speaker.name, [name for name, _ in around])
-    by_name = message_sizes.dtype_by_name(op, speaker.name)
-    if told.dtype is not None or told.in_nelems is not None:
-        dtype = by_name if told.dtype is None else _text(told.dtype)
-        sent, received = (_bytes(n, dtype) for n in (told.in_nelems, told.out_nelems))
+def _row(activity: CommunicationActivity, host: Host, slice_args: Mapping[int, Args]) -> tuple[Any, ...]:
+    own = activity.args or _NO_ARGS
+    around = _around(activity.issuer, host, slice_args)
+    described = next((args for _, args in ((activity.name, own), *around) if args.collective is not None), own)
+    op = op_of(str(described.collective)) if described.collective is not None else None
+    op = op or _op_by_names(activity.name, [name for name, _ in around])
+    by_name = message_sizes.dtype_by_name(op, activity.name)
+    if described.dtype is not None or described.in_nelems is not None:
+        dtype = by_name if described.dtype is None else _text(described.dtype)
+        sent, received = (_bytes(n, dtype) for n in (described.in_nelems, described.out_nelems))
     else:
-        # The op's own inputs come first, which are output and input; slices inside it tell the input alone.
-        shapes = [_shapes(name, args) for name, args in (*reversed(around), (speaker.name, own))]
+        # The op's own inputs come first: output and input. Slices inside it have the input only.
+        shapes = [_shapes(name, args) for name, args in (*reversed(around), (activity.name, own))]
         dtype, sent, received = message_sizes.by_shapes(op, by_name, shapes)
     return (
-        speaker.activity_id,
+        activity.activity_id,
         op,
-        _text(told.group),
-        _whole(told.seq),
+        _text(described.group),
+        _whole(described.seq),
         dtype,
         sent,
         received,
-        _whole(told.group_size),
-        _peer(told) if told.collective is not None else _peer_by_inputs(op, around),
+        _whole(described.group_size),
+        _peer(described) if described.collective is not None else _peer_by_inputs(op, around),
     )
 
 
-def _peer(told: Args) -> int | None:
-    """Return the global rank that a send goes to or a receive comes from; arguments tell its place in the group."""
-    place = _whole(told.source if told.destination is None else told.destination)
-    ranks = _listed(told.group_ranks)
+def _peer(described: Args) -> int | None:
+    """Return the global rank of the peer of a send or receive; arguments give its index in the group."""
+    place = _whole(described.source if described.destination is None else described.destination)
+    ranks = _listed(described.group_ranks)
     if place is None or place < 0:
         return None
     return ranks[place] if ranks is not None and place < len(ranks) else place
@@ -138,33 +138,33 @@ def _peer_by_inputs(op: str | None, around: list[tuple[str, Args]]) -> int | Non
     """Return the rank that c10d::send sends to, or c10d::recv_ receives from: the op's third input, where recorded."""
     if op not in ("send", "recv"):
         return None
-    told = next((args for name, args in around if name.startswith(_C10D)), _SILENT)
+    described = next((args for name, args in around if name.startswith(_C10D)), _NO_ARGS)
     try:
-        place = _whole(json.loads(bytes(told.inputs))[2])
+        place = _whole(json.loads(bytes(described.inputs))[2])
     except (ValueError, IndexError, TypeError, KeyError):
         return None
     return place if place is not None and 0 <= place < MOST_RANKS else None
 
 
-_SILENT = Args()
+_NO_ARGS = Args()
 _C10D = "c10d::"
 _MAX_DEPTH = 64
 
 
-def _around(at: int, host: Host, saying: Mapping[int, Args]) -> list[tuple[str, Args]]:
+def _around(at: int, host: Host, slice_args: Mapping[int, Args]) -> list[tuple[str, Args]]:
     """Return the slices around a launch that may describe it, innermost first, up to the c10d op that issued it."""
     found: list[tuple[str, Args]] = []
     for _ in range(_MAX_DEPTH):
         if at < 0 or (found and found[-1][0].startswith(_C10D)):
             break
-        if at in saying:
-            found.append((host.names.name[int(host.named[at])], saying[at]))
+        if at in slice_args:
+            found.append((host.names.name[int(host.named[at])], slice_args[at]))
         at = int(host.parent[at])
     return found
 
 
 def _op_by_names(name: str, around: list[str]) -> str | None:
-    """Return the op that a kernel's name tells, else the slices around it."""
+    """Return the op named by a kernel, otherwise by the slices around it."""
     issued = next((op for op in map(op_of, around) if op), None)
     named = op_of(name)
     # NCCL runs many an op as sends and receives; and gloo runs a reduce-scatter as an all-reduce.

@@ -19,7 +19,7 @@ HOST_KINDS = ("cpu_op", "annotation", "runtime", "python", "overhead")
 DEVICE_KINDS = ("kernel", "memcpy", "memset", "collective")
 _FIRST_DEVICE, _SYNC, _UNUSED, _UNKNOWN = 8, 15, 16, 24
 _CPU_OP, _RUNTIME = 0, 2
-_PLACES = {
+_CATEGORY_KINDS = {
     "cpu_op": 0, "operator": 0, "user_annotation": 1, "python_function": 3, "overhead": 4,
     "runtime": 2, "cuda_runtime": 2, "cuda_driver": 2, "hip_runtime": 2, "hip_api": 2, "xpu_runtime": 2,
     "xpu_driver": 2, "mtia_runtime": 2, "glow_runtime": 2, "privateuse1_runtime": 2, "privateuse1_driver": 2,
@@ -28,12 +28,12 @@ _PLACES = {
     "cuda_sync": 15, "trace": 16, "gpu_user_annotation": 16, "cuda_event": 16, "cuda_profiler_range": 16,
     "external_correlation": 16, "gpu_pm_counter": 16, "mtia_insight": 16, "cpu_instant_event": 16, "mtia_counters": 16,
 }  # fmt: skip
-_SPEAKS = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
+_COLLECTIVE_SLICE = re.compile(r"record_param_comms|(?:c10d|_c10d_functional)::|[A-Za-z]\w*:[a-z_]")
 _MEMORY = "[memory]"
 
 
 @dataclass(frozen=True)
-class Spoken:
+class CollectiveArgs:
     """What an event says of a collective: the row it belongs to and its arguments."""
 
     row: int
@@ -46,8 +46,8 @@ _Thread = tuple[str | None, str | None]
 def states_ranks(batch: list[Event]) -> bool:
     """Return whether nearly all slices of a batch name a rank in their arguments, as in a file merged of several."""
     args = [e.args for e in batch if isinstance(e, events.Slice | events.Exact) and e.args is not None]
-    told = sum(type(a.rank) is int for a in args)
-    return told > 0 and told >= _ENOUGH_RANKS * len(args)
+    stated = sum(type(a.rank) is int for a in args)
+    return stated > 0 and stated >= _ENOUGH_RANKS * len(args)
 
 
 def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> None:
@@ -60,13 +60,13 @@ def count(into: Counter[tuple[str | None, str | None]], batch: list[Event]) -> N
         try:
             seen = Counter([e.cat for e in found])
         except TypeError:  # a list or object where a category should be
-            mend(found)
+            stringify_names(found)
             seen = Counter([e.cat for e in found])
         for category, n in seen.items():
             into[events.PHASES[kind], _text(category)] += n
 
 
-def mend(batch: list[Event]) -> None:
+def stringify_names(batch: list[Event]) -> None:
     """Put text in place of lists and objects where an event's names should be."""
     for event in batch:
         for name in ("ph", "cat", "name", "pid", "tid"):
@@ -84,50 +84,50 @@ class _Codes(dict[Any, int]):
 
 
 @dataclass
-class Gather:
+class ColumnBuilder:
     """Columns that grow batch by batch."""
 
     clock: numbers.Clock = field(default_factory=numbers.Clock)
     counts: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
-    several: bool | None = None
+    has_several_ranks: bool | None = None
     unknown: int = 0
     unmatched: int = 0
     _names: _Codes = field(default_factory=_Codes)
     _threads: _Codes = field(default_factory=_Codes)
     thread_names: dict[tuple[str | None, str | None], str] = field(default_factory=dict)
     _categories: _Codes = field(default_factory=_Codes)
-    _place_of: list[int] = field(default_factory=list)
+    _kind_of_category: list[int] = field(default_factory=list)
     """The place of each category, every spelling that the file uses by itself."""
     _shapes: _Codes = field(default_factory=lambda: _Codes({b"": 0}))
     _grids: _Codes = field(default_factory=lambda: _Codes({(b"", b""): 0}))
-    _speaks: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    _describes_collective: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _host: list[dict[str, Any]] = field(default_factory=list)
     _device: list[dict[str, Any]] = field(default_factory=list)
     _memory: list[dict[str, Any]] = field(default_factory=list)
     _syncs: list[dict[str, Any]] = field(default_factory=list)
-    host_spoken: list[Spoken] = field(default_factory=list)
-    device_spoken: list[Spoken] = field(default_factory=list)
+    host_collectives: list[CollectiveArgs] = field(default_factory=list)
+    device_collectives: list[CollectiveArgs] = field(default_factory=list)
     _pairs: list[Event] = field(default_factory=list)
     _host_rows: int = 0
     _device_rows: int = 0
 
     def add(self, batch: list[Event]) -> bool:
         """Take the events of a batch; False, and nothing is taken, where their times must be parsed as text."""
-        if self.several is None and batch:
-            self.several = states_ranks(batch)
+        if self.has_several_ranks is None and batch:
+            self.has_several_ranks = states_ranks(batch)
         try:
             parts = self._parts(batch)
         except TypeError:  # a list or object where a name should be
-            mend(batch)
+            stringify_names(batch)
             parts = self._parts(batch)
         if parts is None:
             return False
-        self._keep(*parts)
+        self._append(*parts)
         return True
 
     def _parts(self, batch: list[Any]) -> tuple[dict[str, Any], ...] | None:
         slices, rest = _parted(batch)
-        category, place = self._placed([e.cat for e in slices])
+        category, place = self._categorize([e.cat for e in slices])
         host = self._host_part(*_of_places(slices, place, 0, _FIRST_DEVICE))
         device = self._device_part(*_of_places(slices, place, _FIRST_DEVICE, _SYNC))
         syncs = self._sync_part(_of_places(slices, place, _SYNC, _UNUSED)[0])
@@ -152,12 +152,14 @@ class Gather:
         count(self.counts, rest)
         return host, device, memory, syncs
 
-    def _placed(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    def _categorize(self, categories: list[Any]) -> tuple[Ints, npt.NDArray[np.uint8]]:
         """Return the code of each slice's category, and its place."""
         codes = np.fromiter(map(self._categories.__getitem__, categories), np.int64, len(categories))
-        for category in islice(self._categories, len(self._place_of), None):
-            self._place_of.append(_PLACES.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN)
-        return codes, np.array(self._place_of, np.uint8)[codes]
+        for category in islice(self._categories, len(self._kind_of_category), None):
+            self._kind_of_category.append(
+                _CATEGORY_KINDS.get(category.lower(), _UNKNOWN) if isinstance(category, str) else _UNKNOWN
+            )
+        return codes, np.array(self._kind_of_category, np.uint8)[codes]
 
     def _common(self, found: list[Any]) -> dict[str, Any] | None:
         start_ns = self.clock.ns([e.ts for e in found])
@@ -176,7 +178,7 @@ class Gather:
         return np.fromiter(map(self._threads.__getitem__, threads), np.int32, len(found))
 
     def _ranks(self, found: list[Any]) -> dict[str, Any]:
-        if not self.several:
+        if not self.has_several_ranks:
             return {}
         return {"rank": numbers.ints([None if e.args is None else e.args.rank for e in found])}
 
@@ -196,17 +198,17 @@ class Gather:
             "shapes": self._shape_codes(len(found), ops, op_args),
             "correlation": _scattered(len(found), calls, numbers.ids(called)),
         }
-        speaking = self._speaking(part["name"])
-        part["spoken"] = [(i, found[i].args) for i in speaking.tolist() if found[i].args is not None]
+        candidates = self._may_describe_collective(part["name"])
+        part["collective_args"] = [(i, found[i].args) for i in candidates.tolist() if found[i].args is not None]
         return part
 
-    def _speaking(self, named: npt.NDArray[np.uint32]) -> Ints:
+    def _may_describe_collective(self, named: npt.NDArray[np.uint32]) -> Ints:
         """Return which slices of these names may say something of a collective."""
-        new = len(self._names) - len(self._speaks)
+        new = len(self._names) - len(self._describes_collective)
         if new:
-            latest = [_speaks(name) for name in islice(reversed(self._names), new)]
-            self._speaks = np.concatenate((self._speaks, np.array(latest[::-1], np.bool_)))
-        return np.flatnonzero(self._speaks[named])
+            latest = [_is_collective_slice(name) for name in islice(reversed(self._names), new)]
+            self._describes_collective = np.concatenate((self._describes_collective, np.array(latest[::-1], np.bool_)))
+        return np.flatnonzero(self._describes_collective[named])
 
     def _shape_codes(self, length: int, at: Ints, args: list[Args]) -> npt.NDArray[np.int32]:
         codes = np.zeros(length, np.int32)
@@ -228,12 +230,12 @@ class Gather:
             "external_id": _external_ids(args),
             "bytes": numbers.ints([a.bytes for a in args]),
             "grid": self._grid_codes(args),
-            "spoken": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
+            "collective_args": [(i, a) for i, a in enumerate(args) if a.collective is not None or a.group is not None],
         }
 
     def _grid_codes(self, args: list[Args]) -> npt.NDArray[np.int32]:
-        told = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
-        return np.fromiter(map(self._grids.__getitem__, told), np.int32, len(args))
+        sizes = zip([bytes(a.grid) for a in args], [bytes(a.block) for a in args], strict=True)
+        return np.fromiter(map(self._grids.__getitem__, sizes), np.int32, len(args))
 
     def _memory_part(self, found: list[Any]) -> dict[str, Any] | None:
         at_ns = self.clock.ns([e.ts for e in found])
@@ -264,11 +266,15 @@ class Gather:
             "awaited_correlation": numbers.ids([a.awaited_correlation for a in args]),
         }
 
-    def _keep(
+    def _append(
         self, host: dict[str, Any], device: dict[str, Any], memory: dict[str, Any], syncs: dict[str, Any]
     ) -> None:
-        self.host_spoken += [Spoken(self._host_rows + i, _by_itself(args)) for i, args in host.pop("spoken")]
-        self.device_spoken += [Spoken(self._device_rows + i, _by_itself(args)) for i, args in device.pop("spoken")]
+        self.host_collectives += [
+            CollectiveArgs(self._host_rows + i, _by_itself(args)) for i, args in host.pop("collective_args")
+        ]
+        self.device_collectives += [
+            CollectiveArgs(self._device_rows + i, _by_itself(args)) for i, args in device.pop("collective_args")
+        ]
         self._host_rows += len(host["kind"])
         self._device_rows += len(device["kind"])
         places = ((self._host, host), (self._device, device), (self._memory, memory), (self._syncs, syncs))
@@ -294,10 +300,10 @@ class Gather:
     def frames(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame, pl.DataFrame]:
         """Return host slices, device work, allocator events and waits, and let their parts go."""
         every = (self._host, self._device, self._memory, self._syncs)
-        host, device, memory, syncs = (self._one_thread_each(_frame(parts)) for parts in every)
+        host, device, memory, syncs = (self._merge_thread_spellings(_frame(parts)) for parts in every)
         return host, device, memory, syncs
 
-    def _one_thread_each(self, frame: pl.DataFrame) -> pl.DataFrame:
+    def _merge_thread_spellings(self, frame: pl.DataFrame) -> pl.DataFrame:
         """Give a thread that is written now as a number, now as text the one index."""
         first = {thread: index for index, thread in reversed(list(enumerate(self.threads())))}
         if len(first) == len(self._threads):
@@ -353,9 +359,9 @@ def _of_places(
     return list(compress(slices, inside.tobytes())), place[inside]
 
 
-def _speaks(name: Any) -> bool:
+def _is_collective_slice(name: Any) -> bool:
     """Return whether the arguments of a host slice of this name may describe a collective."""
-    return isinstance(name, str) and _SPEAKS.match(name) is not None
+    return isinstance(name, str) and _COLLECTIVE_SLICE.match(name) is not None
 
 
 def _by_itself(args: Args) -> Args:

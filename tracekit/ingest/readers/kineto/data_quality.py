@@ -1,4 +1,4 @@
-"""Why a trace cannot be trusted whole, as far as reading it shows."""
+"""Data-quality issues found while reading a trace."""
 
 from collections.abc import Iterator
 
@@ -23,38 +23,38 @@ def _damage(events: Events) -> Iterator[Row]:
     damage, total = events.damage, max(sum(events.counts.values()), 1)
     if damage.truncated:
         why = damage.broken or "the file ends in the middle of its events"
-        # How much is missing no cut file tells, so the share stays unknown.
-        yield "truncated", f"Cut: {why}; {total:,} whole events before that were read, what followed is lost.", None
-    lost = damage.lost_events + damage.not_events + damage.later_events
-    if damage.lost_bytes or damage.not_events:
+        # A truncated file does not say how much is missing, so the share is unknown.
+        yield "truncated", f"Truncated: {why}; {total:,} complete events were read, the rest is lost.", None
+    lost = damage.lost_events + damage.non_objects + damage.later_events
+    if damage.lost_bytes or damage.non_objects:
         share = min(max(lost / (total + lost), damage.lost_bytes / max(events.read_bytes, 1)), 1.0)
         size = units.size(damage.lost_bytes)
-        message = f"{size} are not readable as events, {max(lost, 1)} or more events are lost; {total:,} were read."
+        message = f"{size} are not readable as events; at least {max(lost, 1)} events are lost, {total:,} were read."
         yield "damaged_events", message, share
     if damage.later_events:
         message = f"A second traceEvents array with {damage.later_events:,} events was left out."
         yield "repeated_events", message, damage.later_events / (total + damage.later_events)
     if damage.header:
-        yield "damaged_header", "What stands beside the events (rank, clock, devices) is not wholly readable.", 0.0
+        yield "damaged_header", "The header (rank, clock, devices) is only partly readable.", 0.0
     if damage.stray_bytes:
-        yield "stray_bytes", "Some names hold bytes that are not UTF-8; each was replaced by a mark.", 0.0
+        yield "stray_bytes", "Some names contain bytes that are not UTF-8; each was replaced.", 0.0
 
 
 def _content(events: Events, steps: Steps, bad_times: int) -> Iterator[Row]:
     total = max(sum(events.counts.values()), 1)
     if steps.from_optimizer:
-        message = "No ProfilerStep marks: a step is taken to end where the optimizer's step does, counted from 0."
+        message = "No ProfilerStep marks: steps end where the optimizer steps, counted from 0."
         yield "steps_from_optimizer", message, 0.0
     elif not len(steps.step):
-        message = "No ProfilerStep marks: the trace is one window without steps; call profiler.step() once a step."
+        message = "No ProfilerStep marks: the trace is one window without steps; call profiler.step() in every step."
         yield "no_steps", message, 0.0
     if bad_times:
-        yield "bad_times", f"{bad_times:,} events have no usable time and were left out.", bad_times / total
+        yield "bad_times", f"{bad_times:,} events have no usable time and were ignored.", bad_times / total
     if events.unmatched:
-        message = f"{events.unmatched:,} events begin or end a slice whose other end is missing; they were left out."
+        message = f"{events.unmatched:,} begin or end events lack their counterpart and were ignored."
         yield "unmatched_pairs", message, events.unmatched / total
     if events.unknown:
-        message = f"{events.unknown:,} slices are of no kind that tracekit knows and were left out."
+        message = f"{events.unknown:,} slices are of an unknown kind and were ignored."
         yield "unknown_kinds", message, events.unknown / total
     resolution = _resolution(events)
     if resolution:
@@ -66,7 +66,7 @@ def _resolution(events: Events) -> str | None:
     if clock.times < _ENOUGH_TIMES or clock.thousandths:
         return None
     if not clock.fractions:
-        return "All times are whole µs, so shorter durations and gaps are not told."
+        return "All times are whole µs, so shorter durations and gaps are invisible."
     if clock.epoch:
-        return "Times are µs since 1970 that went through a double, so they resolve only 0.25 µs."
+        return "Times are float64 µs since 1970, with a resolution of 0.25 µs."
     return None

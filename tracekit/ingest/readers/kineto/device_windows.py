@@ -1,4 +1,4 @@
-"""The device windows of steps: from the first work a step launched on the main lane to the next step's first."""
+"""Device windows of steps: from the first activity a step launched on the main lane to that of the next step."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,29 +13,32 @@ Row = tuple[int | None, int | None, int | None, int, int, int | None]
 
 
 def table(steps: Steps, activities: pl.DataFrame, lanes: pl.DataFrame) -> pl.DataFrame:
-    """Return the steps table: one row per step and device; without steps, one window of all the work on each device."""
+    """Return the steps table: one row per step and device; without steps, one window of all work on each device."""
     lane, start = activities["lane"].to_numpy(), activities["start_ns"].to_numpy()
     end = start + activities["dur_ns"].to_numpy()
     computes = (activities["kind"] == "compute").to_numpy()
-    at = _places(steps, activities["step"])
+    at = _step_index(steps, activities["step"])
     device_of = dict(zip(lanes["lane"].to_list(), lanes["device"].to_list(), strict=True))
     rows: list[Row] = []
     for device in dict.fromkeys(device_of.values()):
-        mine = np.isin(lane, [each for each, its in device_of.items() if its == device])
-        if mine.any() and not len(steps.step):
-            rows.append((None, None, None, int(start[mine].min()), int(end[mine].max()), device))
-        elif (mine & computes).any():
-            main = mine & (lane == _busiest(lane, end - start, mine & computes)) & (at >= 0)
+        on_device = np.isin(lane, [number for number, lane_device in device_of.items() if lane_device == device])
+        if on_device.any() and not len(steps.step):
+            rows.append((None, None, None, int(start[on_device].min()), int(end[on_device].max()), device))
+        elif (on_device & computes).any():
+            main = on_device & (lane == _busiest(lane, end - start, on_device & computes)) & (at >= 0)
             rows += _of_device(
-                steps, device, _least(at, start, main, steps), -_least(at, -end, mine & (at >= 0), steps)
+                steps,
+                device,
+                _min_per_step(at, start, main, steps),
+                -_min_per_step(at, -end, on_device & (at >= 0), steps),
             )
     rows.sort(key=lambda row: (row[3], -1 if row[5] is None else row[5]))
     names = ("step", "host_start_ns", "host_end_ns", "start_ns", "end_ns", "device")
     return pl.DataFrame(rows, schema=dict.fromkeys(names, pl.Int64), orient="row")
 
 
-def _places(steps: Steps, step: pl.Series) -> Ints:
-    """Return where in `steps` the step of each activity stands; -1 outside steps."""
+def _step_index(steps: Steps, step: pl.Series) -> Ints:
+    """Return the index in `steps` of each activity's step; -1 outside steps."""
     if not len(steps.step):
         return np.full(len(step), -1, np.int64)
     order = np.argsort(steps.step)
@@ -46,22 +49,22 @@ def _places(steps: Steps, step: pl.Series) -> Ints:
 
 
 def _busiest(lane: Ints, dur: Ints, among: npt.NDArray[np.bool_]) -> int:
-    """Return the lane with most time; of several such, the first."""
+    """Return the lane with the most busy time; the first of several."""
     lanes, index = np.unique(lane[among], return_inverse=True)
     time = np.zeros(len(lanes), np.int64)
     np.add.at(time, index, dur[among])
     return int(lanes[np.argmax(time)])
 
 
-def _least(at: Ints, times: Ints, among: npt.NDArray[np.bool_], steps: Steps) -> Ints:
-    """Return the least time in each step."""
+def _min_per_step(at: Ints, times: Ints, among: npt.NDArray[np.bool_], steps: Steps) -> Ints:
+    """Return the smallest time in each step."""
     least = np.full(len(steps.step), _LAST, np.int64)
     np.minimum.at(least, at[among], times[among])
     return least
 
 
 def _of_device(steps: Steps, device: int | None, start: Ints, end: Ints) -> list[Row]:
-    """Return the windows of the steps that have a start: each to the start of the next, the last to its own end."""
+    """Return the windows of steps with a start: each ends where the next starts, the last at its own end."""
     known = np.flatnonzero(start != _LAST)
     known = known[np.argsort(start[known], kind="stable")]
     until = np.append(start[known][1:], end[known][-1:])

@@ -1,6 +1,6 @@
 """Trace events as typed objects, decoded many at a time by a C parser, or one at a time where the bytes are unusual.
 
-Every value is taken as it comes (`Any`) and judged where it is used: one odd value must not lose a file.
+Every value is accepted (`Any`) and checked where it is used: one invalid value must not lose a file.
 """
 
 import json
@@ -85,7 +85,7 @@ class Metadata(Slice, gc=False, tag="M"):
 
 
 class Exact(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
-    """A complete event whose times are kept as text, for files whose times a double cannot hold to the ns."""
+    """A complete event with times as text, for files whose times float64 cannot represent to the ns."""
 
     cat: Any = None
     name: Any = None
@@ -178,7 +178,7 @@ def from_text(text: str, event: Mapping[str, Any]) -> Event:
 
 
 def from_object(event: Mapping[str, Any]) -> Event:
-    """Return the event that a plain JSON object describes; strings that no encoding can hold are mended."""
+    """Return the event of a plain JSON object; lone surrogates in strings are replaced."""
     kind = _BY_PHASE.get(event["ph"]) if isinstance(event.get("ph"), str) else None
     if kind is None:
         return Other(_clean(event.get("ph")), _clean(event.get("cat")))

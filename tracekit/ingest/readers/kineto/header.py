@@ -1,4 +1,4 @@
-"""What stands in a trace file beside its events: found before them, after them, or on both sides."""
+"""The header of a trace file: its keys before and after the events."""
 
 import json
 import re
@@ -101,10 +101,10 @@ def read_header(path: str) -> Header:
     return header if end is None else header | parse_tail(tail[end + 1 :])[0]
 
 
-def _last(blocks: Iterator[bytes], held: bytes) -> bytes:
+def _last(blocks: Iterator[bytes], tail: bytes) -> bytes:
     for block in blocks:
-        held = (held + block)[-_TAIL_BYTES:]
-    return held
+        tail = (tail + block)[-_TAIL_BYTES:]
+    return tail
 
 
 def _salvage(text: str) -> Header:

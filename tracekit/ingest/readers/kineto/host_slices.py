@@ -73,7 +73,7 @@ class Host:
         ).with_columns(self.context(np.arange(len(self.row), dtype=np.int64)))
 
     def context(self, ids: Ints, otherwise: Ints | None = None) -> list[pl.Series]:
-        """Return step, phase, unit and span of some slices; where one tells none (or its id is -1), of another."""
+        """Return step, phase, unit and span of some slices; from the fallback where a slice has none (or id -1)."""
         step, phase, span = (self._at(which, ids, otherwise) for which in (self.step, self.phase, self.span))
         of_span = np.where(span >= 0, self.named[np.maximum(span, 0)] if len(self.named) else 0, -1)
         return [
@@ -92,7 +92,7 @@ class Host:
 
 def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: Ints) -> Host:
     """Build the slices of `frame` (columns of `stream.Events.host`, and row); `lanes` numbers the threads in use."""
-    told = name_patterns.host_names(distinct)
+    names_info = name_patterns.host_names(distinct)
     start, dur = frame["start_ns"].to_numpy(), frame["dur_ns"].to_numpy()
     lane = lanes[frame["lane"].to_numpy()] if len(frame) else np.empty(0, np.int64)
     order = nesting.order(lane, start, start + dur)
@@ -101,10 +101,10 @@ def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: 
     kind = frame["kind"].to_numpy()[order]
     parent = nesting.parents(lane, start, start + dur)
     marked = (kind == _KIND["annotation"]) | (kind == _KIND["cpu_op"])
-    found = steps.find(told, named, marked, start, start + dur)
-    is_span = told.span.is_not_null().to_numpy()[named] & (kind == _KIND["annotation"])
+    found = steps.find(names_info, named, marked, start, start + dur)
+    is_span = names_info.span.is_not_null().to_numpy()[named] & (kind == _KIND["annotation"])
     return Host(
-        names=told,
+        names=names_info,
         shapes=shapes,
         steps=found,
         row=frame["row"].to_numpy()[order],
@@ -119,7 +119,7 @@ def build(frame: pl.DataFrame, distinct: pl.Series, shapes: list[bytes], lanes: 
         shaped=frame["shapes"].to_numpy()[order].astype(np.int64),
         parent=parent,
         step=found.at(start),
-        phase=_phase(told, named, parent, start, start + dur),
+        phase=_phase(names_info, named, parent, start, start + dur),
         span=nesting.nearest(parent, is_span),
     )
 
@@ -156,15 +156,15 @@ def _plain(raw: bytes) -> str | None:
         return None
 
 
-def _phase(told: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
+def _phase(names_info: HostNames, named: Ints, parent: Ints, start: Ints, end: Ints) -> Ints:
     """Return each slice's phase: by the recorder's spans around its start on any thread, else by autograd's names."""
     phase = np.full(len(named), -1, np.int64)
-    for flags, of in ((told.backward, conventions.BACKWARD), (told.optimizer, conventions.OPTIMIZER)):
+    for flags, of in ((names_info.backward, conventions.BACKWARD), (names_info.optimizer, conventions.OPTIMIZER)):
         if flags.any():
             phase[nesting.nearest(parent, flags[named]) >= 0] = _PHASE[of]
-    if told.phase.null_count() == len(told.phase):
+    if names_info.phase.null_count() == len(names_info.phase):
         return phase
-    code = told.phase.replace_strict(_PHASE, return_dtype=pl.Int64, default=None).fill_null(-1).to_numpy()
+    code = names_info.phase.replace_strict(_PHASE, return_dtype=pl.Int64, default=None).fill_null(-1).to_numpy()
     marks = np.flatnonzero(code[named] >= 0)
     marks = marks[np.argsort(start[marks], kind="stable")]
     index = np.searchsorted(start[marks], start, side="right") - 1

@@ -11,9 +11,9 @@ from tracekit.model.nesting import Ints
 _MAX_DEPTH = 64
 
 
-def around(host: Host, launches: Ints, saying: dict[int, Args]) -> list[int]:
+def around(host: Host, launches: Ints, slice_args: dict[int, Args]) -> list[int]:
     """Return, for each launching slice, the nearest slice around it that says what it communicates; -1 for none."""
-    return [_climb(host, int(at), saying) for at in launches]
+    return [_climb(host, int(at), slice_args) for at in launches]
 
 
 def in_order(host: Host, running: Ints) -> Ints:
@@ -22,7 +22,7 @@ def in_order(host: Host, running: Ints) -> Ints:
     Nothing in a trace ties them. As many are issued as run, so the i-th issued is the i-th run: of all where their
     numbers agree, else among those whose kinds do.
     """
-    issued = np.flatnonzero(host.names.issues[host.named]) if len(host.named) else running
+    issued = np.flatnonzero(host.names.issues_collective[host.named]) if len(host.named) else running
     issued = issued[np.argsort(host.start_ns[issued], kind="stable")]
     if len(issued) == len(running):
         return issued
@@ -30,15 +30,15 @@ def in_order(host: Host, running: Ints) -> Ints:
     run_as = np.array([_ran(name) for name in host.names.name.gather(host.named[running])])
     issued_as = np.array([_runs_as(name) for name in host.names.name.gather(host.named[issued])])
     for kind in np.unique(run_as):
-        mine, theirs = np.flatnonzero(run_as == kind), issued[issued_as == kind]
-        if len(mine) == len(theirs):
-            found[mine] = theirs
+        runs, issues = np.flatnonzero(run_as == kind), issued[issued_as == kind]
+        if len(runs) == len(issues):
+            found[runs] = issues
     return found
 
 
-def _climb(host: Host, at: int, saying: dict[int, Args]) -> int:
+def _climb(host: Host, at: int, slice_args: dict[int, Args]) -> int:
     for _ in range(_MAX_DEPTH):
-        if at < 0 or at in saying:
+        if at < 0 or at in slice_args:
             return at
         at = int(host.parent[at])
     return -1

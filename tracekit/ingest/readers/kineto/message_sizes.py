@@ -22,7 +22,7 @@ _DTYPE_NAMES = {
     "bf16": "BFloat16", "f16": "Half", "f32": "Float", "f64": "Double", "__nv_bfloat16": "BFloat16", "half": "Half",
     "float": "Float", "double": "Double", "f8e4m3": "Float8_e4m3fn", "f8e5m2": "Float8_e5m2",
 }  # fmt: skip
-# A gather or a send moves bytes of any type, and NCCL runs it as int8: its kernel's name tells no dtype.
+# Gathers and sends move bytes of any type; NCCL runs them as int8, so the kernel name has no dtype.
 _TYPED = ("all_reduce", "reduce_scatter", "reduce")
 # Of these, output and input differ.
 _UNLIKE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -38,16 +38,18 @@ def item_bytes(dtype: str | None) -> int | None:
 
 
 def dtype_by_name(op: str | None, kernel: str) -> str | None:
-    """Return the element type that a kernel's name tells; None where the op moves any type as bytes."""
+    """Return the element type in a kernel's name; None if the op moves any type as bytes."""
     return _kernel_dtype(kernel) if op in _TYPED else None
 
 
-def by_shapes(op: str | None, dtype: str | None, told: Iterable[Shapes]) -> tuple[str | None, int | None, int | None]:
-    """Return dtype, sent and received bytes by the first of `told` that gives a size.
+def by_shapes(
+    op: str | None, dtype: str | None, candidates: Iterable[Shapes]
+) -> tuple[str | None, int | None, int | None]:
+    """Return dtype, sent and received bytes by the first of `candidates` that gives a size.
 
-    `dtype` holds where no shapes tell a type: lists of tensors come without.
+    `dtype` is the fallback where no shapes have a type: lists of tensors have none.
     """
-    known = list(told)
+    known = list(candidates)
     dtype = next((kind for _, kinds, _ in known if (kind := _dtype(kinds))), dtype)
     item = item_bytes(dtype)
     for dims, kinds, both_sides in known:

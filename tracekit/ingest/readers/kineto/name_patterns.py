@@ -1,4 +1,4 @@
-"""What the names of slices and kernels say. Each distinct name is judged once, however often it occurs."""
+"""What names of slices and kernels mean. Each distinct name is classified once."""
 
 import re
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _NOT_COMPUTE = r"^(autograd|torch|c10d|_c10d_functional|gloo|mpi|ucc)::"
 class HostNames:
     """For each distinct name of a host slice: the step it marks, its FSDP span and unit, and what kind of slice it is.
 
-    `step`, `span`, `unit` and `phase` are null where the name tells none.
+    `step`, `span`, `unit` and `phase` are null where the name has none.
     """
 
     name: pl.Series
@@ -41,18 +41,18 @@ class HostNames:
     phase: pl.Series
     backward: Flags
     optimizer: Flags
-    issues: Flags
+    issues_collective: Flags
     """c10d ops: they issue a collective."""
-    waits: Flags
+    is_collective_op: Flags
     """c10d ops, functional ones included: time inside them is not compute."""
-    runs: Flags
+    runs_collective: Flags
     """Slices that run a collective on the host, such as gloo:all_reduce."""
-    dispatches: Flags
+    is_compute_op: Flags
     """Dispatcher ops that compute."""
 
 
 def host_names(names: pl.Series) -> HostNames:
-    """Judge the distinct names of host slices."""
+    """Classify the distinct names of host slices."""
     name = pl.col("name")
     fsdp1 = pl.when(name.str.starts_with(_FSDP1)).then(name.str.strip_prefix(_FSDP1))
     backend = name.str.extract(_COLLECTIVE_SPAN).str.to_lowercase()
@@ -68,10 +68,10 @@ def host_names(names: pl.Series) -> HostNames:
         name.str.extract(rf"^{conventions.SPAN_PREFIX}({'|'.join(conventions.PHASES)})$").alias("phase"),
         name.str.starts_with("autograd::engine::").alias("backward"),
         name.str.starts_with("Optimizer.step#").alias("optimizer"),
-        (name.str.starts_with("c10d::") & ~name.str.contains("barrier|monitored")).alias("issues"),
-        name.str.contains(r"^(c10d|_c10d_functional)::").alias("waits"),
-        (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"])).alias("runs"),
-        (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("dispatches"),
+        (name.str.starts_with("c10d::") & ~name.str.contains("barrier|monitored")).alias("issues_collective"),
+        name.str.contains(r"^(c10d|_c10d_functional)::").alias("is_collective_op"),
+        (backend.is_not_null() & ~backend.is_in(["nccl", "rccl"])).alias("runs_collective"),
+        (name.str.contains(_DISPATCHER_OP) & ~name.str.contains(_NOT_COMPUTE)).alias("is_compute_op"),
     )
     return HostNames(
         **{key: found[key] for key in ("name", "step", "span", "unit", "phase")},  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def host_names(names: pl.Series) -> HostNames:
     )
 
 
-_FLAGS = ("backward", "optimizer", "issues", "waits", "runs", "dispatches")
+_FLAGS = ("backward", "optimizer", "issues_collective", "is_collective_op", "runs_collective", "is_compute_op")
 
 
 def collective_kernels(names: pl.Series) -> Flags:

@@ -1,4 +1,4 @@
-"""Numbers as trace files write them, many at a time: µs to exact ns, and integers that may be text, null or absurd."""
+"""Vectorized conversion of numbers in trace files: µs to exact ns, and integers that may be text, null or invalid."""
 
 import math
 from array import array
@@ -13,13 +13,13 @@ import polars as pl
 Ints = npt.NDArray[np.int64]
 
 BAD = -(1 << 62)
-"""Stands for a time that is no number; kept inside the reader."""
+"""Marks a time that is not a number; used only inside the reader."""
 
 MISSING = -(1 << 63)
-"""Stands for a whole number that is missing; a null in tables."""
+"""Marks a missing integer; null in tables."""
 
 MOST_NS = 3 << 60
-"""Times and clocks beyond are damage; a time, its clock and a duration of MOST_DUR_NS together fit an int64."""
+"""Larger times are damage. A time, its clock and a duration of MOST_DUR_NS add up to less than int64."""
 
 MOST_DUR_NS = 1 << 60
 
@@ -29,21 +29,21 @@ _THREE_DECIMALS = r"\.\d{3}"
 
 
 class Clock:
-    """Turns times in µs into ns, exactly, and sees how finely the file resolves them."""
+    """Converts times in µs to ns exactly, and records the resolution of the file."""
 
     def __init__(self) -> None:
         self.times = 0
         self.fractions = False
-        """Whether any time is no whole µs."""
+        """Whether any time has a fraction of a µs."""
         self.epoch = False
-        """Whether times are since 1970, or else so large that a double would not hold them to the ns."""
+        """Whether times are since 1970 or otherwise too large for float64 to represent to the ns."""
         self.thousandths = False
-        """Whether a large time has three decimals: its writer had the ns."""
+        """Whether a large time has three decimals, so that it is exact to the ns."""
 
     def ns(self, values: list[Any], *, missing: int = BAD) -> Ints | None:
-        """Return `values` in ns, BAD where one is no time, `missing` where it is absent.
+        """Return `values` in ns; BAD for invalid times, `missing` for absent ones.
 
-        None if some are numbers too large for their fraction to have survived parsing: parse them again as text.
+        None if some numbers are too large to have kept their fraction in parsing: parse them again as text.
         """
         self.times += len(values)
         if values and isinstance(values[0], msgspec.Raw):
@@ -62,11 +62,10 @@ class Clock:
         largest = _largest(given)
         if largest < _EXACT_US:
             return self._from_floats(given)
-        return None if largest < _WHOLE_US else self._one_by_one(values, missing)  # NaN is not less
-        return self._one_by_one(values, missing)
+        return None if largest < _WHOLE_US else self._one_by_one(values, missing)  # also if NaN
 
     def one(self, value: Any) -> int | None:
-        """Return one time in ns; None where it is absent or no time."""
+        """Return one time in ns; None if it is absent or invalid."""
         ns = self._ns(value, BAD)
         return None if ns == BAD else ns
 
@@ -115,12 +114,12 @@ class Clock:
 
 
 def _largest(given: npt.NDArray[Any]) -> float:
-    """Return the largest absolute value, NaN where any is; 0 of none."""
+    """Return the largest absolute value; NaN if any value is NaN, 0 if there are none."""
     return max(given.max().item(), -given.min().item()) if len(given) else 0
 
 
 def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
-    """Return whole numbers, `missing` where one is none or doesn't fit; text that holds one counts."""
+    """Return integers, also from text; `missing` where a value is not an integer or does not fit."""
     found = plain(values)
     if found is None:
         found = plain([missing if value is None else value for value in values])
@@ -128,7 +127,7 @@ def ints(values: list[Any], *, missing: int = MISSING) -> Ints:
 
 
 def plain(values: list[Any]) -> Ints | None:
-    """Return whole numbers that are all there and fit; None where one does not."""
+    """Return integers if all values are int64; otherwise None."""
     try:
         return np.frombuffer(array("q", values), np.int64)
     except (TypeError, OverflowError):
@@ -136,7 +135,7 @@ def plain(values: list[Any]) -> Ints | None:
 
 
 def ids(values: list[Any]) -> Ints:
-    """Return `values` as identifiers: 0 where one is missing or no whole number (profilers count from 1)."""
+    """Return `values` as identifiers; 0 for missing or invalid ones (profilers count from 1)."""
     return ints(values, missing=0)
 
 

@@ -22,7 +22,7 @@ from tracekit.ingest.readers.kineto import (
     stream,
     syncs,
 )
-from tracekit.ingest.readers.kineto.columns import Spoken
+from tracekit.ingest.readers.kineto.columns import CollectiveArgs
 from tracekit.ingest.readers.kineto.events import Args
 from tracekit.ingest.readers.kineto.header import MOST_RANKS
 from tracekit.ingest.readers.kineto.stream import Events
@@ -137,15 +137,15 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     slices, device = (_timed(frame, base_ns) for frame in (events.host, events.device))
     threads, lanes = _lanes(events, slices)
     built = host_slices.build(slices, events.names, events.shapes, threads)
-    ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_spoken], np.int64))
-    saying = {int(at): s.args for at, s in zip(ids, events.host_spoken, strict=True) if at >= 0}
+    ids = host_slices.first_of(built.row + 1, np.array([s.row + 1 for s in events.host_collectives], np.int64))
+    slice_args = {int(at): s.args for at, s in zip(ids, events.host_collectives, strict=True) if at >= 0}
     if device.is_empty():
-        activities, speakers = work.on_host(built, saying)
+        activities, communication = work.on_host(built, slice_args)
     else:
         placed = work.streams(device, events.threads, len(lanes))
         lanes = pl.concat([lanes, work.lanes_of(placed)], how="diagonal_relaxed")
-        spoken = {s.row: s.args for s in events.device_spoken}
-        activities, speakers = work.on_device(placed, events, built, spoken, saying)
+        kernel_args = {s.row: s.args for s in events.device_collectives}
+        activities, communication = work.on_device(placed, events, built, kernel_args, slice_args)
     activities = schema.ACTIVITIES.conform(activities)
     lanes = lanes.join(work.roles(activities), on="lane", how="left", maintain_order="left")
     lanes = schema.LANES.conform(lanes.with_columns(pl.col("role").fill_null("host")))
@@ -153,7 +153,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
     waited = _timed(events.syncs, base_ns)
     bad_times = sum(map(len, (events.host, events.device, events.memory))) - sum(map(len, (slices, device, memory)))
     found = data_quality.table(events, built.steps, bad_times=bad_times)
-    speaking: list[Args] = [s.args for s in (*events.device_spoken, *events.host_spoken)]
+    collective_args: list[Args] = [s.args for s in (*events.device_collectives, *events.host_collectives)]
     trace = Trace(
         rank=rank,
         window=window,
@@ -161,7 +161,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         lanes=lanes,
         steps=schema.STEPS.conform(device_windows.table(built.steps, activities, lanes)),
         activities=activities,
-        groups=collectives.groups(events.header, speaking),
+        groups=collectives.groups(events.header, collective_args),
         data_quality=pl.concat([found, further]),
         header=events.header,
     )
@@ -169,7 +169,7 @@ def _trace(events: Events, path: str, *, rank: int, window: int, further: pl.Dat
         trace,
         {
             "ops": lambda: schema.OPS.conform(built.table()),
-            "collectives": lambda: schema.COLLECTIVES.conform(collectives.table(speakers, built, saying)),
+            "collectives": lambda: schema.COLLECTIVES.conform(collectives.table(communication, built, slice_args)),
             "allocations": lambda: schema.ALLOCATIONS.conform(allocations.table(memory, built, threads, base_ns)),
             "syncs": lambda: schema.SYNCS.conform(syncs.table(waited, events.names, built)),
         },
@@ -214,10 +214,10 @@ def _lanes(events: Events, slices: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
 
 
 def _ranks(events: Events) -> set[int]:
-    if not events.several:
+    if not events.has_several_ranks:
         return set()
-    told = pl.concat([events.host["rank"], events.device["rank"]]).drop_nulls().unique().to_list()
-    return {rank for rank in told if rank >= 0}
+    ranks = pl.concat([events.host["rank"], events.device["rank"]]).drop_nulls().unique().to_list()
+    return {rank for rank in ranks if rank >= 0}
 
 
 def _of_rank(events: Events, rank: int) -> Events:
@@ -231,14 +231,14 @@ def _of_rank(events: Events, rank: int) -> Events:
         device=events.device[device_rows],
         memory=events.memory.filter(pl.col("rank") == rank),
         syncs=events.syncs.filter(pl.col("rank") == rank),
-        host_spoken=_moved(events.host_spoken, host_rows),
-        device_spoken=_moved(events.device_spoken, device_rows),
+        host_collectives=_moved(events.host_collectives, host_rows),
+        device_collectives=_moved(events.device_collectives, device_rows),
     )
 
 
-def _moved(spoken: list[Spoken], rows: Ints) -> list[Spoken]:
+def _moved(collectives: list[CollectiveArgs], rows: Ints) -> list[CollectiveArgs]:
     place = {int(row): index for index, row in enumerate(rows)}
-    return [Spoken(place[s.row], s.args) for s in spoken if s.row in place]
+    return [CollectiveArgs(place[s.row], s.args) for s in collectives if s.row in place]
 
 
 def _several_ranks(events: Events) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""The events of one trace file, batch by batch, whatever its layout; what is damaged or missing is counted."""
+"""Iterate over the events of one trace file in batches, for any layout; count damaged and missing data."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from tracekit.ingest.decompression import Blocks
 from tracekit.ingest.readers.kineto import events, header
 from tracekit.ingest.readers.kineto.events import Event
 
-_BATCH_BYTES = 1 << 18  # decoded objects of a batch should still be in cache when they are put into columns
-_PATIENCE_BYTES = 8 << 20  # an event longer than this that doesn't parse is damaged, not just incomplete
-_LITERAL_CHARACTERS = 16  # a literal or escape cut at the end of a block fails that much before it at most
+_BATCH_BYTES = 1 << 18  # decoded objects of a batch should still be in the CPU cache when they are converted to columns
+_PATIENCE_BYTES = 8 << 20  # a longer event that does not parse is damaged, not incomplete
+_LITERAL_CHARACTERS = 16  # a literal or escape that is cut at the end of a block fails at most this far before it
 _KEYS = "ph|name|cat|args|ts|pid|tid|id|dur|s|bp"
 _EVENT_START = re.compile(rf'\{{\s*"(?:{_KEYS})"\s*:')
 _PHASE_KEY = re.compile(r'"ph"\s*:')
@@ -26,28 +26,28 @@ _parse = json.JSONDecoder(strict=False, parse_float=str).raw_decode  # text keep
 
 @dataclass
 class Damage:
-    """What of a file could not be read."""
+    """The parts of a file that could not be read."""
 
     lost_bytes: int = 0
     lost_events: int = 0
-    """Events known to have begun in the lost bytes."""
-    not_events: int = 0
-    """Members of the array that are no objects."""
+    """Events that start in the lost bytes."""
+    non_objects: int = 0
+    """Array elements that are not objects."""
     truncated: bool = False
     broken: str | None = None
-    """Why the packed bytes could not be unpacked to their end."""
+    """Why decompression stopped before the end."""
     header: bool = False
-    """Whether keys beside the events could not be read."""
+    """Whether keys outside the event array could not be read."""
     later_events: int = 0
-    """Events in a second traceEvents array, which were left out."""
+    """Ignored events in a second traceEvents array."""
     stray_bytes: bool = False
-    """Whether text held bytes that are not UTF-8; each was replaced."""
+    """Whether text contained bytes that are not UTF-8; each was replaced."""
 
 
 class Scan:
-    """The events of one file in batches, in the order of the file: iterate once, then `header` and `damage` are whole.
+    """The events of one file in batches, in file order. `header` and `damage` are complete after one iteration.
 
-    Raises BadTraceError where the file cannot be opened or holds no event.
+    Raises BadTraceError if the file cannot be opened or has no event.
     """
 
     def __init__(self, path: str) -> None:
@@ -63,81 +63,81 @@ class Scan:
 
     def __iter__(self) -> Iterator[list[Event]]:
         blocks = Blocks(self.path)
-        unread = self._counted(iter(blocks))
-        before, held, self._bare = header.find_events(blocks, unread)
+        unread = self._count_bytes(iter(blocks))
+        before, buffer, self._bare = header.find_events(blocks, unread)
         self.header, whole = header.parse_start(before)
         self.damage.header = not whole
-        some = False
-        for batch in self._batches(held, unread, blocks):
-            some = some or bool(batch)
+        has_events = False
+        for batch in self._batches(buffer, unread, blocks):
+            has_events = has_events or bool(batch)
             yield batch
-        if not some and (self.damage.truncated or self.damage.lost_bytes):
-            raise BadTraceError(f"{self.path}: not one whole event, the file is cut or damaged; record it again")
+        if not has_events and (self.damage.truncated or self.damage.lost_bytes):
+            raise BadTraceError(f"{self.path}: no complete event, the file is truncated or damaged; record it again")
 
-    def again_exactly(self) -> list[Event] | None:
-        """Return the last batch once more with times as text, and do so from now on; None if it has them already."""
+    def redecode_exactly(self) -> list[Event] | None:
+        """Return the last batch again with times as text, and use text from now on; None if it already is text."""
         if self.exact or not self._batch:
             return None
         self.exact = True
         return events.decode(self._batch, exact=True)
 
-    def _counted(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    def _count_bytes(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
         for block in blocks:
             self.read_bytes += len(block)
             yield block
 
-    def _batches(self, held: bytes, unread: Iterator[bytes], blocks: Blocks) -> Iterator[list[Event]]:
-        between = _between_events(held)
+    def _batches(self, buffer: bytes, unread: Iterator[bytes], blocks: Blocks) -> Iterator[list[Event]]:
+        between = _between_events(buffer)
         comma = between.find(b",")
         for block in unread:
-            if len(held) + len(block) < _BATCH_BYTES:
-                held += block
+            if len(buffer) + len(block) < _BATCH_BYTES:
+                buffer += block
                 continue
             cut = block.rfind(between) if between else -1
             if cut < 0:
-                held, block = b"", held + block
+                buffer, block = b"", buffer + block
                 cut = block.rfind(between) if between else -1
-            batch = self._decode(held, memoryview(block)[: cut + 1]) if cut >= 0 else None
+            batch = self._decode(buffer, memoryview(block)[: cut + 1]) if cut >= 0 else None
             if batch is not None:
-                held = block[cut + comma + 1 :]
+                buffer = block[cut + comma + 1 :]
             else:
-                held += block
-                if cut >= 0 or len(held) > _PATIENCE_BYTES:
-                    batch, held = self._one_by_one(held, last=False)
-                    between = _between_events(held) or between
+                buffer += block
+                if cut >= 0 or len(buffer) > _PATIENCE_BYTES:
+                    batch, buffer = self._one_by_one(buffer, last=False)
+                    between = _between_events(buffer) or between
                     comma = between.find(b",")
             yield batch or []
             if self._closed:
                 break
         rest = [block for block in unread] if self._closed else []  # noqa: C416  (a huge header may follow)
-        cut = held.rfind(between) if between and not self._closed else -1
-        batch = self._decode(held[: cut + 1]) if cut >= 0 else None
+        cut = buffer.rfind(between) if between and not self._closed else -1
+        batch = self._decode(buffer[: cut + 1]) if cut >= 0 else None
         if batch is not None:
             yield batch
-            held = held[cut + comma + 1 :]
+            buffer = buffer[cut + comma + 1 :]
         if not self._closed:
-            batch, held = self._one_by_one(held, last=True)
+            batch, buffer = self._one_by_one(buffer, last=True)
             yield batch
         self.damage.broken = blocks.broken
-        self._finish(b"".join((held, *rest)).decode("utf-8", "replace"))
+        self._finish(b"".join((buffer, *rest)).decode("utf-8", "replace"))
 
     def _decode(self, *parts: bytes | memoryview) -> list[Event] | None:
-        """Return the events that `parts` hold together; None where they must be read one by one."""
+        """Return the events in the concatenated `parts`; None if they must be read one by one."""
         self._batch = b"".join((b"[", *parts, b"]"))
         found = None if self._need_comma else events.decode(self._batch, exact=self.exact)
         if found is None:
-            mended = self._batch.decode("utf-8", "replace").encode()
-            if mended != self._batch and not self._need_comma:
+            replaced = self._batch.decode("utf-8", "replace").encode()
+            if replaced != self._batch and not self._need_comma:
                 self.damage.stray_bytes = True
-                self._batch = mended
-                found = events.decode(mended, exact=self.exact)
+                self._batch = replaced
+                found = events.decode(replaced, exact=self.exact)
         return found
 
-    def _one_by_one(self, held: bytes, *, last: bool) -> tuple[list[Event], bytes]:
-        """Return the events at the start of `held` and what is left of it: after the array's end, if `_closed` now."""
+    def _one_by_one(self, buffer: bytes, *, last: bool) -> tuple[list[Event], bytes]:
+        """Return the events at the start of `buffer`, and the rest: what follows the array if `_closed` is set."""
         self._batch = b""
-        whole = len(held) if last else _whole_characters(held)
-        text, kept = held[:whole].decode("utf-8", "replace"), held[whole:]
+        whole = len(buffer) if last else _whole_characters(buffer)
+        text, incomplete = buffer[:whole].decode("utf-8", "replace"), buffer[whole:]
         self.damage.stray_bytes |= "\ufffd" in text
         found: list[Event] = []
         at: int | None = 0
@@ -145,10 +145,10 @@ class Scan:
         while at is not None:
             rest = at
             at, rest = self._step(text, at, found, last=last)
-        return found, text[rest:].encode("utf-8", "replace") + kept
+        return found, text[rest:].encode("utf-8", "replace") + incomplete
 
     def _step(self, text: str, at: int, found: list[Event], *, last: bool) -> tuple[int | None, int]:
-        """Read one event, or step over none; return where to go on (None: nowhere) and where the rest begins."""
+        """Read or skip one event; return where to continue (None: stop) and where the rest begins."""
         between = _BETWEEN.match(text, at)
         assert between
         comma, start = between[1], between.end()
@@ -158,7 +158,7 @@ class Scan:
         if text[start] == "]":
             after = _AFTER_ARRAY.match(text, start + 1)
             if after:
-                sure = last or after.end() < len(text)  # else what follows may yet show that the array goes on
+                sure = last or after.end() < len(text)  # otherwise the next bytes may show that the array continues
                 self._closed = sure
                 return None, start + 1 if sure else at
         try:
@@ -166,34 +166,34 @@ class Scan:
         except (ValueError, RecursionError) as error:
             if not last and _may_be_incomplete(error, text, start):
                 return None, at
-            return self._resume(text, start)
+            return self._skip_damaged(text, start)
         self.damage.lost_bytes += self._need_comma and not comma
         self._need_comma = True
         if isinstance(item, dict):
             found.append(events.from_text(text[start:end], item))
         else:
-            self.damage.not_events += 1
+            self.damage.non_objects += 1
         return end, end
 
-    def _resume(self, text: str, start: int) -> tuple[int | None, int]:
-        """Step over an event that is damaged, to the next that is whole."""
+    def _skip_damaged(self, text: str, start: int) -> tuple[int | None, int]:
+        """Skip a damaged event, up to the next complete one."""
         self._need_comma = False
         resumed = _next_event(text, start + 1)
         if resumed is None:
-            return None, self._give_up(text, start)
-        self._lose(text[start:resumed])
+            return None, self._skip_to_array_end(text, start)
+        self._count_lost(text[start:resumed])
         return resumed, resumed
 
-    def _give_up(self, text: str, start: int) -> int:
-        """Nothing after `start` is an event: count it lost up to the end of the array. Without one the file is cut."""
+    def _skip_to_array_end(self, text: str, start: int) -> int:
+        """Count everything from `start` to the end of the array as lost; without an array end the file is truncated."""
         end = header.end_of_events(text[start:])
         if end is None:
             return len(text)
-        self._lose(text[start : start + end])
+        self._count_lost(text[start : start + end])
         self._closed = True
         return start + end + 1
 
-    def _lose(self, text: str) -> None:
+    def _count_lost(self, text: str) -> None:
         self.damage.lost_bytes += len(text.encode("utf-8", "replace"))
         self.damage.lost_events += len(_PHASE_KEY.findall(text))
 
@@ -212,9 +212,9 @@ class Scan:
         self.header |= keys
 
 
-def _between_events(held: bytes) -> bytes:
-    """Return the bytes between most events of a file's start: from one's brace over a comma to the next's first key."""
-    text = held[:_BATCH_BYTES].decode("utf-8", "replace")
+def _between_events(buffer: bytes) -> bytes:
+    """Return the most frequent bytes between two events at a file's start: closing brace, comma, next first key."""
+    text = buffer[:_BATCH_BYTES].decode("utf-8", "replace")
     seen: Counter[str] = Counter()
     at = 0
     for _ in range(64):
@@ -231,7 +231,7 @@ def _between_events(held: bytes) -> bytes:
 
 
 def _may_be_incomplete(error: Exception, text: str, start: int) -> bool:
-    """Return whether the object at `start`, which failed to parse, may go on in the bytes that follow `text`."""
+    """Return whether the object at `start`, which failed to parse, may continue in the bytes after `text`."""
     if not isinstance(error, json.JSONDecodeError) or len(text) - start >= _PATIENCE_BYTES:
         return False
     return error.pos >= len(text) - _LITERAL_CHARACTERS or error.msg.startswith("Unterminated string")
@@ -248,9 +248,9 @@ def _next_event(text: str, at: int) -> int | None:
     return None
 
 
-def _whole_characters(held: bytes) -> int:
-    """Return the length of `held` without a character of UTF-8 that may be cut at its end."""
-    end = len(held)
-    while end and len(held) - end < 3 and held[end - 1] >= 0x80:
+def _whole_characters(buffer: bytes) -> int:
+    """Return the length of `buffer` without an incomplete UTF-8 character at its end."""
+    end = len(buffer)
+    while end and len(buffer) - end < 3 and buffer[end - 1] >= 0x80:
         end -= 1
     return end

@@ -1,4 +1,4 @@
-"""Training steps on the host: by the profiler's marks, else by the optimizer's steps."""
+"""Training steps on the host: from the profiler's marks, otherwise from the optimizer's steps."""
 
 from dataclasses import dataclass
 
@@ -18,34 +18,34 @@ class Steps:
     from_optimizer: bool = False
 
     def at(self, times: Ints) -> Ints:
-        """Return the index of the step whose window holds each moment; -1 outside all of them."""
+        """Return the index of the step whose window contains each time; -1 outside all steps."""
         if not len(self.step):
             return np.full(len(times), -1, np.int64)
         index = np.searchsorted(self.start_ns, times, side="right") - 1
         return np.where((index >= 0) & (times < self.end_ns[np.maximum(index, 0)]), index, -1)
 
 
-def find(told: HostNames, named: Ints, marked: Flags, start: Ints, end: Ints) -> Steps:
+def find(names: HostNames, named: Ints, marked: Flags, start: Ints, end: Ints) -> Steps:
     """Return the steps that slices mark; `named` is each slice's name, `marked` whether it may mark a step."""
-    at = np.flatnonzero(told.step.is_not_null().to_numpy()[named] & marked)
+    at = np.flatnonzero(names.step.is_not_null().to_numpy()[named] & marked)
     if not len(at):
-        return _by_optimizer(told, named, start, end)
+        return _by_optimizer(names, named, start, end)
     at = at[np.argsort(start[at], kind="stable")]
-    step = told.step.gather(named[at]).to_numpy().astype(np.int64)
+    step = names.step.gather(named[at]).to_numpy().astype(np.int64)
     _, first = np.unique(step, return_index=True)
     first = np.sort(first)
     return Steps(step[first], start[at][first], end[at][first])
 
 
-def _by_optimizer(told: HostNames, named: Ints, start: Ints, end: Ints) -> Steps:
-    """Return steps that end where an optimizer's step does, counted from 0; what follows the last is in none.
+def _by_optimizer(names: HostNames, named: Ints, start: Ints, end: Ints) -> Steps:
+    """Return steps that end where the optimizer steps, counted from 0; later work belongs to no step.
 
     Several optimizers with no backward between them end one step.
     """
-    end_ns = np.sort(end[told.optimizer[named]])
+    end_ns = np.sort(end[names.optimizer[named]])
     if not len(end_ns):
         return Steps(end_ns, end_ns, end_ns)
-    backward = np.sort(start[told.backward[named]])
+    backward = np.sort(start[names.backward[named]])
     if len(backward):
         # A step ends at its last optimizer: the next backward, or the end of the trace, comes before the next one.
         following = np.searchsorted(backward, end_ns)

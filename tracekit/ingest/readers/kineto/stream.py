@@ -1,4 +1,4 @@
-"""One trace file to columns of what tracekit uses of it, with counts of all it holds."""
+"""One trace file to columns of what tracekit uses, with counts of all events."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from tracekit.ingest.readers.kineto import columns, numbers
-from tracekit.ingest.readers.kineto.columns import Gather, Spoken
+from tracekit.ingest.readers.kineto.columns import CollectiveArgs, ColumnBuilder
 from tracekit.ingest.readers.kineto.header import read_header
 from tracekit.ingest.readers.kineto.scan import Damage, Scan
 
@@ -16,14 +16,14 @@ __all__ = ["Events", "counts", "read_events", "read_header", "states_ranks"]
 
 @dataclass(frozen=True)
 class Events:
-    """What a trace file holds. Times in ns on the file's own zero; frames in the order of the file.
+    """The content of a trace file. Times are in ns from the file's own zero; frames are in file order.
 
-    `host`: kind (index into `gather.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
+    `host`: kind (index into `columns.HOST_KINDS`), name (into `names`), lane (into `threads`), start_ns, dur_ns,
     external_id, correlation, sequence, forward_thread (0 where absent), shapes (into `shapes`). `device`: kind (index
-    into `gather.DEVICE_KINDS`), name, lane, device, stream (null where not told), start_ns, dur_ns, correlation,
+    into `columns.DEVICE_KINDS`), name, lane, device, stream (null if unknown), start_ns, dur_ns, correlation,
     external_id, bytes, grid (into `grids`). `memory`: lane, at_ns, device_type, device_id, address, delta_bytes,
     allocated_bytes, reserved_bytes. `syncs`: name, lane, start_ns, dur_ns, device, stream, awaited_stream, correlation,
-    awaited_correlation. Where `several`, each has the `rank` that its arguments tell. A time that is no number is
+    awaited_correlation. With `has_several_ranks`, each has the `rank` in its arguments. An invalid time is
     `numbers.BAD`.
     """
 
@@ -37,49 +37,49 @@ class Events:
     grids: list[tuple[bytes, bytes]]
     threads: list[tuple[str | None, str | None]]
     thread_names: dict[tuple[str | None, str | None], str]
-    host_spoken: list[Spoken]
-    device_spoken: list[Spoken]
+    host_collectives: list[CollectiveArgs]
+    device_collectives: list[CollectiveArgs]
     counts: Counter[tuple[str | None, str | None]]
     unknown: int
     unmatched: int
-    several: bool
+    has_several_ranks: bool
     damage: Damage
     clock: numbers.Clock
     read_bytes: int
 
 
 def read_events(path: str) -> Events:
-    """Read one Kineto JSON file: plain, gzip or zstd, of any layout, whole or not.
+    """Read one Kineto JSON file: plain, gzip or zstd, of any layout, complete or not.
 
-    Raises BadTraceError if the file is missing, empty, no trace, or holds not one whole event.
+    Raises BadTraceError if the file is missing, empty, not a trace, or has no complete event.
     """
     source = Scan(path)
-    gathered = Gather()
+    builder = ColumnBuilder()
     for batch in source:
-        if not gathered.add(batch):
-            exactly = source.again_exactly()
-            gathered.add(batch if exactly is None else exactly)
-    gathered.finish()
-    host, device, memory, syncs = gathered.frames()
+        if not builder.add(batch):
+            exactly = source.redecode_exactly()
+            builder.add(batch if exactly is None else exactly)
+    builder.finish()
+    host, device, memory, syncs = builder.frames()
     return Events(
         header=source.header,
         host=host,
         device=device,
         memory=memory,
         syncs=syncs,
-        names=gathered.names(),
-        shapes=gathered.shapes(),
-        grids=gathered.grids(),
-        threads=gathered.threads(),
-        thread_names=gathered.thread_names,
-        host_spoken=gathered.host_spoken,
-        device_spoken=gathered.device_spoken,
-        counts=gathered.counts,
-        unknown=gathered.unknown,
-        unmatched=gathered.unmatched,
-        several=bool(gathered.several),
+        names=builder.names(),
+        shapes=builder.shapes(),
+        grids=builder.grids(),
+        threads=builder.threads(),
+        thread_names=builder.thread_names,
+        host_collectives=builder.host_collectives,
+        device_collectives=builder.device_collectives,
+        counts=builder.counts,
+        unknown=builder.unknown,
+        unmatched=builder.unmatched,
+        has_several_ranks=bool(builder.has_several_ranks),
         damage=source.damage,
-        clock=gathered.clock,
+        clock=builder.clock,
         read_bytes=source.read_bytes,
     )
 

@@ -13,16 +13,16 @@ _KINDS = {
     "Stream Sync": STREAM,
     "Context Sync": CONTEXT,
 }
-_UNKNOWN_STREAM = (1 << 31) - 1  # CUPTI's, besides -1
+_UNKNOWN_STREAM = (1 << 31) - 1  # CUPTI's value, as is -1
 
 
 def table(found: pl.DataFrame, names: pl.Series, host: Host) -> pl.DataFrame:
-    """Return the rows of the syncs table; events of other names are left out."""
-    told = found.with_columns(names.gather(found["name"]).alias("called")).filter(pl.col("called").is_in(list(_KINDS)))
+    """Return the rows of the syncs table; events with other names are ignored."""
+    named = found.with_columns(names.gather(found["name"]).alias("called")).filter(pl.col("called").is_in(list(_KINDS)))
     runtime = np.flatnonzero(host.is_kind("runtime"))
     of_call = host.correlation[runtime] if len(runtime) else runtime
-    return told.select(
-        nulled(_called(runtime, of_call, told["correlation"].to_numpy()), "call_id"),
+    return named.select(
+        nulled(_called(runtime, of_call, named["correlation"].to_numpy()), "call_id"),
         pl.col("called").replace_strict(_KINDS, return_dtype=pl.String).alias("kind"),
         "start_ns",
         "dur_ns",
@@ -31,11 +31,11 @@ def table(found: pl.DataFrame, names: pl.Series, host: Host) -> pl.DataFrame:
             pl.when(pl.col(name).is_between(0, _UNKNOWN_STREAM - 1)).then(pl.col(name)).alias(name)
             for name in ("stream", "awaited_stream")
         ),
-        nulled(_called(runtime, of_call, told["awaited_correlation"].to_numpy()), "record_id"),
+        nulled(_called(runtime, of_call, named["awaited_correlation"].to_numpy()), "record_id"),
     )
 
 
-def _called(runtime: Ints, correlation: Ints, sought: Ints) -> Ints:
+def _called(runtime: Ints, correlation: Ints, wanted: Ints) -> Ints:
     """Return the runtime call of each correlation; -1 for none."""
-    at = first_of(correlation, np.maximum(sought, 0))
-    return np.where(at >= 0, runtime[np.maximum(at, 0)], -1) if len(runtime) else np.full(len(sought), -1, np.int64)
+    at = first_of(correlation, np.maximum(wanted, 0))
+    return np.where(at >= 0, runtime[np.maximum(at, 0)], -1) if len(runtime) else np.full(len(wanted), -1, np.int64)
