@@ -167,7 +167,7 @@ def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_
         (["plan", "memory"], "--params or --model is needed, such as --model 405b"),
         (
             ["plan", "checkpoint", "--model", "405b", "--interval", "4h"],
-            "or take it from a recorded run: --measured RUN",
+            "or take it from a recorded run by --measured RUN",
         ),
         (["scrub", "RUN", "RUN"], "name another place"),
     ],

@@ -69,7 +69,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_no_control_character_of_a_trace_reaches_a_terminal(nasty, tmp_path, monkeypatch, arguments):
     # On a busy machine there is time for the progress bar, whose own control characters are no trace's.
-    monkeypatch.setattr(output, "_SILENT_S", math.inf)
+    monkeypatch.setattr(output, "_DELAY_S", math.inf)
     places = {"RUN": nasty, "OUT": tmp_path / "o\x1b[31m"}
     _, shown = on_a_terminal(*(places.get(each, each) for each in arguments), NO_COLOR="1")
     assert shown.strip()

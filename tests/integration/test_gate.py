@@ -139,10 +139,10 @@ def test_a_baseline_is_shown(folder: Path) -> None:
 
 
 def test_again_counts_further_recordings(folder: Path) -> None:
-    _, told = gate(FAULTS / "churn", "--again", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json", *FEW)
+    _, told = gate(FAULTS / "churn", "--repeat", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json", *FEW)
     (allocated,) = (each for each in told["metrics"] if each["metric"] == "allocated_bytes")
     assert allocated["candidate_samples"] == 4
-    both = tracekit("check", FAULTS / "churn", FAULTS / "healthy-ddp", "--again", FAULTS / "churn")
+    both = tracekit("check", FAULTS / "churn", FAULTS / "healthy-ddp", "--repeat", FAULTS / "churn")
     assert both.returncode == 2
 
 

@@ -1,6 +1,7 @@
-"""What a check is written as, once or several times: for people, for programs, for what CI shows."""
+"""The formats of a check's report: for people, for programs, and for CI systems."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output
+from tracekit.cli.options import OutputOptions
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ReportFormat(StrEnum):
-    """What a report can be written as."""
+    """Formats of a report."""
 
     TEXT = "text"
     JSON = "json"
@@ -28,84 +30,81 @@ class ReportFormat(StrEnum):
     CODEQUALITY = "codequality"
 
 
-Also = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--also", metavar="FORMAT=FILE", help="Write another report besides, such as sarif=tracekit.sarif. Repeatable."
-    ),
-]
-CommentKey = Annotated[
-    str, typer.Option("--comment-key", metavar="NAME", help="Which comment the Markdown is: one per name is updated.")
-]
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(OutputOptions):
+    """The formats and destinations of a check's report."""
+
+    report_format: Annotated[ReportFormat, typer.Option("--format", help="Format of the report.")] = ReportFormat.TEXT
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--also", metavar="FORMAT=FILE", help="Write an additional report, e.g. sarif=out.sarif. Repeatable."
+        ),
+    ] = None
+    comment_key: Annotated[
+        str, typer.Option("--comment-key", metavar="NAME", help="Markdown: update the CI comment of this name.")
+    ] = "check"
+
+    def require_valid(self) -> None:
+        """Raise ConfigError if an option cannot be used, before a run is read."""
+        self._additional()
+        if self.report_format is ReportFormat.HTML:
+            output.require_output_file(self.out, "an HTML report")
+
+    def write(self, results: "Sequence[CheckResult]") -> None:
+        """Write the report to `out` or stdout, and the additional ones to their files."""
+        from tracekit.report import code_locations
+
+        checkout = code_locations.Checkout(code_locations.repository_root(Path.cwd()))
+        for report_format, file in self._additional():
+            output.emit(self._render(results, report_format, file, checkout), file)
+        emit = output.emit_commands if self.report_format is ReportFormat.GITHUB else output.emit
+        emit(self._render(results, self.report_format, self.out, checkout), self.out)
+
+    def _additional(self) -> list[tuple[ReportFormat, Path]]:
+        reports = []
+        for text in self.also or ():
+            name, _, file = text.partition("=")
+            if name not in list(ReportFormat) or not file:
+                raise ConfigError(f"--also {text}: expected FORMAT=FILE with a format of {', '.join(ReportFormat)}")
+            reports.append((ReportFormat(name), Path(file)))
+        return reports
+
+    def _render(
+        self, results: "Sequence[CheckResult]", report_format: ReportFormat, out: Path | None, checkout: "Checkout"
+    ) -> str:
+        if report_format is ReportFormat.TEXT:
+            return _as_text(results, width=output.width(out), color=output.color(out))
+        if report_format in (ReportFormat.JSON, ReportFormat.HTML):
+            return _as_document(results, report_format)
+        from tracekit.report import codequality, github, junit, markdown, sarif
+
+        if report_format is ReportFormat.MARKDOWN:
+            return markdown.render(results, checkout, key=self.comment_key)
+        render = {
+            ReportFormat.JUNIT: junit.render,
+            ReportFormat.SARIF: sarif.render,
+            ReportFormat.GITHUB: github.render,
+            ReportFormat.CODEQUALITY: codequality.render,
+        }
+        return render[report_format](results, checkout)
 
 
-def parse_also(also: Sequence[str]) -> list[tuple[ReportFormat, Path]]:
-    """Return the further reports that options such as ``sarif=tracekit.sarif`` ask for. Raises ConfigError."""
-    found = []
-    for text in also:
-        name, has_file, file = text.partition("=")
-        if name not in list(ReportFormat) or not has_file or not file:
-            raise ConfigError(f"--also {text}: expected FORMAT=FILE, the format one of {', '.join(ReportFormat)}")
-        found.append((ReportFormat(name), Path(file)))
-    return found
+def _as_document(results: "Sequence[CheckResult]", report_format: ReportFormat) -> str:
+    from tracekit.report import html, json
 
-
-def write_reports(
-    gates: "Sequence[CheckResult]",
-    report_format: ReportFormat,
-    out: Path | None,
-    *,
-    also: Sequence[tuple[ReportFormat, Path]] = (),
-    comment_key: str,
-) -> None:
-    """Write the reports on runs: one to `out`, or stdout, and those that are wanted besides."""
-    from tracekit.report import code_locations
-
-    checkout = code_locations.Checkout(code_locations.repository_root(Path.cwd()))
-    for each, file in also:
-        output.emit(_render(gates, each, file, checkout, comment_key), file)
-    emit = output.emit_commands if report_format is ReportFormat.GITHUB else output.emit
-    emit(_render(gates, report_format, out, checkout, comment_key), out)
-
-
-def _render(
-    gates: "Sequence[CheckResult]",
-    report_format: ReportFormat,
-    out: Path | None,
-    checkout: "Checkout",
-    comment_key: str,
-) -> str:
-    if report_format in (ReportFormat.TEXT, ReportFormat.JSON, ReportFormat.HTML):
-        return _report(gates, report_format, out)
-    from tracekit.report import codequality, github, junit, markdown, sarif
-
-    if report_format is ReportFormat.MARKDOWN:
-        return markdown.render(gates, checkout, key=comment_key)
-    written = {
-        ReportFormat.JUNIT: junit.render,
-        ReportFormat.SARIF: sarif.render,
-        ReportFormat.GITHUB: github.render,
-        ReportFormat.CODEQUALITY: codequality.render,
-    }
-    return written[report_format](gates, checkout)
-
-
-def _report(gates: "Sequence[CheckResult]", report_format: ReportFormat, out: Path | None) -> str:
-    told = [(gate.report, gate.report.run) for gate in gates]
+    reports = [(result.report, result.report.run) for result in results]
     if report_format is ReportFormat.HTML:
-        from tracekit.report import html
+        return html.render_several(reports, results)
+    return json.render(*reports[0], results[0]) if len(reports) == 1 else json.render_several(reports, results)
 
-        return html.render_several(told, gates)
-    if report_format is ReportFormat.JSON:
-        from tracekit.report import json
 
-        return json.render(*told[0], gates[0]) if len(told) == 1 else json.render_several(told, gates)
-    from tracekit.report import gate_text as verdicts
-    from tracekit.report import text
+def _as_text(results: "Sequence[CheckResult]", *, width: int, color: bool) -> str:
+    from tracekit.report import gate_text, text
 
-    width, color = output.width(out), output.color(out)
-    if any(gate.comparison or gate.budgets for gate in gates):
-        return "\n".join(verdicts.render(gate, width=width, color=color) for gate in gates)
-    if len(told) == 1:
-        return text.render(*told[0], width=width, color=color)
-    return text.render_several(told, width=width, color=color)
+    if any(result.comparison or result.budgets for result in results):
+        return "\n".join(gate_text.render(result, width=width, color=color) for result in results)
+    reports = [(result.report, result.report.run) for result in results]
+    if len(reports) == 1:
+        return text.render(*reports[0], width=width, color=color)
+    return text.render_several(reports, width=width, color=color)

@@ -6,9 +6,8 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 
@@ -16,7 +15,6 @@ from tracekit import conventions
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    import polars as pl
     from rich.progress import Progress, TaskID
 
     from tracekit.model.run import Source
@@ -24,34 +22,9 @@ if TYPE_CHECKING:
 FALLBACK_WIDTH = 100
 BROKEN_PIPE = 141  # as a process that SIGPIPE ends
 _DELAY_S = 0.7
-_DEFAULT_TOP = 20
+DEFAULT_TOP = 20
 _MAX_MESSAGE = 4000
 _MAX_NAME = 40
-
-
-class Format(StrEnum):
-    """What a table can be written as."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class TotalsFormat(StrEnum):
-    """What a table of kernels or ops can be written as."""
-
-    TEXT = "text"
-    CSV = "csv"
-    JSON = "json"
-
-
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to FILE, which appears once it is whole.")
-]
-Top = Annotated[
-    int | None,
-    typer.Option("--top", metavar="N", min=1, help="The N with most time.  [default: 20 of text, else all]"),
-]
-TextOrJson = Annotated[Format, typer.Option("--format", help="Write it for people or for programs.")]
 
 
 def width(output: Path | None = None) -> int:
@@ -104,18 +77,6 @@ def atomic_file(output: Path) -> Iterator[BinaryIO]:
 def split_names(text: str) -> tuple[str, ...]:
     """Return the names in an option's value, which commas part."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def emit_totals(rows: "pl.DataFrame", totals_format: TotalsFormat, top: int | None, output: Path | None) -> None:
-    """Write a table of kernels or ops, its first `top` rows: unless told, 20 as text and all for programs."""
-    from tracekit.report import query_rows as written
-    from tracekit.report import totals
-
-    if totals_format is TotalsFormat.TEXT:
-        emit(totals.as_text(rows, top=top or _DEFAULT_TOP, width=width(output), color=color(output)), output)
-        return
-    shown = rows if top is None else rows.head(top)
-    emit_rows(written.as_csv(shown) if totals_format is TotalsFormat.CSV else written.as_json(shown), output)
 
 
 def emit_rows(text: str, output: Path | None) -> None:

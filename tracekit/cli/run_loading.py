@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from tracekit.cli import output
 from tracekit.errors import InputError
@@ -17,15 +15,6 @@ if TYPE_CHECKING:
     from tracekit.regression.comparison import RunSamples
     from tracekit.rules.rule import Report, Rule
 
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="A folder of traces, a trace file, a glob in quotes, or a URL such as s3://bucket/run."
-    ),
-]
-UseCache = Annotated[
-    bool, typer.Option("--cache/--no-cache", help="Use the tables that were parsed before, and keep those parsed now.")
-]
 SAMPLE = "sample_run"
 CHECKOUT_SAMPLES = "sample_traces"
 

@@ -315,11 +315,11 @@ def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
     done = tracekit("history", "add", *files, "--db", db, **ci)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == f"tracekit: {db}: 14 runs added\n"
-    assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 there already\n")
+    assert tracekit("history", "add", files[0], "--db", db).stderr.endswith("0 runs added, 1 unchanged\n")
     again = ("history", "add", files[0], "--db", db)
-    assert tracekit(*again, GITHUB_SHA="cd" * 20).stderr.endswith("1 there already\n")
-    assert tracekit(*again, "--commit", "ef" * 20).stderr.endswith("1 told anew\n")
-    assert tracekit(*again, "--commit", "ab" * 20).stderr.endswith("1 told anew\n")
+    assert tracekit(*again, GITHUB_SHA="cd" * 20).stderr.endswith("1 unchanged\n")
+    assert tracekit(*again, "--commit", "ef" * 20).stderr.endswith("1 updated\n")
+    assert tracekit(*again, "--commit", "ab" * 20).stderr.endswith("1 updated\n")
     shown = tracekit("history", "show", "--db", db, "--metric", "step_time", "--branch", "main", COLUMNS="100")
     assert shown.returncode == 0
     assert "worse +2" in shown.stdout
@@ -361,7 +361,7 @@ def test_a_check_is_added_to_a_history_with_its_verdict(tmp_path):
     (row,) = store.read(db).runs.to_dicts()
     assert (row["passed"], row["commit"]) == (False, "cd" * 20)
     assert "COMM001" in row["failures"]
-    assert "1 told anew" in tracekit("history", "add", run, "--db", db, "--no-cache").stderr  # by another bar
+    assert "1 updated" in tracekit("history", "add", run, "--db", db, "--no-cache").stderr  # by another bar
     assert store.read(db).runs["passed"].to_list() == [True]
     run.rename(tmp_path / "gone")
     (tmp_path / "none").write_text("no database")

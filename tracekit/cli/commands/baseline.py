@@ -1,4 +1,4 @@
-"""``tracekit baseline``: what later runs are held against, saved, renewed and shown."""
+"""``tracekit baseline``: save, update and show the baseline that later runs are compared with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.run_loading import UseCache
+from tracekit.cli.options import AllowDifferent, ConfigFile, UseCache
 from tracekit.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -19,94 +19,93 @@ if TYPE_CHECKING:
 REFUSED = 1
 
 baseline = typer.Typer(
-    help="Save what a run measures, to hold later runs against it.",
-    short_help="Save, renew or show what later runs are held against.",
+    help="Save the results of a run as a baseline for later runs.",
+    short_help="Save, update or show the baseline of later runs.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN…", help="Recordings of one training; with several, how much they differ.")
+    list[str],
+    typer.Argument(metavar="RUN…", help="Recordings of the same training; several show their spread."),
 ]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The baseline.", show_default=False)]
-AllowDifferent = Annotated[
-    bool, typer.Option("--allow-different", help="Go on where model, strategy, device or versions differ.")
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Settings; by default the nearest tracekit.toml or pyproject.toml."),
-]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The baseline file.", show_default=False)]
 
 
 @baseline.command(short_help="Save recordings as a baseline.")
 def save(
     runs: Runs,
     *,
-    out: Annotated[Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="Where to.")],
+    out: Annotated[Path, typer.Option("--output", "--out", "-o", metavar="FILE", help="Baseline file to write.")],
     config: ConfigFile = None,
     allow_different: AllowDifferent = False,
     cache: UseCache = True,
 ) -> None:
-    """Save samples, findings and fingerprint of a run, in kilobytes, for tracekit check --baseline.
+    """Save samples, findings and fingerprint of a run, a few kilobytes, for tracekit check --baseline.
 
-    Several recordings of the same training tell by how much such recordings differ, and make the check sharper: three
-    to five are well spent.
+    Several recordings of the same training show the spread between recordings, so that the check finds smaller
+    regressions. Record three to five.
     """
     from tracekit.regression import baseline as baselines
 
-    made = baselines.of_reports(_checked(runs, _settled(config), cache=cache), allow_different=allow_different)
-    _write(made, out)
-    output.notify(f"{out}: {_counted(made)} of {made.name}, {out.stat().st_size:,} bytes{_advice(made)}")
+    reports = _checked(runs, _settings(config), cache=cache)
+    saved = baselines.of_reports(reports, allow_different=allow_different)
+    _write(saved, out)
+    output.notify(f"{out}: {_counted(saved)} of {saved.name}, {out.stat().st_size:,} bytes{_advice(saved)}")
 
 
-@baseline.command(short_help="Renew a baseline by a newer run.")
+@baseline.command(short_help="Update a baseline with newer runs.")
 def update(
     file: File,
     runs: Runs,
     *,
     accept: Annotated[
         list[str] | None,
-        typer.Option("--accept", metavar="CODE,…", help="What may be new or worse: rules, ids, metrics. Repeatable."),
+        typer.Option(
+            "--accept", metavar="CODE,…", help="Accept these regressions: rules, finding ids or metrics. Repeatable."
+        ),
     ] = None,
     config: ConfigFile = None,
     allow_different: AllowDifferent = False,
     cache: UseCache = True,
 ) -> None:
-    """Renew a baseline by runs that are no worse, or whose regressions are accepted by name.
+    """Update a baseline with runs that are no worse, or whose regressions are accepted by name.
 
-    Where nothing changed the recordings are added, up to five; further ones change nothing, so that a slow creep is
-    seen. Where something was accepted, mended or got better they take the place of all there were. Exits with 1, and
-    leaves the file as it is, where something is new or worse and not accepted.
+    If nothing changed, the recordings are added, up to five in total; after that the file does not change, so that a
+    slow drift is detected. If something was accepted, fixed or improved, they replace the old recordings. If something
+    is new or worse and not accepted, the file does not change and the exit code is 1.
     """
     from tracekit.regression import baseline as baselines
     from tracekit.regression import judgement
 
-    settled = _settled(config)
-    held = _read(file)
-    told = _checked(runs, settled, cache=cache)
-    gate = judgement.judge(
-        told[0][0],
-        judgement.least_severity(settled.fail_on),
-        baseline=held,
-        thresholds=settled.baseline,
-        repeats=[run for _, run in told[1:]],
+    settings = _settings(config)
+    old = _read(file)
+    reports = _checked(runs, settings, cache=cache)
+    result = judgement.judge(
+        reports[0][0],
+        judgement.least_severity(settings.fail_on),
+        baseline=old,
+        thresholds=settings.baseline,
+        repeats=[run for _, run in reports[1:]],
         allow_different=allow_different,
     )
-    accepted = [name for each in accept or [] for name in output.split_names(each)]
-    left = judgement.not_accepted(gate, accepted)
-    if left:
-        output.notify(f"{file} stays as it is: {', '.join(left)} got worse; mend that, or --accept {','.join(left)}")
+    accepted = [name for names in accept or [] for name in output.split_names(names)]
+    regressions = judgement.not_accepted(result, accepted)
+    if regressions:
+        output.notify(
+            f"{file} is unchanged: {', '.join(regressions)} got worse; fix it, or --accept {','.join(regressions)}"
+        )
         raise typer.Exit(REFUSED)
-    fresh = baselines.of_reports(told, allow_different=allow_different)
-    renewed, why = judgement.updated(held, fresh, gate, thresholds=settled.baseline)
-    if renewed is not held:
-        _write(renewed, file)
-    output.notify(f"{file}: {why}; {_counted(renewed)}{_advice(renewed)}")
+    new = baselines.of_reports(reports, allow_different=allow_different)
+    updated, reason = judgement.updated(old, new, result, thresholds=settings.baseline)
+    if updated is not old:
+        _write(updated, file)
+    output.notify(f"{file}: {reason}; {_counted(updated)}{_advice(updated)}")
 
 
-@baseline.command(short_help="Show what a baseline holds.")
+@baseline.command(short_help="Show a baseline.")
 def show(file: File) -> None:
-    """Show the fingerprint, the findings and the typical metrics of a baseline."""
+    """Show the fingerprint, the findings and the median metrics of a baseline."""
     from tracekit.report import baseline_text
 
     output.emit(baseline_text.render(_read(file), width=output.width(), color=output.color()))
@@ -114,7 +113,7 @@ def show(file: File) -> None:
 
 @baseline.command(short_help="Print the JSON Schema of baselines.")
 def schema() -> None:
-    """Print the JSON Schema that the files obey."""
+    """Print the JSON Schema of baseline files."""
     from tracekit.report import baseline_json
 
     output.emit(baseline_json.schema())
@@ -124,39 +123,39 @@ def _read(file: Path) -> "Baseline":
     from tracekit.report import baseline_json
 
     if not file.is_file():
-        raise InputError(f"{file}: there is no such file")
+        raise InputError(f"{file}: there is no such file; tracekit baseline save creates one")
     return baseline_json.read(file)
 
 
-def _settled(path: Path | None) -> "CheckSettings":
+def _settings(path: Path | None) -> "CheckSettings":
     from tracekit.cli import settings
     from tracekit.rules import all_rules
 
     return settings.resolve(path, all_rules())
 
 
-def _checked(runs: Sequence[str], settled: "CheckSettings", *, cache: bool) -> "list[tuple[Report, Run]]":
+def _checked(runs: Sequence[str], check_settings: "CheckSettings", *, cache: bool) -> "list[tuple[Report, Run]]":
     from tracekit.cli import settings
     from tracekit.regression import baseline as baselines
     from tracekit.rules import all_rules
 
     if len(runs) > baselines.MAX_RECORDINGS:
-        raise ConfigError(f"a baseline holds {baselines.MAX_RECORDINGS} recordings at most, not {len(runs)}")
-    rules = settings.configured_rules(settled, all_rules())
+        raise ConfigError(f"a baseline has at most {baselines.MAX_RECORDINGS} recordings, not {len(runs)}")
+    rules = settings.configured_rules(check_settings, all_rules())
     return run_loading.check_runs(runs, rules, facts=baselines.FACTS, cache=cache)
 
 
-def _write(made: "Baseline", path: Path) -> None:
+def _write(saved: "Baseline", path: Path) -> None:
     from tracekit.report import baseline_json
 
-    output.emit(baseline_json.render(made), path)
+    output.emit(baseline_json.render(saved), path)
 
 
-def _counted(made: "Baseline") -> str:
-    count = len(made.recordings)
+def _counted(saved: "Baseline") -> str:
+    count = len(saved.recordings)
     return f"{count} recording{'s' * (count > 1)}"
 
 
-def _advice(made: "Baseline") -> str:
-    enough = len(made.recordings) >= 3
-    return "" if enough else "; three or more would tell how much recordings differ, and catch smaller regressions"
+def _advice(saved: "Baseline") -> str:
+    enough = len(saved.recordings) >= 3
+    return "" if enough else "; three or more show the spread between recordings, and find smaller regressions"

@@ -1,4 +1,4 @@
-"""``tracekit cache``: where parsed traces are kept, how much they take, and how to be rid of them."""
+"""``tracekit cache``: the size and path of the disk cache, and how to clear it."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,7 +9,7 @@ from tracekit.cli import output
 from tracekit.errors import InputError
 
 
-class What(StrEnum):
+class Action(StrEnum):
     """What to do with the cache."""
 
     SIZE = "size"
@@ -17,12 +17,12 @@ class What(StrEnum):
     CLEAR = "clear"
 
 
-def cache(what: Annotated[What, typer.Argument(help="Show its size or its path, or clear it.")] = What.SIZE) -> None:
-    """Show how much the parsed traces take and where they lie, or remove them.
+def cache(action: Annotated[Action, typer.Argument(help="Show its size or path, or clear it.")] = Action.SIZE) -> None:
+    """Show the size and path of the cache of parsed traces, or clear it.
 
-    TRACEKIT_CACHE_DIR names another folder, TRACEKIT_CACHE_MAX_BYTES another bound than 10 GiB (0: keep nothing). What
-    the dashboard keeps lies beside them, and is removed with them: timelines, bound to as much again, and reports, to a
-    tenth of it.
+    TRACEKIT_CACHE_DIR sets another folder, TRACEKIT_CACHE_MAX_BYTES another limit than 10 GiB (0 disables the cache).
+    The dashboard's caches are in the same folder and are cleared too: timelines, with the same limit, and reports, with
+    a tenth of it.
     """
     from tracekit.ingest.trace_cache import TraceCache
     from tracekit.model import units
@@ -31,13 +31,13 @@ def cache(what: Annotated[What, typer.Argument(help="Show its size or its path, 
 
     traces = TraceCache.of_user()
     if traces is None:
-        raise InputError("there is no home directory to keep a cache in; name a folder by TRACEKIT_CACHE_DIR")
+        raise InputError("there is no home directory for a cache; set TRACEKIT_CACHE_DIR to a folder")
     caches = {"traces": traces.disk, "timelines": timeline.scene_cache(), "reports": store.report_cache()}
-    if what is What.PATH:
+    if action is Action.PATH:
         output.emit(f"{traces.disk.folder}\n")
-    elif what is What.CLEAR:
+    elif action is Action.CLEAR:
         output.emit(f"freed {units.size(sum(cache.clear() for cache in caches.values() if cache))}\n")
     else:
         sizes = {name: units.size(cache.size_bytes()) for name, cache in caches.items() if cache}
-        more = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")
-        output.emit(f"{sizes['traces']} of {units.size(traces.disk.max_bytes)} in {traces.disk.folder}{more}\n")
+        others = "".join(f"; {name} {size}" for name, size in sizes.items() if name != "traces")
+        output.emit(f"{sizes['traces']} of {units.size(traces.disk.max_bytes)} in {traces.disk.folder}{others}\n")

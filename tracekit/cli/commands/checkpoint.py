@@ -1,4 +1,4 @@
-"""``tracekit checkpoint``: what lies on disk."""
+"""``tracekit checkpoint``: verify checkpoints on disk."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tracekit.cli import output
-from tracekit.cli.output import Format, Output, TextOrJson
+from tracekit.cli.options import TableOptions, expand_options
 from tracekit.model import units
 
 if TYPE_CHECKING:
@@ -22,27 +21,29 @@ def _checkpoints() -> None:
     """Verify checkpoints on disk."""
 
 
-@checkpoint.command(short_help="Say whether checkpoints are whole, before one is loaded.")
+@checkpoint.command(short_help="Verify that checkpoints are complete and undamaged.")
+@expand_options
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of them, such as a run.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder with checkpoints, such as a run.")
+    ],
     *,
-    table_format: TextOrJson = Format.TEXT,
-    out: Output = None,
+    table: TableOptions,
 ) -> None:
-    """Say of each checkpoint whether it is whole; name rank, file and what to do where it is not.
+    """Verify that each checkpoint is complete; if one is damaged, name the rank, the file and the remedy.
 
-    Needs no torch, and executes nothing that a checkpoint holds. Of our trainers' checkpoints every byte is verified;
-    of others what can be: the storage index of torch.distributed.checkpoint, CRC32 of what torch.save wrote, headers
-    and sizes of safetensors. Exit codes: 0 all are whole, 1 one is damaged, 2 one cannot be read or there is none.
+    Needs no torch and executes no code from a checkpoint. Checkpoints of tracekit's trainers are verified in full.
+    For others, it verifies the storage index of torch.distributed.checkpoint, CRC32 checksums of torch.save, and
+    headers and sizes of safetensors. Exit codes: 0 all are complete, 1 one is damaged, 2 one cannot be read or the
+    folder has none.
     """
-    from tracekit.ingest import checkpoint_files as verifying
+    from tracekit.ingest import checkpoint_files
 
-    verified = verifying.verify(path)
-    text = _as_json(verified) if table_format is Format.JSON else "".join(_as_text(each) for each in verified)
-    output.emit(text, out)
-    found = {each.status for each in verified}
-    if found != {verifying.WHOLE}:
-        raise typer.Exit(1 if verifying.DAMAGED in found else 2)
+    verified = checkpoint_files.verify(path)
+    table.emit(_as_json(verified) if table.is_json else "".join(map(_as_text, verified)))
+    statuses = {each.status for each in verified}
+    if statuses != {checkpoint_files.WHOLE}:
+        raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
 
 
 def _as_text(each: "Verified") -> str:

@@ -1,4 +1,4 @@
-"""``tracekit compare``: did it get better or worse, or can these steps not tell?"""
+"""``tracekit compare``: whether a run is better or worse than another, or the difference is inconclusive."""
 
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.output import Output
-from tracekit.cli.run_loading import UseCache
+from tracekit.cli.options import AllowDifferent, OutputOptions, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,63 +17,62 @@ LIMIT_CROSSED = 1
 
 
 class ComparisonFormat(StrEnum):
-    """What a comparison can be written as."""
+    """Formats of a comparison."""
 
     TEXT = "text"
     JSON = "json"
     MARKDOWN = "markdown"
 
 
+@expand_options
 def compare(
-    reference: Annotated[str, typer.Argument(metavar="A", help="What to compare with: a run, or a saved JSON report.")],
-    candidate: Annotated[str, typer.Argument(metavar="B", help="What to judge: a run, or a saved JSON report.")],
+    reference: Annotated[str, typer.Argument(metavar="A", help="The reference: a run, or a saved JSON report.")],
+    candidate: Annotated[str, typer.Argument(metavar="B", help="The run or saved JSON report to judge.")],
     *,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
             "--fail-if",
-            metavar="BAR",
-            help="Exit with 1 where B is worse by more: 'step_time>3%', 'idle>5ms'. Repeatable.",
+            metavar="LIMIT",
+            help="Exit with 1 if B is worse by more than this: 'step_time>3%', 'idle>5ms'. Repeatable.",
         ),
     ] = None,
     comparison_format: Annotated[
-        ComparisonFormat, typer.Option("--format", help="How to write it.")
+        ComparisonFormat, typer.Option("--format", help="Output format.")
     ] = ComparisonFormat.TEXT,
-    allow_different: Annotated[
-        bool, typer.Option("--allow-different", help="Compare even where model, world size or device differ.")
-    ] = False,
+    allow_different: AllowDifferent = False,
     cache: UseCache = True,
-    out: Output = None,
+    output_options: OutputOptions,
 ) -> None:
-    """Compare two runs by the medians of their steps, with 95% intervals.
+    """Compare two runs by the medians of their steps, with 95% confidence intervals.
 
-    The verdict on each metric is better, worse, same or cannot tell. A bar is crossed only by a change that the
-    interval says is more than noise. Exits with 4 where the runs cannot be compared.
+    The verdict on each metric is better, worse, same or cannot tell. A --fail-if limit is exceeded only by a
+    significant change. Exit code 4: the runs cannot be compared.
     """
     from tracekit.regression import comparison as comparing
-    from tracekit.regression import limits as bars
-    from tracekit.report import comparison as told
+    from tracekit.regression import limits
+    from tracekit.report import comparison as report
 
-    wanted = [bars.parse(text) for text in fail_if or []]
+    parsed = [limits.parse(text) for text in fail_if or []]
     sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
-    found = comparing.compare(*sides, allow_different=allow_different)
+    comparison = comparing.compare(*sides, allow_different=allow_different)
     if comparison_format is ComparisonFormat.JSON:
-        output.emit(told.as_json(found), out)
+        output_options.emit(report.as_json(comparison))
     elif comparison_format is ComparisonFormat.MARKDOWN:
-        output.emit(told.as_markdown(found), out)
+        output_options.emit(report.as_markdown(comparison))
     else:
-        output.emit(told.as_text(found, width=output.width(out), color=output.color(out)), out)
-    _judge(wanted, found)
+        output_options.emit(report.as_text(comparison, **output_options.style))
+    _judge(parsed, comparison)
 
 
-def _judge(wanted: "list[Limit]", found: "Comparison") -> None:
-    from tracekit.report import comparison as told
+def _judge(limits: "list[Limit]", comparison: "Comparison") -> None:
+    from tracekit.report import comparison as report
 
-    by_metric = {change.metric: change for change in found.changes}
-    missing = [bar.text for bar in wanted if bar.metric not in by_metric]
+    by_metric = {change.metric: change for change in comparison.changes}
+    missing = [limit.text for limit in limits if limit.metric not in by_metric]
     if missing:
-        raise InputError(f"--fail-if {missing[0]}: not measured in both runs; compare shows what is")
-    for bar in wanted:
-        output.notify(told.limit_verdict(bar, by_metric[bar.metric]))
-    if any(bar.is_exceeded(by_metric[bar.metric]) for bar in wanted):
+        raise InputError(f"--fail-if {missing[0]}: not measured in both runs; compare lists the metrics that are")
+    for limit in limits:
+        output.notify(report.limit_verdict(limit, by_metric[limit.metric]))
+    if any(limit.is_exceeded(by_metric[limit.metric]) for limit in limits):
         raise typer.Exit(LIMIT_CROSSED)

@@ -1,4 +1,4 @@
-"""``tracekit dashboard``: the browser's view of runs."""
+"""``tracekit dashboard``: runs in the browser."""
 
 import contextlib
 import errno
@@ -25,19 +25,23 @@ def dashboard(
     *,
     history: Annotated[
         Path | None,
-        typer.Option("--history", metavar="FILE", help="A history; by default history.duckdb in a folder named."),
+        typer.Option(
+            "--history", metavar="FILE", help="History to show.  [default: history.duckdb in one of the folders]"
+        ),
     ] = None,
     host: Annotated[
         str,
-        typer.Option("--host", metavar="ADDRESS", help="Address to listen at; others than this machine's are open."),
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Address to listen on; any other than localhost is open to the network."
+        ),
     ] = LOCALHOST,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = DEFAULT_PORT,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
 ) -> None:
-    """Open the dashboard on one or several runs, or on a folder of them.
+    """Open runs, or folders of runs, in the dashboard.
 
-    It binds 127.0.0.1 unless --host names another address, sends no statistics and fetches nothing from a network.
-    There is no password: whoever reaches the address sees the runs. Only the runs and folders named are read.
+    It listens on 127.0.0.1 unless --host sets another address, sends no statistics and loads nothing from the network.
+    There is no password: anyone who can reach the address can see the runs. It reads only the runs and folders given.
     """
     for run in [*runs, *([str(history)] if history else [])]:
         if not Path(run).exists():
@@ -47,26 +51,26 @@ def dashboard(
     _require_free_port(host, port)
     if host not in _LOOPBACK:
         output.notify(
-            f"warning: listening at {host}, port {port}, without a password or encryption: whoever reaches it can "
-            f"read {', '.join(runs)}; leave --host out where only you look, and forward the port: "
+            f"warning: listening on {host}, port {port}, without a password or encryption: anyone who can "
+            f"reach it can read {', '.join(runs)}; for yourself alone, omit --host and forward the port: "
             f"ssh -L {port}:127.0.0.1:{port}"
         )
-    # Streamlit takes over this very process: Ctrl-C and signals reach it, and its exit code is ours.
-    words = server_command(runs, host=host, port=port, browser=browser, history=history)
-    os.execv(sys.executable, words)  # noqa: S606 no shell
+    # Streamlit replaces this process, so that it gets Ctrl-C and signals, and its exit code is the command's.
+    arguments = server_command(runs, host=host, port=port, browser=browser, history=history)
+    os.execv(sys.executable, arguments)  # noqa: S606 no shell
 
 
 def server_command(
     runs: list[str], *, port: int, browser: bool, history: Path | None = None, host: str = LOCALHOST
 ) -> list[str]:
-    """Return the command that serves the dashboard. What follows ``--`` is for the app."""
+    """Return the command that serves the dashboard. Arguments after ``--`` are the app's."""
     options = {
         "server.address": host,
         "server.port": str(port),
         "server.headless": "false" if browser else "true",
         "browser.gatherUsageStats": "false",
     }
-    if host not in _LOOPBACK:  # whatever name leads to it from elsewhere
+    if host not in _LOOPBACK:  # other machines may reach it under any name
         options |= {"server.allowedHosts": "*"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     paths = [str(Path(run).resolve()) for run in runs]
@@ -75,7 +79,7 @@ def server_command(
 
 
 def _require_free_port(host: str, port: int) -> None:
-    """Raise InputError where nobody can listen at that address and port, rather than let Streamlit fail."""
+    """Raise InputError if the address or port cannot be used, before Streamlit fails on it."""
     try:
         _listen(host, port)
     except OSError as error:
@@ -83,12 +87,12 @@ def _require_free_port(host: str, port: int) -> None:
             free = _free_port_after(host, port)
             other = f", such as --port {free}" if free else ""
             raise InputError(
-                f"port {port} of {host} is taken, perhaps by a dashboard that runs already; choose another{other}"
+                f"port {port} of {host} is in use, perhaps by another dashboard; choose another port{other}"
             ) from None
         if error.errno == errno.EACCES:
-            raise InputError(f"--port {port}: is not for you to use; choose one from 1024 on") from None
+            raise InputError(f"--port {port}: you have no permission to use it; choose a port from 1024 on") from None
         raise InputError(
-            f"--host {host}: is no address of this machine ({error.strerror}); name one of its own, or 0.0.0.0 for all"
+            f"--host {host}: is no address of this machine ({error.strerror}); use one that is, or 0.0.0.0 for all"
         ) from None
 
 
@@ -101,7 +105,7 @@ def _free_port_after(host: str, port: int) -> int | None:
 
 
 def _listen(host: str, port: int) -> None:
-    """Listen at an address for a moment, as a server does. Raises OSError where it cannot."""
+    """Listen on an address for a moment, as a server does. Raises OSError if that fails."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # as Streamlit chooses
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))

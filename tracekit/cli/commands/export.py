@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
-from tracekit.cli import output, run_loading
-from tracekit.cli.run_loading import RunArgument, UseCache
+from tracekit.cli import output
+from tracekit.cli.options import RunOptions, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 
 _RANGE = re.compile(r"(\d+)(?:[-–](\d+))?\Z")
 _ZIP_LEVEL = 2
-_UNALIGNED_RANK = "rank {} shares too few collectives with others: it is"
 _MAX_RANKS = 1 << 20
 
 
+@expand_options
 def export(
-    run: RunArgument,
     *,
     out: Annotated[
         Path,
@@ -32,44 +31,47 @@ def export(
             "--output",
             "-o",
             metavar="FILE",
-            help="Where it goes, such as run.pftrace; compressed if the name ends in .gz.",
+            help="Trace file to write, such as run.pftrace; compressed if the name ends in .gz.",
         ),
     ],
-    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only what touches this step.")] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Only work in this step.")] = None,
     ranks: Annotated[str | None, typer.Option("--ranks", metavar="0,2-5", help="Only these ranks.")] = None,
     findings: Annotated[
-        bool, typer.Option("--findings/--no-findings", help="Show what check finds as a track.")
+        bool, typer.Option("--findings/--no-findings", help="Add a track with the findings of tracekit check.")
     ] = True,
-    cache: UseCache = True,
+    source: RunOptions,
 ) -> None:
-    """Write a run as one Perfetto trace, which ui.perfetto.dev opens: all ranks, on one clock.
+    """Write a run as one Perfetto trace for ui.perfetto.dev: all ranks, on one clock.
 
-    A rank is a process, a stream or thread a track, with its role in its name. Slices that overlap others of their
-    track without nesting have tracks of their own: nothing is dropped. Arrows go from launches to kernels, counters
-    show memory, and what tracekit check finds lies above each rank.
+    Each rank is a process; each stream or thread is a track whose name shows its role. Slices that overlap others
+    without nesting get an additional track, so that none is dropped. Arrows connect launches with kernels, counters
+    show memory, and findings of tracekit check are above each rank.
     """
     import polars as pl
 
     from tracekit.model import units
     from tracekit.report.export import perfetto
 
-    wanted = None if ranks is None else sorted(set(_parse_ranks(ranks)))
-    if wanted == []:
+    selected = None if ranks is None else sorted(set(_parse_ranks(ranks)))
+    if selected == []:
         raise ConfigError("--ranks: expected ranks and ranges of them, such as 0,2-5")
-    opened = run_loading.open_run(run, cache=cache)
+    run = source.open()
     with output.progress() as bar:
-        step_on = bar.trace_callback((1 + findings) * len(opened.sources))
-        found = _findings(opened, step_on) if findings else ()
+        callback = bar.trace_callback((1 + findings) * len(run.sources))
+        shown = _findings(run, callback) if findings else ()
         with output.atomic_file(out) as file, _compressed(file, out) as packed:
-            done = perfetto.write(opened, packed, findings=found, step=step, ranks=wanted, on_progress=step_on)
-    own = f"; {_count(done.own_tracks, 'track')} for slices that overlap others" if done.own_tracks else ""
+            written = perfetto.write(run, packed, findings=shown, step=step, ranks=selected, on_progress=callback)
+    extra = f"; {_count(written.own_tracks, 'track')} added for overlapping slices" if written.own_tracks else ""
     output.notify(
-        f"{out}: {_count(done.slices, 'slice')} of {_count(done.traces, 'trace')}{own}; open it at ui.perfetto.dev"
+        f"{out}: {_count(written.slices, 'slice')} of {_count(written.traces, 'trace')}{extra}; open at ui.perfetto.dev"
     )
-    if opened.offsets["residual_ns"].null_count() and len(opened.ranks) > 1:
-        alone = opened.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
-        ranks_are = "ranks {} share too few collectives with others: each is" if len(alone) > 1 else _UNALIGNED_RANK
-        output.notify(f"{ranks_are.format(units.ranges(alone))} on its own clock in the file")
+    if run.offsets["residual_ns"].null_count() and len(run.ranks) > 1:
+        unaligned = run.offsets.filter(pl.col("residual_ns").is_null())["rank"].unique()
+        several = len(unaligned) > 1
+        output.notify(
+            f"rank{'s' * several} {units.ranges(unaligned)} share{'s' * (not several)} too few collectives: "
+            f"{'each is' if several else 'it is'} on its own clock in the file"
+        )
 
 
 def _count(count: int, what: str) -> str:
@@ -78,8 +80,8 @@ def _count(count: int, what: str) -> str:
 
 def _parse_ranks(text: str) -> Iterator[int]:
     for part in output.split_names(text):
-        found = _RANGE.match(part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        match = _RANGE.match(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if not 0 <= last - first < _MAX_RANKS:
             raise ConfigError(f"--ranks {text!r}: expected ranks and ranges of them, such as 0,2-5")
         yield from range(first, last + 1)

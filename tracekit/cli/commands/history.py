@@ -1,4 +1,4 @@
-"""``tracekit history``: what checked runs came to over time."""
+"""``tracekit history``: the results of checked runs over time."""
 
 import os
 import sys
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tracekit.cli import output, run_loading
-from tracekit.cli.output import Output, TextOrJson
-from tracekit.cli.run_loading import UseCache
+from tracekit.cli.options import TableOptions, UseCache, expand_options
 from tracekit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     from tracekit.regression.history.entry import HistoryEntry
     from tracekit.regression.history.store import AddedRuns
 
-history = typer.Typer(no_args_is_help=True, help="Keep what checked runs came to, and show trends and changes.")
+history = typer.Typer(no_args_is_help=True, help="Store the results of checked runs; show trends and changes.")
 
-Database = Annotated[Path, typer.Option("--db", metavar="FILE", help="The history, a DuckDB file.")]
+Database = Annotated[Path, typer.Option("--db", metavar="FILE", help="The history: a DuckDB file.")]
 CommitName = Annotated[
     str | None,
-    typer.Option("--commit", metavar="SHA", help="Commit that was trained; by default what CI or git says."),
+    typer.Option("--commit", metavar="SHA", help="Commit of the training.  [default: from CI or git]"),
 ]
 Branch = Annotated[
-    str | None, typer.Option("--branch", metavar="NAME", help="Its branch; by default what CI or git says.")
+    str | None, typer.Option("--branch", metavar="NAME", help="Branch of the commit.  [default: from CI or git]")
 ]
 
 
@@ -41,100 +40,91 @@ def add(
     branch: Branch = None,
     cache: UseCache = True,
 ) -> None:
-    """Add runs to a history, which is made if it is not there. A run is checked, a saved report is taken as it is.
+    """Add runs to a history; it is created if it does not exist. Runs are checked first, saved reports are not.
 
-    A run that is in the history already is not added a second time.
+    A run that the history already has is not added again.
     """
     from tracekit.regression.history import store
     from tracekit.regression.history.commits import Commit
     from tracekit.report import json
 
     store.check(db)
-    trained = trained_commit(commit, branch)
+    trained = _trained_commit(commit, branch)
     entries: list[HistoryEntry] = []
     for path in runs:
         if json.is_report(Path(path)):
             entries += _saved(Path(path), trained)
         else:
             entries.append(_checked(path, trained, cache=cache))
-    report_added(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
+    _report_added(db, store.add(db, entries, commit=Commit(commit, branch=branch)))
 
 
-@history.command("show", short_help="Show trends and what changed.")
+@history.command("show", short_help="Show trends and changes.")
+@expand_options
 def show(
     *,
     db: Database,
     metric: Annotated[
-        list[str] | None, typer.Option("--metric", metavar="NAME,…", help="Only these, such as step_time. Repeatable.")
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME,…", help="Only these metrics, such as step_time. Repeatable."),
     ] = None,
     last: Annotated[
-        int | None, typer.Option("--last", metavar="N", min=1, help="Only the N latest runs of each kind.")
+        int | None, typer.Option("--last", metavar="N", min=1, help="Only the N latest runs of each group.")
     ] = None,
     branch: Annotated[str | None, typer.Option("--branch", metavar="NAME", help="Only runs of this branch.")] = None,
-    history_format: TextOrJson = output.Format.TEXT,
-    out: Output = None,
+    table: TableOptions,
 ) -> None:
-    """Show each metric over the runs that agree in hardware, model, strategy and world size, and where it changed.
+    """Show each metric over runs with the same hardware, model, strategy and world size, and where it changed.
 
-    A change is told with the commits it lies between, and with the findings that came or went with it.
+    For each change it shows the commits before and after, and the findings that are new or resolved.
     """
     from tracekit.regression.history import store, trends
-    from tracekit.report import history as told
+    from tracekit.report import history as report
 
-    wanted = [_metric(name) for each in metric or [] for name in output.split_names(each)]
-    found = trends.groups(store.read(db), metrics=wanted or None, last=last, branch=branch)
-    if history_format is output.Format.JSON:
-        output.emit(told.as_json(found), out)
-    elif found:
-        output.emit(told.as_text(found, width=output.width(out), color=output.color(out)), out)
+    metrics = [_metric(name) for names in metric or [] for name in output.split_names(names)]
+    groups = trends.groups(store.read(db), metrics=metrics or None, last=last, branch=branch)
+    if groups or table.is_json:
+        table.write(report, groups)
     else:
-        output.emit(f"No run{f' of branch {branch}' if branch else ''} is in {db}.\n", out)
+        table.emit(f"{db} has no run{f' of branch {branch}' if branch else ''}.\n")
 
 
-def trained_commit(commit: str | None = None, branch: str | None = None) -> "Commit":
-    """Return the commit that is trained here: as told, else as CI or git says."""
+def _trained_commit(commit: str | None = None, branch: str | None = None) -> "Commit":
+    """Return the commit of the training: as given, else from CI or git."""
     from tracekit.regression.history import commits
 
     return commits.known_commit(os.environ, Path.cwd(), sha=commit, branch=branch)
 
 
-def entries_of(gates: "Sequence[CheckResult]", commit: "Commit") -> "list[HistoryEntry]":
-    """Return what a history keeps of runs that were checked."""
+def _entries(results: "Sequence[CheckResult]", commit: "Commit") -> "list[HistoryEntry]":
+    """Return the entries that a history stores of checked runs."""
     from tracekit.regression.comparison import RunSamples
     from tracekit.regression.history.entry import history_entry
     from tracekit.report import json
 
     return [
         history_entry(
-            json.document(gate.report, gate.report.run),
-            RunSamples.of(gate.report.run),
+            json.document(result.report, result.report.run),
+            RunSamples.of(result.report.run),
             commit=commit,
-            failures=gate.failures,
+            failures=result.failures,
         )
-        for gate in gates
+        for result in results
     ]
 
 
-def require_history(db: Path) -> None:
-    """Raise InputError where a file is there and is no history: better now than after the check."""
-    from tracekit.regression.history import store
-
-    store.check(db)
-
-
-def add_gates(db: Path, gates: "Sequence[CheckResult]") -> None:
-    """Add what a check came to, and say so."""
+def add_results(db: Path, results: "Sequence[CheckResult]") -> None:
+    """Add the results of a check, and report how many were added."""
     from tracekit.regression.history import store
 
     sys.stdout.flush()
-    report_added(db, store.add(db, entries_of(gates, trained_commit())))
+    _report_added(db, store.add(db, _entries(results, _trained_commit())))
 
 
-def report_added(db: Path, added: "AddedRuns") -> None:
-    """Say what became of the runs that were to be added."""
+def _report_added(db: Path, added: "AddedRuns") -> None:
     parts = [f"{added.new} run{'s' * (added.new != 1)} added"]
-    parts += [f"{added.updated} told anew"] if added.updated else []
-    parts += [f"{added.unchanged} there already"] if added.unchanged else []
+    parts += [f"{added.updated} updated"] if added.updated else []
+    parts += [f"{added.unchanged} unchanged"] if added.unchanged else []
     output.notify(f"{db}: {', '.join(parts)}")
 
 
@@ -146,11 +136,11 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     from tracekit.rules import all_rules
 
     catalog = all_rules()
-    settled = settings.resolve(None, catalog)
+    resolved = settings.resolve(None, catalog)
     today = datetime.datetime.now(datetime.UTC).date()
-    ((report, _),) = run_loading.check_runs([path], settings.configured_rules(settled, catalog), cache=cache)
-    report = settings.apply_ignores(report, settled.ignore, catalog, today=today)
-    return entries_of([judgement.judge(report, settled.fail_on, budgets=settled.budget)], commit)[0]
+    ((report, _),) = run_loading.check_runs([path], settings.configured_rules(resolved, catalog), cache=cache)
+    report = settings.apply_ignores(report, resolved.ignore, catalog, today=today)
+    return _entries([judgement.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
 
 def _saved(path: Path, commit: "Commit") -> "list[HistoryEntry]":

@@ -1,39 +1,36 @@
-"""``tracekit kernels``: what ran on the devices, added up by name or more."""
+"""``tracekit kernels``: device work, summed by name or other keys."""
 
 from typing import Annotated
 
 import typer
 
-from tracekit.cli import output, run_loading
-from tracekit.cli.output import Output, Top, TotalsFormat
-from tracekit.cli.run_loading import RunArgument, UseCache
+from tracekit.cli import output
+from tracekit.cli.options import RunOptions, TotalsOptions, expand_options
 
 
+@expand_options
 def kernels(
-    run: RunArgument,
     *,
     by: Annotated[
         str,
         typer.Option(
             "--by",
             metavar="KEY,…",
-            help="One row per: name, op, shapes, unit, phase, span, step, device, stream, rank; several by commas.",
+            help="Group by name, op, shapes, unit, phase, span, step, device, stream or rank; separate keys by commas.",
         ),
     ] = "name",
-    top: Top = None,
-    totals_format: Annotated[TotalsFormat, typer.Option("--format", help="How to write it.")] = TotalsFormat.TEXT,
-    cache: UseCache = True,
-    out: Output = None,
+    source: RunOptions,
+    table: TotalsOptions,
 ) -> None:
-    """Show the kernels, copies and collectives of a run: count, total, mean, median, 95th percentile, longest.
+    """Show the kernels, copies and collectives of a run: count, total, mean, median, 95th percentile, maximum.
 
-    "share" is of the device time of all ranks, idle time included; "rank spread" is the most time on a rank less the
-    least, over the mean. op and shapes are of the op that launched. On a CPU run these are the ops that threads
-    computed. Every name has its own row; names of two kinds of work are never joined.
+    "share" is relative to the device time of all ranks, including idle time. "rank spread" is the difference between
+    the ranks with most and least time, relative to the mean. op and shapes belong to the launching op. On a CPU run,
+    rows are the ops that threads computed. Each name has its own row; different kinds of work are never merged.
     """
-    from tracekit.analysis.compute import kernels as measured
+    from tracekit.analysis.compute import kernels as analysis
 
-    opened = run_loading.open_run(run, cache=cache)
+    run = source.open()
     with output.progress() as bar:
-        rows = measured.kernels(opened, output.split_names(by), on_progress=bar.trace_callback(len(opened.sources)))
-    output.emit_totals(rows, totals_format, top, out)
+        rows = analysis.kernels(run, output.split_names(by), on_progress=bar.trace_callback(len(run.sources)))
+    table.write(rows)

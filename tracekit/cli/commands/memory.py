@@ -1,4 +1,4 @@
-"""``tracekit memory``: where memory goes, and what other allocator settings would do."""
+"""``tracekit memory``: who uses memory, and the effect of other allocator settings."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,8 +7,7 @@ import typer
 
 from tracekit import conventions
 from tracekit.cli import output, run_loading
-from tracekit.cli.output import Format, Output, TextOrJson
-from tracekit.cli.run_loading import UseCache
+from tracekit.cli.options import TableOptions, UseCache, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,9 +21,10 @@ _PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
 _GIB = 1 << 30
 
 
+@expand_options
 def memory(
     path: Annotated[
-        str, typer.Argument(metavar="RUN|SNAPSHOT", help="A run, or a file of torch.cuda.memory._dump_snapshot.")
+        str, typer.Argument(metavar="RUN|SNAPSHOT", help="A run, or a file by torch.cuda.memory._dump_snapshot.")
     ],
     *,
     replay: Annotated[
@@ -32,37 +32,33 @@ def memory(
         typer.Option(
             "--replay",
             metavar="SETTINGS",
-            help="Play the history again under these, as PYTORCH_CUDA_ALLOC_CONF writes them; default: as recorded; "
-            "unit_buffers:2: with two buffers for all FSDP units.",
+            help="Replay the allocator's history with these settings, in the syntax of PYTORCH_CUDA_ALLOC_CONF; "
+            "'default' uses the recorded ones; unit_buffers:2 uses two buffers for all FSDP units.",
         ),
     ] = None,
-    device: Annotated[int | None, typer.Option("--device", help="Which device of a snapshot.")] = None,
+    device: Annotated[int | None, typer.Option("--device", help="Device of the snapshot.")] = None,
     device_memory_gib: Annotated[
-        float | None, typer.Option("--device-memory-gib", min=0.0, help="What the device has for a replay.")
+        float | None, typer.Option("--device-memory-gib", min=0.0, help="Device memory available to the replay.")
     ] = None,
-    table_format: TextOrJson = Format.TEXT,
     cache: UseCache = True,
-    out: Output = None,
+    table: TableOptions,
 ) -> None:
-    """Show where memory goes: what is held at the peak and by whom, what comes and goes, growth, device allocations.
+    """Show who uses memory: allocations at the peak, churn, growth, and allocations from the device.
 
-    A replay plays every request and free in the recorded order through a model of the caching allocator, and tells
-    what it reserves, how often it asks the device and how often it runs short. It needs a memory snapshot with a
-    history (of a run: RUN/rank00000.memory.pickle); with less, it says what it inferred.
+    --replay runs every recorded allocation and free through a model of the caching allocator. It reports reserved
+    memory, device allocations and failed allocations. It needs a memory snapshot with a history (in a run:
+    RUN/rank00000.memory.pickle); without one it uses the trace and reports what it inferred.
     """
     from tracekit.report import memory as report
 
-    told = (
+    usage = (
         _of_snapshot(Path(path), replay, device, device_memory_gib)
         if _is_snapshot(path)
         else _of_run(path, replay, device_memory_gib, cache=cache)
     )
-    if table_format is Format.JSON:
-        for note in told.notes:
-            output.notify(note)
-        output.emit(report.as_json(told), out)
-    else:
-        output.emit(report.as_text(told, width=output.width(out), color=output.color(out)), out)
+    for note in usage.notes if table.is_json else ():
+        output.notify(note)
+    table.write(report, usage)
 
 
 def _is_snapshot(path: str) -> bool:
@@ -82,57 +78,55 @@ def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memo
     from tracekit.report import memory as report
 
     if replay is not None and report.uses_unit_buffers(replay):
-        raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces: a snapshot has none")
+        raise InputError(f"{report.UNIT_BUFFERS} needs the FSDP spans of a run's traces; a snapshot has none")
     snapshot = reader.read(path)
     chosen = _device(snapshot, device)
-    told = report.of_snapshot(snapshot, chosen)
-    return told if replay is None else _with_replay(told, replaying.of(snapshot, chosen), replay, device_memory_gib)
+    usage = report.of_snapshot(snapshot, chosen)
+    return usage if replay is None else _with_replay(usage, replaying.of(snapshot, chosen), replay, device_memory_gib)
 
 
 def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "MemoryReport":
     from tracekit.replay.allocator.facts import double_buffering
     from tracekit.report import memory as report
 
-    run = run_loading.open_run(path, cache=cache)
-    with output.progress() as bar:
-        run.measure(report.FACTS, bar.trace_callback(len(run.sources)))
-    told = report.of_run(run)
+    run = run_loading.open_measured(path, report.FACTS, cache=cache)
+    usage = report.of_run(run)
     if replay is None:
-        return told
+        return usage
     history = double_buffering.with_buffers(next(run.traces())) if report.uses_unit_buffers(replay) else _history(run)
-    return _with_replay(told, history, replay, device_memory_gib)
+    return _with_replay(usage, history, replay, device_memory_gib)
 
 
 def _with_replay(
-    told: "MemoryReport", history: "History", text: str, device_memory_gib: float | None
+    usage: "MemoryReport", history: "History", text: str, device_memory_gib: float | None
 ) -> "MemoryReport":
     from tracekit.report import memory as report
 
     capacity_bytes = None if device_memory_gib is None else int(device_memory_gib * _GIB)
-    return report.with_replay(told, history, text, capacity_bytes=capacity_bytes)
+    return report.with_replay(usage, history, text, capacity_bytes=capacity_bytes)
 
 
 def _history(run: "Run") -> "History":
-    """Return the history of the first rank that has a snapshot beside its trace, else of the first rank's trace."""
+    """Return the history of the first rank that has a snapshot, else of the first rank's trace."""
     from tracekit.ingest.readers.memory_snapshot import reader
     from tracekit.replay.allocator import playback as replaying
 
     folder = Path(run.path)
-    found = sorted(folder.glob(f"**/*{conventions.MEMORY_SNAPSHOT_SUFFIX}")) if folder.is_dir() else []
-    if not found:
+    snapshots = sorted(folder.glob(f"**/*{conventions.MEMORY_SNAPSHOT_SUFFIX}")) if folder.is_dir() else []
+    if not snapshots:
         return replaying.of_trace(next(run.traces()))
-    snapshot = reader.read(found[0])
+    snapshot = reader.read(snapshots[0])
     return replaying.of(snapshot, _device(snapshot, None))
 
 
 def _device(snapshot: "MemorySnapshot", device: int | None) -> int:
-    """Return the device asked for, else the one with the longest history, else with most segments."""
+    """Return the requested device, else the one with the longest history, else the one with most segments."""
     devices = snapshot.devices
     if device is not None and device not in devices:
         listed = ", ".join(map(str, devices)) or "none"
-        raise InputError(f"{snapshot.path}: has nothing of device {device}; of these it has: {listed}")
+        raise InputError(f"{snapshot.path}: has no data of device {device}; it has data of: {listed}")
     if device is not None or not devices:
         return device or 0
     lengths = {each: (snapshot.events["device"] == each).sum() for each in devices}
-    held = {each: (snapshot.segments["device"] == each).sum() for each in devices}
-    return max(devices, key=lambda each: (lengths[each], held[each]))
+    segments = {each: (snapshot.segments["device"] == each).sum() for each in devices}
+    return max(devices, key=lambda each: (lengths[each], segments[each]))

@@ -1,16 +1,14 @@
-"""``tracekit plan``: sizing, before anything runs."""
+"""``tracekit plan``: estimates before a training runs."""
 
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tracekit.cli import output, run_loading
-from tracekit.cli.output import Format, Output, TextOrJson
-from tracekit.cli.run_loading import UseCache
+from tracekit.cli import run_loading
+from tracekit.cli.options import TableOptions, UseCache, expand_options
 from tracekit.errors import ConfigError
 from tracekit.model import units
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from tracekit.analysis.checkpoint.planning_inputs import PlanningInputs
     from tracekit.plan.models import Model
 
-plan = typer.Typer(help="Size checkpoints, memory and pipelines before anything runs.", no_args_is_help=True)
+plan = typer.Typer(help="Estimate checkpoints, memory and pipelines before a training runs.", no_args_is_help=True)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
 _EXAMPLES = {
     "--params or --model": "--model 405b",
@@ -31,99 +29,110 @@ Params = Annotated[float | None, typer.Option("--params", help="Parameters of th
 ModelName = Annotated[str | None, typer.Option("--model", help="A model by name, such as llama3-70b or 405b.")]
 Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option("--pp", help="Pipeline stages.")]
-GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of a node.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens of a sequence.")]
-Batch = Annotated[int, typer.Option("--batch", help="Sequences of a micro-batch.")]
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs per node.")]
+Sequence = Annotated[int | None, typer.Option("--sequence", min=1, help="Tokens per sequence.")]
+Batch = Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")]
 
 
 @plan.callback()
 def _plans() -> None:
-    """Size checkpoints, memory and pipelines before anything runs."""
+    """Estimate checkpoints, memory and pipelines before a training runs."""
 
 
 @plan.command(short_help="Size, bandwidth, overhead and best interval of checkpoints.")
+@expand_options
 def checkpoint(
     *,
     params: Params = None,
     model: ModelName = None,
     bytes_per_param: Annotated[
-        float | None, typer.Option(help="Saved per parameter.  [default: 14, mixed-precision Adam]")
+        float | None, typer.Option(help="Bytes saved per parameter.  [default: 14, mixed-precision Adam]")
     ] = None,
     tp: Tp = 1,
     pp: Pp = 1,
     dp: Annotated[int | None, typer.Option("--dp", help="Data-parallel ranks.  [default: 1]")] = None,
     zero: Annotated[int | None, typer.Option("--zero", help="ZeRO stage; 3 for FSDP.  [default: 0]")] = None,
     gpus_per_node: GpusPerNode = 8,
-    write_bandwidth: Annotated[float | None, typer.Option(help="Of storage, bytes/s, such as 273e9.")] = None,
-    read_bandwidth: Annotated[float | None, typer.Option(help="Of storage, bytes/s.")] = None,
-    node_write_limit: Annotated[float | None, typer.Option(help="Most that one node writes, bytes/s.")] = None,
+    write_bandwidth: Annotated[
+        float | None, typer.Option(help="Write bandwidth of storage in bytes/s, such as 273e9.")
+    ] = None,
+    read_bandwidth: Annotated[float | None, typer.Option(help="Read bandwidth of storage in bytes/s.")] = None,
+    node_write_limit: Annotated[
+        float | None, typer.Option(help="Maximum write bandwidth of one node, in bytes/s.")
+    ] = None,
     burst_buffer: Annotated[
-        float | None, typer.Option(help="Bytes/s of a faster tier that saves block for, and storage is filled from.")
+        float | None,
+        typer.Option(help="Bandwidth in bytes/s of a faster tier: saves block for it, and it drains to storage."),
     ] = None,
     interval: Annotated[str | None, typer.Option(help="Time between checkpoints: 4h, 30m, 900s.")] = None,
     mtbf: Annotated[str | None, typer.Option(help="Mean time between failures: 3.093h.")] = None,
     measured: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Take what is not given from a recorded run's saves.")
+        str | None, typer.Option(metavar="RUN", help="Take missing values from the saves of a recorded run.")
     ] = None,
     cache: UseCache = True,
-    table_format: TextOrJson = Format.TEXT,
-    out: Output = None,
+    table: TableOptions,
 ) -> None:
-    """Say how large a checkpoint is, what writing and restoring it cost, and how often to write one.
+    """Estimate the size of a checkpoint, the cost to write and restore it, and the best interval.
 
-    Restore time needs --read-bandwidth, the best interval --mtbf, goodput both; without them they are null.
+    Restore time needs --read-bandwidth, the best interval needs --mtbf, goodput needs both; otherwise they are null.
     """
     from tracekit.plan import checkpoint as planned
 
-    seen = _measured(measured, cache=cache)
-    tells = {} if seen is None else dataclasses.asdict(seen)
-    own = None if params is None and model is None else _parameters(params, model)
+    recorded = _measured(measured, cache=cache)
+    constants = {} if recorded is None else dataclasses.asdict(recorded)
+    given_params = None if params is None and model is None else _parameters(params, model)
     result = planned.checkpoint(
-        _required("--params or --model", own, tells.get("params")),
+        _required("--params or --model", given_params, constants.get("params")),
         planned.Layout(
             tp,
             pp,
-            _first_known(dp, tells.get("world_size"), 1),
-            _first_known(zero, seen and _ZERO_OF_STRATEGY.get(seen.strategy, 3), 0),
+            _first_known(dp, constants.get("world_size"), 1),
+            _first_known(zero, recorded and _ZERO_OF_STRATEGY.get(recorded.strategy, 3), 0),
             gpus_per_node,
         ),
         planned.Storage(
-            _required("--write-bandwidth", write_bandwidth, tells.get("write_bytes_per_second")),
+            _required("--write-bandwidth", write_bandwidth, constants.get("write_bytes_per_second")),
             read_bandwidth,
             node_write_limit,
             burst_buffer,
         ),
         interval_s=_required(
-            "--interval", None if interval is None else _seconds("--interval", interval), tells.get("interval_seconds")
+            "--interval",
+            None if interval is None else _seconds("--interval", interval),
+            constants.get("interval_seconds"),
         ),
         mtbf_s=None if mtbf is None else _seconds("--mtbf", mtbf),
-        bytes_per_param=_first_known(bytes_per_param, tells.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
+        bytes_per_param=_first_known(bytes_per_param, constants.get("bytes_per_param"), planned.ADAM_BYTES_PER_PARAM),
     )
-    _emit(dataclasses.asdict(result), table_format, out, measured=tells or None)
+    _emit(dataclasses.asdict(result), table, measured=constants or None)
 
 
-@plan.command(short_help="Weights, gradients, optimizer and activations of one rank.")
+@plan.command(short_help="Weights, gradients, optimizer state and activations of one rank.")
+@expand_options
 def memory(
     *,
     params: Params = None,
     model: ModelName = None,
     tp: Tp = 1,
     pp: Pp = 1,
-    dp: Annotated[int, typer.Option("--dp", help="Ranks that share the state.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", help="Ranks that shard the state.")] = 1,
     zero: Annotated[int, typer.Option("--zero", help="ZeRO stage; 0 for DDP, 3 for FSDP.")] = 0,
-    yafsdp: Annotated[bool, typer.Option("--yafsdp", help="YaFSDP in place of a ZeRO stage.")] = False,
-    largest_layer: Annotated[float | None, typer.Option(help="Its parameters, for YaFSDP's buffers.")] = None,
+    yafsdp: Annotated[bool, typer.Option("--yafsdp", help="YaFSDP instead of a ZeRO stage.")] = False,
+    largest_layer: Annotated[
+        float | None, typer.Option(help="Parameters of the largest layer, for YaFSDP's buffers.")
+    ] = None,
     sequence: Sequence = None,
     batch: Batch = 1,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step; a pipeline holds several.")] = 1,
-    recomputation: Annotated[str, typer.Option(help="Of activations: none, selective or full.")] = "none",
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Beside --tp.")] = False,
-    table_format: TextOrJson = Format.TEXT,
-    out: Output = None,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step; a pipeline has several in flight.")] = 1,
+    recomputation: Annotated[str, typer.Option(help="Activation recomputation: none, selective or full.")] = "none",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Sequence parallelism in addition to --tp.")
+    ] = False,
+    table: TableOptions,
 ) -> None:
-    """Say what weights, gradients, mixed-precision Adam and activations take on each rank, and what it sends for them.
+    """Estimate memory of weights, gradients, mixed-precision Adam and activations per rank, and its communication.
 
-    Activations need --model and --sequence: flash attention and 2-byte numbers are taken.
+    Activations need --model and --sequence; the estimate assumes flash attention and 2-byte activations.
     """
     from tracekit.plan import memory as planned
     from tracekit.plan.checkpoint import Layout
@@ -138,31 +147,31 @@ def memory(
         with_yafsdp=yafsdp,
         largest_layer=largest_layer,
     )
-    _emit(dataclasses.asdict(result), table_format, out)
+    _emit(dataclasses.asdict(result), table)
 
 
-@plan.command(short_help="Idle time of a pipeline, and what goes over the wires.")
+@plan.command(short_help="Bubble and communication of a pipeline.")
+@expand_options
 def pipeline(
     *,
     stages: Annotated[int, typer.Option(help="Pipeline stages.")],
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")],
     chunks: Annotated[int, typer.Option(help="Model chunks per rank; above 1 is interleaved.")] = 1,
     schedule: Annotated[str, typer.Option(help="1f1b, interleaved, zb-h1 or zb-h2.")] = "1f1b",
     model: ModelName = None,
-    width: Annotated[int | None, typer.Option(help="Of the model, where --model is not given.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Of the model, where --model is not given.")] = None,
+    width: Annotated[int | None, typer.Option(help="Hidden size, if --model is not given.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers, if --model is not given.")] = None,
     sequence: Sequence = None,
     batch: Batch = 1,
     tp: Tp = 1,
     scatter_gather: Annotated[
-        bool, typer.Option("--scatter-gather", help="Tensor-parallel ranks send their part only.")
+        bool, typer.Option("--scatter-gather", help="Each tensor-parallel rank sends only its shard.")
     ] = False,
-    table_format: TextOrJson = Format.TEXT,
-    out: Output = None,
+    table: TableOptions,
 ) -> None:
-    """Say how long a pipeline stands idle, relative to its ideal time and as a share of the whole.
+    """Estimate the bubble of a pipeline, relative to its ideal time and as a share of the step.
 
-    What goes over the wires needs --sequence, and --model or --width and --layers.
+    Communication needs --sequence, and either --model or --width and --layers.
     """
     from tracekit.plan import pipeline as planned
 
@@ -171,11 +180,8 @@ def pipeline(
     sizes = None
     if sequence and across:
         sizes = planned.Sizes(batch, sequence, across, layers or (of.layers if of else None), tp, scatter_gather)
-    _emit(
-        dataclasses.asdict(planned.plan(stages, micro_batches, chunks=chunks, schedule=schedule, sizes=sizes)),
-        table_format,
-        out,
-    )
+    result = planned.plan(stages, micro_batches, chunks=chunks, schedule=schedule, sizes=sizes)
+    _emit(dataclasses.asdict(result), table)
 
 
 def _measured(run: str | None, *, cache: bool) -> "PlanningInputs | None":
@@ -195,8 +201,8 @@ def _model(name: str | None) -> "Model | None":
 def _parameters(params: float | None, model: str | None) -> float | None:
     if params is not None:
         return params
-    found = _model(model)
-    return None if found is None else float(found.parameters)
+    known = _model(model)
+    return None if known is None else float(known.parameters)
 
 
 def _first_known(given: Any, measured: Any, otherwise: Any) -> Any:
@@ -204,32 +210,30 @@ def _first_known(given: Any, measured: Any, otherwise: Any) -> Any:
 
 
 def _required(option: str, *values: float | None) -> float:
-    found = next((value for value in values if value is not None), None)
-    if found is None:
-        recorded = "; or take it from a recorded run: --measured RUN" if len(values) > 1 else ""
+    known = next((value for value in values if value is not None), None)
+    if known is None:
+        recorded = "; or take it from a recorded run by --measured RUN" if len(values) > 1 else ""
         raise ConfigError(f"{option} is needed, such as {_EXAMPLES[option]}{recorded}")
-    return found
+    return known
 
 
-def _emit(
-    values: Mapping[str, Any], table_format: Format, out: Path | None, *, measured: Mapping[str, Any] | None = None
-) -> None:
+def _emit(values: Mapping[str, Any], table: TableOptions, *, measured: Mapping[str, Any] | None = None) -> None:
     import json
 
-    if table_format is Format.JSON:
-        told = dict(values) if measured is None else {**values, "measured": measured}
-        output.emit(json.dumps(told, indent=2) + "\n", out)
+    if table.is_json:
+        document = dict(values) if measured is None else {**values, "measured": measured}
+        table.emit(json.dumps(document, indent=2) + "\n")
         return
     rows = list(values.items()) + [(f"measured {name}", value) for name, value in (measured or {}).items()]
     width = max(len(name) for name, _ in rows)
-    output.emit("".join(f"{name:<{width}}  {_value_text(name, value)}\n" for name, value in rows), out)
+    table.emit("".join(f"{name:<{width}}  {_value_text(name, value)}\n" for name, value in rows))
 
 
 def _seconds(option: str, text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([smhd]?)", text.strip())
-    if not found:
-        raise ConfigError(f"{option}: {text!r} is not a time: write 4h, 30m or 900s")
-    return float(found[1]) * _UNITS_S[found[2]]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([smhd]?)", text.strip())
+    if not match:
+        raise ConfigError(f"{option}: {text!r} is not a time; write 4h, 30m or 900s")
+    return float(match[1]) * _UNITS_S[match[2]]
 
 
 _MISSING_OPTIONS = {
@@ -247,9 +251,8 @@ _MISSING_OPTIONS = {
 
 def _value_text(name: str, value: float | str | bool | None) -> str:
     if value is None:
-        return (
-            f"not known: needs {next((way for key, way in _MISSING_OPTIONS.items() if key in name), 'more in the run')}"
-        )
+        needs = (option for key, option in _MISSING_OPTIONS.items() if key in name)
+        return f"unknown: needs {next(needs, 'more data in the run')}"
     if isinstance(value, bool | str):
         return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else value
     if "bytes_per_second" in name:

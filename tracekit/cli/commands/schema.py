@@ -5,34 +5,34 @@ from typing import Annotated
 
 import typer
 
-from tracekit.cli import output
-from tracekit.cli.output import Output
+from tracekit.cli.options import OutputOptions, expand_options
 
 
 class SchemaFormat(StrEnum):
-    """What the schema can be written as."""
+    """Formats of the schema."""
 
     TEXT = "text"
     JSON = "json"
     MARKDOWN = "markdown"
 
 
+@expand_options
 def schema(
     table: Annotated[str | None, typer.Argument(metavar="TABLE", help="Only this table.", show_default=False)] = None,
     *,
-    schema_format: Annotated[SchemaFormat, typer.Option("--format", help="How to write it.")] = SchemaFormat.TEXT,
-    out: Output = None,
+    schema_format: Annotated[SchemaFormat, typer.Option("--format", help="Output format.")] = SchemaFormat.TEXT,
+    result: OutputOptions,
 ) -> None:
-    """List the tables of a run with their columns, units and meanings, as tracekit query knows them."""
+    """List the tables that tracekit query reads, with the unit and meaning of each column."""
     from tracekit.report import schema_pages
     from tracekit.sql import run_query
 
-    # The page in docs/ is of our own tables, whatever is installed beside.
+    # docs/schema.md describes only tracekit's own tables, whichever plug-ins are installed.
     known = run_query.TABLES if schema_format is SchemaFormat.MARKDOWN else run_query.tables()
     tables = [run_query.find_table(table)] if table else list(known.values())
     if schema_format is SchemaFormat.JSON:
-        output.emit(schema_pages.as_json(tables), out)
+        result.emit(schema_pages.as_json(tables))
     elif schema_format is SchemaFormat.MARKDOWN:
-        output.emit(schema_pages.as_markdown(tables), out)
+        result.emit(schema_pages.as_markdown(tables))
     else:
-        output.emit(schema_pages.as_text(tables, width=output.width(out), color=output.color(out)), out)
+        result.emit(schema_pages.as_text(tables, **result.style))

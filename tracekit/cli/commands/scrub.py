@@ -1,4 +1,4 @@
-"""``tracekit scrub``: a copy of a run that can be given away."""
+"""``tracekit scrub``: a copy of a run without private data."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,19 +10,20 @@ from tracekit.cli import output
 
 def scrub(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder of traces, or one trace file.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the copy goes.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write the copy.")],
     *,
     words: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="WORD", help="Remove this word too, such as a project's name. Repeatable."),
+        typer.Option("--remove", metavar="WORD", help="Also remove this word, such as a project's name. Repeatable."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run at OUT.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing run at OUT.")] = False,
 ) -> None:
     """Copy a run without host names, users, paths, addresses and secrets, and list what was removed.
 
-    No number changes, so the copy analyses as the run does. What cannot be scrubbed is not copied, and said so.
+    No number changes, so tracekit reports the same about the copy. Files that cannot be scrubbed are not copied; the
+    list names them.
     """
-    from tracekit.ingest.scrub import scrub as scrubbing
+    from tracekit.ingest.scrub import scrub as scrub_run
     from tracekit.report import scrub_text
 
-    output.emit(scrub_text.as_text(scrubbing(run, out, words=words or [], force=force)))
+    output.emit(scrub_text.as_text(scrub_run(run, out, words=words or [], force=force)))

@@ -1,4 +1,4 @@
-"""``tracekit simulate``: traces of a training that was never run, with faults that are known."""
+"""``tracekit simulate``: traces of a simulated training with known faults."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,10 +22,10 @@ def simulate(
         "llama2-7b"
     ),
     layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", min=1, help="Keep only N of the model's layers.")
+        int | None, typer.Option("--layers", metavar="N", min=1, help="Simulate only N of the model's layers.")
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Ranks of the job.")] = 64,
-    seq: Annotated[int, typer.Option("--seq", metavar="N", help="Tokens in a sequence.")] = 2048,
+    seq: Annotated[int, typer.Option("--seq", metavar="N", help="Tokens per sequence.")] = 2048,
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences per GPU and micro-batch.")] = 1,
     micro_batches: Annotated[int, typer.Option("--micro-batches", metavar="N", help="Micro-batches per step.")] = 1,
     checkpoint_layers: Annotated[
@@ -35,22 +35,25 @@ def simulate(
         str, typer.Option("--hardware", metavar="NAME", help="a100-80, h100-80 or v100-32.")
     ] = "a100-80",
     ranks_written: Annotated[
-        int, typer.Option("--ranks-written", metavar="N", help="Ranks that get a trace, from 0 on.")
+        int, typer.Option("--ranks-written", metavar="N", help="Write traces of the first N ranks.")
     ] = 8,
     fault: Annotated[
         list[str] | None,
-        typer.Option("--fault", metavar="NAME[:ARG…]", help="Give the job this fault. Repeatable; see --list-faults."),
+        typer.Option("--fault", metavar="NAME[:ARG…]", help="Add this fault; --list-faults shows all. Repeatable."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to record.")] = 4,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the jitter: the same seed, the same bytes.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Folder for the run.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the simulated run there.")] = False,
-    list_faults: Annotated[bool, typer.Option("--list-faults", help="List the faults, one a line.")] = False,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Random seed of the jitter; the same seed gives the same bytes.")
+    ] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Folder to write the run to.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing simulated run.")] = False,
+    list_faults: Annotated[bool, typer.Option("--list-faults", help="List the faults, one per line.")] = False,
 ) -> None:
-    """Simulate a sharded training step on many GPUs, and write its traces with the truth about what is wrong.
+    """Simulate a sharded training step on many GPUs; write its traces and the known faults.
 
-    The files are ordinary Kineto traces, marked as simulated in their names and headers and in run.json. truth.json
-    tells each fault: the rule that should find it, ranks, steps, and what it costs by simulating again without it.
+    The files are ordinary Kineto traces. File names, headers and run.json mark them as simulated. truth.json lists for
+    each fault the rule that should find it, its ranks and steps, and its cost: the difference to a simulation without
+    it.
     """
     from tracekit.plan import models
     from tracekit.simulate import faults
@@ -62,8 +65,8 @@ def simulate(
         output.emit(faults.listing() + "\n")
         return
     if out is None:
-        raise InputError("no folder is named: tracekit simulate … --out RUN")
-    asked = [faults.parse(text) for text in fault or []]
+        raise InputError("no output folder given: tracekit simulate … --out RUN")
+    parsed = [faults.parse(text) for text in fault or []]
     job = Job(
         strategy,
         models.find(model, layers=layers),
@@ -92,7 +95,7 @@ def simulate(
         "steps": steps,
         "seed": seed,
     }
-    output.emit(_as_text(simulation.simulate(job, asked, out, arguments=arguments, force=force), out))
+    output.emit(_as_text(simulation.simulate(job, parsed, out, arguments=arguments, force=force), out))
 
 
 def _as_text(simulated: "Simulated", out: Path) -> str:
@@ -104,7 +107,7 @@ def _as_text(simulated: "Simulated", out: Path) -> str:
     lines = [f"Simulated: {what}; {job.steps} steps of {step}, {len(recording.ranks)} traces in {out}"]
     for known in simulated.known:
         ranks, steps = (f"{what}{'s' * (len(of) > 1)} {units.ranges(of)}" for what, of in _locations(known))
-        lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} a step, {ranks}, {steps}")
+        lines.append(f"  {known.code:<9}  {known.fault}: {units.duration(known.cost_ns)} per step, {ranks}, {steps}")
     return "\n".join(lines) + "\n"
 
 

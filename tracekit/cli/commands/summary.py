@@ -5,9 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tracekit.cli import output, run_loading
-from tracekit.cli.output import Format, Output, TextOrJson
-from tracekit.cli.run_loading import RunArgument, UseCache
+from tracekit.cli.options import RunOptions, TableOptions, expand_options
 
 
 class By(StrEnum):
@@ -20,52 +18,43 @@ class By(StrEnum):
     CONTENTION = "contention"
 
 
+@expand_options
 def summary(
-    run: RunArgument,
     *,
     by: Annotated[
         By,
-        typer.Option(
-            "--by", help="One row per rank, rank and step, collective and rank, clock, or rank and pair of kinds."
-        ),
+        typer.Option("--by", help="One row per rank; rank and step; collective and rank; clock; or pair of kinds."),
     ] = By.RANK,
-    table_format: TextOrJson = Format.TEXT,
-    cache: UseCache = True,
-    out: Output = None,
+    source: RunOptions,
+    table: TableOptions,
 ) -> None:
-    """Show where the time goes: compute, communication, copies, what overlaps and what is exposed, idle.
+    """Show where the time goes: compute, communication, copies, their overlap and exposed parts, idle time.
 
-    compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's whole device
-    window, first activity to last; by step, each step's. By collective: how long each rank waited for the last one to
-    come, how often it was that one, and how fast the data then moved. By clock: how far each rank's clock was off, and
-    the residual below which nothing is told across ranks. By contention: how many times as long each kind of work takes
-    beside another as alone, with a 95% interval.
+    compute + exposed communication + exposed copy + idle = duration, exactly. By rank, a row is the rank's device
+    window from first to last activity; by step, that of each step. By collective: how long each rank waited for the
+    last arrival, how often it arrived last, and the transfer rate after that. By clock: the offset of each rank's clock
+    and its residual error; smaller differences between ranks are not significant. By contention: the slowdown of each
+    kind of work while another kind runs, relative to running alone, with a 95% confidence interval.
     """
     from tracekit.analysis.communication import collective_instances
     from tracekit.analysis.compute import collective_contention, contention
     from tracekit.analysis.time import breakdown
-    from tracekit.analysis.time import summary as measured
+    from tracekit.analysis.time import summary as analysis
     from tracekit.model.trace import Fact
     from tracekit.report import summary_tables
     from tracekit.sync import collective_matching
 
-    opened = run_loading.open_run(run, cache=cache)
-    with output.progress() as bar:
-        facts: dict[By, list[Fact]] = {
-            By.COLLECTIVE: [collective_matching.calls],
-            By.CLOCK: [collective_matching.calls],
-            By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
-        }
-        opened.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]), bar.trace_callback(len(opened.sources)))
-    measures = {
-        By.RANK: measured.by_rank,
-        By.STEP: measured.by_step,
+    facts: dict[By, list[Fact]] = {
+        By.COLLECTIVE: [collective_matching.calls],
+        By.CLOCK: [collective_matching.calls],
+        By.CONTENTION: [collective_matching.calls, contention.by_step, collective_contention.calls],
+    }
+    tables = {
+        By.RANK: analysis.by_rank,
+        By.STEP: analysis.by_step,
         By.COLLECTIVE: collective_instances.by_collective,
-        By.CLOCK: measured.by_clock,
+        By.CLOCK: analysis.by_clock,
         By.CONTENTION: collective_contention.all_pairs,
     }
-    rows = measures[by](opened)
-    if table_format is Format.JSON:
-        output.emit(summary_tables.as_json(rows), out)
-    else:
-        output.emit(summary_tables.as_text(rows, width=output.width(out), color=output.color(out)), out)
+    run = source.measure(facts.get(by, [breakdown.by_rank, breakdown.by_step]))
+    table.write(summary_tables, tables[by](run))

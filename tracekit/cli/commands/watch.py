@@ -1,4 +1,4 @@
-"""``tracekit watch``: a training as it runs, in the terminal."""
+"""``tracekit watch``: the live state of a training, in the terminal."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import typer
 
 from tracekit import conventions
 from tracekit.cli import output
-from tracekit.cli.output import Format, TextOrJson
+from tracekit.cli.options import Format, TextOrJson
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ _MAX_PAST_OUTLIERS = 10
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that the training records into.")],
     *,
-    once: Annotated[bool, typer.Option("--once", help="Show how it stands now, and end.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for RUN where it is not there yet.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once and exit.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until RUN exists.")] = False,
     interval_s: Annotated[
         float | None,
         typer.Option(
@@ -35,15 +35,15 @@ def watch(
             metavar="SECONDS",
             min=0.1,
             max=86_400,
-            help="How often to look.  [default: 1 on a terminal, else 10]",
+            help="Update interval.  [default: 1 on a terminal, else 10]",
         ),
     ] = None,
     watch_format: TextOrJson = Format.TEXT,
 ) -> None:
-    """Show a training as it runs: step time, loss, memory, ranks, checkpoints, and which steps are out of line and why.
+    """Show a running training: step time, loss, memory, ranks, checkpoints, and outlier steps with concurrent events.
 
-    It ends with the training. On a terminal the picture stays in place; elsewhere there is a line per interval and one
-    for each step out of line. With --format json these lines are JSON.
+    It exits when the training ends. On a terminal the display updates in place; elsewhere it writes one line per
+    interval and one per outlier step, as JSON with --format json.
     """
     from tracekit.cli.watch.run_watch import Watch
 
@@ -59,22 +59,22 @@ def watch(
 
 
 def _wait_for_logs(watched: "Watch", *, once: bool, wait: bool) -> None:
-    """Return once there is something to watch. Raises InputError where there is nothing and nobody wants to wait."""
-    is_told = not sys.stderr.isatty()  # nobody reads it
+    """Wait until there are logs to watch. Raises InputError if there are none and `wait` is not set."""
+    is_notified = not sys.stderr.isatty()  # nobody reads it
     while True:
         watched.poll(time.time())
         if watched.has_logs or (not wait and not once and _is_starting(watched.folder)):
             return
         if not wait:
             raise InputError(_no_logs_message(watched.folder))
-        if not is_told:
+        if not is_notified:
             output.notify(f"waiting for a training that records into {watched.folder}")
-            is_told = True
+            is_notified = True
         time.sleep(_WAITING_S)
 
 
 def _is_starting(folder: Path) -> bool:
-    """Return whether a recording is about to begin here: its first files are there, or nothing is yet."""
+    """Return whether a recording may be about to start: the folder is empty or has the first files of a run."""
     if not folder.is_dir():
         return False
     present = {path.name for path in folder.iterdir()}
@@ -83,9 +83,9 @@ def _is_starting(folder: Path) -> bool:
 
 def _no_logs_message(folder: Path) -> str:
     if not folder.exists():
-        return f"{folder}: there is no such folder; --wait waits for the training to make it"
+        return f"{folder}: there is no such folder; --wait waits until the training creates it"
     if not folder.is_dir():
-        return f"{folder}: is no folder; name the folder that the training records into"
+        return f"{folder}: is not a folder; name the folder that the training records into"
     runs = sorted({path.parent for path in folder.glob(f"*/rank*{conventions.METRICS_SUFFIX}*")})
     if runs:
         newest = max(runs, key=lambda run: run.stat().st_mtime)
@@ -96,15 +96,15 @@ def _no_logs_message(folder: Path) -> str:
 def _show_once(watched: "Watch", watch_format: Format) -> None:
     from tracekit.cli.watch import screen
 
-    picture = watched.state(time.time())
+    state = watched.state(time.time())
     if watch_format is Format.JSON:
-        output.emit(screen.state_json(picture))
+        output.emit(screen.state_json(state))
     else:
-        output.emit(screen.as_text(picture, width=output.width(), color=output.color()))
+        output.emit(screen.as_text(state, width=output.width(), color=output.color()))
 
 
 def _follow(watched: "Watch", interval_s: float, show: Callable[[], None]) -> None:
-    """Look and show in turn until the training ends."""
+    """Read the logs and update the display until the training ends."""
     while True:
         watched.poll(time.time())
         show()
@@ -145,29 +145,28 @@ def _terminated(*_: object) -> NoReturn:
 
 
 def _write_lines(watched: "Watch", watch_format: Format, interval_s: float) -> None:
-    """Write a line for each step out of line and, where the training went on, one for how it stands."""
+    """Write a line for each outlier step and, whenever the state changed, one for the state."""
     from tracekit.cli.watch import screen
 
-    is_json = watch_format is Format.JSON
-    of_event, of_state = (
+    outlier_line, state_line = (
         (screen.outlier_json, screen.state_json)
-        if is_json
-        else (lambda found: screen.outlier_line(found) + "\n", lambda picture: screen.state_line(picture) + "\n")
+        if watch_format is Format.JSON
+        else (lambda outlier: screen.outlier_line(outlier) + "\n", lambda state: screen.state_line(state) + "\n")
     )
-    beginnings, last = 0, ""
+    starts, last_line = 0, ""
 
     def show() -> None:
-        nonlocal beginnings, last
-        news = watched.take_new_outliers()
-        if watched.starts != beginnings:
-            # What lies behind when it begins is told in short, and not again where the logs are read anew.
-            news = [] if beginnings else news[-_MAX_PAST_OUTLIERS:]
-            beginnings = watched.starts
-        for found in news:
-            output.emit(of_event(found))
-        told = of_state(watched.state(time.time()))
-        if told != last:
-            output.emit(told)
-        last = told
+        nonlocal starts, last_line
+        outliers = watched.take_new_outliers()
+        if watched.starts != starts:
+            # Of earlier outliers show only the last ones, and none again when replaced logs are read from the start.
+            outliers = [] if starts else outliers[-_MAX_PAST_OUTLIERS:]
+            starts = watched.starts
+        for outlier in outliers:
+            output.emit(outlier_line(outlier))
+        line = state_line(watched.state(time.time()))
+        if line != last_line:
+            output.emit(line)
+        last_line = line
 
     _follow(watched, interval_s, show)

@@ -1,73 +1,72 @@
-"""``tracekit whatif``: what a step would take without one cause of lost time."""
+"""``tracekit whatif``: the predicted step time without one cause of lost time."""
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tracekit.cli import output, run_loading
-from tracekit.cli.output import Format, Output, TextOrJson
-from tracekit.cli.run_loading import RunArgument, UseCache
+from tracekit.cli.options import RunOptions, TableOptions, expand_options
 from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.replay.graph.hsdp import NodeSpec
 
 
+@expand_options
 def whatif(
-    run: RunArgument,
     *,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", metavar="CAUSE", help="Take this cause away; repeatable. All that save, if none."),
+        typer.Option(
+            "--without", metavar="CAUSE", help="Remove this cause. Repeatable.  [default: each cause with a saving]"
+        ),
     ] = None,
     together: Annotated[
-        bool, typer.Option("--together", help="Also take all causes named by --without away at once.")
+        bool, typer.Option("--together", help="Also remove all causes of --without at the same time.")
     ] = False,
     strategy: Annotated[
         str | None, typer.Option("--strategy", metavar="NAME", help="Predict another strategy: yafsdp, fsdp2 or hsdp.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="For hsdp: GPUs of a node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="N", help="For hsdp: GPUs per node.")] = 8,
     node_bandwidth: Annotated[
         float | None,
-        typer.Option("--node-bandwidth", metavar="B", help="For hsdp: bus bandwidth inside a node, bytes a second."),
+        typer.Option("--node-bandwidth", metavar="B", help="For hsdp: bus bandwidth within a node, in bytes/s."),
     ] = None,
     recompute_fewer: Annotated[
-        int | None, typer.Option("--recompute-fewer", metavar="N", help="Predict N recomputed layers fewer.")
+        int | None,
+        typer.Option("--recompute-fewer", metavar="N", help="Predict the effect of recomputing N layers fewer."),
     ] = None,
     network_times: Annotated[
-        float | None, typer.Option("--network-times", metavar="X", help="Predict links that carry X times as much.")
+        float | None, typer.Option("--network-times", metavar="X", help="Predict links with X times the bandwidth.")
     ] = None,
     gpu_hour_price: Annotated[
-        float | None, typer.Option("--gpu-hour-price", metavar="X", help="Of one GPU, to tell money per day.")
+        float | None,
+        typer.Option("--gpu-hour-price", metavar="X", help="Price of one GPU hour; adds the saving per day."),
     ] = None,
-    table_format: TextOrJson = Format.TEXT,
-    cache: UseCache = True,
-    out: Output = None,
+    source: RunOptions,
+    table: TableOptions,
 ) -> None:
-    """Replay each step on its dependency graph with one cause taken away, and say what it saves.
+    """Replay each step on its dependency graph without one cause of lost time, and report the saving.
 
-    The replay knows durations, order, waits and the host's time between its calls, and nothing of when work began. Its
-    first line says how well it reproduces the recorded steps with nothing changed. Savings of causes overlap.
+    The replay uses durations, order, waits and host time between calls, but no recorded start times. The first line of
+    the result shows how closely it reproduces the recorded steps without a change. Savings of several causes overlap.
     """
     from tracekit.replay.graph import causes, dependency_graph, strategies, what_if
-    from tracekit.report import what_if as told
+    from tracekit.report import what_if as report
 
     names = tuple(causes.find(name).name for name in without or ())
-    opened = run_loading.open_run(run, cache=cache)
-    with output.progress() as bar:
-        opened.measure(dependency_graph.FACTS, bar.trace_callback(len(opened.sources)))
+    run = source.measure(dependency_graph.FACTS)
     predictions = []
     if strategy is not None:
-        predictions.append(strategies.predict_strategy(opened, strategy, _node(gpus_per_node, node_bandwidth)))
+        predictions.append(strategies.predict_strategy(run, strategy, _node(gpus_per_node, node_bandwidth)))
     if recompute_fewer is not None:
-        predictions.append(strategies.predict_less_recomputation(opened, recompute_fewer))
+        predictions.append(strategies.predict_less_recomputation(run, recompute_fewer))
     if network_times is not None:
-        predictions.append(strategies.predict_network(opened, network_times))
+        predictions.append(strategies.predict_network(run, network_times))
     asks = bool(names) or not predictions
-    found = what_if.answer(opened, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
-    both = what_if.answer_combined(opened, names, gpu_hour_price=gpu_hour_price) if together else None
-    write = told.as_json if table_format is Format.JSON else told.as_text
-    output.emit(write(found, predictions, both, run=opened.name, price=gpu_hour_price), out)
+    savings = what_if.answer(run, names, gpu_hour_price=gpu_hour_price, with_causes=asks)
+    combined = what_if.answer_combined(run, names, gpu_hour_price=gpu_hour_price) if together else None
+    render = report.as_json if table.is_json else report.as_text
+    table.emit(render(savings, predictions, combined, run=run.name, price=gpu_hour_price))
 
 
 def _node(gpus: int, bytes_per_s: float | None) -> "NodeSpec | None":

@@ -1,0 +1,249 @@
+"""Options that several commands share: dataclasses that `expand_options` turns into a command's parameters."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_args
+
+import typer
+from typer.models import ArgumentInfo
+
+from tracekit.cli import output, run_loading
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from tracekit.cli.settings import Catalog, CheckSettings
+    from tracekit.model.run import Run
+    from tracekit.model.trace import Fact
+
+UseCache = Annotated[
+    bool,
+    typer.Option("--cache/--no-cache", help="Reuse tables parsed by earlier commands, and store newly parsed ones."),
+]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write to FILE instead of stdout, once it is complete."),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings file.  [default: nearest tracekit.toml or pyproject.toml]"),
+]
+AllowDifferent = Annotated[
+    bool,
+    typer.Option(
+        "--allow-different", help="Compare even if model, strategy, world size, device or versions are different."
+    ),
+]
+
+
+class Format(StrEnum):
+    """Formats of a table."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class TotalsFormat(StrEnum):
+    """Formats of a table of kernels or ops."""
+
+    TEXT = "text"
+    CSV = "csv"
+    JSON = "json"
+
+
+class FailOn(StrEnum):
+    """The severities from which findings fail a check."""
+
+    NEVER = "never"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+TextOrJson = Annotated[Format, typer.Option("--format", help="Text for people, JSON for programs.")]
+
+
+class Renderer(Protocol):
+    """A module of `tracekit.report` that writes one kind of value."""
+
+    def as_json(self, value: Any, /) -> str:
+        """Return a value for programs."""
+
+    def as_text(self, value: Any, /, *, width: int, color: bool) -> str:
+        """Return a value for people, at most `width` columns wide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The run that a command reads."""
+
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A folder of traces, a trace file, a quoted glob, or a URL such as s3://bucket/run."
+        ),
+    ]
+    cache: UseCache = True
+
+    def open(self) -> "Run":
+        """Return the run. Raises InputError if it cannot be read."""
+        return run_loading.open_run(self.run, cache=self.cache)
+
+    def measure(self, facts: "Sequence[Fact]") -> "Run":
+        """Return the run with facts measured. Raises InputError if it cannot be read."""
+        return run_loading.open_measured(self.run, facts, cache=self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The destination of a command's result."""
+
+    out: OutputFile = None
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Return the width and whether to use color, as keyword arguments of a renderer."""
+        return {"width": output.width(self.out), "color": output.color(self.out)}
+
+    def emit(self, text: str) -> None:
+        """Write a text result."""
+        output.emit(text, self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(OutputOptions):
+    """The format and destination of a table."""
+
+    table_format: TextOrJson = Format.TEXT
+
+    @property
+    def is_json(self) -> bool:
+        """Return whether the result is for a program."""
+        return self.table_format is Format.JSON
+
+    def write(self, renderer: Renderer, value: Any) -> None:
+        """Write a value by a module that has as_json(value) and as_text(value, width=, color=)."""
+        self.emit(renderer.as_json(value) if self.is_json else renderer.as_text(value, **self.style))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalsOptions(OutputOptions):
+    """The length, format and destination of a table of kernels or ops."""
+
+    top: Annotated[
+        int | None,
+        typer.Option("--top", metavar="N", min=1, help="Show the N rows with most time.  [default: text 20, else all]"),
+    ] = None
+    totals_format: Annotated[TotalsFormat, typer.Option("--format", help="Output format.")] = TotalsFormat.TEXT
+
+    def write(self, rows: "pl.DataFrame") -> None:
+        """Write the first `top` rows; by default 20 as text, and all rows as CSV or JSON."""
+        from tracekit.report import query_rows, totals
+
+        if self.totals_format is TotalsFormat.TEXT:
+            self.emit(totals.as_text(rows, top=self.top or output.DEFAULT_TOP, **self.style))
+            return
+        shown = rows if self.top is None else rows.head(self.top)
+        is_csv = self.totals_format is TotalsFormat.CSV
+        output.emit_rows(query_rows.as_csv(shown) if is_csv else query_rows.as_json(shown), self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsOptions:
+    """Rules, thresholds, and the severity that fails a check."""
+
+    fail_on: Annotated[
+        FailOn | None,
+        typer.Option("--fail-on", help="Exit with 1 if a finding has this severity or a higher one.  [default: error]"),
+    ] = None
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="RULE,…", help="Run only these rules: code, name or family. Repeatable."),
+    ] = None
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="CODE.FIELD=VALUE", help="Set a threshold of a rule. Repeatable."),
+    ] = None
+    config: ConfigFile = None
+    strict: Annotated[bool, typer.Option("--strict", help="Also fail on a budget whose verdict is 'cannot tell'.")] = (
+        False
+    )
+
+    def resolve(self, catalog: "Catalog") -> "CheckSettings":
+        """Return the settings of the file, overridden by these options. Raises ConfigError."""
+        from tracekit.cli import settings
+
+        resolved = settings.resolve(
+            self.config, catalog, fail_on=self.fail_on, select=self.select or (), assignments=self.assignments or ()
+        )
+        return settings.with_strict_budgets(resolved) if self.strict else resolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineOptions:
+    """What a check compares a run with."""
+
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline", metavar="FILE|RUN", help="Fail only on findings and metrics that are worse than in this one."
+        ),
+    ] = None
+    repeat: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--repeat", metavar="RUN", help="Another recording of the same training; narrows intervals. Repeatable."
+        ),
+    ] = None
+    again: Annotated[list[str] | None, typer.Option("--again", hidden=True)] = None
+    allow_different: AllowDifferent = False
+
+    @property
+    def repeats(self) -> list[str]:
+        """Return the other recordings; --again is the name of --repeat in older versions."""
+        if self.again:
+            output.notify("--again is deprecated; use --repeat")
+        return [*(self.repeat or ()), *(self.again or ())]
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer in which the fields of dataclass parameters are options of their own.
+
+    Arguments come first; options keep their order. The command itself gets the dataclasses.
+    """
+    groups: dict[str, type[Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind = parameter.annotation
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            groups[parameter.name] = kind
+            parameters += map(_parameter, dataclasses.fields(kind))
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+    signature = inspect.Signature(sorted(parameters, key=_is_option))
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        given = signature.bind(**values)
+        given.apply_defaults()
+        arguments = dict(given.arguments)
+        for name, group in groups.items():
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(group)})
+        command(**arguments)
+
+    expanded.__signature__ = signature  # type: ignore[attr-defined]
+    return expanded
+
+
+def _parameter(field: "dataclasses.Field[Any]") -> inspect.Parameter:
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type)
+
+
+def _is_option(parameter: inspect.Parameter) -> bool:
+    return not any(isinstance(each, ArgumentInfo) for each in get_args(parameter.annotation))
