@@ -143,7 +143,7 @@ def test_one_bad_rank_among_good_ones_is_a_finding_and_the_rest_is_analysed(tmp_
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["check"], "no run is named"),
+        (["check"], "no run given"),
         (["check", ""], "the path of a run is empty: perhaps a variable that is not set"),
         (["check", "a" * 5000], "File name too long; check the path"),
         (["check", "no*such*file"], "no*such*file: no trace file is called so"),
@@ -185,7 +185,7 @@ def test_a_port_that_is_taken_is_said_to_be_with_one_that_is_free(runs: Path) ->
         done = tracekit("dashboard", runs, "--no-browser", "--port", port)
     assert done.returncode == 2
     said = only_line(done)
-    assert f"port {port} of 127.0.0.1 is taken" in said
+    assert f"port {port} of 127.0.0.1 is in use" in said
     free = int(said.rpartition("--port ")[2])
     with socket.create_server(("127.0.0.1", free)):
         pass

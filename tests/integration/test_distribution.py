@@ -27,12 +27,12 @@ from pathlib import Path
 
 import dashboard, instrumented_trainers, tracekit
 from tracekit.cli import run_loading
-from tracekit.cli.commands.dashboard import command
+from tracekit.cli.commands.dashboard import server_command
 from tracekit.report import baseline_json, json as report
 
-run = tracekit.load(run_loading.sample())
+run = tracekit.load(run_loading.sample_run())
 report.schema(), baseline_json.schema()
-pages = next(Path(word).parent for word in command([], port=0, browser=False) if word.endswith("serve.py"))
+pages = next(Path(word).parent for word in server_command([], port=0, browser=False) if word.endswith("serve.py"))
 told = {
     "packages": [str(Path(each.__file__).parent.parent) for each in (tracekit, dashboard, instrumented_trainers)],
     "ranks": [source.rank for source in run.sources],

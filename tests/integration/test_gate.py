@@ -66,7 +66,7 @@ def test_the_text_says_first_that_it_failed_and_why(folder: Path) -> None:
     first, _, third = done.stdout.splitlines()[:3]
     assert first == "Failed: 2 metrics worse than healthy-ddp"
     assert third.startswith("  Why memory: The most held is")
-    assert done.stderr == "tracekit: this fails: allocated_bytes, peak_allocated_bytes\n"
+    assert done.stderr == "tracekit: the check fails: allocated_bytes, peak_allocated_bytes\n"
     assert "new" in done.stdout
     assert "worse, fails" in done.stdout
 
@@ -139,7 +139,9 @@ def test_a_baseline_is_shown(folder: Path) -> None:
 
 
 def test_again_counts_further_recordings(folder: Path) -> None:
-    _, told = gate(FAULTS / "churn", "--repeat", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json", *FEW)
+    _, told = gate(
+        FAULTS / "churn", "--repeat", FAULTS / "healthy-ddp", "--baseline", folder / "healthy-ddp.json", *FEW
+    )
     (allocated,) = (each for each in told["metrics"] if each["metric"] == "allocated_bytes")
     assert allocated["candidate_samples"] == 4
     both = tracekit("check", FAULTS / "churn", FAULTS / "healthy-ddp", "--repeat", FAULTS / "churn")

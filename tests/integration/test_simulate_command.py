@@ -47,7 +47,7 @@ def test_the_faults_are_listed_one_a_line_name_first() -> None:
         (("--model", "llama2-70b", "--gpus", "8"), "70b needs about"),
         (("--gpus", "1"), "--gpus is 1"),
         (("--strategy", "hsdp", "--gpus", "12"), "needs several full nodes of 8 GPUs"),
-        ((), "no folder is named"),
+        ((), "no output folder given"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support import sample_logs
 from tracekit.cli.commands import watch as watch_command
-from tracekit.cli.output import Format
+from tracekit.cli.options import Format
 from tracekit.errors import InputError
 
 ROOT = Path(__file__).parents[2]

@@ -327,7 +327,7 @@ def test_on_the_command_line_reports_are_added_once_and_shown(tmp_path):
     assert "allocations" not in shown.stdout.partition("WORSE")[0]
     document = json.loads(tracekit("history", "show", "--db", db, "--last", "2", "--format", "json").stdout)
     assert len(document["groups"][0]["runs"]) == 2
-    assert tracekit("history", "show", "--db", db, "--branch", "none").stdout.startswith("No run of branch none is in")
+    assert tracekit("history", "show", "--db", db, "--branch", "none").stdout.endswith(" has no run of branch none.\n")
 
 
 @pytest.mark.parametrize(

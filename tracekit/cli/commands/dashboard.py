@@ -4,7 +4,6 @@ import contextlib
 import errno
 import importlib.util
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -106,6 +105,8 @@ def _free_port_after(host: str, port: int) -> int | None:
 
 def _listen(host: str, port: int) -> None:
     """Listen on an address for a moment, as a server does. Raises OSError if that fails."""
+    import socket
+
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # as Streamlit chooses
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
