@@ -32,7 +32,7 @@ def sample_run() -> Path:
 def check_runs(
     paths: Sequence[str], rules: "Sequence[Rule]", *, facts: "Sequence[Fact]" = (), cache: bool = True
 ) -> "list[tuple[Report, Run]]":
-    """Return each run with its report, in the given order; replay estimates costs. Raises InputError if one is unusable.
+    """Return each run with its report and costs by replay, in the given order. Raises InputError if one is unusable.
 
     `facts` are measured in the same pass.
     """

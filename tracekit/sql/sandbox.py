@@ -1,12 +1,13 @@
-"""One SQL query in a process of its own, which reaches no file, no network and no setting, and can be ended.
+"""One SQL query in a separate process without access to files, network or settings; the caller can kill it.
 
-DuckDB's limits bind what DuckDB counts. A single call such as repeat('x', 4e9) or levenshtein of long texts runs past
-both its time and its memory, and only the system can stop that: so `tracekit.sql.run_query` starts this file as a program.
-It knows DuckDB and Arrow and nothing of tracekit, so it is up in a moment.
+DuckDB limits only the time and memory that it counts. A single call such as repeat('x', 4e9) or levenshtein of long
+texts exceeds both, and only the operating system can stop it: so `tracekit.sql.run_query` starts this file as a
+program. It imports DuckDB and Arrow but nothing of tracekit, so it starts quickly.
 
-By stdin come a line of JSON (sql, tables, timeout_s, memory_bytes, max_rows) and the tables without rows, each as an
-Arrow stream; by stdout goes a line with the tables that the query names. Then come a line with the tables that follow,
-and those; and back go the rows as an Arrow stream between two lines. A line with `error` (kind, message) ends it all.
+Protocol: stdin has a line of JSON (sql, tables, timeout_s, memory_bytes, max_rows) and each table without rows as an
+Arrow stream; stdout has a line with the tables that the query names. Then stdin has a line with the names of those
+tables, and their rows; stdout has the result as an Arrow stream between two lines. A line with `error` (kind, message)
+ends the exchange.
 """
 
 import contextlib
