@@ -308,7 +308,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             return {}
-        manifest = untrusted_json.parsed(path.read_bytes())
+        manifest = untrusted_json.parse(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}

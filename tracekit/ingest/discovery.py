@@ -67,7 +67,7 @@ def identify(
             on_progress(done, len(files))
     if not traces:
         raise BadTraceError(issues[0].message if issues else "no trace")
-    ranked = _ranked(traces, issues)
+    ranked = _with_ranks(traces, issues)
     numbered = _windows(_without_copies(_one_job(ranked, issues), issues), issues)
     return sorted(numbered, key=lambda t: (t.window, t.rank)), issues
 
@@ -134,7 +134,7 @@ def _job(file: File, info: TraceInfo, manifest_folders: Iterable[str]) -> tuple[
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def _ranked(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+def _with_ranks(traces: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     """Give each file its rank: by its header, else its name, else its order."""
     stated = {id(t): rank for t in traces if (rank := t.info.rank) is not None}
     silent = [t for t in traces if id(t) not in stated]
@@ -180,7 +180,7 @@ def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
     jobs: dict[tuple[object, ...], list[TraceFile]] = defaultdict(list)
     for t in ranked:
         jobs[t.job].append(t)
-    _adopt(jobs)
+    _assign_unstated_jobs(jobs)
     if len(jobs) == 1:
         return next(iter(jobs.values()))
     chosen = max(jobs, key=lambda job: (len({t.rank for t in jobs[job]}), max(t.info.start_ns or 0 for t in jobs[job])))
@@ -188,7 +188,7 @@ def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
         if job != chosen:
             message = (
                 f"{len(others)} files belong to another job ({_difference(job, chosen)}) and are left out: "
-                f"{_some([t.file.path for t in others])}; load them by themselves."
+                f"{_first_paths([t.file.path for t in others])}; load them by themselves."
             )
             share = len(others) / len(ranked)
             issues.append(QualityIssue("mixed_jobs", message, others[0].file.path, affected_ratio=share))
@@ -197,7 +197,7 @@ def _one_job(ranked: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
     return jobs[chosen]
 
 
-def _adopt(jobs: dict[tuple[object, ...], list[TraceFile]]) -> None:
+def _assign_unstated_jobs(jobs: dict[tuple[object, ...], list[TraceFile]]) -> None:
     """Give files that don't state their job to the only one beside them, where their ranks are still wanted there."""
     for job in [job for job in jobs if job[1] is None]:
         others = [other for other in jobs if other[1] is not None and other[0] == job[0]]
@@ -254,8 +254,8 @@ def _windows(listed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceF
         folders = sorted({t.file.folder for t in listed}, key=natural_key)
         several = len({t.rank for t in listed}) < len(listed)
         placed = [replace(t, window=folders.index(t.file.folder) if several else 0) for t in listed]
-    _say_folders(placed, issues)
-    return _one_each(placed, issues)
+    _report_assumed_windows(placed, issues)
+    return _one_per_rank(placed, issues)
 
 
 def _window_folder(listed: TraceFile) -> int | None:
@@ -263,7 +263,7 @@ def _window_folder(listed: TraceFile) -> int | None:
     return int(found[1]) if found else None
 
 
-def _say_folders(placed: list[TraceFile], issues: list[QualityIssue]) -> None:
+def _report_assumed_windows(placed: list[TraceFile], issues: list[QualityIssue]) -> None:
     """Say that folders were taken as windows of one job, unless their names differ in numbers only."""
     folders = {t.window: t.file.folder for t in placed}
     stems = {re.sub(r"\d+", "", f"/{folder}/") for folder in folders.values()} - {"/"}
@@ -313,7 +313,7 @@ def _by_time(listed: list[TraceFile], times: list[int], issues: list[QualityIssu
     return placed
 
 
-def _one_each(placed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
+def _one_per_rank(placed: list[TraceFile], issues: list[QualityIssue]) -> list[TraceFile]:
     kept: dict[tuple[int, int], TraceFile] = {}
     for t in placed:
         first = kept.setdefault((t.window, t.rank), t)
@@ -326,7 +326,7 @@ def _one_each(placed: list[TraceFile], issues: list[QualityIssue]) -> list[Trace
 # Words ---------------------------------------------------------------------------------------------------------------
 
 
-def _some(paths: Sequence[str]) -> str:
+def _first_paths(paths: Sequence[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 

@@ -14,7 +14,7 @@ from tracekit import conventions
 from tracekit.errors import BadTraceError, InputError
 from tracekit.ingest import readers
 
-Where: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+RunLocation: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 _MAX_DEPTH = 5
 _GLOB = re.compile(r"[*?\[]")
@@ -82,7 +82,7 @@ class RunFiles:
     manifests: tuple[File, ...]
 
 
-def find(where: Where) -> RunFiles:
+def find(where: RunLocation) -> RunFiles:
     """Find what may be traces under a folder, in a list of paths, behind a glob or a URL (s3://, gs://, memory://, …).
 
     Folders are searched five levels deep; hidden folders and checkpoints in them are not. Raises InputError where
@@ -92,11 +92,11 @@ def find(where: Where) -> RunFiles:
     if not named:
         raise InputError("no path was named; name a run's folder or its trace files")
     found: dict[str, File] = {}
-    for each in named:
-        found |= {file.path: file for file in _of(os.fspath(each))}
+    for path in named:
+        found |= {file.path: file for file in _find_files(os.fspath(path))}
     manifests = tuple(f for f in found.values() if f.name == conventions.MANIFEST_FILE)
     traces = tuple(sorted((f for f in found.values() if f not in manifests), key=lambda f: natural_key(f.path)))
-    root = os.fspath(named[0]) if len(named) == 1 else _common(traces)
+    root = os.fspath(named[0]) if len(named) == 1 else _common_folder(traces)
     if not traces:
         raise InputError(f"{root}: {_why_none(root)}; name a run's folder or a trace file")
     return RunFiles(root, traces, manifests)
@@ -121,11 +121,11 @@ def _why_none(root: str) -> str:
     return f"no trace files ({_patterns()}) in this folder"
 
 
-def _of(named: str) -> list[File]:
+def _find_files(named: str) -> list[File]:
     if not named:
         raise InputError("the path of a run is empty: perhaps a variable that is not set; name a run's folder")
     if _URL.match(named):
-        return _of_url(named)
+        return _find_remote_files(named)
     path = Path(named)
     if path.is_dir():
         return list(_walk(path))
@@ -134,7 +134,9 @@ def _of(named: str) -> list[File]:
         return [_file(p) for p in (path, beside) if p.is_file()]
     if _GLOB.search(named):
         matched = sorted(glob.glob(named, recursive=True), key=natural_key)  # noqa: PTH207  (Path.glob needs a relative one)
-        return [file for match in matched for file in _of(match) if _may_be_trace(file.name) or _is_manifest(file)]
+        return [
+            file for match in matched for file in _find_files(match) if _may_be_trace(file.name) or _is_manifest(file)
+        ]
     raise InputError(f"{named}: no such file or folder; check the path")
 
 
@@ -151,13 +153,13 @@ def _walk(root: Path) -> Iterator[File]:
                 yield _file(path)
 
 
-def _of_url(url: str) -> list[File]:
+def _find_remote_files(url: str) -> list[File]:
     try:
         import fsspec  # not at the top: half the time of a start, for a case that few meet
 
         system, path = fsspec.core.url_to_fs(url)
         if type(system).__name__ == "LocalFileSystem":
-            return _of(path)
+            return _find_files(path)
         if _GLOB.search(path):
             details = system.glob(path, detail=True)
         else:
@@ -211,7 +213,7 @@ def _file(path: Path) -> File:
     return File(str(path), path.stat().st_size)
 
 
-def _common(traces: tuple[File, ...]) -> str:
+def _common_folder(traces: tuple[File, ...]) -> str:
     folders = sorted({file.folder or "." for file in traces})
     with contextlib.suppress(ValueError):  # some are absolute and some are not
         return os.path.commonpath(folders)

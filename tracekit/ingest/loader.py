@@ -10,7 +10,7 @@ import polars as pl
 
 from tracekit.ingest import discovery, files, readers
 from tracekit.ingest.discovery import QualityIssue, TraceFile
-from tracekit.ingest.files import File, Where
+from tracekit.ingest.files import File, RunLocation
 from tracekit.ingest.readers import manifest
 from tracekit.ingest.readers.reader import Reader, TraceInfo
 from tracekit.ingest.trace_cache import cached_source
@@ -21,7 +21,7 @@ from tracekit.sync import alignment
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-def load(where: Where, *, on_progress: Progress | None = None, cache: bool = True) -> Run:
+def load(where: RunLocation, *, on_progress: Progress | None = None, cache: bool = True) -> Run:
     """Load a run: a folder of trace files, one trace file, a list or glob of them, or a URL (s3://, gs://, …).
 
     Only headers are read now; a trace is read when a table or fact is requested. ``run.data_quality`` lists what is

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 
-def parsed(text: str | bytes, *, strict: bool = True) -> Any:
+def parse(text: str | bytes, *, strict: bool = True) -> Any:
     r"""Return what JSON says, `writable`. `strict` is that of json.loads.
 
     Raises ValueError where it is no JSON, no UTF-8, or nested too deeply to be read.
@@ -15,12 +15,12 @@ def parsed(text: str | bytes, *, strict: bool = True) -> Any:
     escapes = b"\\u" in text if isinstance(text, bytes) else "\\u" in text
     try:
         found = json.loads(text, strict=strict)
-        return writable(found) if escapes else found
+        return replace_surrogates(found) if escapes else found
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def writable(found: Any) -> Any:
+def replace_surrogates(found: Any) -> Any:
     """Return what JSON said with halves of characters, which it can name and no encoding can write, as '?'.
 
     Raises RecursionError where it is nested too deeply.

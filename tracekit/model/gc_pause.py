@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep the garbage collector from walking, again and again, over what is built: nothing dropped is in a cycle."""
     was_on = gc.isenabled()
     gc.disable()

@@ -174,7 +174,7 @@ class Run:
             while waiting or running:
                 while waiting and self._has_room(waiting[0], [source for source, _ in running]):
                     source = waiting.popleft()
-                    running.append((source, pool.submit(_measured, source, self._cached_traces.get(source), facts)))
+                    running.append((source, pool.submit(_measure, source, self._cached_traces.get(source), facts)))
                 source, future = running.popleft()
                 try:
                     trace, measured = future.result()
@@ -236,9 +236,9 @@ def created_ns(manifest: Mapping[str, Any]) -> int | None:
 
     A manifest can say anything: what is no whole number, or not from 1970 until 2100, is none.
     """
-    told = manifest.get("created_ns")
-    is_time = isinstance(told, int) and not isinstance(told, bool) and 0 < told < _YEAR_2100_NS
-    return told if is_time else None
+    created = manifest.get("created_ns")
+    is_time = isinstance(created, int) and not isinstance(created, bool) and 0 < created < _YEAR_2100_NS
+    return created if is_time else None
 
 
 _YEAR_2100_NS = 4_102_444_800 * 10**9
@@ -290,12 +290,12 @@ def _unaligned(run: Run) -> pl.DataFrame:
     return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else OFFSETS.empty()
 
 
-def _measured(source: Source, kept: Trace | None, facts: list[Fact]) -> tuple[Trace, list[pl.DataFrame]]:
-    trace = kept or source.read()
-    return trace, [_with_place(fact(trace), trace) for fact in facts]
+def _measure(source: Source, cached: Trace | None, facts: list[Fact]) -> tuple[Trace, list[pl.DataFrame]]:
+    trace = cached or source.read()
+    return trace, [_with_window_and_rank(fact(trace), trace) for fact in facts]
 
 
-def _with_place(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+def _with_window_and_rank(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
     place = (pl.lit(trace.window, pl.Int64).alias("window"), pl.lit(trace.rank, pl.Int64).alias("rank"))
     return frame.select(*place, pl.all().exclude("window", "rank"))
 

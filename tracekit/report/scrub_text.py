@@ -1,10 +1,10 @@
 """What scrubbing removed -> text."""
 
-from tracekit.ingest.scrub import Scrubbed
+from tracekit.ingest.scrub import ScrubResult
 from tracekit.ingest.scrub.secrets import KINDS
 
 
-def as_text(done: Scrubbed) -> str:
+def as_text(done: ScrubResult) -> str:
     """Return what was removed (kinds and counts, never the words themselves), and what was not copied and why."""
     lines = [f"{done.out}: {_count(len(done.files), 'file')}, read again: nothing that should be gone is left in them"]
     lines += [

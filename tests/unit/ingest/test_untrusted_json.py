@@ -22,8 +22,8 @@ values = st.recursive(
 @given(values)
 def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others(value):
     text = json.dumps(value)
-    found = untrusted_json.parsed(text)
-    assert found == untrusted_json.parsed(text.encode())
+    found = untrusted_json.parse(text)
+    assert found == untrusted_json.parse(text.encode())
     json.dumps(found, ensure_ascii=False).encode()
     told = json.dumps(json.loads(text), ensure_ascii=False)
     assert found == json.loads(told.encode("utf-8", "replace"))
@@ -32,7 +32,7 @@ def test_what_was_parsed_can_be_written_and_only_halves_of_characters_are_others
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "[1", b"\xff"])
 def test_what_is_no_json_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"nested|Expecting|decode"):
-        untrusted_json.parsed(text)
+        untrusted_json.parse(text)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tracekit.cli.options import TableOptions, expand_options
 from tracekit.model import units
 
 if TYPE_CHECKING:
-    from tracekit.ingest.checkpoint_files import Problem, Verified
+    from tracekit.ingest.checkpoint_files import Problem, VerifiedCheckpoint
 
 SCHEMA = "tracekit.verify/1"
 checkpoint = typer.Typer(help="Verify checkpoints on disk.", no_args_is_help=True)
@@ -46,7 +46,7 @@ def verify(
         raise typer.Exit(1 if checkpoint_files.DAMAGED in statuses else 2)
 
 
-def _as_text(each: "Verified") -> str:
+def _as_text(each: "VerifiedCheckpoint") -> str:
     from tracekit.model import escaping
 
     lines = [
@@ -59,7 +59,7 @@ def _as_text(each: "Verified") -> str:
     return "".join(escaping.inert(line, len(line) + 1) + "\n" for line in lines)
 
 
-def _verified_share(each: "Verified") -> str:
+def _verified_share(each: "VerifiedCheckpoint") -> str:
     if not each.total_bytes:
         return ", ".join(each.kinds)
     return f"{units.share(each.checked_bytes / each.total_bytes)} by checksum ({', '.join(each.kinds)})"
@@ -69,8 +69,8 @@ def _problem(problem: "Problem") -> str:
     return f"{'' if problem.rank is None else f'rank {problem.rank}: '}{problem.file} {problem.what}"
 
 
-def _as_json(verified: "list[Verified]") -> str:
-    def row(each: "Verified") -> dict[str, Any]:
+def _as_json(verified: "list[VerifiedCheckpoint]") -> str:
+    def row(each: "VerifiedCheckpoint") -> dict[str, Any]:
         problems = [{"rank": one.rank, "file": one.file, "what": one.what} for one in each.problems]
         return {
             "path": each.path,

@@ -90,7 +90,7 @@ class LogTail:
         found = []
         for line in lines:
             try:
-                value = untrusted_json.parsed(line) if line.strip() else None
+                value = untrusted_json.parse(line) if line.strip() else None
             except ValueError:
                 value = line
             if isinstance(value, dict):

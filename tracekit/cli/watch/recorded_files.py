@@ -33,7 +33,7 @@ class Manifest:
             mark = (found.st_ino, found.st_size, found.st_mtime_ns)
             if mark == self._last_stat or found.st_size > _MAX_MANIFEST_BYTES:
                 return
-            told = untrusted_json.parsed(self._path.read_bytes())
+            told = untrusted_json.parse(self._path.read_bytes())
         except (OSError, ValueError):
             return
         self._last_stat = mark

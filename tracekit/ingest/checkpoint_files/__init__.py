@@ -1,6 +1,6 @@
 """Whether a checkpoint on disk is whole: told without torch, and without executing anything that it holds."""
 
-from tracekit.ingest.checkpoint_files.result import DAMAGED, UNREADABLE, WHOLE, Problem, Verified
+from tracekit.ingest.checkpoint_files.result import DAMAGED, UNREADABLE, WHOLE, Problem, VerifiedCheckpoint
 from tracekit.ingest.checkpoint_files.verification import verify
 
-__all__ = ["DAMAGED", "UNREADABLE", "WHOLE", "Problem", "Verified", "verify"]
+__all__ = ["DAMAGED", "UNREADABLE", "WHOLE", "Problem", "VerifiedCheckpoint", "verify"]

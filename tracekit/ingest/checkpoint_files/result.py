@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedCheckpoint:
     """One checkpoint: where it lies, how it was saved, what is wrong, what could not be told, and what to do."""
 
     path: str
@@ -77,10 +77,10 @@ def rank_of(file: str) -> int | None:
     return int(told[1] or told[2]) if told else None
 
 
-def joined(path: str, parts: Iterable[Part]) -> Verified:
+def combined(path: str, parts: Iterable[Part]) -> VerifiedCheckpoint:
     """Return what all kinds of checks found in one folder."""
     parts = list(parts)
-    return Verified(
+    return VerifiedCheckpoint(
         path,
         kinds=tuple(part.kind for part in parts),
         problems=tuple(problem for part in parts for problem in part.problems),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tracekit.errors import InputError
 from tracekit.ingest.checkpoint_files import distributed, result, safetensors, seals, zip_archives
-from tracekit.ingest.checkpoint_files.result import WHOLE, Part, Verified
+from tracekit.ingest.checkpoint_files.result import WHOLE, Part, VerifiedCheckpoint
 
 _MAX_DEPTH = 4
 _CHECKED = (zip_archives.SUFFIXES, (safetensors.SUFFIX, safetensors.INDEX_SUFFIX, distributed.SHARD_SUFFIX))
@@ -14,7 +14,7 @@ _SUFFIXES = tuple(suffix for suffixes in _CHECKED for suffix in suffixes)
 _NAMES = (seals.SEAL_FILE, distributed.METADATA_FILE)
 
 
-def verify(path: Path) -> list[Verified]:
+def verify(path: Path) -> list[VerifiedCheckpoint]:
     """Return each checkpoint at `path` and below, in the order of their names, with what is wrong with it.
 
     A checkpoint is a folder that holds a seal of our trainers, a `.metadata` or shards of torch.distributed.checkpoint,
@@ -23,8 +23,8 @@ def verify(path: Path) -> list[Verified]:
     if not path.exists():
         raise InputError(f"{path}: there is no such file or folder; check the path")
     if path.is_file():
-        return _with_remedies([result.joined(str(path), [_one_file(path)])])
-    verified = [result.joined(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
+        return _with_remedies([result.combined(str(path), [_one_file(path)])])
+    verified = [result.combined(str(folder), _parts(folder)) for folder in _folders(path, depth=0)]
     if not verified:
         raise InputError(
             f"{path}: no checkpoint here or up to {_MAX_DEPTH} folders below (looked for {', '.join(_NAMES)}, "
@@ -81,10 +81,10 @@ def _others_are_sealed(folder: Path) -> bool:
     return any((other / seals.SEAL_FILE).is_file() for other in folder.parent.iterdir() if other != folder)
 
 
-def _with_remedies(verified: list[Verified]) -> list[Verified]:
+def _with_remedies(verified: list[VerifiedCheckpoint]) -> list[VerifiedCheckpoint]:
     """Say what to do about each that is not whole: the newest whole one before it, or after it, can be loaded."""
     done = []
-    for number, each in enumerate(verified):
+    for number, checkpoint in enumerate(verified):
         before = [other.path for other in verified[:number] if other.status == WHOLE]
         after = [other.path for other in verified[number + 1 :] if other.status == WHOLE]
         usable = before[-1:] or after[:1]
@@ -92,7 +92,7 @@ def _with_remedies(verified: list[Verified]) -> list[Verified]:
         remedy = f"do not load it; restore what is wrong from a copy, or {way}" if usable else (
             f"do not load it; restore what is wrong from a copy ({way})"
         )  # fmt: skip
-        if each.status == result.UNREADABLE:
+        if checkpoint.status == result.UNREADABLE:
             remedy = "make the files readable to you and verify again, before it is loaded"
-        done.append(each if each.status == WHOLE else replace(each, remedy=remedy))
+        done.append(checkpoint if checkpoint.status == WHOLE else replace(checkpoint, remedy=remedy))
     return done

@@ -48,7 +48,7 @@ def damage(file: BinaryIO, offset: int, length: int) -> tuple[str | None, int]:
     file.seek(offset)
     if file.read(len(MAGIC)) != MAGIC:
         return None, 0
-    with _errors_told() as told:
+    with _errors_collected() as told:
         with zipfile.ZipFile(_Window(file, offset, length)) as packed:
             entries = packed.infolist()
             # torch compresses nothing; what is compressed could be made to expand without an end.
@@ -64,7 +64,7 @@ def damage(file: BinaryIO, offset: int, length: int) -> tuple[str | None, int]:
 
 
 @contextmanager
-def _errors_told() -> Iterator[list[str]]:
+def _errors_collected() -> Iterator[list[str]]:
     told: list[str] = []
     try:
         yield told

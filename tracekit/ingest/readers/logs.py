@@ -64,7 +64,7 @@ def _lines(path: str) -> tuple[list[dict[str, Any]], pl.DataFrame]:
     lines, skipped = [], 0
     for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = untrusted_json.parsed(text)
+            line = untrusted_json.parse(text)
         except ValueError:
             line = None
         if isinstance(line, dict):

@@ -24,7 +24,7 @@ class Manifests(Reader):
 
 def parse(text: str) -> Mapping[str, Any]:
     """Return the fields of a manifest. Raises ValueError if it is not a JSON object."""
-    fields = untrusted_json.parsed(text)
+    fields = untrusted_json.parse(text)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     return fields

@@ -17,7 +17,7 @@ _EVENTS = (b'"traceEvents"', b'"ph"')
 
 
 @dataclass(frozen=True)
-class Scrubbed:
+class ScrubResult:
     """What was written, what is gone from it (kind -> how many different ones, in how many places), what was left."""
 
     out: Path
@@ -27,7 +27,7 @@ class Scrubbed:
     """Names and reasons of what was not copied."""
 
 
-def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = False) -> Scrubbed:
+def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = False) -> ScrubResult:
     """Copy a run (a folder, or one trace file) to `out` without what tells where and by whom it was recorded.
 
     Removed are users and host names (as paths, the manifest, file names and addresses give them away, and `words`
@@ -57,7 +57,7 @@ def scrub(run: Path, out: Path, *, words: Iterable[str] = (), force: bool = Fals
         partial.rename(out)
     finally:
         _remove(partial)
-    return Scrubbed(out, tuple(names), secrets.removed(), tuple(left_out))
+    return ScrubResult(out, tuple(names), secrets.removed(), tuple(left_out))
 
 
 def _check_places(run: Path, out: Path, *, force: bool) -> None:
@@ -139,7 +139,7 @@ def _verify(out: Path, secrets: Secrets) -> None:
     """Read back what was written. What should be gone and is not is our fault, and nothing is handed out then."""
     for path in sorted(out.rglob("*")) if out.is_dir() else [out]:
         for piece in streams.pieces(path) if path.is_file() else ():
-            remains = secrets.remains(piece)
+            remains = secrets.find_leaks(piece)
             if remains:
                 raise AssertionError(f"{path.name}: still holds a {remains[0]}; nothing was written")
 

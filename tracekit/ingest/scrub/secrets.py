@@ -33,7 +33,7 @@ class Secrets:
 
     words: dict[bytes, str] = field(default_factory=dict)
     """By word as JSON may write it: its kind."""
-    _stand_ins: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
+    _placeholders: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
 
     def learn(self, text: bytes) -> None:
@@ -55,12 +55,16 @@ class Secrets:
     def hide(self, text: bytes) -> bytes:
         """Return a piece of JSON with what must not be told replaced: words, paths' folders, addresses, secrets."""
         for pattern in patterns.SECRETS:
-            text = _replaced(text, (match.span("value") for match in pattern.finditer(text)), self._stand_in(SECRET))
-        text = _replaced(text, patterns.emails(text), self._stand_in(EMAIL))
-        text = _replaced(text, _spans(patterns.URL, text), lambda url: url[:1] + b"//" + self._name(URL, url[1:]))
+            text = _replaced(
+                text, (match.span("value") for match in pattern.finditer(text)), self._placeholder_for(SECRET)
+            )
+        text = _replaced(text, patterns.emails(text), self._placeholder_for(EMAIL))
+        text = _replaced(
+            text, _spans(patterns.URL, text), lambda url: url[:1] + b"//" + self._placeholder(URL, url[1:])
+        )
         for pattern in patterns.PATHS:
-            text = _replaced(text, _spans(pattern, text), self._path)
-        text = _replaced(text, patterns.addresses(text), self._stand_in(ADDRESS))
+            text = _replaced(text, _spans(pattern, text), self._hide_folders)
+        text = _replaced(text, patterns.addresses(text), self._placeholder_for(ADDRESS))
         return self._hide_words(text, patterns.words(self.words))
 
     def hide_in_name(self, name: str) -> str:
@@ -68,7 +72,7 @@ class Secrets:
         hidden = self._hide_words(name.encode(), patterns.words_in_name(self.words))
         return hidden.replace(b"<", b"").replace(b">", b"").decode()
 
-    def remains(self, text: bytes) -> list[str]:
+    def find_leaks(self, text: bytes) -> list[str]:
         """Return the kinds of what is still told in a piece of text that should tell nothing."""
         told = {
             PATH: any(pattern.search(text) for pattern in patterns.PATHS),
@@ -82,31 +86,31 @@ class Secrets:
 
     def removed(self) -> dict[str, tuple[int, int]]:
         """Return how many different ones of each kind were replaced, and in how many places."""
-        distinct = {kind: sum(of == kind for of, _ in self._stand_ins) for kind in KINDS}
+        distinct = {kind: sum(of == kind for of, _ in self._placeholders) for kind in KINDS}
         return {kind: (distinct[kind], self._places[kind]) for kind in KINDS if kind in self._places}
 
     def _hide_words(self, text: bytes, known_by: list[re.Pattern[bytes]]) -> bytes:
         for pattern in known_by:
-            text = _replaced(text, _spans(pattern, text), lambda word: self._name(self.words[word], word))
+            text = _replaced(text, _spans(pattern, text), lambda word: self._placeholder(self.words[word], word))
         return text
 
-    def _stand_in(self, kind: str) -> Callable[[bytes], bytes]:
-        return lambda secret: self._name(kind, secret)
+    def _placeholder_for(self, kind: str) -> Callable[[bytes], bytes]:
+        return lambda secret: self._placeholder(kind, secret)
 
-    def _name(self, kind: str, secret: bytes) -> bytes:
+    def _placeholder(self, kind: str, secret: bytes) -> bytes:
         """Return what stands for a secret: the same for the same secret, in all files."""
         self._places[kind] = self._places.get(kind, 0) + 1
         key = (kind, secret)
-        if key not in self._stand_ins:
-            number = 1 + sum(of == kind for of, _ in self._stand_ins)
-            self._stand_ins[key] = f"<{kind}{number}>".encode()
-        return self._stand_ins[key]
+        if key not in self._placeholders:
+            number = 1 + sum(of == kind for of, _ in self._placeholders)
+            self._placeholders[key] = f"<{kind}{number}>".encode()
+        return self._placeholders[key]
 
-    def _path(self, path: bytes) -> bytes:
+    def _hide_folders(self, path: bytes) -> bytes:
         """Return a path without its folders: a library's file keeps its place in the library, a file its name."""
         kept = patterns.LIBRARY.search(path) or patterns.FILE.search(path)
         folder = (path[: kept.start()] if kept else path).rstrip(b"/\\")
-        named = self._name(PATH, folder)
+        named = self._placeholder(PATH, folder)
         return named + b"/" + kept[0] if kept else named
 
 

@@ -26,21 +26,21 @@ def pieces(path: Path) -> Iterator[bytes]:
 
     No string of JSON is cut in two there. Raises BadTraceError where the file cannot be read to its end.
     """
-    held = b""
+    buffer = b""
     try:
         with _opened(path) as file:
             while block := file.read(_PIECE_BYTES):
-                held += block
-                end = _safe_end(held)
+                buffer += block
+                end = _safe_end(buffer)
                 if end:
-                    yield held[:end]
-                    held = held[end:]
+                    yield buffer[:end]
+                    buffer = buffer[end:]
     except (EOFError, zlib.error, gzip.BadGzipFile, igzip.BadGzipFile) as error:
         raise BadTraceError(f"{path}: cannot be read to its end: {error}; take it out or record it again") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if held:
-        yield held
+    if buffer:
+        yield buffer
 
 
 def write(path: Path, text: Iterator[bytes], *, compressed: bool) -> None:

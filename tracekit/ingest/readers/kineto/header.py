@@ -55,7 +55,7 @@ def parse_start(text: bytes) -> tuple[Header, bool]:
     """Return the keys before the events, and whether they could be read whole."""
     shown = text.decode("utf-8", "replace").strip()
     try:
-        found = untrusted_json.parsed(shown.rstrip(",") + "}", strict=False) if shown else {}
+        found = untrusted_json.parse(shown.rstrip(",") + "}", strict=False) if shown else {}
     except ValueError:
         return _salvage(shown), False
     return (found, True) if isinstance(found, dict) else ({}, False)
@@ -65,7 +65,7 @@ def parse_tail(text: str) -> tuple[Header, bool]:
     """Return the keys after the events, and whether they could be read whole to the end of the file."""
     try:
         found, end = json.JSONDecoder(strict=False).raw_decode('{"":0' + text)
-        found = untrusted_json.writable(found)
+        found = untrusted_json.replace_surrogates(found)
     except (ValueError, RecursionError):
         return _salvage(text), False
     found.pop("", None)

@@ -15,7 +15,7 @@ class Event(int):
     """The number of a row in `Rows`."""
 
 
-class Frames:
+class FrameTable:
     """Frames and stacks, each once. `stacks` has the frames of all stacks end to end; stack i ends at `ends[i]`."""
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class Frames:
         self.ends = array("q")
         self._numbers: dict[bytes, Stack] = {}
 
-    def frame(self, told: dict[str, Any]) -> int:
+    def frame(self, fields: dict[str, Any]) -> int:
         """Return the number of a frame, told in full."""
-        key = (str(told.get("name", "")), str(told.get(FRAME_KEY, "")), _line(told.get("line")))
+        key = (str(fields.get("name", "")), str(fields.get(FRAME_KEY, "")), _line(fields.get("line")))
         return self.frames.setdefault(key, len(self.frames))
 
     def stack(self, frames: "array[int]") -> Stack:
@@ -40,7 +40,7 @@ class Frames:
         return number
 
 
-class Rows:
+class EventColumns:
     """Events by column; MISSING stands for what one lacks."""
 
     MISSING = -(1 << 63)
@@ -52,12 +52,12 @@ class Rows:
         self.action = array("h")
         self.actions: dict[str, int] = {}
 
-    def add(self, told: Sequence[Any], stack: int) -> Event:
+    def add(self, values: Sequence[Any], stack: int) -> Event:
         """Append one event by its other fields, in order; a stack of -1 is none.
 
         Raises OverflowError or TypeError where a number is none, or too large.
         """
-        at_us, address, size, stream, action = told
+        at_us, address, size, stream, action = values
         times, addresses, sizes, streams = self.numbers
         missing = self.MISSING
         times.append(missing if at_us is None else at_us)

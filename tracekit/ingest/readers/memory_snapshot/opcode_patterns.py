@@ -20,7 +20,7 @@ KNOWN_STACK = re.compile(rb"\](%b)\((%b+)e(?!\()" % (_PUT, _REFERENCE), re.DOTAL
 
 
 @lru_cache(maxsize=64)
-def row(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
+def event_with_keys(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
     """Return the pattern of one such dict with these very keys. Groups: each value.
 
     All is remembered by MEMOIZE, as the pickler of the standard library writes it from protocol 4 on.
@@ -32,7 +32,7 @@ def row(keys: tuple[bytes, ...]) -> re.Pattern[bytes]:
 
 
 @lru_cache
-def of(keys: int) -> re.Pattern[bytes]:
+def dict_of_size(keys: int) -> re.Pattern[bytes]:
     """Return the pattern of a dict whose `keys` keys were told before.
 
     Groups: how it is remembered; then each key and its value, which is a reference, an integer, a short text or a list

@@ -9,11 +9,11 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.errors import BadTraceError, InputError
-from tracekit.ingest.readers.memory_snapshot.interning import Frames, Rows
+from tracekit.ingest.readers.memory_snapshot.interning import EventColumns, FrameTable
 from tracekit.ingest.readers.memory_snapshot.unpickle import Unpickler
 from tracekit.ingest.readers.reader import Reader
 from tracekit.model import schema
-from tracekit.model.gc_pause import uncollected
+from tracekit.model.gc_pause import gc_paused
 from tracekit.model.memory_snapshot import MemorySnapshot
 
 _COMMON_POOL = (0, 0)
@@ -45,7 +45,7 @@ def read(path: str | Path) -> MemorySnapshot:
         file = Path(path).open("rb")  # noqa: SIM115 closed below; here only what opening it raises
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}; check the path") from None
-    with file, uncollected():
+    with file, gc_paused():
         unpickler = Unpickler(file, str(path))
         root = unpickler.read()
     try:
@@ -114,7 +114,7 @@ def _frame(table: schema.Table, rows: Iterable[tuple[Any, ...]]) -> pl.DataFrame
     return pl.DataFrame(list(rows), schema=table.schema, orient="row")
 
 
-def _events(traces: Any, rows: Rows) -> pl.DataFrame:
+def _events(traces: Any, rows: EventColumns) -> pl.DataFrame:
     """Return the events of all devices, in the order of devices and, for each, of their history."""
     device, picked = [], []
     for number, ranges in enumerate(traces):
@@ -129,7 +129,7 @@ def _events(traces: Any, rows: Rows) -> pl.DataFrame:
     at_us, address, size, stream = (pl.Series(_numbers(column)[order], dtype=pl.Int64) for column in rows.numbers)
     stack = pl.Series(np.frombuffer(rows.stack, np.int32)[order]).cast(pl.Int64)
     actions = pl.Series(list(rows.actions), dtype=pl.String)
-    missing = Rows.MISSING
+    missing = EventColumns.MISSING
     columns = {
         "device": np.concatenate(device),
         "at_ns": pl.select(pl.when(at_us != missing).then(at_us * 1000)).to_series(),
@@ -146,7 +146,7 @@ def _numbers(column: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.frombuffer(column, np.int64)
 
 
-def _stacks(frames: Frames) -> pl.DataFrame:
+def _stacks(frames: FrameTable) -> pl.DataFrame:
     if not frames.ends:
         return schema.STACKS.empty()
     ends = np.frombuffer(frames.ends, np.int64)
@@ -156,7 +156,7 @@ def _stacks(frames: Frames) -> pl.DataFrame:
     return schema.STACKS.conform(pl.DataFrame(told))
 
 
-def _frames(frames: Frames) -> pl.DataFrame:
+def _frames(frames: FrameTable) -> pl.DataFrame:
     return _frame(schema.FRAMES, ((number, *told) for told, number in frames.frames.items()))
 
 

@@ -16,7 +16,14 @@ import numpy as np
 from tracekit.errors import BadTraceError
 from tracekit.ingest.pickle_machine import MARGIN_BYTES, MAX_INTERNED, SPENT, Machine
 from tracekit.ingest.readers.memory_snapshot import opcode_patterns
-from tracekit.ingest.readers.memory_snapshot.interning import EVENT_KEY, FRAME_KEY, Event, Frames, Rows, Stack
+from tracekit.ingest.readers.memory_snapshot.interning import (
+    EVENT_KEY,
+    FRAME_KEY,
+    Event,
+    EventColumns,
+    FrameTable,
+    Stack,
+)
 
 _MAX_KNOWN = 1 << 20
 _TIME_BYTES = 9  # of a time in µs with its opcode, which never comes again
@@ -36,16 +43,16 @@ class Unpickler(Machine):
         """Take a file to read from its beginning; `path` is how messages name it."""
         super().__init__(file)
         self.path = path
-        self.frames = Frames()
-        self.rows = Rows()
+        self.frames = FrameTable()
+        self.rows = EventColumns()
         self._swept = 0
-        self._runs: dict[bytes, Stack] = {}
+        self._stacks_by_references: dict[bytes, Stack] = {}
         self._shape: re.Pattern[bytes] | None = None
         self._values: dict[bytes, tuple[Any, bool]] = {}
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._keys: tuple[bytes, ...] = ()
-        self._whole: dict[bytes, Any] = {}
-        self._plain: dict[bytes, Any] = {}
+        self._memoized_values: dict[bytes, Any] = {}
+        self._decoded_values: dict[bytes, Any] = {}
 
     def fail(self, problem: str) -> Exception:
         """Return the error for a problem, with file and byte."""
@@ -54,7 +61,7 @@ class Unpickler(Machine):
     def empty_list(self) -> None:
         """Push a list; at once as one number if it is a stack of frames that were told before."""
         found = opcode_patterns.KNOWN_STACK.match(self._data, self._pos - 1)
-        stack = self._known(found[2]) if found else None
+        stack = self._stack_of_references(found[2]) if found else None
         if found is None or stack is None:
             self._stack.append([])
             return
@@ -63,27 +70,27 @@ class Unpickler(Machine):
         if found[1]:
             self._put_as(found[1], stack)
 
-    def _known(self, run: bytes) -> Stack | None:
+    def _stack_of_references(self, run: bytes) -> Stack | None:
         """Return the number of a stack by a run of references; None where one of them is no frame."""
-        known = self._runs.get(run)
+        known = self._stacks_by_references.get(run)
         if known is None:
             told = [
                 self._get(int.from_bytes(each[1:], "little")) for each in opcode_patterns.ONE_REFERENCE.findall(run)
             ]
             if not all(_is_frame(each) for each in told):
                 return None
-            known = self._runs[run] = self.frames.stack(array("i", (each[_FRAME] for each in told)))
+            known = self._stacks_by_references[run] = self.frames.stack(array("i", (each[_FRAME] for each in told)))
         return known
 
     def empty_dict(self) -> None:
         """Push a dict; or, at once, all the events that follow in a form that came before."""
-        if self._shape is not None and self._known_events(self._shape):
+        if self._shape is not None and self._add_events(self._shape):
             return
         self._stack.append({})
 
-    def _known_events(self, shape: re.Pattern[bytes]) -> bool:
+    def _add_events(self, shape: re.Pattern[bytes]) -> bool:
         """Push the events that begin here and have the shape; False where there is none."""
-        if self._keys and self._many_events(self._keys):
+        if self._keys and self._add_event_run(self._keys):
             return True
         scanner = shape.scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
         began, last = self._pos, len(self._data) - MARGIN_BYTES
@@ -92,7 +99,7 @@ class Unpickler(Machine):
             layout = self._layouts.get(keys) or self._layout(keys)
             if layout is None:
                 break
-            self._stack.append(self._told(found.groups(), layout))
+            self._stack.append(self._add_event(found.groups(), layout))
             self._pos = found.end()
             if found[1] == opcode_patterns.MEMOIZE:
                 self._keys = keys  # what follows is told many at a time
@@ -101,63 +108,63 @@ class Unpickler(Machine):
                 break
         return self._pos > began
 
-    def _many_events(self, keys: tuple[bytes, ...]) -> bool:
+    def _add_event_run(self, keys: tuple[bytes, ...]) -> bool:
         """Push, as one range, all events that begin here and have these very keys; False where there is none.
 
         Most of a large snapshot is such runs. One pattern cuts them up, and they are told column by column.
         """
-        if len(self._whole) > MAX_INTERNED:
-            self._whole.clear()
-        scanner = opcode_patterns.row(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
+        if len(self._memoized_values) > MAX_INTERNED:
+            self._memoized_values.clear()
+        scanner = opcode_patterns.event_with_keys(keys).scanner(self._data, self._pos - 1)  # type: ignore[attr-defined]
         found = list(iter(scanner.match, None))
         if not found:
             return False
         columns = list(zip(*[each.groups() for each in found], strict=True))
         at_us, address, size, stream, action, frames = self._layouts[keys](range(len(keys)))
         others = [column for place, column in enumerate(columns) if place not in (at_us, address, size, stream)]
-        self._remember(len(found), [column for column in others if self._is_remembered(column)])
+        self._memoize_events(len(found), [column for column in others if self._is_memoized(column)])
         times = _times(columns[at_us]) or self._column(columns[at_us])
         told = [times, *(self._column(columns[place]) for place in (address, size, stream, action))]
-        self._stack.append(self.rows.add_many(told, list(map(self._stack_told, columns[frames]))))
+        self._stack.append(self.rows.add_many(told, list(map(self._stack_number, columns[frames]))))
         self._pos = found[-1].end()
         return True
 
-    def _is_remembered(self, column: Sequence[bytes]) -> bool:
+    def _is_memoized(self, column: Sequence[bytes]) -> bool:
         """Return whether values of a column go into the memo, texts or stacks told in full; and know those from now."""
-        if not set(map(_FIRST, column)) & _REMEMBERED:
+        if not set(map(_FIRST, column)) & _MEMOIZED:
             return False
-        whole = self._whole
+        whole = self._memoized_values
         for raw in dict.fromkeys(column):  # in order, so that stacks are numbered as they come
-            if raw in whole or raw[0] not in _REMEMBERED:
+            if raw in whole or raw[0] not in _MEMOIZED:
                 continue
-            whole[raw] = self._interned(raw[2:-1]) if raw[0] == _SHORT_TEXT else self._known(raw[3:-1])
+            whole[raw] = self._interned(raw[2:-1]) if raw[0] == _SHORT_TEXT else self._stack_of_references(raw[3:-1])
             if whole[raw] is None:
                 raise TypeError("a stack of what is no frame")
         return True
 
-    def _remember(self, count: int, columns: Sequence[Sequence[bytes]]) -> None:
+    def _memoize_events(self, count: int, columns: Sequence[Sequence[bytes]]) -> None:
         """Put so many events into the memo, each with its values of these columns, as far as they are remembered."""
-        self._sweep()
-        puts = [map(self._whole.get, column) for column in columns]
+        self._forget_events()
+        puts = [map(self._memoized_values.get, column) for column in columns]
         rows = zip(repeat(SPENT, count), *puts, strict=True)
         self._memo.extend([value for row in rows for value in row if value is not None])
         self._swept = len(self._memo)
 
     def _column(self, column: Sequence[bytes]) -> list[Any]:
         """Return the values of a column."""
-        plain = self._plain
+        plain = self._decoded_values
         values = list(map(plain.get, column))
         if None not in values:
             return values
         if len(plain) > _MAX_KNOWN:
             plain.clear()
-        whole = self._whole
+        whole = self._memoized_values
         for raw in {raw for raw in column if raw not in plain}:
             plain[raw] = whole[raw] if raw in whole else self._decoded(raw)[0]
         return [plain[raw] for raw in column]
 
-    def _stack_told(self, raw: bytes) -> int:
-        told = self._whole.get(raw)
+    def _stack_number(self, raw: bytes) -> int:
+        told = self._memoized_values.get(raw)
         if told is None:
             told = self._get(int.from_bytes(raw[1:], "little")) if raw[0] in _REFERENCES else self._decoded(raw)[0]
         return told if type(told) is Stack else self.stack_of(told)
@@ -165,12 +172,12 @@ class Unpickler(Machine):
     def _layout(self, keys: tuple[bytes, ...]) -> _Layout | None:
         """Return what picks the values of `Rows.FIELDS` from an event's; None where the keys are no event's."""
         names = [self._get(int.from_bytes(key[1:], "little")) for key in keys]
-        if any(type(name) is not str for name in names) or not set(Rows.FIELDS) <= set(names):
+        if any(type(name) is not str for name in names) or not set(EventColumns.FIELDS) <= set(names):
             return None
-        layout = self._layouts[keys] = itemgetter(*(names.index(name) for name in Rows.FIELDS))
+        layout = self._layouts[keys] = itemgetter(*(names.index(name) for name in EventColumns.FIELDS))
         return layout
 
-    def _told(self, groups: tuple[bytes, ...], layout: _Layout) -> Event:
+    def _add_event(self, groups: tuple[bytes, ...], layout: _Layout) -> Event:
         """Return the event that the groups of a shape tell."""
         known, memo = self._values, self._memo
         if groups[0]:
@@ -205,7 +212,7 @@ class Unpickler(Machine):
             end = 2 + raw[1]
             return self._interned(raw[2:end]), raw[end:]
         found = opcode_patterns.KNOWN_STACK.match(raw)
-        stack = self._known(found[2]) if found else None
+        stack = self._stack_of_references(found[2]) if found else None
         if found is None or stack is None:
             raise TypeError("a stack of what is no frame")
         return stack, found[1]
@@ -222,7 +229,7 @@ class Unpickler(Machine):
         items = [self._event(item) if type(item) is dict and EVENT_KEY in item else item for item in items]
         if type(target) is list and items and type(items[0]) in (Event, range):
             self._events(target, items)
-            self._sweep()
+            self._forget_events()
         else:
             super()._extend(target, items)
 
@@ -237,21 +244,21 @@ class Unpickler(Machine):
             past = end
         target.append(range(first, past))
 
-    def _event(self, told: dict[str, Any]) -> Event:
-        stack = self.stack_of(told.get("frames"))
-        number = self.rows.add([told.get(key) for key in Rows.FIELDS[:-1]], stack)
-        self._shape = opcode_patterns.of(len(told)) if len(told) <= opcode_patterns.MOST_KEYS else None
-        told.clear()
-        told[SPENT] = None
+    def _event(self, fields: dict[str, Any]) -> Event:
+        stack = self.stack_of(fields.get("frames"))
+        number = self.rows.add([fields.get(key) for key in EventColumns.FIELDS[:-1]], stack)
+        self._shape = opcode_patterns.dict_of_size(len(fields)) if len(fields) <= opcode_patterns.MOST_KEYS else None
+        fields.clear()
+        fields[SPENT] = None
         return number
 
-    def _frame(self, told: Any) -> int:
+    def _frame(self, fields: Any) -> int:
         """Return the number of a frame, and keep nothing else of it."""
-        if type(told) is not dict or FRAME_KEY not in told:
+        if type(fields) is not dict or FRAME_KEY not in fields:
             raise TypeError("a stack of what is no frame")
-        number = self.frames.frame(told)
-        told.clear()
-        told[_FRAME] = number
+        number = self.frames.frame(fields)
+        fields.clear()
+        fields[_FRAME] = number
         return number
 
     def stack_of(self, frames: object) -> int:
@@ -265,7 +272,7 @@ class Unpickler(Machine):
             frames[:] = [self.frames.stack(numbers)]
         return int(frames[0])
 
-    def _sweep(self) -> None:
+    def _forget_events(self) -> None:
         """Forget the events that went to columns."""
         for number in range(self._swept, len(self._memo)):
             item = self._memo[number]
@@ -280,7 +287,7 @@ class Unpickler(Machine):
 
 _SHORT_TEXT, _EMPTY_LIST = b"\x8c]"
 _TIME = b"\x8a\x07"
-_REMEMBERED = frozenset((_SHORT_TEXT, _EMPTY_LIST))
+_MEMOIZED = frozenset((_SHORT_TEXT, _EMPTY_LIST))
 _INTEGERS = {ord("K"): 1, ord("M"): 1, ord("J"): 1, 0x8A: 2}
 """Opcodes of integers, and where the digits begin."""
 _SIGNED = b"J\x8a"
@@ -289,15 +296,15 @@ _REFERENCES = b"hj"
 
 def _times(column: Sequence[bytes]) -> "array[int]":
     """Return integers of 7 bytes, each with its opcode and length before it; nothing where some are others."""
-    told = np.frombuffer(b"".join(column), np.uint8)
-    if set(map(len, column)) != {_TIME_BYTES} or not (told.reshape(-1, _TIME_BYTES)[:, :2] == tuple(_TIME)).all():
+    data = np.frombuffer(b"".join(column), np.uint8)
+    if set(map(len, column)) != {_TIME_BYTES} or not (data.reshape(-1, _TIME_BYTES)[:, :2] == tuple(_TIME)).all():
         return array("q")
-    digits = told.reshape(-1, _TIME_BYTES)[:, 2:]
+    digits = data.reshape(-1, _TIME_BYTES)[:, 2:]
     wide = np.empty((len(column), 8), np.uint8)
     wide[:, :7] = digits
     wide[:, 7] = np.where(digits[:, 6] > 127, 255, 0)
     return array("q", wide.tobytes())
 
 
-def _is_frame(told: object) -> bool:
-    return type(told) is dict and _FRAME in told
+def _is_frame(value: object) -> bool:
+    return type(value) is dict and _FRAME in value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tracekit.errors import InputError
-from tracekit.model.gc_pause import uncollected
+from tracekit.model.gc_pause import gc_paused
 from tracekit.replay.allocator import Allocator, OutOfMemory, Overlap, SegmentEvent, SegmentState, Settings
 from tracekit.replay.allocator.blocks import Block, Pool
 from tracekit.replay.allocator.playback.recorded_history import (
@@ -154,7 +154,7 @@ class _Player:
 
     def run(self, most: int | None = None) -> None:
         """Play all events, or so many."""
-        with uncollected():
+        with gc_paused():
             self._run(most)
 
     def _run(self, most: int | None) -> None:
