@@ -61,7 +61,7 @@ def test_exposed_communication_of_a_recorded_run_on_the_host(name):
     assert waited == waited_for_others(run, rank, step)
     assert found.impact == found.cost_ns / duration
     assert f"{units.duration(found.cost_ns)} of {units.duration(duration)}" in found.message
-    assert f"Another {units.duration(waited)} it waits there" in found.message or waited < 0.02 * duration
+    assert f"waits another {units.duration(waited)}" in found.message or waited < 0.02 * duration
     assert f"compute hides {units.share(hidden / (hidden + exposed))} of its" in found.message
     saving = 23  # both runs save in it
     assert saving not in found.steps

@@ -1,4 +1,4 @@
-"""Judgements of what comes and goes: sizes that change from step to step, and buffers that could alternate."""
+"""Rules on allocation churn: sizes that change from step to step, and FSDP buffers that could be reused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import double_buffering
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
-_PLACE = ["window", "rank", "device"]
+_DEVICE = ["window", "rank", "device"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class ChangingSizes(Rule):
     warmup_steps: int = 1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the rank whose typical step takes most in new sizes."""
+        """Yield at most one finding: the rank whose representative step allocates most in new sizes."""
         fresh = run.table(allocations.new_sizes)
-        key = [*_PLACE, "step"]
+        key = [*_DEVICE, "step"]
         sums = fresh.group_by(key).agg(fresh_count=pl.len(), fresh_bytes=pl.col("bytes").sum())
         steps = run.table(allocations.churn).filter(pl.col("peak_bytes") > 0)
-        number = pl.col("step").rank("dense").over(_PLACE)
+        number = pl.col("step").rank("dense").over(_DEVICE)
         steps = steps.filter(number > self.warmup_steps).join(sums, on=key, how="left", nulls_equal=True)
         steps = steps.with_columns(pl.col("fresh_count", "fresh_bytes").fill_null(0)).with_columns(
             fresh_ratio=pl.col("fresh_bytes") / pl.col("peak_bytes")
@@ -60,22 +60,22 @@ class ChangingSizes(Rule):
         worst = representative_step.worst(steps, "fresh_ratio")
         if worst is None or worst["fresh_ratio"] < self.min_new_size_ratio or not worst["fresh_count"]:
             return
-        mine = representative_step.rows_of(fresh, worst).sort("bytes", "start_ns", descending=[True, False])
+        rank_rows = representative_step.rows_of(fresh, worst).sort("bytes", "start_ns", descending=[True, False])
         kind = "" if worst["device"] is not None else " of the host's memory"
         yield Finding(
             self.code,
             Severity.INFO if worst["device"] is None else Severity.WARNING,
-            f"{worst['fresh_count']:,} blocks{kind}, {units.size(worst['fresh_bytes'])} in all, have sizes that no "
-            f"step before took, in {representative_step.describe(worst)}, which holds "
-            f"{units.size(worst['peak_bytes'])} at most "
-            f"and takes {units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes.",
-            "Pad or bucket inputs to few lengths, or keep a buffer of the largest size; "
-            "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes one.",
+            f"{units.size(worst['fresh_bytes'])}{kind} in {worst['fresh_count']:,} blocks have sizes that no earlier "
+            f"step allocated, in {representative_step.describe(worst)}. The step allocates "
+            f"{units.size(worst['bytes'])} in {worst['distinct_sizes']:,} sizes and peaks at "
+            f"{units.size(worst['peak_bytes'])}.",
+            "Pad or bucket inputs to a few lengths, or reuse a buffer of the largest size. "
+            "PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 rounds similar sizes to one.",
             cost_bytes=worst["fresh_bytes"],
             confidence=0.8,
-            ranks=tuple(fresh["rank"].unique().sort().to_list()),
-            steps=tuple(fresh["step"].unique().sort().to_list()),
-            evidence=mine,
+            ranks=distinct(fresh, "rank"),
+            steps=distinct(fresh, "step"),
+            evidence=rank_rows,
         )
 
 
@@ -106,37 +106,36 @@ class AlternatingBuffers(Rule):
     min_steps: int = 2
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the rank that takes most."""
+        """Yield at most one finding: the rank that allocates most."""
         buffers = run.table(steady_state.unit_buffers)
         keys = ["window", "rank", "step"]
-        taken = buffers.group_by(keys).agg(pl.len().alias("count"), pl.col("bytes").sum())
+        sums = buffers.group_by(keys).agg(pl.len().alias("count"), pl.col("bytes").sum())
         steps = run.table(breakdown.by_step).select(*keys, "device").drop_nulls("step").unique(keys)
-        steps = steps.join(taken, on=keys, how="left").with_columns(pl.col("count", "bytes").fill_null(0))
+        steps = steps.join(sums, on=keys, how="left").with_columns(pl.col("count", "bytes").fill_null(0))
         worst = representative_step.worst(steps, "bytes")
         if worst is None or not worst["count"] or buffers["step"].n_unique() < self.min_steps:
             return
         own = representative_step.rows_of(buffers, worst).sort("bytes", "start_ns", descending=[True, False])
-        served = representative_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
+        reusable = representative_step.rows_of(run.table(double_buffering.alternating).drop("device"), worst)
         yield Finding(
             self.code,
             Severity.INFO,
-            f"FSDP's gathers and reductions allocate {worst['count']} buffers of 1 MiB or more, "
-            f"{units.size(worst['bytes'])} in all, in "
-            f"{representative_step.describe(worst)}{_potential_saving(served)}.",
-            "Buffers allocated once serve all units: YaFSDP keeps two for weights and two for gradients.",
+            f"FSDP allocates {worst['count']} buffers of 1 MiB or more, {units.size(worst['bytes'])} in total, for "
+            f"all-gathers and reduce-scatters in {representative_step.describe(worst)}{_potential_saving(reusable)}.",
+            "Reuse preallocated buffers for all units: YaFSDP has two for weights and two for gradients.",
             cost_bytes=worst["bytes"],
             confidence=0.8,
-            ranks=tuple(buffers["rank"].unique().sort().to_list()),
-            steps=tuple(buffers["step"].unique().sort().to_list()),
+            ranks=distinct(buffers, "rank"),
+            steps=distinct(buffers, "step"),
             evidence=own,
         )
 
 
-def _potential_saving(served: pl.DataFrame) -> str:
-    if served.is_empty():
+def _potential_saving(reusable: pl.DataFrame) -> str:
+    if reusable.is_empty():
         return ""
-    taken, needed, count = (int(served[name].sum()) for name in ("bytes", "buffers_bytes", "count"))
+    replaced, needed, count = (int(reusable[name].sum()) for name in ("bytes", "buffers_bytes", "count"))
     return (
-        f"; two buffers of each kind, {units.size(needed)} in all, would serve {count} blocks of units, "
-        f"{units.size(taken)} a step"
+        f"; two reused buffers of each kind, {units.size(needed)} in total, replace {count} of these blocks "
+        f"({units.size(replaced)} per step)"
     )

@@ -1,4 +1,4 @@
-"""Judgements of what the allocator asks of the device: mallocs and frees in steady state, and retries."""
+"""Rules on the allocator's device calls: mallocs and frees in steady state, and allocation retries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 
 _EVIDENCE_ROWS = 40
 _RETRY_FIX = (
-    "Lower the peak (smaller batch, activation checkpointing); where much is reserved and idle, "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes room."
+    "Lower the peak (smaller batch, activation checkpointing). If much of the reserved memory is unused, set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
 )
 _DEVICE_CALLS_FIX = (
     "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, lower the peak (smaller batch, activation checkpointing), "
@@ -59,7 +59,7 @@ class SteadyDeviceAllocation(Rule):
     warmup_steps: int = 1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the typical step of the rank that stalls most."""
+        """Yield at most one finding: the representative step of the rank that stalls most."""
         yield from self._device_calls(run)
 
     def _device_calls(self, run: Run) -> Iterator[Finding]:
@@ -77,14 +77,14 @@ class SteadyDeviceAllocation(Rule):
             Severity.WARNING if worst["stall_ratio"] >= self.min_stall_ratio else Severity.INFO,
             f"{worst['calls']:,} device malloc and free calls in {_where(worst)} leave the device idle for "
             f"{units.duration(worst['stalled_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['stall_ratio'])}); on the host they take {units.duration(worst['host_ns'])}.",
+            f"({units.share(worst['stall_ratio'])}) and take {units.duration(worst['host_ns'])} on the host.",
             _DEVICE_CALLS_FIX,
             impact=worst["stall_ratio"],
             cost_ns=worst["stalled_ns"] if worst["step"] is not None else 0,
-            # A trace of one step, or without steps, cannot tell what only the first of them does.
+            # With one step, or none, warm-up cannot be separated from steady state.
             confidence=0.8 if steps["step"].n_unique() > 1 else 0.5,
-            ranks=tuple(judged["rank"].unique().sort().to_list()),
-            steps=tuple(judged["step"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(judged, "rank"),
+            steps=distinct(judged, "step"),
             evidence=_calls_of(run, worst),
             what_if=WhatIf("allocator") if worst["stall_ratio"] >= self.min_stall_ratio else None,
             subject="device calls",
@@ -105,7 +105,7 @@ class AllocatorRetry(Rule):
     What it does: reports how often, in which steps, and how much longer those took.
 
     Why it costs: a retry waits for all streams, frees every cached block by cudaFree and fills the cache anew: the
-    whole device stands still. The next one may end the run.
+    whole device is idle. The next one may end the run.
 
     How it is measured: steps in which the counter num_alloc_retries of the metrics log grew, after `warmup_steps`
     logged ones; their cost is how much longer those steps took than the others, at the median. Without a log, by the
@@ -139,20 +139,20 @@ class AllocatorRetry(Rule):
         counts = retried.group_by("rank").agg(pl.col("retries").sum(), pl.len().alias("steps"))
         worst = counts.sort("retries", "rank", descending=[True, False]).row(0, named=True)
         own = rows.filter(pl.col("rank") == worst["rank"])
-        late_ns = _slowdown_ns(own)
+        slowdown_ns = _slowdown_ns(own)
         share = worst["steps"] / own.height
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"The allocator ran out of memory, freed its cache and tried again {worst['retries']} times in "
-            f"{worst['steps']} of {own.height} steps on rank {worst['rank']}"
-            + (f"; those steps take {units.duration(late_ns)} longer than the others." if late_ns > 0 else "."),
+            f"Allocation retries (cudaMalloc failed, cache flushed): {worst['retries']} in {worst['steps']} of "
+            f"{own.height} steps on rank {worst['rank']}"
+            + (f"; those steps take {units.duration(slowdown_ns)} longer than the others." if slowdown_ns > 0 else "."),
             _RETRY_FIX,
-            impact=min(1.0, late_ns * worst["steps"] / own["step_time_ns"].sum()) if late_ns > 0 else 0.0,
-            cost_ns=int(late_ns * share) if late_ns > 0 else 0,
+            impact=min(1.0, slowdown_ns * worst["steps"] / own["step_time_ns"].sum()) if slowdown_ns > 0 else 0.0,
+            cost_ns=int(slowdown_ns * share) if slowdown_ns > 0 else 0,
             confidence=0.9,
-            ranks=tuple(counts["rank"].sort().to_list()),
-            steps=tuple(retried["step"].unique().sort().to_list()),
+            ranks=distinct(counts, "rank"),
+            steps=distinct(retried, "step"),
             evidence=pl.concat([own.filter(pl.col("retries") > 0), own.filter(pl.col("retries") == 0)]).select(
                 "window", "rank", "step", "retries", "step_time_ns"
             ),
@@ -166,11 +166,11 @@ class AllocatorRetry(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"By its memory snapshot, the allocator of rank {worst['rank']} ran out of memory, freed its cache and "
-            f"tried again {worst['retries']} times in {worst['events']:,} events.",
+            f"Allocation retries (cudaMalloc failed, cache flushed): {worst['retries']} in the "
+            f"{worst['events']:,} events of the memory snapshot of rank {worst['rank']}.",
             _RETRY_FIX,
             confidence=0.8,
-            ranks=tuple(retried["rank"].unique().sort().to_list()),
+            ranks=distinct(retried, "rank"),
             evidence=retried,
         )
 
@@ -184,13 +184,13 @@ def _where(worst: dict[str, Any]) -> str:
 
 
 def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
-    """Return the calls of the window judged, the costliest first, then all of them in one row."""
+    """Return the calls of the quoted step, the costliest first, then one row with their totals."""
     calls = run.table(steady_state.device_calls)
     end_ns = worst["start_ns"] + worst["duration_ns"]
     own = representative_step.rows_of(calls, worst).filter(
         pl.lit(worst["step"] is not None) | pl.col("start_ns").is_between(worst["start_ns"], end_ns)
     )
-    whole = pl.DataFrame(
+    totals = pl.DataFrame(
         [
             {name: worst[name] for name in ("window", "rank", "step", "host_ns", "stalled_ns")}
             | {"name": f"all {worst['calls']} calls", "step_ns": worst["duration_ns"]}
@@ -198,12 +198,12 @@ def _calls_of(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
         schema_overrides={"step": pl.Int64},
     )
     own = own.sort("stalled_ns", "start_ns", descending=[True, False]).head(_EVIDENCE_ROWS)
-    shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), whole], how="diagonal")
+    shown = pl.concat([own.with_columns(pl.col("dur_ns").alias("host_ns")), totals], how="diagonal")
     return shown.select("window", "rank", "step", "name", "start_ns", "dur_ns", "host_ns", "stalled_ns", "step_ns")
 
 
 def _slowdown_ns(steps: pl.DataFrame) -> float:
-    """Return how much longer steps with retries took than those without, at the median, in ns; 0 if not known."""
+    """Return how much longer the median step with retries is than the median step without, in ns; 0 if unknown."""
     with_retries = steps.filter(pl.col("retries") > 0)["step_time_ns"].median()
     without = steps.filter(pl.col("retries") == 0)["step_time_ns"].median()
     return float(str(with_retries)) - float(str(without)) if with_retries and without else 0.0

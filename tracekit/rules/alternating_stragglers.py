@@ -1,4 +1,4 @@
-"""Judgements of ranks that wait for each other in turn."""
+"""The rule on ranks that straggle in turn."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tracekit.analysis.parallelism import stragglers
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.rules.stragglers import Straggler
 
 _EVIDENCE_ROWS = 40
@@ -45,7 +45,7 @@ class UnevenRanks(Rule):
     min_wait_ratio: float = 0.1
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the typical step exceeds the threshold and no rank is to blame alone."""
+        """Yield one finding if the representative step exceeds the threshold and there is no single straggler."""
         pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
             pl.col("cause") == communication_gap_causes.PEER
         )
@@ -59,21 +59,21 @@ class UnevenRanks(Rule):
         ):
             return
         quoted = pieces.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
-        waited = _late_ranks(quoted)
+        late_ranks = _late_ranks(quoted)
         longest = quoted.group_by("rank").agg(pl.col("dur_ns").sum()).sort("dur_ns", "rank", descending=[True, False])
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Ranks wait for each other: for {units.duration(worst['waited_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['wait_ratio'])}) in the typical step "
-            f"({worst['step']}) a rank stands idle on average until others come, {_describe(waited)}.",
-            f"See what makes {_suspects(waited)} late: uneven work (sequence lengths, experts), or a host that falls "
-            "behind at times (HOST001, HOST003, gc, neighbours on its node).",
+            f"Ranks wait for each other: on average, a rank is idle {units.duration(worst['waited_ns'])} of "
+            f"{units.duration(worst['duration_ns'])} ({units.share(worst['wait_ratio'])}) for late ranks in the "
+            f"representative step ({worst['step']}), {_describe(late_ranks)}.",
+            f"Check why {_suspects(late_ranks)} arrive late: uneven work (sequence lengths, experts), or temporary "
+            "host delays (HOST001, HOST003, gc, other jobs on the node).",
             impact=min(1.0, worst["wait_ratio"]),
             cost_ns=worst["waited_ns"],
             confidence=0.7,
-            ranks=tuple(longest["rank"].sort().to_list()),
-            steps=tuple(means.filter(pl.col("wait_ratio") > self.min_wait_ratio)["step"].unique().sort().to_list()),
+            ranks=distinct(longest, "rank"),
+            steps=distinct(means.filter(pl.col("wait_ratio") > self.min_wait_ratio), "step"),
             evidence=quoted.sort("dur_ns", "start_ns", descending=[True, False])
             .head(_EVIDENCE_ROWS)
             .select(*_EVIDENCE),
@@ -86,14 +86,14 @@ _EVIDENCE = ("window", "rank", "step", "phase", "unit", "peer_rank", "collective
 
 
 def _is_one_straggler(accounts: pl.DataFrame) -> bool:
-    """Whether most waiting is for one and the same rank in most steps, of which there are several."""
+    """Return whether most of the waiting is for the same rank in most steps, with at least two steps."""
     most = accounts.filter(pl.col("share") > _MOST).group_by("late_rank").len()
     steps = accounts["order"].n_unique()
     return steps > 1 and bool((most["len"] * 2 > steps).any())
 
 
 def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return how long ranks wait in each step on average: columns of `stragglers.steps`, waited_ns, wait_ratio."""
+    """Return the mean wait of the ranks in each step: columns of `stragglers.steps`, waited_ns, wait_ratio."""
     total = pieces.group_by(_KEY).agg(pl.col("dur_ns").sum())
     return (
         steps.join(total, on=_KEY, how="left", maintain_order="left")
@@ -103,7 +103,7 @@ def _waits(steps: pl.DataFrame, pieces: pl.DataFrame) -> pl.DataFrame:
 
 
 def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
-    """Return for which ranks most of the waiting is, and its share, the most first."""
+    """Return the ranks waited for most, with their share of the waiting, highest first."""
     total = int(pieces["dur_ns"].sum())
     by_peer = pieces.drop_nulls("peer_rank").group_by("peer_rank").agg(pl.col("dur_ns").sum())
     most = by_peer.sort("dur_ns", "peer_rank", descending=[True, False]).head(_MAX_NAMED)
@@ -112,7 +112,7 @@ def _late_ranks(pieces: pl.DataFrame) -> list[tuple[int, float]]:
 
 def _describe(shares: list[tuple[int, float]]) -> str:
     if not shares:
-        return "for whom cannot be told within what the clocks allow"
+        return "for which ranks is within clock error"
     return "most for " + ", ".join(f"rank {rank} ({units.share(share)})" for rank, share in shares)
 
 

@@ -1,4 +1,4 @@
-"""Judgements of saves in the background: what they take from the training that goes on beside them."""
+"""Rules on background saves that slow down or block training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
 _EVIDENCE_ROWS = 60
-# A processor's share of waiting below which the scheduler is no cause.
+# Run delay, as a share of the save, below which the scheduler is no cause.
 _DELAYED_RATIO = 0.1
 
 
 def _slowed(run: Run) -> pl.DataFrame:
-    """Return `saves.background_slowdown` with its loss as a share of the concurrent steps and of the interval."""
-    often = run.run_table(saves.by_save).select("save", "interval_ns", "interval_steps")
-    lost, beside = pl.col("lost_ns"), pl.col("steps") * pl.col("baseline_step_ns")
+    """Return `saves.background_slowdown` with the loss as a share of the steps during the save, and of the interval."""
+    intervals = run.run_table(saves.by_save).select("save", "interval_ns", "interval_steps")
+    lost, undisturbed = pl.col("lost_ns"), pl.col("steps") * pl.col("baseline_step_ns")
     return (
         run.run_table(saves.background_slowdown)
-        .join(often, on="save", how="left", maintain_order="left")
+        .join(intervals, on="save", how="left", maintain_order="left")
         .with_columns(
-            (lost / beside).alias("slowdown_ratio"),
+            (lost / undisturbed).alias("slowdown_ratio"),
             (lost / (pl.col("interval_ns") + lost)).fill_null(0.0).clip(0, 1).alias("impact"),
             ((pl.col("delayed_ratio") > pl.col("waited_ratio")) & (pl.col("delayed_ratio") > _DELAYED_RATIO))
             .fill_null(value=False)
@@ -35,24 +35,24 @@ def _slowed(run: Run) -> pl.DataFrame:
     )
 
 
-def _finding(rule: Rule, found: pl.DataFrame, words: tuple[str, str], *, confidence: float) -> Finding:
-    """Return a finding on the rank that lost most; `words` are the end of the message, and the fix."""
+def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confidence: float) -> Finding:
+    """Return a finding on the rank that lost most; `reason` is the end of the message."""
     row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
     message = (
-        f"A save in the background slows the steps beside it by {units.share(row['slowdown_ratio'])} "
-        f"({row['save']}, {units.duration(row['lost_ns'])} in {row['steps']} steps of rank {row['rank']}): {words[0]}"
+        f"A background save slows concurrent steps by {units.share(row['slowdown_ratio'])} "
+        f"({row['save']}, {units.duration(row['lost_ns'])} in {row['steps']} steps of rank {row['rank']}). {reason}"
     )
     steps = row["interval_steps"]
     return Finding(
         rule.code,
         Severity.WARNING,
         message,
-        words[1],
+        fix,
         impact=row["impact"],
         cost_ns=round(row["lost_ns"] / steps) if steps else 0,
         confidence=confidence,
-        ranks=tuple(found["rank"].unique().sort().to_list()),
-        steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+        ranks=distinct(found, "rank"),
+        steps=distinct(found, "step"),
         evidence=found.sort("lost_ns", "rank", descending=[True, False]).head(_EVIDENCE_ROWS),
     )
 
@@ -98,20 +98,20 @@ class LockedOut(Rule):
             return
         row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
         waited = row["waited_ratio"]
-        share = "" if waited is None else f", and the training thread stands still for {units.share(waited)} of it"
-        because = (
-            f"{units.share(python_ratio(row))} of its {units.duration(row['dur_ns'])} is Python's work in the training "
-            f"process, which holds the interpreter's lock{share}."
+        share = "" if waited is None else f"; the training thread is blocked for {units.share(waited)} of it"
+        reason = (
+            f"{units.share(python_ratio(row))} of its {units.duration(row['dur_ns'])} is Python code in the training "
+            f"process, which needs the GIL{share}."
         )
         fix = (
-            "Save by a process: dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS); fewer, "
-            "larger tensors hold the lock for less."
+            "Save in a separate process: dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS). "
+            "Fewer, larger tensors also need the GIL for less time."
         )
-        yield _finding(self, found, (because, fix), confidence=0.5 if waited is None or row["delayed"] else 0.8)
+        yield _finding(self, found, reason, fix, confidence=0.5 if waited is None or row["delayed"] else 0.8)
 
 
 def python_ratio(row: dict[str, Any]) -> float:
-    """Return what share of a save is Python's work."""
+    """Return the share of a save that runs Python code."""
     return float(row["python_ns"] / row["dur_ns"])
 
 
@@ -149,15 +149,15 @@ class CrowdedOut(Rule):
         if found.is_empty():
             return
         row = found.sort("lost_ns", "rank", descending=[True, False]).row(0, named=True)
-        because = (
-            f"for {units.share(row['delayed_ratio'])} of the save the training thread was ready to run and got no "
-            "processor."
+        reason = (
+            f"The training thread was ready to run but got no CPU core for {units.share(row['delayed_ratio'])} of the "
+            "save."
         )
         fix = (
-            "Give each rank more processors (--cpus-per-task), fewer DataLoader workers and OMP_NUM_THREADS; keep the "
-            "save to its own with os.sched_setaffinity."
+            "Give each rank more CPU cores (--cpus-per-task), or use fewer DataLoader workers and a lower "
+            "OMP_NUM_THREADS. Pin the save to separate cores with os.sched_setaffinity."
         )
-        yield _finding(self, found, (because, fix), confidence=0.8)
+        yield _finding(self, found, reason, fix, confidence=0.8)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class BlockingBackgroundSave(Rule):
     max_slack_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield a finding for calls that block, and one for uploads that are not finished in time."""
+        """Yield a finding for calls that block, and one for uploads that end too late."""
         each = run.run_table(saves.by_save).filter("background")
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
@@ -195,7 +195,7 @@ class BlockingBackgroundSave(Rule):
         if blocking.height:
             yield self._blocking_call(run, blocking)
         late = each.filter(
-            # What is saved at once does not come too often.
+            # Several saves of one step are not too frequent saves.
             pl.col("step").diff().ne(0).fill_null(value=True),
             pl.col("slack_ns") < self.max_slack_ratio * pl.col("previous_written_ns"),
             pl.col("previous_written_ns") >= self.min_blocked_ms * 1_000_000,
@@ -209,19 +209,21 @@ class BlockingBackgroundSave(Rule):
             (pl.col("save") == row["save"]) & (pl.col("clock") == stalls.BLOCKED)
         )
         part = parts.row(0, named=True) if parts.height else None
-        what = f", most of it {part['kind']}, {units.duration(part['dur_ns'])} on rank {part['rank']}" if part else ""
+        longest = (
+            f", most of it {part['kind']}, {units.duration(part['dur_ns'])} on rank {part['rank']}" if part else ""
+        )
         return Finding(
             self.code,
             Severity.WARNING if row["overhead_ratio"] is not None else Severity.INFO,
-            f"A save in the background blocks training for {units.duration(row['blocked_ns'])} all the same "
-            f"({row['save']}, done after {units.duration(row['written_ns'])}){what}.",
-            "Stage beside training into pinned memory that is kept: one DefaultStager(StagingOptions("
-            "use_pinned_memory=True, use_async_staging=True)) for all saves, as async_stager of dcp.async_save.",
+            f"The call of a background save blocks training for {units.duration(row['blocked_ns'])} "
+            f"({row['save']}, complete after {units.duration(row['written_ns'])}){longest}.",
+            "Stage asynchronously into reused pinned memory: one DefaultStager(StagingOptions(use_pinned_memory=True, "
+            "use_async_staging=True)) for all saves, as async_stager of dcp.async_save.",
             impact=row["overhead_ratio"] or 0.0,
             cost_ns=round(row["blocked_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=0.9 if part else 0.6,
             ranks=(part["rank"],) if part else (),
-            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(found, "step"),
             evidence=_evidence(run, row["save"]),
             subject="staging",
         )
@@ -230,20 +232,20 @@ class BlockingBackgroundSave(Rule):
         row = found.row((found.height - 1) // 2, named=True)
         between, plain = row["start_interval_ns"], row["interval_ns"]
         lost_ns = max(0, between - plain) if row["interval_steps"] and plain else 0
-        took = units.duration(row["previous_written_ns"])
+        upload = units.duration(row["previous_written_ns"])
         return Finding(
             self.code,
             Severity.WARNING,
-            f"{found.height} {'saves begin' if found.height > 1 else 'save begins'} when the one before has just ended "
-            f"or still runs: it takes {took} in the background, and saves come every {units.duration(between)} "
+            f"{found.height} {'saves start' if found.height > 1 else 'save starts'} while the previous upload runs or "
+            f"has just ended: the upload takes {upload}, and saves come every {units.duration(between)} "
             f"({row['save']}).",
-            "Save less often than an upload takes, or make it faster (local disk first, more writers); do not wait for "
-            "the future of dcp.async_save before there is something to save.",
+            "Save at longer intervals than an upload takes, or make the upload faster (local disk first, more "
+            "writers). Wait for the future of dcp.async_save only before the next save.",
             impact=min(1.0, lost_ns / between) if between > 0 else 0.0,
             cost_ns=round(lost_ns / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=0.7,
             ranks=run.ranks,
-            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(found, "step"),
             evidence=_evidence(run, row["save"]),
             subject="upload",
         )

@@ -1,4 +1,4 @@
-"""Judgements of checkpoint I/O."""
+"""The rule on checkpoint saves that block training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
 _EVIDENCE_ROWS = 60
 _FIXES = {
-    conventions.PLAN: "Cache plans, DefaultSavePlanner(enable_plan_caching=True), and keep the state dict sharded: "
-    "what builds it counts as plan.",
-    conventions.STAGE: "Stage into memory that is kept: DefaultStager(StagingOptions(use_pinned_memory=True)) as "
+    conventions.PLAN: "Cache plans with DefaultSavePlanner(enable_plan_caching=True), and save a sharded state dict: "
+    "building it counts as planning.",
+    conventions.STAGE: "Reuse pinned staging memory: DefaultStager(StagingOptions(use_pinned_memory=True)) as "
     "async_stager.",
-    conventions.SERIALIZE: "Save fewer, larger tensors, by more threads: FileSystemWriter(thread_count=…).",
+    conventions.SERIALIZE: "Save fewer, larger tensors with more threads: FileSystemWriter(thread_count=…).",
     conventions.WRITE: "Write to faster storage, or spread the shards over more writers.",
     conventions.FSYNC: "Sync fewer files: FileSystemWriter(single_file_per_rank=True); sync_files=False gives up "
     "durability.",
@@ -42,10 +42,10 @@ class BlockingCheckpoint(Rule):
     ranks, against the training time between saves by the metrics log; the step with the median is quoted, and the
     longest of its saves is taken apart. Ranks meet after planning, after writing and at the end, and between meetings
     the slowest rank is what the others wait for: of each such leg the rank with most work of its own counts (waiting is
-    no work), and of its stages the longest is blamed. Without a log, spans of the trace that are saves by their name
+    no work), and of its stages the longest is slowest. Without a log, spans of the trace that are saves by their name
     (record_function annotations, or functions in traces with stacks) are measured against the profiled steps.
 
-    How to fix: save asynchronously with pinned staging; then mend the stage that is blamed.
+    How to fix: save asynchronously with pinned staging; then mend the stage that is slowest.
 
     Blind spots: stages need the checkpoint log of tracekit.capture; by spans alone neither stages nor, with fewer than
     two saves in the trace, the share of the whole training is known. With a single logged save the interval is taken as
@@ -64,12 +64,12 @@ class BlockingCheckpoint(Rule):
     min_blocked_ms: int = 250
 
     def blind_spot(self, run: Run) -> str | None:
-        """Return why a run by others without a log and without a span that is a save cannot be judged."""
+        """Return why a run without a manifest, a checkpoint log and save spans cannot be judged."""
         if run.manifest or run.table(save_stages.saves).height or run.table(save_stages.save_spans).height:
             return None
         return (
-            "no checkpoint log lies beside the traces and no span in them is a save by its name, so saves were not "
-            "judged; record with tracekit.capture.record_save to have them judged."
+            "saves were not judged, because the run has no checkpoint log and no span that is named like a save; "
+            "record saves with tracekit.capture.record_save."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
@@ -84,27 +84,27 @@ class BlockingCheckpoint(Rule):
         longest = _longest(stages)
         blocking = run.run_table(saves.by_save).filter(pl.col("save").is_in(longest["checkpoint"].to_list()))
         after_steps = saves.by_training_step(blocking, run.run_table(saves.by_rank))
-        typical = after_steps.sort("blocked_ns", "start_ns").row((after_steps.height - 1) // 2, named=True)
-        (quoted,) = longest.filter(pl.col("checkpoint") == typical["save"]).iter_rows(named=True)
+        median_save = after_steps.sort("blocked_ns", "start_ns").row((after_steps.height - 1) // 2, named=True)
+        (quoted,) = longest.filter(pl.col("checkpoint") == median_save["save"]).iter_rows(named=True)
         own = stages.filter(pl.col("checkpoint") == quoted["checkpoint"])
         path = stalls.critical_path(own)
         critical = path.row(0, named=True) if path.height else {}
-        blocked_ns, steps = typical["blocked_ns"], typical["interval_steps"]
-        known, overhead = typical["overhead_ratio"] is not None, typical["overhead_ratio"] or 0.0
-        over = f", {units.share(overhead)} of the time" if known else ""
+        blocked_ns, steps = median_save["blocked_ns"], median_save["interval_steps"]
+        known, overhead = median_save["overhead_ratio"] is not None, median_save["overhead_ratio"] or 0.0
+        over = f", {units.share(overhead)} of training time" if known else ""
         costly = overhead > self.max_overhead_ratio and blocked_ns >= self.min_blocked_ms * 1_000_000
         return Finding(
             self.code,
             Severity.WARNING if costly else Severity.INFO,
             f"A checkpoint blocks training for {units.duration(blocked_ns)}{over} "
-            f"({_quoted_save(typical, after_steps)})"
+            f"({_quoted_save(median_save, after_steps)})"
             f"{_slowest_stage(critical, own)}",
             f"{_BACKGROUND_FIX} {_FIXES[critical['stage']]}" if critical else _BACKGROUND_FIX,
             impact=overhead,
             cost_ns=int(blocked_ns / steps) if steps else 0,
             confidence=0.9 if known else 0.6,
             ranks=(critical["rank"],) if critical else (quoted["rank"],),
-            steps=tuple(longest["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(longest, "step"),
             evidence=_evidence(stages, own, quoted, critical),
         )
 
@@ -116,21 +116,22 @@ class BlockingCheckpoint(Rule):
         steps = run.table(save_stages.host_steps).filter(pl.col("rank") == rank["rank"][0])
         inside = own.drop_nulls("step")
         share = int(inside["dur_ns"].sum()) / int(steps["dur_ns"].sum()) if steps.height else 0.0
-        # Only where it saves more than once is it seen how often a run saves; a window may be laid around one save.
+        # One save does not show how often the run saves: the window may have been placed around it.
         often = inside.height > 1
-        told = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
+        of_steps = f", {units.share(share)} of the {steps.height} profiled steps" if share else ""
         return Finding(
             self.code,
             Severity.WARNING if often and share > self.max_overhead_ratio else Severity.INFO,
-            f"Saves in the trace of rank {longest['rank']} ({own.height}) block training for "
-            f"{units.duration(int(own['dur_ns'].sum()))}{told}, by spans such as {longest['name']}"
-            f"{_inside_spans(own)}" + ("." if often else "; how often the run saves is not in the trace."),
-            f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to learn which stage takes the time.",
+            f"{own.height} save{'s' * (own.height > 1)} in the trace of rank {longest['rank']} "
+            f"{'block' if own.height > 1 else 'blocks'} training for "
+            f"{units.duration(int(own['dur_ns'].sum()))}{of_steps}, by spans such as {longest['name']}"
+            f"{_inside_spans(own)}" + ("." if often else "; the trace does not show how often the run saves."),
+            f"{_BACKGROUND_FIX} Record saves with tracekit.capture.record_save to measure the stages.",
             impact=share if often else 0.0,
             cost_ns=int(inside["dur_ns"].sum()) // steps.height if often and steps.height else 0,
             confidence=0.6 if often else 0.4,
-            ranks=tuple(spans["rank"].unique().sort().to_list()),
-            steps=tuple(spans["step"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(spans, "rank"),
+            steps=distinct(spans, "step"),
             evidence=pl.concat([own, spans.filter(pl.col("rank") != rank["rank"][0])]).head(_EVIDENCE_ROWS),
         )
 
@@ -151,16 +152,18 @@ def _longest(stages: pl.DataFrame) -> pl.DataFrame:
     return by_length.unique("checkpoint", keep="first", maintain_order=True).sort("start_ns")
 
 
-def _quoted_save(typical: dict[str, Any], after_steps: pl.DataFrame) -> str:
-    name, others = str(typical["save"]), typical["saves"] - 1
-    beside = f" and {others} more after that step" if others else ""
-    return f"{name}{beside}, typical of {after_steps.height} saves" if after_steps.height > 1 else f"{name}{beside}"
+def _quoted_save(median_save: dict[str, Any], after_steps: pl.DataFrame) -> str:
+    name, others = str(median_save["save"]), median_save["saves"] - 1
+    more = f" and {others} more after that step" if others else ""
+    return f"{name}{more}, the median of {after_steps.height} saves" if after_steps.height > 1 else f"{name}{more}"
 
 
 def _inside_spans(spans: pl.DataFrame) -> str:
-    """Return what a trace tells of what happens inside of spans, and what it does not."""
-    told = {name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items() if spans[column].is_not_null().any()}
-    shown = [f"{units.duration(ns)} {name}" for name, ns in told.items() if ns]
+    """Return the parts of the spans that the trace contains, and those that it does not."""
+    known = {
+        name: int(spans[column].sum()) for name, column in _SPAN_PARTS.items() if spans[column].is_not_null().any()
+    }
+    shown = [f"{units.duration(ns)} {name}" for name, ns in known.items() if ns]
     stacks = spans["fsync_ns"].is_not_null().any()
     hidden = "serializing is" if stacks else "serializing, writing and syncing are"
     inside = f", of which {', '.join(shown)}" if shown else ""
@@ -179,12 +182,12 @@ def _slowest_stage(critical: dict[str, Any], own: pl.DataFrame) -> str:
     if not critical:
         return "."
     stage_ns, leg_ns = critical["dur_ns"], critical["leg_ns"]
-    of = f", {units.share(stage_ns / leg_ns)} of its work there" if leg_ns > stage_ns else ""
+    of = f" ({units.share(stage_ns / leg_ns)} of its work)" if leg_ns > stage_ns else ""
     waits = own.filter(pl.col("stage") == conventions.WAIT, pl.col("rank") != critical["rank"])
     longest = waits.sort("dur_ns", "rank", descending=[True, False]).head(1)
-    waiting = [f"; rank {r} waits {units.duration(ns)} in all" for r, ns in longest.select("rank", "dur_ns").rows()]
+    waiting = [f"; rank {r} waits {units.duration(ns)} in total" for r, ns in longest.select("rank", "dur_ns").rows()]
     return (
-        f"; what takes longest is the stage {critical['stage']} on rank {critical['rank']}, "
+        f". The longest stage is {critical['stage']} on rank {critical['rank']}, "
         f"{units.duration(stage_ns)}{of}{''.join(waiting)}."
     )
 
@@ -192,10 +195,10 @@ def _slowest_stage(critical: dict[str, Any], own: pl.DataFrame) -> str:
 def _evidence(
     stages: pl.DataFrame, own: pl.DataFrame, quoted: dict[str, Any], critical: dict[str, Any]
 ) -> pl.DataFrame:
-    """Return the quoted total, the stage blamed, the rest of that save, then the other saves."""
-    place = (pl.col("rank") == quoted["rank"]) & (pl.col("stage") == conventions.TOTAL)
-    blamed = (pl.col("rank") == critical.get("rank", -1)) & (pl.col("stage") == critical.get("stage", ""))
-    first = pl.when(place).then(0).when(blamed).then(1).otherwise(2)
+    """Return the quoted total, the longest stage, the rest of that save, then the other saves."""
+    is_total = (pl.col("rank") == quoted["rank"]) & (pl.col("stage") == conventions.TOTAL)
+    slowest = (pl.col("rank") == critical.get("rank", -1)) & (pl.col("stage") == critical.get("stage", ""))
+    first = pl.when(is_total).then(0).when(slowest).then(1).otherwise(2)
     others = stages.filter(pl.col("checkpoint") != quoted["checkpoint"])
     order = ("rank", "start_ns", "stage")
     shown = pl.concat([own.sort(first, *order), others.sort("checkpoint", *order)])

@@ -1,4 +1,4 @@
-"""Judgements of what checkpoints are for: how often, whether they last, whether they can be trusted and read back."""
+"""Rules on the checkpoint policy: interval, durability, verification, and the cost of loading."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.plan import checkpoint as plan
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
 _EVIDENCE_ROWS = 60
 
@@ -51,12 +51,12 @@ class AmplifiedRestore(Rule):
             f"{row['ranks']} ranks read {units.size(row['read_bytes'])} to load {units.size(row['unique_bytes'])}, "
             f"{row['amplification']:.3g} times the checkpoint, in {units.duration(row['dur_ns'])} "
             f"({row['checkpoint']}).",
-            "Read once and send it on: load on one rank of each replica and broadcast, "
-            "set_model_state_dict(…, options=StateDictOptions(broadcast_from_rank0=True)); "
-            "torch.load(…, mmap=True) reads only what is used.",
+            "Read once and broadcast: load on one rank of each replica, then "
+            "set_model_state_dict(…, options=StateDictOptions(broadcast_from_rank0=True)). "
+            "torch.load(…, mmap=True) reads only the tensors that are used.",
             confidence=0.9,
             ranks=run.ranks,
-            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(found, "step"),
             evidence=found.sort("dur_ns", "checkpoint", descending=[True, False]).head(_EVIDENCE_ROWS),
         )
 
@@ -86,31 +86,30 @@ class UnwiseInterval(Rule):
     max_interval_ratio: float = 2.0
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding where the typical interval is far from the best."""
+        """Yield one finding if the median save's interval is far from the optimum."""
         blocking = run.run_table(saves.by_save).filter(pl.col("blocked_ns") > 0).drop_nulls("interval_ns")
-        each = saves.by_training_step(blocking, run.run_table(saves.by_rank)).sort("blocked_ns", "start_ns")
-        if self.mtbf_s <= 0 or each.is_empty():
+        all_saves = saves.by_training_step(blocking, run.run_table(saves.by_rank)).sort("blocked_ns", "start_ns")
+        if self.mtbf_s <= 0 or all_saves.is_empty():
             return
-        row = each.row((each.height - 1) // 2, named=True)
+        row = all_saves.row((all_saves.height - 1) // 2, named=True)
         blocked_s, interval_s = row["blocked_ns"] / 1e9, row["interval_ns"] / 1e9
         best_s = plan.daly_s(blocked_s, self.mtbf_s)
         if interval_s <= 0 or 1 / self.max_interval_ratio <= interval_s / best_s <= self.max_interval_ratio:
             return
         waste, least = (plan.waste_ratio(blocked_s, at_s, self.mtbf_s) for at_s in (interval_s, best_s))
-        often = "often" if interval_s < best_s else "seldom"
+        often = "frequent" if interval_s < best_s else "rare"
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Checkpoints come too {often}: every {units.duration(row['interval_ns'])}, where "
-            f"{units.duration(best_s * 1e9)} loses least, with {units.duration(row['blocked_ns'])} a save and a "
-            f"failure every {units.duration(self.mtbf_s * 1e9)}: {units.share(waste)} is lost, "
-            f"{units.share(least)} would be.",
-            f"Save every {units.duration(best_s * 1e9)}; a save that blocks for less moves the best interval down.",
+            f"Checkpoints are too {often}: one every {units.duration(row['interval_ns'])} loses {units.share(waste)} "
+            f"of the time, and one every {units.duration(best_s * 1e9)} would lose {units.share(least)} (with "
+            f"{units.duration(row['blocked_ns'])} per save and a failure every {units.duration(self.mtbf_s * 1e9)}).",
+            f"Save every {units.duration(best_s * 1e9)}. Shorter saves shorten the optimal interval.",
             impact=min(1.0, max(0.0, waste - least)),
             cost_ns=round(max(0.0, waste - least) * row["interval_ns"] / (row["interval_steps"] or 1)),
             confidence=0.7,
             ranks=run.ranks,
-            steps=tuple(each["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(all_saves, "step"),
             evidence=run.run_table(saves.by_rank)
             .filter(pl.col("save") == row["save"])
             .with_columns(pl.col("blocked_ns").alias("dur_ns")),
@@ -144,19 +143,19 @@ class LostOnPowerFailure(Rule):
         number = found["save"].n_unique()
         first = found.row(0, named=True)
         synced = first["storage_bytes_per_s"] is not None
-        what = "its metadata file is synced before it is flushed" if synced else "nothing syncs its files"
+        reason = "the metadata file is synced before it is flushed" if synced else "no file is synced"
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{number} of {run.run_table(saves.by_rank)['save'].n_unique()} saves need not be on disk when they end: "
-            f"{what} ({first['save']}, rank {first['rank']}).",
+            f"{number} of {run.run_table(saves.by_rank)['save'].n_unique()} saves may be lost on a power failure, "
+            f"because {reason} ({first['save']}, rank {first['rank']}).",
             "After the save, os.fsync the metadata file and the folder."
             if synced
-            else "Write to an open file, flush and os.fsync it, then os.replace it into place and os.fsync the folder; "
-            "dcp.save syncs its shards.",
+            else "Write to an open file, flush and os.fsync it, then os.replace it and os.fsync the folder. dcp.save "
+            "syncs its shards.",
             confidence=0.9,
-            ranks=tuple(found["rank"].unique().sort().to_list()),
-            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(found, "rank"),
+            steps=distinct(found, "step"),
             evidence=found.with_columns(pl.col("written_ns").alias("dur_ns")).head(_EVIDENCE_ROWS),
         )
 
@@ -194,11 +193,11 @@ class UnverifiedShards(Rule):
             self.code,
             Severity.INFO,
             f"{number} {'checkpoints are' if number > 1 else 'checkpoint is'} saved by torch.distributed.checkpoint, "
-            "which loads shards with flipped bits without a word.",
-            "Write a checksum of each shard beside it when saving, and compare before dcp.load.",
+            "which loads corrupted shards without an error.",
+            "Write a checksum next to each shard when saving, and verify it before dcp.load.",
             confidence=0.6,
-            ranks=tuple(lines["rank"].unique().sort().to_list()),
-            steps=tuple(lines["step"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(lines, "rank"),
+            steps=distinct(lines, "step"),
             evidence=lines.select("save", "window", "rank", "step", "start_ns", "dur_ns", "call", "bytes").head(
                 _EVIDENCE_ROWS
             ),
@@ -235,11 +234,11 @@ class SeveralWriters(Rule):
             self.code,
             Severity.WARNING,
             f"{row['ranks']} ranks write the same file ({row['save']}): {units.size(row['repeated_bytes'] or 0)} of "
-            f"{units.size(row['bytes'] or 0)} are written again.",
-            "Save on one rank, if dist.get_rank() == 0, then dist.barrier(); or dcp.save, which writes what is "
-            "replicated once.",
+            f"{units.size(row['bytes'] or 0)} are written more than once.",
+            "Save on one rank (if dist.get_rank() == 0), then dist.barrier(). Or use dcp.save, which writes replicated "
+            "tensors once.",
             confidence=0.7,
             ranks=run.ranks,
-            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(found, "step"),
             evidence=found.head(_EVIDENCE_ROWS),
         )

@@ -1,4 +1,4 @@
-"""Judgements of how often is communicated what could be communicated at once."""
+"""Rules on collectives that could be batched: many small ones, and gradients reduced in every micro-batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 40
 _BURST = ("window", "rank", "device", "burst")
 _POOL = ("window", "rank", "device", "pool")
-_MIN_SIZE_SPREAD = 4.0  # how far sizes must lie apart for what is not launched together to be called small
-_TRANSFER_PER_LATENCY = 4.0  # times what latency and transfer of are equal: there latency is a fifth of the time
+_MIN_SIZE_SPREAD = 4.0  # largest over smallest size; below it, latency cannot be separated from transfer time
+_TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough collective: latency is a fifth of its time
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,21 @@ class SmallCollectives(Rule):
             return
         own = representative_step.rows_of(small, worst).filter(pl.col("lost_ns") > 0)
         most = own.sort("lost_ns", "start_ns", descending=[True, False]).row(0, named=True)
-        assumed = "" if most["is_fitted"] else " (assumed: the sizes in this run lie too close together to tell)"
+        assumed = "" if most["is_fitted"] else " (assumed: the sizes in this run are too similar to measure it)"
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"{int(own['count'].sum()):,} {most['op'].replace('_', '-')} and like collectives in "
-            f"{representative_step.describe(worst)}, typically of {units.size(int(most['bytes']))}, take about "
-            f"{units.duration(int(most['latency_ns']))} each before data flows{assumed}: "
-            f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(worst['lost_ratio'])}) would be saved by joining them to {int(own['joined'].sum()):,}.",
+            f"{int(own['count'].sum()):,} small collectives, such as {most['op'].replace('_', '-')} of "
+            f"{units.size(int(most['bytes']))}, lose {representative_step.describe_loss(worst)} to latency, about "
+            f"{units.duration(int(most['latency_ns']))} each{assumed}. Batching them into "
+            f"{int(own['joined'].sum()):,} saves that time.",
             _LARGER_FIXES[strategy.of_run(run)] if strategy.of_run(run) in _LARGER_FIXES else _LARGER_FIXES[None],
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.7 if most["is_fitted"] else 0.5,
             what_if=WhatIf("small-collectives"),
-            ranks=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["rank"].unique().sort().to_list()),
-            steps=tuple(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)["step"].unique().sort().to_list()),
+            ranks=distinct(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio), "rank"),
+            steps=distinct(steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio), "step"),
             evidence=_evidence(own, small, "lost_ns").select(
                 *_EVIDENCE_COLUMNS, "count", "joined", "latency_ns", "start_ns", "dur_ns", "lost_ns"
             ),
@@ -110,23 +109,23 @@ class SmallCollectives(Rule):
 
 
 _LARGER_FIXES = {
-    DDP: "Larger buckets: DistributedDataParallel(bucket_cap_mb=…), several times what it is now.",
-    FSDP1: "Wrap larger blocks: an auto_wrap_policy that makes whole layers, or several of them, one unit.",
+    DDP: "Use larger buckets: DistributedDataParallel(bucket_cap_mb=…), several times the current value.",
+    FSDP1: "Wrap larger blocks: an auto_wrap_policy that makes one or several whole layers a unit.",
     FSDP2: (
         "Shard larger units: fully_shard on whole layers or on several at once (fully_shard([a, b])), not on single "
-        "matrices; collectives of your own in one call, by torch.distributed._coalescing_manager or a flat buffer."
+        "matrices. Batch your own collectives with torch.distributed._coalescing_manager or a flat buffer."
     ),
     YAFSDP: "Shard larger units: whole layers, not single matrices.",
     None: (
-        "Send them as one: a flat buffer, torch.distributed._coalescing_manager, or larger buckets (bucket_cap_mb, "
-        "larger FSDP units)."
+        "Batch them: a flat buffer, torch.distributed._coalescing_manager, or larger buckets (bucket_cap_mb, larger "
+        "FSDP units)."
     ),
 }
 _EVIDENCE_COLUMNS = ("window", "rank", "step", "device", "phase", "unit", "op", "group", "group_size", "bytes")
 
 
 def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.DataFrame:
-    """Return each set of collectives as one row: how many it would take, and what joining them saves."""
+    """Return one row per set of collectives: how many batched ones replace it, and how much time that saves."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     sums = calls.sort("start_ns").group_by(by, maintain_order=True).agg(
         pl.col("step", "phase", "unit", "op", "group", "group_size", "is_fitted").first(),
@@ -141,7 +140,7 @@ def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.Data
         pl.col("exposed_ns").sum(),
         pl.col("burst_exposed_ns").first(),
     )  # fmt: skip
-    # What is launched together can go together; buckets of gradients only as far as they still overlap with compute.
+    # A burst can be one collective; buckets of gradients must stay small enough to overlap with compute.
     large_enough = (pl.col("moving_ns") / (_TRANSFER_PER_LATENCY * pl.col("latency_ns"))).ceil().clip(1)
     pieces = pl.lit(1.0) if gaps else large_enough
     between_ns = (pl.col("dur_ns") - pl.col("busy_ns")).clip(0) / pl.col("count") if gaps else pl.lit(0.0)
@@ -191,30 +190,27 @@ class ReducedEveryMicroBatch(Rule):
         """Yield one finding if the worst device's typical step exceeds the threshold."""
         if strategy.of_run(run) == YAFSDP:
             return
-        again = _repeated(run.table(backward_passes.gradient_reductions))
-        steps = steps_without_saves.losses(run, again, "exposed_ns")
+        repeated = _repeated(run.table(backward_passes.gradient_reductions))
+        steps = steps_without_saves.losses(run, repeated, "exposed_ns")
         worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_lost_ratio:
             return
-        own = representative_step.rows_of(again, worst)
-        passed = int(own["backward_count"].max())  # type: ignore[arg-type]
+        own = representative_step.rows_of(repeated, worst)
+        passes = int(own["backward_count"].max())  # type: ignore[arg-type]
         lost = steps.filter(pl.col("lost_ratio") >= self.min_lost_ratio)
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Gradients are reduced in each of {passed} backward passes a step: {own.height} reductions before the "
-            f"last pass are done again by it, and {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
-            f"{representative_step.describe(worst)} "
-            "are theirs, hidden by no compute.",
+            f"Gradients are reduced in each of {passes} backward passes per step, and the last pass repeats "
+            f"{own.height} earlier reductions. Their exposed time is {representative_step.describe_loss(worst)}.",
             _sync_once_fix(run, int(own.filter(pl.col("backward") == 0)["bytes"].sum())),
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.8,
             what_if=WhatIf("micro-batch-reductions"),
-            ranks=tuple(lost["rank"].unique().sort().to_list()),
-            steps=tuple(lost["step"].unique().sort().to_list()),
-            evidence=_evidence(own, again, "exposed_ns").select(
+            ranks=distinct(lost, "rank"),
+            steps=distinct(lost, "step"),
+            evidence=_evidence(own, repeated, "exposed_ns").select(
                 *("window", "rank", "step", "device", "backward", "backward_count", "unit", "op", "group", "bytes"),
                 *("start_ns", "dur_ns", "exposed_ns"),
             ),
@@ -225,30 +221,30 @@ _SAME = ("window", "rank", "device", "step", "op", "group", "unit", "bytes")
 
 
 def _repeated(reductions: pl.DataFrame) -> pl.DataFrame:
-    """Return the reductions before the last pass of a step that the last one does again."""
+    """Return the reductions of earlier backward passes that the last pass of the step repeats."""
     last = reductions.filter(pl.col("backward") == pl.col("backward_count") - 1)
     earlier = reductions.filter(pl.col("backward") < pl.col("backward_count") - 1)
     return earlier.join(last.select(_SAME).unique(), on=_SAME, how="semi", nulls_equal=True, maintain_order="left")
 
 
-def _sync_once_fix(run: Run, held_bytes: int) -> str:
+def _sync_once_fix(run: Run, unsharded_bytes: int) -> str:
     used = strategy.of_run(run)
     if used == DDP:
-        return "Reduce in the last micro-batch only: with model.no_sync() around the others; it takes no more memory."
-    keeps = f"; it keeps about {units.size(held_bytes)} of unsharded gradients on each rank until then"
+        return "Reduce in the last micro-batch only: model.no_sync() around the others. It needs no extra memory."
+    memory = f". Each rank then stores about {units.size(unsharded_bytes)} of unsharded gradients until the last one"
     if used == FSDP1:
-        return f"Reduce in the last micro-batch only: with model.no_sync() around the others{keeps}."
+        return f"Reduce in the last micro-batch only: model.no_sync() around the others{memory}."
     if used == FSDP2:
         return (
             "Reduce in the last micro-batch only: set_requires_gradient_sync(False) for the others and "
-            f"set_is_last_backward(True) for the last{keeps}; on a mesh of two axes set_requires_all_reduce(False) "
-            "spares the all-reduce alone, for no unsharded memory."
+            f"set_is_last_backward(True) for the last{memory}. On a mesh of two axes, set_requires_all_reduce(False) "
+            "saves only the all-reduce and needs no extra memory."
         )
-    return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){keeps}."
+    return f"Reduce in the last micro-batch only (no_sync(), set_requires_gradient_sync(False)){memory}."
 
 
 def _evidence(own: pl.DataFrame, table: pl.DataFrame, by: str) -> pl.DataFrame:
-    """Return the rows of the quoted step, the costliest first, then the costliest of others."""
+    """Return the rows of the quoted step, then those of other steps, the costliest first."""
     order: dict[str, Any] = {"by": [by, "start_ns"], "descending": [True, False]}
     others = table.join(own, on=["window", "rank", "device", "start_ns"], how="anti", nulls_equal=True)
     return pl.concat([own.sort(**order).head(_EVIDENCE_ROWS), others.sort(**order).head(_EVIDENCE_ROWS)])

@@ -1,4 +1,4 @@
-"""Judgements of communication."""
+"""Rules on communication: exposed collectives, and collectives that their preparation delays."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import communication_fixes, representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 20
-_MIN_WAIT_RATIO = 0.02  # share of the step from which on waiting for other ranks is worth telling
+_MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wait for late ranks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ExposedCommunication(Rule):
     error_exposed_ratio: float = 0.6
 
     def blind_spot(self, run: Run) -> str | None:
-        """Return why a run all of whose steps save cannot be judged."""
+        """Return why a run that saves in every step cannot be judged."""
         if steps_without_saves.steps(run).is_empty() and run.table(breakdown.by_step).height:
             return (
                 "every profiled step saves a checkpoint, so communication was not judged; profile steps between saves."
@@ -67,10 +67,11 @@ class ExposedCommunication(Rule):
         return None
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding for the run if the worst rank's typical step exceeds the threshold."""
+        """Yield one finding for the run if the worst rank's representative step exceeds the threshold."""
         steps = _exposed(run)
-        each = representative_step.per_device(steps, "exposed_ratio")
-        over = each.filter(pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio))
+        over = representative_step.per_device(steps, "exposed_ratio").filter(
+            pl.col("exposed_ratio") > min(self.info_exposed_ratio, self.max_exposed_ratio)
+        )
         if over.is_empty():
             return
         worst = over.row(0, named=True)
@@ -85,8 +86,8 @@ class ExposedCommunication(Rule):
             cost_ns=worst["exposed_ns"] if worst["step"] is not None else 0,
             confidence=0.9,
             what_if=WhatIf("communication") if severity >= Severity.WARNING else None,
-            ranks=tuple(over["rank"].unique().sort().to_list()),
-            steps=tuple(steps["step"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(over, "rank"),
+            steps=distinct(steps, "step"),
             evidence=_evidence(worst, collectives),
         )
 
@@ -98,26 +99,26 @@ class ExposedCommunication(Rule):
 
 @dataclass(frozen=True)
 class PreparationGap(Rule):
-    """Collectives that start late because of the copies and casts that prepare them, and compute that waits for that.
+    """Collectives that start late because copies and casts prepare them, while compute waits.
 
-    What it does: tells, as information, in which runs compute waits more than `min_lost_ratio` of the step for
-    collectives that were held up by the own time of their preparation: copy-in, concatenation, cast, divide.
+    What it does: reports, as information, runs in which compute waits more than `min_lost_ratio` of the step for
+    collectives that are delayed by their preparation: copy-in, concatenation, cast, divide.
 
-    Why it costs: while a collective is prepared the network idles, and where compute then waits for that collective,
-    it waits for its preparation too. What contention adds to the preparation is STREAM001's.
+    Why it costs: the network is idle while a collective is prepared. Compute that waits for the collective also waits
+    for its preparation. The part that contention adds to the preparation belongs to STREAM001.
 
-    How it is measured: preparation is what was launched under the same FSDP span before the collective, else what lies
-    directly before it on its communication stream. Its time while no collective runs on the device, alone or as long as
-    the same kernel takes alone, is set against how long nothing computed for want of the collective or of those that
-    follow without a gap: the smaller counts. Steps that save are left out. The typical step of the worst device is
-    quoted.
+    How it is measured: preparation is the work launched under the same FSDP span before the collective, else the work
+    directly before it on its communication stream. Two times are compared: the preparation while no collective runs on
+    the device (at most what the same kernels take alone), and the idle time of compute until that collective and those
+    that follow without a gap. The smaller one counts. Steps that save are left out. The message quotes the
+    representative step of the worst device.
 
-    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients kept in the reduce dtype
+    How to fix: prepare less: parameters and gradients in one flat buffer (YaFSDP), gradients in the reduce dtype
     (MixedPrecisionPolicy.reduce_dtype), one divide after backward; or prepare earlier, by prefetching a module ahead
     (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
 
-    Blind spots: needs device streams: on a CPU run preparation is compute. Preparation without a sample alone counts
-    whole, contention included. Work under other spans and on other streams is not seen as preparation.
+    Blind spots: needs device streams: on a CPU run, preparation is compute. Preparation that never runs alone counts in
+    full, contention included. Work under other spans and on other streams is not recognized as preparation.
     """
 
     code: ClassVar[str] = "COMM004"
@@ -129,7 +130,7 @@ class PreparationGap(Rule):
     min_lost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
         chains = _preparation_chains(run)
         steps = steps_without_saves.losses(run, chains, "lost_ns")
         worst = representative_step.worst(steps, "lost_ratio")
@@ -141,23 +142,22 @@ class PreparationGap(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"Preparing collectives keeps them waiting for {units.duration(int(own['preparation_ns'].sum()))} in "
-            f"{representative_step.describe(worst)}, and compute waits {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) for that.",
+            f"Compute waits {representative_step.describe_loss(worst)} for copies and casts that prepare collectives, "
+            f"which take {units.duration(int(own['preparation_ns'].sum()))}.",
             "Prepare less: one flat buffer per unit (YaFSDP), gradients in the reduce dtype "
-            "(MixedPrecisionPolicy.reduce_dtype); or earlier: set_modules_to_forward_prefetch, "
+            "(MixedPrecisionPolicy.reduce_dtype). Or prepare earlier: set_modules_to_forward_prefetch, "
             "set_modules_to_backward_prefetch.",
             impact=worst["lost_ratio"],
             cost_ns=worst["lost_ns"],
             confidence=0.7,
-            ranks=tuple(lost["rank"].unique().sort().to_list()),
-            steps=tuple(lost["step"].unique().sort().to_list()),
+            ranks=distinct(lost, "rank"),
+            steps=distinct(lost, "step"),
             evidence=pl.concat([own, others.sort("lost_ns", descending=True).head(_EVIDENCE_ROWS)]),
         )
 
 
 def _preparation_chains(run: Run) -> pl.DataFrame:
-    """Return the chains that preparation opens on devices, with lost_ns, what compute waited for it at most."""
+    """Return the chains on devices that begin with preparation; lost_ns is the longest that compute can wait for it."""
     if not run.table(contention.device_count)["devices"].sum():
         return run.table(compute_gap_causes.chains).clear().with_columns(lost_ns=pl.lit(0, pl.Int64))
     lost_ns = pl.min_horizontal("preparation_ns", pl.col("waited_ns") - pl.col("contention_ns"))
@@ -165,7 +165,7 @@ def _preparation_chains(run: Run) -> pl.DataFrame:
 
 
 def _exposed(run: Run) -> pl.DataFrame:
-    """Return what of those steps is exposed communication; exposed_ratio leaves out waiting for other ranks."""
+    """Return the exposed communication of steps without saves; exposed_ratio leaves out the wait for late ranks."""
     ratio = (pl.col("exposed_ns") / pl.col("duration_ns")).alias("exposed_ratio")
     return steps_without_saves.without_saves(
         run, run.run_table(exposed_communication.exposed_by_step).filter(pl.col("duration_ns") > 0)
@@ -173,7 +173,7 @@ def _exposed(run: Run) -> pl.DataFrame:
 
 
 def _collectives(run: Run) -> pl.DataFrame:
-    """Return the exposed collectives of those steps, the most exposed first; waiting for ranks is not in exposed_ns."""
+    """Return the exposed collectives of those steps, the most exposed first, without the wait for late ranks."""
     judged = steps_without_saves.steps(run).select("window", "rank", "step", "device").unique()
     return (
         run.run_table(exposed_communication.exposed_transfers)
@@ -185,20 +185,20 @@ def _collectives(run: Run) -> pl.DataFrame:
 
 
 def _message(worst: dict[str, Any]) -> str:
-    told = (
-        f"{units.share(worst['exposed_ratio'])} of the step is communication that no compute hides: "
+    message = (
+        f"{units.share(worst['exposed_ratio'])} of the step is exposed communication: "
         f"{units.duration(worst['exposed_ns'])} of {units.duration(worst['duration_ns'])} in "
-        f"{representative_step.describe(worst)}; compute hides {units.share(_hidden_ratio(worst))} of its "
-        f"communication."
+        f"{representative_step.describe(worst)}. Compute overlaps {units.share(_overlapped_ratio(worst))} of its "
+        "communication."
     )
     if worst["waited_ns"] < _MIN_WAIT_RATIO * worst["duration_ns"]:
-        return told
-    return f"{told} Another {units.duration(worst['waited_ns'])} it waits there for ranks that come later."
+        return message
+    return f"{message} The rank waits another {units.duration(worst['waited_ns'])} for late ranks."
 
 
 def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
-    """Return the quoted step's collectives, that step as a whole, then the most exposed of other steps and ranks."""
-    whole = pl.DataFrame(
+    """Return the quoted step's collectives, a row for that step, then the most exposed of other steps and ranks."""
+    step_row = pl.DataFrame(
         [
             {name: worst[name] for name in representative_step.KEY}
             | {"name": "whole step", "op": "whole step"}
@@ -208,11 +208,11 @@ def _evidence(worst: dict[str, Any], collectives: pl.DataFrame) -> pl.DataFrame:
     )
     own = representative_step.rows_of(collectives, worst)
     others = collectives.join(own, on=["window", "rank", "lane", "start_ns"], how="anti")
-    parts = [own.head(_EVIDENCE_ROWS), whole, others.head(_EVIDENCE_ROWS)]
+    parts = [own.head(_EVIDENCE_ROWS), step_row, others.head(_EVIDENCE_ROWS)]
     return pl.concat(parts, how="diagonal").select(*collectives.columns, "step_ns")
 
 
-def _hidden_ratio(worst: dict[str, Any]) -> float:
+def _overlapped_ratio(worst: dict[str, Any]) -> float:
     return float(worst["overlapped_ns"] / worst["communication_ns"]) if worst["communication_ns"] else 0.0
 
 
@@ -221,5 +221,5 @@ def _fix(run: Run, worst: dict[str, Any], own: pl.DataFrame) -> str:
     op = time["op"][0] if time.height else None
     gloo = bool(own["name"].str.starts_with("gloo:").any())
     return communication_fixes.fix_for(
-        strategy=strategy.of_run(run), op=op, gloo=gloo, hidden_ratio=_hidden_ratio(worst)
+        strategy=strategy.of_run(run), op=op, gloo=gloo, overlapped_ratio=_overlapped_ratio(worst)
     )

@@ -1,4 +1,4 @@
-"""Judgements of compute and collectives that slow each other down while both are on the device."""
+"""Rules on contention: compute and collectives that slow each other down while both are on the device."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tracekit.rules import representative_step, step_losses
 from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
 from tracekit.sync.collective_matching import calls
 
-_MIN_OVERLAP_RATIO = 0.2  # share of a step from which on it is worth saying that nothing can be told
+_MIN_OVERLAP_RATIO = 0.2  # share of a step from which an unknown slowdown is reported as a blind spot
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ContendedCompute(Rule):
 
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
-        return _why_unjudged(run, _compute(run), "compute ran beside collectives", least_ratio=_MIN_OVERLAP_RATIO)
+        return _why_unjudged(run, _compute(run), "compute ran concurrently with collectives")
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
@@ -72,7 +72,7 @@ class ContendedCompute(Rule):
         worst = step_losses.worst_step(steps, self.min_cost_ratio)
         if worst is None:
             return
-        pair = _slowdown_on(slow, worst)
+        slowdown = _slowdown_on(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
         kernels = run.table(contention.by_kernel).filter(
             pl.col("kind") == concurrency.COMPUTE,
@@ -82,12 +82,12 @@ class ContendedCompute(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Kernels take {_interval(pair)} as long beside collectives as alone: {_cost(worst)}.",
-            "Let collectives hold fewer multiprocessors (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or products leave them "
-            "room (CUBLASLT_SM_COUNT_TARGET); or send less (fully_shard on a mesh of two axes).",
+            f"Kernels take {_interval(slowdown)} as long during collectives as alone. {_cost(worst)}.",
+            "Let collectives use fewer SMs (NCCL_MAX_CTAS, NCCL_CGA_CLUSTER_SIZE), or matrix products leave SMs free "
+            "(CUBLASLT_SM_COUNT_TARGET); or send fewer bytes (fully_shard on a mesh of two axes).",
             impact=worst["lost_ratio"],
             cost_ns=worst["lost_ns"],
-            confidence=_confidence(pair),
+            confidence=_confidence(slowdown),
             ranks=ranks,
             steps=of_steps,
             evidence=kernels.sort((pl.col("rank") == worst["rank"]), "lost_ns", descending=True).head(40),
@@ -136,7 +136,7 @@ class StarvedCollectives(Rule):
     def blind_spot(self, run: Run) -> str | None:
         """Return why a run without a sample alone cannot be judged."""
         found = run.run_table(collective_contention.by_step)
-        return _why_unjudged(run, found, "collectives ran beside compute", least_ratio=_MIN_OVERLAP_RATIO)
+        return _why_unjudged(run, found, "collectives ran concurrently with compute")
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding if the worst device's typical step loses enough."""
@@ -149,22 +149,24 @@ class StarvedCollectives(Rule):
         worst = step_losses.worst_step(steps, self.min_cost_ratio)
         if worst is None:
             return
-        pair = _slowdown_on(slow, worst)
+        slowdown = _slowdown_on(slow, worst)
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        each = run.run_table(collective_contention.compared_calls).with_columns(pl.col("excess_ns").alias("lost_ns"))
-        whole = bool(each.filter("judged")["whole"].all())
+        collectives = run.run_table(collective_contention.compared_calls).with_columns(
+            pl.col("excess_ns").alias("lost_ns")
+        )
+        all_ranks_known = bool(collectives.filter("judged")["whole"].all())
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Collectives take {_interval(pair)} as long beside compute as alone{_bandwidth(run)}: {_cost(worst)}.",
-            "Give collectives more of the device (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), or "
-            "start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
+            f"Collectives take {_interval(slowdown)} as long during compute as alone{_bandwidth(run)}. {_cost(worst)}.",
+            "Give collectives more SMs or priority (NCCL_MIN_CTAS, ProcessGroupNCCL.Options.is_high_priority_stream), "
+            "or start them earlier (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
             impact=worst["lost_ratio"],
             cost_ns=worst["lost_ns"],
-            confidence=_confidence(pair) * (1.0 if whole else 0.8),
+            confidence=_confidence(slowdown) * (1.0 if all_ranks_known else 0.8),
             ranks=ranks,
             steps=of_steps,
-            evidence=step_losses.evidence(worst, each.filter("judged").select(*_EVIDENCE_COLUMNS)),
+            evidence=step_losses.evidence(worst, collectives.filter("judged").select(*_EVIDENCE_COLUMNS)),
             what_if=WhatIf("slowed-collectives", self.min_cost_ratio),
         )
 
@@ -182,45 +184,44 @@ def _compute(run: Run) -> pl.DataFrame:
 
 
 def _slowed_devices(steps: pl.DataFrame, min_slowdown: float) -> pl.DataFrame:
-    """Return the devices on which work is surely slower than `min_slowdown`, with slowdown, low and high."""
-    told = contention.pool_pairs(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
-    return told.select("rank", "device", "slowdown", "low", "high")
+    """Return the devices whose slowdown exceeds `min_slowdown` at its lower bound, with slowdown, low and high."""
+    slowed = contention.pool_pairs(steps).filter(pl.coalesce("low", "slowdown") > min_slowdown)
+    return slowed.select("rank", "device", "slowdown", "low", "high")
 
 
 def _slowdown_on(slow: pl.DataFrame, worst: dict[str, Any]) -> dict[str, Any]:
     return slow.filter(pl.col("rank") == worst["rank"], pl.col("device") == worst["device"]).row(0, named=True)
 
 
-def _interval(pair: dict[str, Any]) -> str:
-    low, high = pair["low"], pair["high"]
+def _interval(slowdown: dict[str, Any]) -> str:
+    low, high = slowdown["low"], slowdown["high"]
     between = "" if low is None else f" (95% interval {low:.2f} to {high:.2f})"
-    return f"{pair['slowdown']:.2f} times{between}"
+    return f"{slowdown['slowdown']:.2f} times{between}"
 
 
-def _confidence(pair: dict[str, Any]) -> float:
-    return 0.5 if pair["low"] is None else 0.8
+def _confidence(slowdown: dict[str, Any]) -> float:
+    return 0.5 if slowdown["low"] is None else 0.8
 
 
 def _cost(worst: dict[str, Any]) -> str:
     return (
-        f"of the {units.duration(worst['overlapped_ns'])} together in {representative_step.describe(worst)} that costs "
-        f"{units.duration(worst['lost_ns'])}, {units.share(worst['lost_ratio'])} of its "
-        f"{units.duration(worst['duration_ns'])}"
+        f"That costs {representative_step.describe_loss(worst)}, out of {units.duration(worst['overlapped_ns'])} of "
+        "overlap"
     )
 
 
 def _bandwidth(run: Run) -> str:
-    """Return the bus bandwidth of the collective with most time that is known alone and beside compute."""
+    """Return the bus bandwidth, alone and during compute, of the collective that takes most time."""
     speeds = ("alone_bus_bytes_per_s", "concurrent_bus_bytes_per_s")
     found = run.run_table(collective_contention.bandwidths).drop_nulls(speeds)
     if found.is_empty():
         return ""
     first = found.row(0, named=True)
-    alone, beside = (units.size(round(first[name])) for name in speeds)
-    return f" ({first['op']} of {units.size(first['bytes'])}: bus bandwidth {beside}/s, alone {alone}/s)"
+    alone, concurrent = (units.size(round(first[name])) for name in speeds)
+    return f" ({first['op']} of {units.size(first['bytes'])}: bus bandwidth {concurrent}/s instead of {alone}/s)"
 
 
-def _why_unjudged(run: Run, found: pl.DataFrame, what: str, *, least_ratio: float) -> str | None:
+def _why_unjudged(run: Run, found: pl.DataFrame, what: str) -> str | None:
     unknown = found.with_columns(
         (pl.col("judged_ns").sum() == 0).over("rank", "device").alias("_unknown"),
         pl.col("overlapped_ns").alias("lost_ns"),
@@ -228,10 +229,9 @@ def _why_unjudged(run: Run, found: pl.DataFrame, what: str, *, least_ratio: floa
     worst = representative_step.worst(
         step_losses.by_step(run, unknown.select(*representative_step.KEY, "lost_ns")), "lost_ratio"
     )
-    if worst is None or worst["lost_ratio"] < least_ratio:
+    if worst is None or worst["lost_ratio"] < _MIN_OVERLAP_RATIO:
         return None
     return (
-        f"{what} for {units.duration(worst['lost_ns'])} of {representative_step.describe(worst)}, and the same never "
-        f"alone, so "
-        f"whether that slows them cannot be told: {contention.RECORD}."
+        f"{what} for {units.duration(worst['lost_ns'])} in {representative_step.describe(worst)}, but never ran alone, "
+        f"so the slowdown is unknown: {contention.RECORD}."
     )

@@ -1,4 +1,4 @@
-"""Judgements of the data itself."""
+"""The rule on data quality: which recordings can be trusted, and how far."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tracekit.model import units
 from tracekit.model.run import RUN_DATA_QUALITY, Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 from tracekit.sync import alignment, collective_matching
 
 
@@ -19,64 +19,64 @@ class _Kind(NamedTuple):
     severity: Severity
     fix: str
     can_be_error: bool = False
-    """Whether it becomes an error where more than `error_affected_ratio` is doubtful."""
+    """Whether it becomes an error if more than `error_affected_ratio` of the data is affected."""
 
 
 _INFO, _WARNING, _ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
-_RECORD_AGAIN = "Record that rank again, or copy its file again; "
+_RECORD_AGAIN = "Record that rank again, or copy its file again. "
 _STEP = "Call profiler.step() once per training step, or record with tracekit.capture.Recorder."
 _WARM_UP = (
-    "Let the profiler pass the first steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2); until then read the "
-    "other steps."
+    "Skip the first steps: schedule(wait=…, warmup=2, …), or Recorder(warmup=2). In this recording, use only the other "
+    "steps."
 )
 _KINDS = {
-    # Files that tell less than they should, or nothing.
-    "unreadable": _Kind(_WARNING, _RECORD_AGAIN + "the other ranks were judged without it.", can_be_error=True),
-    "truncated": _Kind(_WARNING, _RECORD_AGAIN + "what precedes the cut was judged.", can_be_error=True),
+    # Damaged or incomplete files.
+    "unreadable": _Kind(_WARNING, _RECORD_AGAIN + "The other ranks were judged without it.", can_be_error=True),
+    "truncated": _Kind(_WARNING, _RECORD_AGAIN + "The events before the cut were judged.", can_be_error=True),
     "bad_times": _Kind(
-        _WARNING, "Record again with a newer PyTorch; the events named were left out.", can_be_error=True
+        _WARNING, "Record again with a newer PyTorch: events with invalid times were left out.", can_be_error=True
     ),
-    "damaged_events": _Kind(_WARNING, _RECORD_AGAIN + "the events around the damage were judged.", can_be_error=True),
+    "damaged_events": _Kind(_WARNING, _RECORD_AGAIN + "The readable events were judged.", can_be_error=True),
     "repeated_events": _Kind(
-        _WARNING, "Write each trace into a file of its own; the first was judged.", can_be_error=True
+        _WARNING, "Write each trace to its own file: only the first one was judged.", can_be_error=True
     ),
     "rankless_events": _Kind(
         _WARNING, "Merge the ranks' files again so that each event names its rank.", can_be_error=True
     ),
-    "several_ranks": _Kind(_ERROR, "Give tracekit the traces of the ranks one by one, or all in one folder."),
-    "unmatched_pairs": _Kind(_WARNING, "Stop the profiler after the work it watches has ended.", can_be_error=True),
+    "several_ranks": _Kind(_ERROR, "Pass one trace file per rank, or a folder with all of them."),
+    "unmatched_pairs": _Kind(_WARNING, "Stop the profiler after the profiled work has ended.", can_be_error=True),
     "unknown_kinds": _Kind(
-        _WARNING, "Tell tracekit's authors, with the trace: this profiler is new to it.", can_be_error=True
+        _WARNING, "Report this trace to tracekit's authors: the profiler that wrote it is unknown.", can_be_error=True
     ),
-    "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "the rank comes from the file's name, clocks from guesses."),
-    "stray_bytes": _Kind(_INFO, "Nothing to change: only the marked letters of names are lost."),
+    "damaged_header": _Kind(_WARNING, _RECORD_AGAIN + "The rank was taken from the file name."),
+    "stray_bytes": _Kind(_INFO, "No action needed: only the marked characters of names are lost."),
     "bad_manifest": _Kind(_WARNING, "Write run.json again, or remove it: the traces alone are enough."),
-    "bad_log": _Kind(_WARNING, "Look at the lines named; what they told of metrics or checkpoints is missing."),
-    "not_a_trace": _Kind(_INFO, "Keep other JSON files out of the folder, or leave it: they were not read."),
+    "bad_log": _Kind(_WARNING, "Check the lines in the evidence: their metrics or checkpoint stages are missing."),
+    "not_a_trace": _Kind(_INFO, "No action needed: other JSON files in the folder were not read."),
     # Which ranks there are.
     "missing_ranks": _Kind(_WARNING, "Collect the traces of all ranks in one folder."),
-    "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put windows into folders of their own."),
+    "duplicate_rank": _Kind(_WARNING, "Keep one trace per rank and window, or put each window into its own folder."),
     "rank_guessed": _Kind(_INFO, "Record with torch.distributed initialized, so that the trace states its rank."),
     "mixed_jobs": _Kind(
         _ERROR,
-        "Name the folder of one run, or of several: check RUNS/*. Where jobs share a folder, give each one its own.",
+        "Pass the folder of one run, or several folders: check RUNS/*. Give each job its own folder.",
     ),
-    "windows_assumed": _Kind(_INFO, "Nothing to change if these are windows of one job; else load each job by itself."),
-    "mixed_versions": _Kind(_WARNING, "Run all ranks on the same software and device, or compare them with care."),
+    "windows_assumed": _Kind(_INFO, "No action needed if these are windows of one job; else load each job separately."),
+    "mixed_versions": _Kind(_WARNING, "Run all ranks with the same software on the same kind of device."),
     # What the profiler did not record.
     "no_work": _Kind(_ERROR, "Record with ProfilerActivity.CPU, and ProfilerActivity.CUDA where there is a device."),
     "no_device_activity": _Kind(
         _ERROR,
-        "Record with ProfilerActivity.CUDA (on AMD too), and see that no other profiler holds the device (CUPTI).",
+        "Record with ProfilerActivity.CUDA (on AMD too), with no other profiler using CUPTI on the device.",
     ),
     "no_steps": _Kind(_INFO, _STEP),
     "steps_from_optimizer": _Kind(_INFO, _STEP),
     "unlinked": _Kind(
         _WARNING,
-        "Start the profiler a step early, warmup=1 or more: work queued before it has no launch.",
+        "Start the profiler a step earlier (warmup=1 or more): work queued before the start has no recorded launch.",
         can_be_error=True,
     ),
-    "outside_steps": _Kind(_WARNING, "Start and stop the profiler at the edges of steps. " + _STEP, can_be_error=True),
+    "outside_steps": _Kind(_WARNING, "Start and stop the profiler at step boundaries. " + _STEP, can_be_error=True),
     "dropped_events": _Kind(
         _WARNING,
         "Profile fewer steps or without stacks and shapes, and synchronize before stopping.",
@@ -84,19 +84,17 @@ _KINDS = {
     ),
     "warm_up_inside": _Kind(_WARNING, _WARM_UP),
     "unreadable_snapshot": _Kind(_WARNING, "Dump the snapshot again: torch.cuda.memory._dump_snapshot."),
-    # Times that cannot be taken by the nanosecond.
+    # Clocks and times.
     "clock_resolution": _Kind(
         _INFO, "Record with a newer PyTorch, which writes times relative to baseTimeNanoseconds."
     ),
     "clock_skew": _Kind(
-        _INFO, "Read no differences between ranks below the residual named; keep clocks in step with PTP or chrony."
+        _INFO, "Ignore differences between ranks below the clock error; synchronize clocks with PTP or chrony."
     ),
-    "clock_unaligned": _Kind(
-        _WARNING, "Profile the same steps on all ranks, with three or more collectives that they share."
-    ),
-    "overlapping_slices": _Kind(_WARNING, "Nothing to change: tracekit counts shared time once.", can_be_error=True),
+    "clock_unaligned": _Kind(_WARNING, "Profile the same steps on all ranks, with at least three shared collectives."),
+    "overlapping_slices": _Kind(_WARNING, "No action needed: overlapping time is counted once.", can_be_error=True),
 }
-_OTHER = _Kind(_WARNING, "Look at the evidence, and record again if it matters.", can_be_error=True)
+_OTHER = _Kind(_WARNING, "Check the evidence, and record again if it matters.", can_be_error=True)
 _MEASURED = ("unlinked", "outside_steps", "dropped_events", "overlapping_slices")
 
 
@@ -128,10 +126,10 @@ class DoubtfulTrace(Rule):
     error_affected_ratio: float = 0.5
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding per kind of doubt."""
+        """Yield one finding per kind of data-quality issue."""
         measured = RUN_DATA_QUALITY.conform(run.table(trace_quality.data_quality))
         versions = _mixed_versions(run.table(trace_quality.versions))
-        every = pl.concat(
+        issues = pl.concat(
             [
                 RUN_DATA_QUALITY.conform(run.data_quality),
                 measured,
@@ -141,35 +139,37 @@ class DoubtfulTrace(Rule):
             ]
         )
         small = pl.col("kind").is_in(_MEASURED) & (pl.col("affected_ratio") < self.min_affected_ratio)
-        for (kind,), rows in every.filter(~small).group_by("kind", maintain_order=True):
+        for (kind,), rows in issues.filter(~small).group_by("kind", maintain_order=True):
             yield self._finding(str(kind), rows.sort("affected_ratio", descending=True, nulls_last=True))
 
     def _finding(self, kind: str, rows: pl.DataFrame) -> Finding:
         known = _KINDS.get(kind, _OTHER)
         ratio = float(rows["affected_ratio"][0] or 0)
         more = f" And {rows.height - 1:,} more like it." if rows.height > 1 else ""
-        doubtful = f" Doubtful: {units.share(ratio)}." if ratio else ""
+        affected = f" Affected: {units.share(ratio)}." if ratio else ""
         return Finding(
             self.code,
             _ERROR if known.can_be_error and ratio > self.error_affected_ratio else known.severity,
-            str(rows["message"][0]) + doubtful + more,
+            str(rows["message"][0]) + affected + more,
             known.fix,
-            ranks=tuple(rows["rank"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(rows, "rank"),
             evidence=rows,
             subject=kind,
         )
 
 
 def _mixed_versions(versions: pl.DataFrame) -> pl.DataFrame:
-    """Return a doubt for each fact of the headers in which ranks differ: which ranks, and what share of them."""
-    held = versions.group_by("name", "value").agg(pl.col("rank").unique().sort(), pl.col("rank").n_unique().alias("n"))
+    """Return an issue for each header fact in which ranks differ, with the share of ranks that differ."""
+    counts = versions.group_by("name", "value").agg(
+        pl.col("rank").unique().sort(), pl.col("rank").n_unique().alias("n")
+    )
     rows = []
-    for (name,), values in held.sort("n", "value", descending=[True, False]).group_by("name", maintain_order=True):
+    for (name,), values in counts.sort("n", "value", descending=[True, False]).group_by("name", maintain_order=True):
         if values.height == 1:
             continue
-        told = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.select("value", "rank").rows())
+        differences = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.select("value", "rank").rows())
         share = 1 - values["n"][0] / values["n"].sum()
-        rows.append((None, None, "mixed_versions", f"Ranks differ in {name}: {told}.", share))
+        rows.append((None, None, "mixed_versions", f"Ranks differ in {name}: {differences}.", share))
     return pl.DataFrame(rows, schema=RUN_DATA_QUALITY.schema, orient="row")
 
 

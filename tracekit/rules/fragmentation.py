@@ -1,4 +1,4 @@
-"""Judgements of how the allocator's memory is cut up: by pieces that fit nothing, and by streams."""
+"""Rules on fragmentation: free memory in pieces that are too small, and free memory of other streams."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator.facts import run_snapshots
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
 _DEVICE = ["window", "rank", "device"]
 _EVIDENCE_ROWS = 60
@@ -80,22 +80,22 @@ class FragmentedMemory(Rule):
             return
         worst = bad.sort("grown_bytes", "window", "rank", descending=[True, False, False]).row(0, named=True)
         stalls = worst["stalled_ns"] > 0
-        mine = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _DEVICE))
-        shown = mine.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
+        rank_rows = steady.filter(pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _DEVICE))
+        shown = rank_rows.drop("first_step", "steps").sort("grown_bytes", descending=True, maintain_order=True)
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"On rank {worst['rank']} the allocator takes {units.size(worst['grown_bytes'])} of the device for "
-            f"{worst['requests']:,} request{'s' * (worst['requests'] > 1)} although as much is reserved and idle each "
-            f"time; {units.size(worst['peak_reserved_bytes'])} are reserved at most"
-            + (f", and the device stands idle for {units.duration(worst['stalled_ns'])}." if stalls else "."),
-            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb so that large blocks stay "
-            "whole; allocate what lasts before what comes and goes.",
+            f"Fragmentation on rank {worst['rank']}: {worst['requests']:,} "
+            f"request{'s' * (worst['requests'] > 1)} reserved another {units.size(worst['grown_bytes'])} although at "
+            f"least as much was reserved and free. The peak is {units.size(worst['peak_reserved_bytes'])} reserved"
+            + (f", and the device is idle for {units.duration(worst['stalled_ns'])}." if stalls else "."),
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or max_split_size_mb to leave large blocks unsplit. "
+            "Allocate long-lived tensors before temporary ones.",
             cost_ns=worst["stalled_ns"] // max(worst["steps"] or 1, 1),
             cost_bytes=worst["grown_bytes"],
             confidence=0.7,
-            ranks=tuple(bad["rank"].unique().sort().to_list()),
-            steps=tuple(mine["step"].drop_nulls().unique().sort().to_list()),
+            ranks=distinct(bad, "rank"),
+            steps=distinct(rank_rows, "step"),
             evidence=shown.head(_EVIDENCE_ROWS),
             subject="growth",
         )
@@ -114,15 +114,15 @@ class FragmentedMemory(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"At the memory snapshot of rank {worst['rank']}, {units.size(worst['free_bytes'])} of the "
-            f"{units.size(worst['total_bytes'])} of one pool are free, the largest piece has "
-            f"{units.size(worst['largest_free_bytes'])}, and the largest request asks for "
+            f"Fragmentation in the memory snapshot of rank {worst['rank']}: {units.size(worst['free_bytes'])} of the "
+            f"{units.size(worst['total_bytes'])} of one pool are free, but the largest free block has "
+            f"{units.size(worst['largest_free_bytes'])} and the largest request needs "
             f"{units.size(worst['largest_request_bytes'])}.",
             "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay "
-            "'expandable_segments:True' predicts what it saves.",
+            "'expandable_segments:True' predicts the saving.",
             cost_bytes=worst["free_bytes"],
             confidence=0.7,
-            ranks=tuple(cut["rank"].unique().sort().to_list()),
+            ranks=distinct(cut, "rank"),
             evidence=cut,
             subject="snapshot",
         )
@@ -155,13 +155,13 @@ class CrossStreamSlack(Rule):
     min_idle_bytes: int = 256 << 20
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the device with most of it."""
+        """Yield at most one finding: the device with the most such memory."""
         pools = run.run_table(run_snapshots.pools)
         of_stream = pools.group_by(*_DEVICE, "stream").agg(pl.col("total_bytes", "free_bytes", "waiting_bytes").sum())
         main = pl.col("total_bytes") == pl.col("total_bytes").max().over(_DEVICE)
-        told = of_stream.with_columns(aside_bytes=pl.when(main).then(0).otherwise("free_bytes"))
-        sums = told.group_by(_DEVICE).agg(pl.col("aside_bytes", "waiting_bytes", "total_bytes").sum(), streams=pl.len())
-        idle = sums.with_columns(idle_bytes=pl.col("aside_bytes") + pl.col("waiting_bytes")).filter(
+        sides = of_stream.with_columns(side_bytes=pl.when(main).then(0).otherwise("free_bytes"))
+        sums = sides.group_by(_DEVICE).agg(pl.col("side_bytes", "waiting_bytes", "total_bytes").sum(), streams=pl.len())
+        idle = sums.with_columns(idle_bytes=pl.col("side_bytes") + pl.col("waiting_bytes")).filter(
             pl.col("idle_bytes") >= self.min_idle_bytes,
             pl.col("idle_bytes") >= self.min_idle_ratio * pl.col("total_bytes"),
         )
@@ -171,13 +171,13 @@ class CrossStreamSlack(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"At the memory snapshot of rank {worst['rank']}, {units.size(worst['aside_bytes'])} are free on other "
-            f"streams than the main one and {units.size(worst['waiting_bytes'])} wait for another stream, of "
+            f"In the memory snapshot of rank {worst['rank']}, {units.size(worst['side_bytes'])} are free in the pools "
+            f"of side streams and {units.size(worst['waiting_bytes'])} wait for another stream, of "
             f"{units.size(worst['total_bytes'])} reserved on {worst['streams']} streams.",
-            "Allocate on the stream that uses it and synchronize by events instead of Tensor.record_stream; keep side "
-            "streams' buffers for good.",
+            "Allocate memory on the stream that uses it, synchronize with events instead of Tensor.record_stream, and "
+            "reuse the buffers of side streams.",
             cost_bytes=worst["idle_bytes"],
             confidence=0.8,
-            ranks=tuple(idle["rank"].unique().sort().to_list()),
+            ranks=distinct(idle, "rank"),
             evidence=of_stream.sort(*_DEVICE, "stream"),
         )

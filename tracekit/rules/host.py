@@ -1,4 +1,4 @@
-"""Judgements of the host: what it does instead of launching work."""
+"""Rules on the host: late launches, blocking synchronization, and data loading."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 
 _EVIDENCE_ROWS = 40
 _FACTS: tuple[Fact, ...] = (
@@ -23,10 +23,10 @@ _FACTS: tuple[Fact, ...] = (
     contention.device_count,
 )
 _LATE = (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
-_WHILE = {
-    host_state.PYTHON: "in Python or not running",
-    host_state.OP: "inside ops of the framework",
-    host_state.LAUNCH: "inside launches",
+_ACTIVITIES = {
+    host_state.PYTHON: "in Python or not scheduled",
+    host_state.OP: "inside PyTorch ops",
+    host_state.LAUNCH: "inside kernel launches",
     host_state.LOCK: "waiting for a lock",
 }
 _PLACE = ["window", "rank", "device", "phase", "name", "nth"]
@@ -62,7 +62,7 @@ class LateLaunch(Rule):
     min_pause_ns: int = 2_000_000
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
         on_device = _on_device(run)
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail").is_in(_LATE))
         late = late.filter(~pl.col("synced")) if on_device else self._recurring(run, late)
@@ -78,16 +78,17 @@ class LateLaunch(Rule):
             worst,
             steps.filter(pl.col("lost_ratio") >= self.min_late_ratio),
             _evidence(worst, late),
-            f"The host launches late: for {_share(worst)} nothing computes for want of launched work, "
-            f"for {units.duration(most['dur_ns'])} of that the host is {_WHILE[most['detail']]}.",
-            "Shorten what Python does between launches (hooks, logging, gc), or launch less: torch.compile, "
+            f"The step is launch-bound: compute is idle {representative_step.describe_loss(worst)} because no kernel "
+            f"has been launched. During {units.duration(most['dur_ns'])} of that, the host is "
+            f"{_ACTIVITIES[most['detail']]}.",
+            "Shorten Python between launches (hooks, logging, gc), or launch fewer kernels: torch.compile, "
             'mode="reduce-overhead" (CUDA graphs), fused optimizers (fused=True), larger micro-batches.',
             0.8 if on_device else 0.6,
             WhatIf("late-launch"),
         )
 
     def _recurring(self, run: Run, late: pl.DataFrame) -> pl.DataFrame:
-        """Return the long pauses of Python that every step has at the same place, each as long as the shortest."""
+        """Return the long Python pauses that occur at the same place in every step, with the shortest duration."""
         judged = steps_without_saves.steps(run).drop_nulls("step")
         every = judged.group_by("window", "rank", "device").agg(pl.len().alias("steps"))
         pauses = late.filter(pl.col("detail") == host_state.PYTHON, pl.col("dur_ns") >= self.min_pause_ns)
@@ -98,8 +99,8 @@ class LateLaunch(Rule):
         at_place = counted.with_columns(
             pl.col("step").n_unique().over(_PLACE).alias("seen"), pl.col("dur_ns").min().over(_PLACE)
         )
-        found = at_place.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
-        return found.select(late.columns)
+        recurring = at_place.filter((pl.col("seen") == pl.col("steps")) & (pl.col("steps") > 1))
+        return recurring.select(late.columns)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class BlockingSync(Rule):
     min_idle_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's typical step exceeds the threshold, or the host reads."""
+        """Yield one finding if the worst device's representative step exceeds the threshold, or the host reads."""
         if not _on_device(run):
             yield from self._reads(run)
             return
@@ -147,7 +148,7 @@ class BlockingSync(Rule):
             worst,
             steps.filter(pl.col("lost_ratio") >= self.min_idle_ratio),
             _evidence(worst, late),
-            f"The host waits for the device, which then runs dry: for {_share(worst)} nothing computes after "
+            f"The host synchronizes with the device: compute is idle {representative_step.describe_loss(worst)} after "
             f"{representative_step.rows_of(late, worst)['gap'].n_unique()} such waits.",
             _READ_LATER,
             0.8,
@@ -167,20 +168,19 @@ class BlockingSync(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{worst['reads']} values are read onto the host in forward and backward of "
-            f"{representative_step.describe(worst)}; on "
-            "the CPU that costs nothing, on a device each read would wait for all that is queued.",
+            f"The host reads {worst['reads']} values in forward and backward of {representative_step.describe(worst)}. "
+            "On the CPU that costs nothing; on a GPU, each read waits for all queued work.",
             _READ_LATER,
             confidence=0.9,
-            ranks=tuple(counted.filter(pl.col("reads") > 0)["rank"].unique().sort().to_list()),
-            steps=tuple(counted.filter(pl.col("reads") > 0)["step"].unique().sort().to_list()),
+            ranks=distinct(counted.filter(pl.col("reads") > 0), "rank"),
+            steps=distinct(counted.filter(pl.col("reads") > 0), "step"),
             evidence=representative_step.rows_of(reads, worst).head(_EVIDENCE_ROWS),
         )
 
 
 _READ_LATER = (
-    "Keep values on the device and read them (.item(), .cpu(), print) once every so many steps after the step's "
-    "launches, or copy them with non_blocking=True into pinned memory; torch.where instead of an if on a tensor."
+    "Keep values on the device and read them (.item(), .cpu(), print) every N steps, after the step's launches, or "
+    "copy them with non_blocking=True into pinned memory. Use torch.where instead of an if on a tensor."
 )
 
 
@@ -210,7 +210,7 @@ class DataStall(Rule):
     min_stall_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if the worst device's typical step exceeds the threshold."""
+        """Yield one finding if the worst device's representative step exceeds the threshold."""
         late = run.table(launch_delay.host_gaps).filter(pl.col("detail") == host_state.DATA)
         place = ["window", "rank", "device"]
         last = (pl.col("step") == pl.col("step").max().over(place)) & (pl.len().over(place) > 1)
@@ -223,9 +223,10 @@ class DataStall(Rule):
             worst,
             steps.filter(pl.col("lost_ratio") >= self.min_stall_ratio),
             _evidence(worst, late),
-            f"Loading data holds up the step: for {_share(worst)} nothing computes while the host waits for a batch.",
-            "Load ahead: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True); make "
-            "decoding and augmentation cheaper, or keep the data on faster storage.",
+            f"Data loading stalls the step: compute is idle {representative_step.describe_loss(worst)} while the host "
+            "waits for a batch.",
+            "Prefetch batches: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True). "
+            "Or make decoding and augmentation cheaper, or use faster storage.",
             0.9,
             WhatIf("data-loading"),
         )
@@ -235,15 +236,8 @@ def _on_device(run: Run) -> bool:
     return bool(run.table(contention.device_count)["devices"].sum())
 
 
-def _share(worst: dict[str, Any]) -> str:
-    return (
-        f"{units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])}) in {representative_step.describe(worst)}"
-    )
-
-
 def _evidence(worst: dict[str, Any], late: pl.DataFrame) -> pl.DataFrame:
-    """Return the gaps of the quoted step, the longest first, then the longest of others."""
+    """Return the gaps of the quoted step, then those of other steps, the longest first."""
     order = {"by": ["dur_ns", "start_ns"], "descending": [True, False]}
     own = representative_step.rows_of(late, worst).sort(**order)  # type: ignore[arg-type]
     others = late.join(own, on=["window", "rank", "gap", "detail"], how="anti").sort(**order)  # type: ignore[arg-type]
@@ -269,8 +263,8 @@ def _finding(
         impact=worst["lost_ratio"],
         cost_ns=worst["lost_ns"],
         confidence=confidence,
-        ranks=tuple(lost["rank"].unique().sort().to_list()),
-        steps=tuple(lost["step"].unique().sort().to_list()),
+        ranks=distinct(lost, "rank"),
+        steps=distinct(lost, "step"),
         evidence=evidence,
         what_if=without,
     )

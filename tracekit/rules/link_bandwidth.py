@@ -1,6 +1,6 @@
-"""Judgements of how fast groups of ranks move data."""
+"""The rule on slow links: process groups that move data more slowly than their peers, or than before."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from tracekit.analysis.communication import group_bandwidth
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 
 _EVIDENCE_ROWS = 40
 _GROUP = ("window", "group", "members")
@@ -58,31 +58,32 @@ class SlowLink(Rule):
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per slow group; at most one for groups that all became slow together."""
         durations = self._durations(run)
-        beside = _with_durations(run.run_table(group_bandwidth.group_comparison), durations)
-        found = [self._slower_than_peers(group) for _, group in beside.group_by(_GROUP, maintain_order=True)]
-        told = [each for each in found if each is not None]
-        for slow in told:
-            yield self._finding(run, slow)
-        if not told:
-            since = _with_durations(run.run_table(group_bandwidth.step_comparison), durations)
-            later = [self._slower_than_before(group) for _, group in since.group_by(_GROUP, maintain_order=True)]
-            most = max((each for each in later if each is not None), key=lambda each: each["extra_ns"], default=None)
-            if most is not None:
-                yield self._finding(run, most)
+        to_peers = _with_durations(run.run_table(group_bandwidth.group_comparison), durations)
+        slow = _slow_groups(
+            self._slower_than_peers(group) for _, group in to_peers.group_by(_GROUP, maintain_order=True)
+        )
+        if not slow:
+            to_steps = _with_durations(run.run_table(group_bandwidth.step_comparison), durations)
+            slow = _slow_groups(
+                self._slower_than_before(group) for _, group in to_steps.group_by(_GROUP, maintain_order=True)
+            )
+            slow = [max(slow, key=lambda row: row["extra_ns"])] if slow else []
+        for row in slow:
+            yield self._finding(run, row)
 
     def _durations(self, run: Run) -> pl.DataFrame:
-        """Return the steps to be judged of each group that goes at a steady pace, with the step's duration."""
-        each = (
+        """Return the steps of each group with steady transfer times, with the step's duration."""
+        durations = (
             steps_without_saves.steps(run)
             .drop_nulls("step")
             .group_by("window", "step")
             .agg(pl.col("duration_ns").median().cast(pl.Int64))
         )
         steady = run.run_table(group_bandwidth.step_variation).filter(pl.col("spread_ratio") <= self.max_spread_ratio)
-        return each.join(steady, on="window")
+        return durations.join(steady, on="window")
 
     def _slower_than_peers(self, group: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the typical slow step of a group that is slow in most steps since it first was; else None."""
+        """Return the median slow step of a group that is slow in most steps since its first slow one; else None."""
         steps = group.sort("step").with_row_index("order")
         slow = steps.filter(pl.col("ratio") >= self.min_slowdown)
         if slow.height < min(2, steps.height) or slow.is_empty():
@@ -90,17 +91,17 @@ class SlowLink(Rule):
         since = steps.filter(pl.col("order") >= slow["order"][0])
         if slow.height < self.min_steps_ratio * since.height or since.height * 3 < steps.height:
             return None
-        return _median_step(slow) | {"slow": slow, "beside": "groups", "since": since.height}
+        return _median_step(slow) | {"slow": slow, "reference": "peers", "since": since.height}
 
     def _slower_than_before(self, group: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the typical slow step of a group that became slow and stayed so; else None."""
+        """Return the median slow step of a group that became slow and stays slow; else None."""
         steps = group.sort("step")
         first = group_bandwidth.first_slow_step(
             steps["ratio"].to_list(), least=self.min_slowdown, share=self.min_steps_ratio
         )
         if first is None:
             return None
-        # What is usual is how it was before; where most steps are slow the median step is none of them.
+        # The baseline is the state before: if most steps are slow, their median is not the usual time.
         before = steps[:first]["ratio"].median()
         rest_ns = (pl.col("transfer_ns") - (pl.col("usual_ns") * before).cast(pl.Int64)).clip(0)
         after = steps[first:].with_columns(
@@ -109,40 +110,44 @@ class SlowLink(Rule):
             pl.min_horizontal(rest_ns, "exposed_ns").alias("extra_ns"),
         )
         slow = after.filter(pl.col("ratio") >= self.min_slowdown)
-        return _median_step(slow) | {"slow": slow, "beside": "steps", "since": after.height}
+        return _median_step(slow) | {"slow": slow, "reference": "earlier steps", "since": after.height}
 
     def _finding(self, run: Run, worst: dict[str, Any]) -> Finding:
         slow: pl.DataFrame = worst["slow"]
         lost_ratio = worst["extra_ns"] / worst["duration_ns"]
-        named = _ranks(worst)
-        whole, beside = len(worst["ranks"]) == worst["group_size"], worst["beside"] == "groups"
-        unlike, usual = ("its peers", "its peers move it") if beside else ("before", "it did")
+        ranks = _ranks(worst)
+        all_traced, to_peers = len(worst["ranks"]) == worst["group_size"], worst["reference"] == "peers"
+        reference = "its peers" if to_peers else "before"
         first = int(slow["step"].min())  # type: ignore[arg-type]
-        told = (
-            f"The group {worst['axis'] or worst['group'] or 'of all ranks'} of {named} takes {worst['ratio']:.1f} "
-            f"times as long for the same collectives as {unlike} ({_speed(worst, 'transfer_ns')} where {usual} at "
-            f"{_speed(worst, 'usual_ns')}), in {slow.height} of {worst['since']} steps since step {first}: "
-            f"{units.duration(worst['extra_ns'])} of {units.duration(worst['duration_ns'])} "
-            f"({units.share(lost_ratio)}) of step {worst['step']} that no compute hides."
+        message = (
+            f"The group {worst['axis'] or worst['group'] or 'of all ranks'} of {ranks} takes {worst['ratio']:.1f} "
+            f"times as long as {reference} for the same collectives: {_speed(worst, 'transfer_ns')} instead of "
+            f"{_speed(worst, 'usual_ns')}, in {slow.height} of {worst['since']} steps since step {first}. The exposed "
+            f"part is {units.duration(worst['extra_ns'])} of {units.duration(worst['duration_ns'])} "
+            f"({units.share(lost_ratio)}) in step {worst['step']}."
         )
-        ring = " A ring shows its slowest link to all of its members: whose it is cannot be told from one group."
-        unseen = " Ranks without a trace may come late instead."
-        enough = lost_ratio >= self.min_lost_ratio
+        ring = " All members of a ring see its slowest link, so one group does not identify the rank."
+        untraced = " Or ranks without a trace arrive late."
+        is_costly = lost_ratio >= self.min_lost_ratio
         return Finding(
             self.code,
-            Severity.WARNING if enough else Severity.INFO,
-            told + ("" if beside else ring) + ("" if whole else unseen),
-            f"Run nccl-tests (all_reduce_perf) between pairs of {named}, and look at NCCL_DEBUG=INFO for the "
-            "transport, at link errors (ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA.",
+            Severity.WARNING if is_costly else Severity.INFO,
+            message + ("" if to_peers else ring) + ("" if all_traced else untraced),
+            f"Run nccl-tests (all_reduce_perf) between pairs of {ranks}. Check the transport (NCCL_DEBUG=INFO), link "
+            "errors (ibstat, perfquery, nvidia-smi nvlink -e) and NCCL_IB_HCA.",
             impact=min(1.0, lost_ratio),
             cost_ns=worst["extra_ns"],
-            confidence=(0.8 if whole else 0.6) - (0.0 if beside else 0.1),
+            confidence=(0.8 if all_traced else 0.6) - (0.0 if to_peers else 0.1),
             ranks=tuple(sorted(worst["ranks"])),
-            steps=tuple(slow["step"].unique().sort().to_list()),
-            what_if=WhatIf("slow-link") if enough else None,
+            steps=distinct(slow, "step"),
+            what_if=WhatIf("slow-link") if is_costly else None,
             evidence=_evidence(run, worst),
-            subject=f"{worst['axis']} {named}",
+            subject=f"{worst['axis']} {ranks}",
         )
+
+
+def _slow_groups(groups: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    return [group for group in groups if group is not None]
 
 
 def _with_durations(table: pl.DataFrame, durations: pl.DataFrame) -> pl.DataFrame:
@@ -167,9 +172,9 @@ def _speed(worst: dict[str, Any], name: str) -> str:
 
 def _evidence(run: Run, worst: dict[str, Any]) -> pl.DataFrame:
     here = pl.all_horizontal(pl.col(name).eq_missing(pl.lit(worst[name])) for name in _GROUP)
-    mine = run.run_table(group_bandwidth.transfers).filter(here)
-    own = mine.filter(pl.col("step") == worst["step"]).sort("transfer_ns", descending=True)
-    others = mine.filter(pl.col("step") != worst["step"]).sort("step", "start_ns")
+    group_rows = run.run_table(group_bandwidth.transfers).filter(here)
+    own = group_rows.filter(pl.col("step") == worst["step"]).sort("transfer_ns", descending=True)
+    others = group_rows.filter(pl.col("step") != worst["step"]).sort("step", "start_ns")
     return pl.concat([own.head(_EVIDENCE_ROWS), others.head(_EVIDENCE_ROWS)]).select(
         "window", "rank", "step", "unit", "op", "group", "bytes", "nth", "start_ns", "dur_ns", "transfer_ns"
     )

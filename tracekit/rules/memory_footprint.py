@@ -1,4 +1,4 @@
-"""Judgements of how much memory is held: growth, headroom, idle reserve, and who holds the peak."""
+"""Rules on memory in use: growth, headroom, unused reserved memory, and the owner of the peak."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from tracekit.analysis.memory import allocations, growth
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
 _WHERE = ("window", "rank")
-# Ops whose memory another op saves, and that one's name.
-_REMEDIES = (
-    (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or by a fused kernel"),
-    (("softmax", "bmm", "masked_fill"), "torch.nn.functional.scaled_dot_product_attention keeps no attention scores"),
+# Ops with an alternative that needs less memory.
+_ALTERNATIVES = (
+    (("log_softmax", "cross_entropy", "nll_loss"), "compute the loss in chunks of tokens, or with a fused kernel"),
+    (("softmax", "bmm", "masked_fill"), "use torch.nn.functional.scaled_dot_product_attention, which stores no scores"),
 )
 
 
@@ -49,9 +49,9 @@ class GrowingMemory(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the fastest growth."""
-        in_all = pl.col("slope_bytes") * (pl.col("last_step") - pl.col("first_step"))
+        growth_bytes = pl.col("slope_bytes") * (pl.col("last_step") - pl.col("first_step"))
         grown = run.table(growth.growth).filter(
-            pl.col("low_bytes") >= self.min_bytes, in_all >= self.min_growth_ratio * pl.col("spread_bytes")
+            pl.col("low_bytes") >= self.min_bytes, growth_bytes >= self.min_growth_ratio * pl.col("spread_bytes")
         )
         if grown.is_empty():
             return
@@ -59,15 +59,15 @@ class GrowingMemory(Rule):
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"Rank {worst['rank']} holds {units.size(worst['slope_bytes'])} more after each step "
-            f"({units.size(worst['low_bytes'])} to {units.size(worst['high_bytes'])}, 99% confidence), "
-            f"{units.size(worst['first_bytes'])} after step {worst['first_step']} and "
+            f"Allocated memory of rank {worst['rank']} grows by {units.size(worst['slope_bytes'])} per step (99% "
+            f"confidence interval {units.size(worst['low_bytes'])} to {units.size(worst['high_bytes'])}), from "
+            f"{units.size(worst['first_bytes'])} after step {worst['first_step']} to "
             f"{units.size(worst['last_bytes'])} after step {worst['last_step']}.",
-            "Keep no tensors that hold a graph from step to step: .item() or .detach() what is collected; "
-            "tracekit memory on a snapshot says who allocated what stays.",
+            "Store no tensors with an autograd graph across steps: use .item() or .detach(). tracekit memory SNAPSHOT "
+            "shows which code allocated the growing memory.",
             cost_bytes=int(worst["slope_bytes"]),
             confidence=0.9 if worst["steps"] >= 2 * growth.LEAST_STEPS else 0.7,
-            ranks=tuple(grown["rank"].unique().sort().to_list()),
+            ranks=distinct(grown, "rank"),
             evidence=grown,
         )
 
@@ -95,24 +95,24 @@ class LittleHeadroom(Rule):
     min_headroom_ratio: float = 0.05
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the device with least left."""
+        """Yield at most one finding: the device with the least headroom."""
         known = run.table(allocations.peaks).drop_nulls("headroom_bytes").filter(pl.col("memory_bytes") > 0)
         ratio = pl.col("headroom_bytes") / pl.col("memory_bytes")
-        short = known.with_columns(headroom_ratio=ratio).filter(pl.col("headroom_ratio") < self.min_headroom_ratio)
-        if short.is_empty():
+        low = known.with_columns(headroom_ratio=ratio).filter(pl.col("headroom_ratio") < self.min_headroom_ratio)
+        if low.is_empty():
             return
-        worst = short.sort("headroom_ratio", *_WHERE).row(0, named=True)
+        worst = low.sort("headroom_ratio", *_WHERE).row(0, named=True)
         yield Finding(
             self.code,
             Severity.INFO,
-            f"Of the {units.size(worst['memory_bytes'])} of device {worst['device']}, "
-            f"{units.size(max(worst['headroom_bytes'], 0))} ({units.share(max(worst['headroom_ratio'], 0))}) "
-            f"were never reserved on rank {worst['rank']}.",
-            "Lower the peak (tracekit memory RUN says who holds it), or give the allocator room with "
+            f"Only {units.size(max(worst['headroom_bytes'], 0))} ({units.share(max(worst['headroom_ratio'], 0))}) of "
+            f"the {units.size(worst['memory_bytes'])} of device {worst['device']} were never reserved on rank "
+            f"{worst['rank']}.",
+            "Lower the peak (tracekit memory RUN shows its owners), or reduce fragmentation with "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
             confidence=0.9,
-            ranks=tuple(short["rank"].unique().sort().to_list()),
-            evidence=short,
+            ranks=distinct(low, "rank"),
+            evidence=low,
         )
 
 
@@ -141,26 +141,25 @@ class IdleReserve(Rule):
     min_slack_bytes: int = 1 << 30
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield at most one finding: the device with most idle."""
+        """Yield at most one finding: the device with the most unused memory."""
         known = run.table(allocations.peaks).drop_nulls("slack_bytes").filter(pl.col("peak_reserved_bytes") > 0)
-        idle = known.with_columns(slack_ratio=pl.col("slack_bytes") / pl.col("peak_reserved_bytes")).filter(
+        unused = known.with_columns(slack_ratio=pl.col("slack_bytes") / pl.col("peak_reserved_bytes")).filter(
             pl.col("slack_ratio") >= self.min_slack_ratio, pl.col("slack_bytes") >= self.min_slack_bytes
         )
-        if idle.is_empty():
+        if unused.is_empty():
             return
-        worst = idle.sort("slack_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
+        worst = unused.sort("slack_bytes", *_WHERE, descending=[True, False, False]).row(0, named=True)
         yield Finding(
             self.code,
             Severity.INFO,
-            f"On rank {worst['rank']}, {units.size(worst['slack_bytes'])} of the "
-            f"{units.size(worst['peak_reserved_bytes'])} reserved ({units.share(worst['slack_ratio'])}) are idle even "
-            "when most is held.",
+            f"{units.size(worst['slack_bytes'])} of the {units.size(worst['peak_reserved_bytes'])} reserved on rank "
+            f"{worst['rank']} ({units.share(worst['slack_ratio'])}) are unused even at the peak of allocated memory.",
             "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay "
-            "'expandable_segments:True' predicts what it saves.",
+            "'expandable_segments:True' predicts the saving.",
             cost_bytes=worst["slack_bytes"],
             confidence=0.6,
-            ranks=tuple(idle["rank"].unique().sort().to_list()),
-            evidence=idle,
+            ranks=distinct(unused, "rank"),
+            evidence=unused,
         )
 
 
@@ -190,11 +189,11 @@ class PeakOwner(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield at most one finding: the largest owner."""
-        held = run.table(allocations.at_peak).drop_nulls(["device", "op"])
+        blocks = run.table(allocations.at_peak).drop_nulls(["device", "op"])
         key = [*_WHERE, "device", "op", "phase", "peak_bytes"]
-        # Rows come largest first, so the first place known holds most.
+        # Rows come largest first, so the first known module and stack allocated most.
         first = pl.col("module", "stack").drop_nulls().first()
-        owned = held.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), first)
+        owned = blocks.group_by(key, maintain_order=True).agg(pl.col("count", "bytes").sum(), first)
         owned = owned.with_columns(owned_ratio=pl.col("bytes") / pl.col("peak_bytes")).filter(
             pl.col("owned_ratio") >= self.min_owned_ratio, pl.col("bytes") >= self.min_owned_bytes
         )
@@ -206,27 +205,23 @@ class PeakOwner(Rule):
         yield Finding(
             self.code,
             Severity.INFO,
-            f"{worst['op']}{phase} holds {units.size(worst['bytes'])} in {worst['count']:,} "
-            f"block{'' if worst['count'] == 1 else 's'}, "
-            f"{units.share(worst['owned_ratio'])} of the {units.size(worst['peak_bytes'])} held at most on rank "
-            f"{worst['rank']}{_allocation_site(worst['module'], worst['stack'])}.",
+            f"{worst['op']}{phase} allocated {units.size(worst['bytes'])} "
+            f"({units.share(worst['owned_ratio'])}) of the {units.size(worst['peak_bytes'])} peak of rank "
+            f"{worst['rank']}, in {worst['count']:,} block{'' if worst['count'] == 1 else 's'}"
+            f"{_allocation_site(worst['module'], worst['stack'])}.",
             _fix(worst["op"]),
             cost_bytes=worst["bytes"],
             confidence=0.8,
-            ranks=tuple(owned["rank"].unique().sort().to_list()),
+            ranks=distinct(owned, "rank"),
             evidence=owned,
         )
 
 
 def _allocation_site(module: str | None, stack: str | None) -> str:
     known = [f"module {module}"] * (module is not None) + [stack] * (stack is not None)
-    return f"; most of it for {', '.join(map(str, known))}" if known else ""
+    return f", most of it for {', '.join(map(str, known))}" if known else ""
 
 
 def _fix(op: str) -> str:
-    saved = next((remedy for names, remedy in _REMEDIES if any(name in op for name in names)), None)
-    return (
-        "Activation checkpointing around it frees this until backward; "
-        + (saved or "a smaller micro-batch shrinks it")
-        + "."
-    )
+    alternative = next((fix for names, fix in _ALTERNATIVES if any(name in op for name in names)), None)
+    return f"Use activation checkpointing around this op, or {alternative or 'use a smaller micro-batch'}."

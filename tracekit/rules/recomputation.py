@@ -1,4 +1,4 @@
-"""Judgements of activation checkpointing."""
+"""The rule on activation checkpointing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.rules import representative_step
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 
 _EVIDENCE_ROWS = 80
 
@@ -54,57 +54,60 @@ class NeedlessRecomputation(Rule):
         if run.table(recomputation.regions).is_empty() or self._free_bytes(run) is not None:
             return None
         return (
-            "layers recompute their activations, but the trace does not tell the memory that is free; record with "
+            "layers recompute their activations, but the trace does not contain the free memory; record with "
             "profile_memory=True."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding if sparing layers that fit saves enough in the worst device's typical step."""
-        room = self._free_bytes(run)
+        """Yield one finding if the layers that fit in memory save enough in the worst device's representative step."""
+        free_bytes = self._free_bytes(run)
         parts = run.table(recomputation.regions)
-        if room is None or parts.is_empty():
+        if free_bytes is None or parts.is_empty():
             return
-        spared = _affordable(parts, room)
-        steps = steps_without_saves.losses(run, spared, "compute_ns")
+        affordable = _affordable(parts, free_bytes)
+        steps = steps_without_saves.losses(run, affordable, "compute_ns")
         worst = representative_step.worst(steps, "lost_ratio")
         if worst is None or worst["lost_ratio"] < self.min_saved_ratio:
             return
         own = representative_step.rows_of(parts, worst)
         passes = int(own["backward"].n_unique())
-        layers, count = own.height // passes, representative_step.rows_of(spared, worst).height // passes
+        layers, count = own.height // passes, representative_step.rows_of(affordable, worst).height // passes
         yield Finding(
             self.code,
             Severity.WARNING,
-            f"{layers} parts of the model are computed again in backward, and memory could hold {count} of them: "
-            f"{units.size(own['activation_bytes'].max())} each, with {units.size(room)} free on each device beyond "  # type: ignore[arg-type]
-            f"{units.share(self.keep_free_ratio)}; recomputing these takes {units.duration(worst['lost_ns'])} of "
-            f"{units.duration(worst['duration_ns'])} ({units.share(worst['lost_ratio'])}) in "
-            f"{representative_step.describe(worst)}.",
-            f"Checkpoint {layers - count} of the {layers} parts only (torch.utils.checkpoint on the first layers, a "
-            "check_fn for apply_activation_checkpointing), or keep costly outputs by "
+            f"Backward recomputes {layers} parts of the model, although memory could store the activations of {count} "
+            f"({units.size(int(own['activation_bytes'].max()))} each; {units.size(free_bytes)} are free with "  # type: ignore[arg-type]
+            f"{units.share(self.keep_free_ratio)} in reserve). Recomputing those takes "
+            f"{representative_step.describe_loss(worst)}.",
+            f"Checkpoint only {layers - count} of the {layers} parts (torch.utils.checkpoint on the first layers, or a "
+            "check_fn for apply_activation_checkpointing), or save costly outputs with "
             "create_selective_checkpoint_contexts.",
             impact=min(1.0, worst["lost_ratio"]),
             cost_ns=worst["lost_ns"],
             confidence=0.8 if own["evidence"][0] == recomputation.CHECKPOINT_NODE else 0.6,
-            ranks=tuple(spared["rank"].unique().sort().to_list()),
-            steps=tuple(steps.filter(pl.col("lost_ns") > 0)["step"].unique().sort().to_list()),
+            ranks=distinct(affordable, "rank"),
+            steps=distinct(steps.filter(pl.col("lost_ns") > 0), "step"),
             what_if=WhatIf("recomputation", is_partial=True),
             evidence=own.sort("start_ns").head(_EVIDENCE_ROWS),
         )
 
     def _free_bytes(self, run: Run) -> int | None:
-        """Return the memory that the fullest device still has; None where no trace tells it."""
-        held = run.table(recomputation.regions).filter(pl.col("activation_bytes") > 0)
+        """Return the free memory of the fullest device; None if no trace contains it."""
+        regions = run.table(recomputation.regions).filter(pl.col("activation_bytes") > 0)
         known = run.table(allocations.peaks).drop_nulls(["headroom_bytes"]).filter(pl.col("memory_bytes") > 0)
-        if known.is_empty() or held.is_empty():
+        if known.is_empty() or regions.is_empty():
             return None
-        room = known.select((pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")).min()).item()
-        return max(0, int(room))
+        free_bytes = known.select(
+            (pl.col("headroom_bytes") - self.keep_free_ratio * pl.col("memory_bytes")).min()
+        ).item()
+        return max(0, int(free_bytes))
 
 
-def _affordable(parts: pl.DataFrame, room: int) -> pl.DataFrame:
-    """Return the parts of each pass that memory could hold, the costliest first."""
+def _affordable(parts: pl.DataFrame, free_bytes: int) -> pl.DataFrame:
+    """Return the parts of each pass whose activations fit in memory, the costliest first."""
     by = [*representative_step.KEY, "backward"]
     needed = pl.col("activation_bytes").fill_null(0).clip(1)
     ordered = parts.drop_nulls("activation_bytes").sort("compute_ns", "start_ns", descending=[True, False])
-    return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(pl.col("needed_bytes") <= room)
+    return ordered.with_columns(needed.cum_sum().over(by).alias("needed_bytes")).filter(
+        pl.col("needed_bytes") <= free_bytes
+    )

@@ -4,6 +4,8 @@ from typing import Any
 
 import polars as pl
 
+from tracekit.model import units
+
 KEY = ("window", "rank", "step", "device")
 
 
@@ -27,6 +29,12 @@ def describe(row: dict[str, Any]) -> str:
     """Return "the representative step (7) of rank 0", or "the trace of rank 0" where the trace has no steps."""
     rank = f"rank {row['rank']}"
     return f"the trace of {rank}" if row["step"] is None else f"the representative step ({row['step']}) of {rank}"
+
+
+def describe_loss(row: dict[str, Any]) -> str:
+    """Return "12 ms of 80 ms (15.0%) in the representative step (7) of rank 0", of lost_ns, lost_ratio, duration_ns."""
+    lost, step = (units.duration(row[name]) for name in ("lost_ns", "duration_ns"))
+    return f"{lost} of {step} ({units.share(row['lost_ratio'])}) in {describe(row)}"
 
 
 def rows_of(table: pl.DataFrame, row: dict[str, Any]) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""Judgements of saves that block training because the machine is not theirs alone."""
+"""Rules on saves that block training because they share the machine."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -26,14 +26,14 @@ class GlobalSync(StalledSave):
     code: ClassVar[str] = "CKPT008"
     kind: ClassVar[str] = stalls.GLOBAL_SYNC
     fix: ClassVar[str] = (
-        "FsspecWriter(…, sync_files=False) where the store makes writes durable itself, as object stores do."
+        "Use FsspecWriter(…, sync_files=False) if the store makes writes durable itself, as object stores do."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
-        return f"Syncing the whole machine (os.sync) takes {cost(row)}"
+        return f"os.sync, which syncs the whole machine, takes {cost(row)}"
 
     def _detail(self, row: dict[str, Any]) -> str:
-        return f", on rank {row['rank']}: the stream it writes to has no descriptor to sync"
+        return f", on rank {row['rank']}, whose stream has no file descriptor to sync"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class CrowdedSave(StalledSave):
     code: ClassVar[str] = "CKPT016"
     kind: ClassVar[str] = stalls.CPU_CONTENTION
     fix: ClassVar[str] = (
-        "Give each rank more processors (--cpus-per-task), or run fewer DataLoader workers and threads "
-        "(OMP_NUM_THREADS) beside it; look for other processes on the node of rank RANK."
+        "Give each rank more CPU cores (--cpus-per-task), or run fewer DataLoader workers and threads "
+        "(OMP_NUM_THREADS). Check for other processes on the node of rank RANK."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
-        return f"Waiting for a processor takes {cost(row)}"
+        return f"Waiting for a CPU core takes {cost(row)}"
 
     def _detail(self, row: dict[str, Any]) -> str:
         return f", most of it on rank {row['rank']}"

@@ -1,4 +1,4 @@
-"""Judgements of what a save that blocks training is made of, one class of stall each."""
+"""Rules on saves that block training, one per class of stall."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from tracekit.analysis.checkpoint import save_stages, saves, stalls
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity
+from tracekit.rules.rule import Finding, Rule, Severity, distinct
 
 _EVIDENCE_ROWS = 60
 
 
 @dataclass(frozen=True)
 class StalledSave(Rule):
-    """A class of stall that is the largest part of saves that block training noticeably; subclasses name it."""
+    """A class of stall that is the largest part of saves that block training; each subclass is one class."""
 
     kind: ClassVar[str]
     fix: ClassVar[str]
@@ -27,54 +27,54 @@ class StalledSave(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding for all saves of this class."""
-        mine = run.run_table(stalls.dominant).filter(
+        parts = run.run_table(stalls.dominant).filter(
             (pl.col("clock") == stalls.BLOCKED) & (pl.col("kind") == self.kind), pl.col("dur_ns") > 0
         )
         long = pl.col("blocked_ns") >= self.min_blocked_ms * 1_000_000
         costly = (pl.col("overhead_ratio") > self.max_overhead_ratio).fill_null(value=True)
         judged = run.run_table(saves.by_save).filter(~pl.col("background"), long, costly)
-        found = mine.join(judged.drop("bytes"), on="save").sort("blocked_ns", "save")
-        if found.is_empty():
+        stalled = parts.join(judged.drop("bytes"), on="save").sort("blocked_ns", "save")
+        if stalled.is_empty():
             return
-        row = found.row((found.height - 1) // 2, named=True)
+        row = stalled.row((stalled.height - 1) // 2, named=True)
         overhead = row["overhead_ratio"]
         yield Finding(
             self.code,
             Severity.INFO if overhead is None else Severity.WARNING,
-            f"{self._subject(row)} {_of_save(row, found.height)}{self._detail(row)}.",
+            f"{self._subject(row)} {_of_save(row, stalled.height)}{self._detail(row)}.",
             self.fix.replace("RANK", str(row["rank"])),
             impact=(overhead or 0.0) * row["ratio"],
             cost_ns=round(row["dur_ns"] / row["interval_steps"]) if row["interval_steps"] else 0,
             confidence=(0.9 if overhead is not None else 0.6) * min(1.0, 0.5 + row["ratio"]),
             ranks=(row["rank"],),
-            steps=tuple(found["step"].drop_nulls().unique().sort().to_list()),
+            steps=distinct(stalled, "step"),
             evidence=_evidence(run, row),
         )
 
     def _subject(self, row: dict[str, Any]) -> str:
-        """Return the beginning of the message, up to the save's name."""
+        """Return the start of the message: what takes how long."""
         raise NotImplementedError
 
     def _detail(self, row: dict[str, Any]) -> str:
-        """Return what else the numbers say, the end of the message."""
+        """Return the end of the message: where and why."""
         raise NotImplementedError
 
 
 def _of_save(row: dict[str, Any], count: int) -> str:
-    which = f"({row['save']}, typical of {count} saves)" if count > 1 else f"({row['save']})"
-    return f"of the {units.duration(row['blocked_ns'])} that a checkpoint blocks training {which}"
+    which = f"({row['save']}, the median of {count} saves)" if count > 1 else f"({row['save']})"
+    return f"of the {units.duration(row['blocked_ns'])} for which a checkpoint blocks training {which}"
 
 
 def cost(row: dict[str, Any]) -> str:
-    """Return how long the kind of a row of `stalls.parts` takes, and what share that is."""
-    return f"{units.duration(row['dur_ns'])}, {units.share(row['ratio'])},"
+    """Return the duration and share of a row of `stalls.parts`."""
+    return f"{units.duration(row['dur_ns'])} ({units.share(row['ratio'])})"
 
 
 def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
-    """Return the lines of that save, first those of the rank and stage that are blamed."""
+    """Return the rows of that save, those of the longest stage and its rank first."""
     own = run.run_table(saves.stages).filter(pl.col("save") == row["save"], "blocking")
-    blamed = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
-    shown = own.sort(~blamed, "rank", "start_ns", "stage")
+    slowest = (pl.col("rank") == row["rank"]) & (pl.col("stage") == row["stage"])
+    shown = own.sort(~slowest, "rank", "start_ns", "stage")
     return shown.select("save", *(name for name in own.columns if name not in ("save", "whole_bytes"))).head(
         _EVIDENCE_ROWS
     )
@@ -103,8 +103,8 @@ class SerializedSave(StalledSave):
     code: ClassVar[str] = "CKPT002"
     kind: ClassVar[str] = stalls.SERIALIZE
     fix: ClassVar[str] = (
-        "Save fewer, larger tensors (flatten small states into one), FileSystemWriter(thread_count=…), or "
-        "HuggingFaceStorageWriter (safetensors); DefaultSavePlanner(enable_plan_caching=True) plans once."
+        "Save fewer, larger tensors (flatten small states into one), or use FileSystemWriter(thread_count=…) or "
+        "HuggingFaceStorageWriter (safetensors). DefaultSavePlanner(enable_plan_caching=True) plans only once."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
@@ -115,8 +115,8 @@ class SerializedSave(StalledSave):
         if row["envelope_ratio"] <= stalls.SMALL_TENSORS_RATIO:
             return f", on rank {row['rank']}"
         return (
-            f": {units.share(row['envelope_ratio'])} of what rank {row['rank']} writes is no tensor, so it writes many "
-            "small ones"
+            f". {units.share(row['envelope_ratio'])} of the bytes of rank {row['rank']} are not tensor data, so its "
+            "tensors are many and small"
         )
 
 
@@ -139,8 +139,8 @@ class StagedSave(StalledSave):
     code: ClassVar[str] = "CKPT003"
     kind: ClassVar[str] = stalls.STAGING
     fix: ClassVar[str] = (
-        "Stage into memory that is kept: dcp.async_save(…, async_stager=DefaultStager(StagingOptions("
-        "use_pinned_memory=True, use_async_staging=True))), one stager for all saves."
+        "Reuse pinned staging memory: dcp.async_save(…, async_stager=DefaultStager(StagingOptions("
+        "use_pinned_memory=True, use_async_staging=True))), with one stager for all saves."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
@@ -171,8 +171,9 @@ class SlowStorage(StalledSave):
     code: ClassVar[str] = "CKPT004"
     kind: ClassVar[str] = stalls.WRITE
     fix: ClassVar[str] = (
-        "Write to local disk first and copy from there, or spread the shards over more writers and threads "
-        "(FileSystemWriter(thread_count=…)); dcp.async_save hides it. tracekit plan checkpoint says what is needed."
+        "Write to local disk first, or spread the shards over more writers and threads "
+        "(FileSystemWriter(thread_count=…)). Or overlap the write with training: dcp.async_save. tracekit plan "
+        "checkpoint computes the bandwidth needed."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
@@ -180,7 +181,7 @@ class SlowStorage(StalledSave):
 
     def _detail(self, row: dict[str, Any]) -> str:
         rate = f" at {units.rate(row['bytes'] / (row['dur_ns'] / 1e9))}" if row["bytes"] else ""
-        return f": rank {row['rank']} writes{rate} ({units.size(row['bytes'] or 0)})"
+        return f", where rank {row['rank']} writes {units.size(row['bytes'] or 0)}{rate}"
 
 
 @dataclass(frozen=True)
@@ -203,12 +204,12 @@ class SlowSync(StalledSave):
     code: ClassVar[str] = "CKPT005"
     kind: ClassVar[str] = stalls.FSYNC
     fix: ClassVar[str] = (
-        "Sync fewer files: FileSystemWriter(single_file_per_rank=True), fewer writers; dcp.async_save hides it. "
-        "FileSystemWriter(sync_files=False) gives up durability."
+        "Sync fewer files: FileSystemWriter(single_file_per_rank=True), or fewer writers. Or overlap the sync with "
+        "training: dcp.async_save. FileSystemWriter(sync_files=False) gives up durability."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
-        return f"Syncing and metadata take {cost(row)}"
+        return f"fsync and metadata take {cost(row)}"
 
     def _detail(self, row: dict[str, Any]) -> str:
         return f", most of it the stage {row['stage']} on rank {row['rank']}"
@@ -236,18 +237,15 @@ class StragglingWriter(StalledSave):
     code: ClassVar[str] = "CKPT006"
     kind: ClassVar[str] = stalls.STRAGGLER
     fix: ClassVar[str] = (
-        "Look at the storage of rank RANK's node (disk health, mount, quota, neighbours), or let other "
-        "ranks write: DefaultSavePlanner(dedup_save_to_lowest_rank=False) spreads replicated tensors."
+        "Check the storage of rank RANK's node (disk health, mount, quota, other jobs), or let other ranks write: "
+        "DefaultSavePlanner(dedup_save_to_lowest_rank=False) spreads replicated tensors."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
         return f"Waiting for rank {row['rank']} to write takes {cost(row)}"
 
     def _detail(self, row: dict[str, Any]) -> str:
-        return (
-            ": that is what it takes beyond what its bytes and files take on the others, mostly in the stage "
-            f"{row['stage']}"
-        )
+        return f", beyond the time that its bytes and files take on other ranks, mostly in the stage {row['stage']}"
 
 
 @dataclass(frozen=True)
@@ -271,12 +269,12 @@ class PlannedSave(StalledSave):
     code: ClassVar[str] = "CKPT007"
     kind: ClassVar[str] = stalls.PLAN
     fix: ClassVar[str] = (
-        "Keep plans from save to save: DefaultSavePlanner(enable_plan_caching=True); keep the state dict sharded "
-        "(get_model_state_dict without full_state_dict); align ranks before saving."
+        "Cache plans across saves: DefaultSavePlanner(enable_plan_caching=True). Save a sharded state dict "
+        "(get_model_state_dict without full_state_dict), and synchronize ranks before saving."
     )
 
     def _subject(self, row: dict[str, Any]) -> str:
-        return f"Planning and waiting without anybody at work take {cost(row)}"
+        return f"Planning and barriers take {cost(row)}"
 
     def _detail(self, row: dict[str, Any]) -> str:
         return f", most of it the stage {row['stage']} on rank {row['rank']}"

@@ -7,6 +7,7 @@ import polars as pl
 from tracekit.analysis.time import breakdown
 from tracekit.model.run import Run
 from tracekit.rules import representative_step
+from tracekit.rules.rule import distinct
 
 
 def by_step(run: Run, lost: pl.DataFrame, *, max_loss: pl.Expr | None = None) -> pl.DataFrame:
@@ -41,7 +42,7 @@ _REPLAY_FROM = 0.25  # facts can underestimate a loss where delays propagate
 def ranks_and_steps(steps: pl.DataFrame, min_lost_ratio: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks and steps that lose at least `min_lost_ratio`."""
     lost = steps.filter(pl.col("lost_ratio") >= min_lost_ratio)
-    return tuple(lost["rank"].unique().sort().to_list()), tuple(lost["step"].unique().sort().to_list())
+    return distinct(lost, "rank"), distinct(lost, "step")
 
 
 def evidence(worst: dict[str, Any], rows: pl.DataFrame, count: int = 40) -> pl.DataFrame:

@@ -1,4 +1,4 @@
-"""Judgements of ranks against each other."""
+"""The rule on stragglers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tracekit.analysis.time import breakdown
 from tracekit.model import units
 from tracekit.model.run import Run
 from tracekit.model.trace import Fact
-from tracekit.rules.rule import Finding, Rule, Severity, WhatIf
+from tracekit.rules.rule import Finding, Rule, Severity, WhatIf, distinct
 from tracekit.sync import collective_matching
 
 _EVIDENCE_ROWS = 40
@@ -59,33 +59,33 @@ class Straggler(Rule):
 
     def check(self, run: Run) -> Iterator[Finding]:
         """Yield one finding per straggling rank."""
-        for (rank,), mine in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
-            worst = self._persistent_step(mine.sort("order"))
+        for (rank,), rank_steps in run.run_table(stragglers.straggler_costs).group_by("late_rank", maintain_order=True):
+            worst = self._persistent_step(rank_steps.sort("order"))
             if worst is not None:
                 yield self._finding(run, int(str(rank)), worst)
 
-    def _persistent_step(self, mine: pl.DataFrame) -> dict[str, Any] | None:
-        """Return the typical step of a rank that is late in most steps since it first was; None for one that is not."""
-        late = mine.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
+    def _persistent_step(self, rank_steps: pl.DataFrame) -> dict[str, Any] | None:
+        """Return the representative step of a rank that is late in most steps since its first late one; else None."""
+        late = rank_steps.filter((pl.col("lost_ratio") >= self.min_wait_ratio) & (pl.col("share") > _MOST))
         if late.height < 2:
             return None
-        since = mine.filter(pl.col("order") >= late["order"][0])
-        if late.height < self.min_steps_ratio * since.height or since.height * 3 < mine.height:
+        since = rank_steps.filter(pl.col("order") >= late["order"][0])
+        if late.height < self.min_steps_ratio * since.height or since.height * 3 < rank_steps.height:
             return None
         lost = since["lost_ratio"]
         low, middle, high = (lost.quantile(q, "linear") or 0.0 for q in (0.25, 0.5, 0.75))
         if high - low > self.max_spread_ratio * middle:
             return None
         ordered = since.sort("lost_ratio", "order")
-        typical = ordered.row((ordered.height - 1) // 2, named=True)
-        return typical | {"late": late, "since": since.height, "first": since["step"][0]}
+        median_step = ordered.row((ordered.height - 1) // 2, named=True)
+        return median_step | {"late": late, "since": since.height, "first": since["step"][0]}
 
     def _finding(self, run: Run, rank: int, worst: dict[str, Any]) -> Finding:
         late: pl.DataFrame = worst["late"]
         waits = run.run_table(stragglers.late_calls).filter(pl.col("late_rank") == rank)
         quoted = waits.filter(pl.col("window") == worst["window"], pl.col("step") == worst["step"])
         others = waits.filter((pl.col("window") != worst["window"]) | (pl.col("step") != worst["step"]))
-        shown = [each.sort("wait_ns", "start_ns", descending=[True, False]) for each in (quoted, others)]
+        shown = [rows.sort("wait_ns", "start_ns", descending=[True, False]) for rows in (quoted, others)]
         return Finding(
             self.code,
             Severity.WARNING,
@@ -100,7 +100,7 @@ class Straggler(Rule):
             cost_ns=worst["lost_ns"],
             confidence=0.8 if worst["is_whole"] else 0.7,
             ranks=(rank,),
-            steps=tuple(late["step"].unique().sort().to_list()),
+            steps=distinct(late, "step"),
             what_if=WhatIf("straggler"),
             evidence=pl.concat([shown[0].head(_EVIDENCE_ROWS), shown[1].head(_EVIDENCE_ROWS)]).select(
                 "window", "rank", "step", "phase", "unit", "op", "late_rank", "start_ns", "dur_ns", "wait_ns"
@@ -113,7 +113,7 @@ _MOST = 0.5
 
 
 def _worst_collective(quoted: pl.DataFrame) -> str:
-    """Return at which collective most is waited: its op, and unit or phase."""
+    """Return the collective with the longest waits: its op, and unit or phase."""
     sums = quoted.group_by("op", "unit", "phase").agg(pl.col("wait_ns").sum())
     most = sums.sort("wait_ns", "op", "unit", "phase", descending=[True, False, False, False]).row(0, named=True)
     what = f"the {(most['op'] or 'collective').replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Judgements of streams that get in each other's way: small kernels that give way, and an order that need not be."""
+"""Rules on streams that delay each other: the give-way effect, and needless ordering between streams."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class GiveWay(Rule):
     min_cost_ratio: float = 0.02
 
     def blind_spot(self, run: Run) -> str | None:
-        """Return why a CPU run, or one without a sample alone, cannot be judged."""
+        """Return why a CPU run, or one in which preparation never runs alone, cannot be judged."""
         if not run.table(contention.device_count)["devices"].sum():
             return "contention needs device streams; this run was on the CPU, so it was not judged."
         unknown = run.table(contention.preparation).filter(
@@ -68,15 +68,14 @@ class GiveWay(Rule):
         if worst is None or worst["lost_ratio"] < self.min_cost_ratio:
             return None
         return (
-            f"{units.duration(worst['lost_ns'])} of preparation ran beside compute in "
-            f"{representative_step.describe(worst)}, and "
-            f"never alone, so whether it crawls cannot be told: {contention.RECORD}."
+            f"{units.duration(worst['lost_ns'])} of preparation ran only concurrently with compute in "
+            f"{representative_step.describe(worst)}, so its slowdown is unknown: {contention.RECORD}."
         )
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield one finding per run in which inflated preparation makes compute wait."""
+        """Yield one finding if compute waits for slowed preparation."""
         chains = self._chains(run.table(contention.preparation).drop_nulls("step"))
-        steps = step_losses.by_step(run, chains.select(*representative_step.KEY, "lost_ns", "held_up_ns"))
+        steps = step_losses.by_step(run, chains.select(*representative_step.KEY, "lost_ns", "delay_ns"))
         worst = step_losses.worst_step(steps, self.min_cost_ratio)
         if worst is None:
             return
@@ -86,7 +85,7 @@ class GiveWay(Rule):
             self.code,
             Severity.WARNING,
             _give_way_message(worst, own),
-            "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or drop "
+            "Prepare gradients on the compute stream into pre-allocated flat buffers (fully_shard, YaFSDP), or avoid "
             "casts and divides before the reduce-scatter (MixedPrecisionPolicy.reduce_dtype).",
             impact=worst["lost_ratio"],
             cost_ns=worst["lost_ns"],
@@ -98,19 +97,19 @@ class GiveWay(Rule):
         )
 
     def _chains(self, preparation: pl.DataFrame) -> pl.DataFrame:
-        """Return the held-up work of whole chains; `lost_ns`, what compute waited for it, stands at a gap's first."""
-        held_up = (
+        """Return the slowed preparation; `lost_ns`, how long compute waited for it, is in the first row of a gap."""
+        slowed = (
             preparation.drop_nulls(["alone_ns", "communication_gap"])
             .filter(
                 pl.col("dur_ns") > self.min_slowdown * pl.col("alone_ns"),
                 pl.col("overlapped_ns") * 2 > pl.col("dur_ns"),
             )
-            .with_columns((pl.col("dur_ns") - pl.col("alone_ns")).alias("held_up_ns"))
+            .with_columns((pl.col("dur_ns") - pl.col("alone_ns")).alias("delay_ns"))
             .sort("window", "rank", "start_ns")
         )
-        lost_ns = pl.min_horizontal(pl.col("held_up_ns").sum().over(_GAP), "contention_ns", "waited_ns")
+        lost_ns = pl.min_horizontal(pl.col("delay_ns").sum().over(_GAP), "contention_ns", "waited_ns")
         first = pl.int_range(pl.len()).over(_GAP) == 0
-        return held_up.filter(lost_ns > 0).with_columns(pl.when(first).then(lost_ns).otherwise(0).alias("lost_ns"))
+        return slowed.filter(lost_ns > 0).with_columns(pl.when(first).then(lost_ns).otherwise(0).alias("lost_ns"))
 
 
 @dataclass(frozen=True)
@@ -149,21 +148,23 @@ class NeedlessOrder(Rule):
     min_cost_ratio: float = 0.02
 
     def check(self, run: Run) -> Iterator[Finding]:
-        """Yield a finding for the queue and one for the communicators, where they cost enough."""
+        """Yield a finding for the queue and one for the communicators, if they cost enough."""
         order = self._in_launch_order(run.table(queueing.launch_order))
-        held = run.table(queueing.delayed_kernels).with_columns(pl.col("delay_ns").alias("lost_ns"))
-        longer = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
-        steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=longer)
-        queued = held.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
+        delayed = run.table(queueing.delayed_kernels).with_columns(pl.col("delay_ns").alias("lost_ns"))
+        upper_bound = pl.col("duration_ns") - pl.max_horizontal("compute_ns", "communication_ns")
+        steps = step_losses.by_step(run, order.rename({"delay_ns": "lost_ns"}), max_loss=upper_bound)
+        queued = delayed.join(order.select("rank", "device").unique(), on=["rank", "device"], how="semi")
         yield from self._finding(steps, queued.filter(pl.col("reason") == queueing.ORDER), order)
-        waits = held.filter(pl.col("reason") == queueing.COMMUNICATOR).join(queued, on=["rank", "device"], how="anti")
+        waits = delayed.filter(pl.col("reason") == queueing.COMMUNICATOR).join(
+            queued, on=["rank", "device"], how="anti"
+        )
         shared = step_losses.by_step(
             run, waits.select(*representative_step.KEY, "lost_ns"), max_loss=pl.col("exposed_communication_ns")
         )
         yield from self._finding(shared, waits, None)
 
     def _in_launch_order(self, order: pl.DataFrame) -> pl.DataFrame:
-        """Return the rows of the devices that start everything in the order of its launches."""
+        """Return the rows of the devices that start all kernels in launch order."""
         sums = order.group_by("rank", "device").agg(pl.col("overtake_chances", "overtakes", "delayed").sum())
         queues = sums.filter(
             pl.col("delayed") >= self.min_blocked,
@@ -171,14 +172,14 @@ class NeedlessOrder(Rule):
         )
         return order.join(queues.select("rank", "device"), on=["rank", "device"], how="semi").drop_nulls("step")
 
-    def _finding(self, steps: pl.DataFrame, held: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
+    def _finding(self, steps: pl.DataFrame, delayed: pl.DataFrame, order: pl.DataFrame | None) -> Iterator[Finding]:
         worst = step_losses.worst_step(steps, self.min_cost_ratio)
-        # What is information at most is not worth a replay below the bar.
+        # A finding that is information at most is not worth a replay below the threshold.
         if worst is None or (order is None and worst["lost_ratio"] < self.min_cost_ratio):
             return
-        own, queue = representative_step.rows_of(held, worst), order is not None
+        own, queue = representative_step.rows_of(delayed, worst), order is not None
         ranks, of_steps = step_losses.ranks_and_steps(steps, worst["lost_ratio"] / 2)
-        told = (
+        message = (
             _queue_message(worst, representative_step.rows_of(order, worst))
             if order is not None
             else _communicator_message(worst, own)
@@ -186,57 +187,54 @@ class NeedlessOrder(Rule):
         yield Finding(
             self.code,
             Severity.WARNING if queue else Severity.INFO,
-            told,
+            message,
             _QUEUE_FIX if queue else _COMMUNICATOR_FIX,
             impact=worst["lost_ratio"],
             cost_ns=worst["lost_ns"],
             confidence=0.8 if queue else 0.5,
             ranks=ranks,
             steps=of_steps,
-            evidence=step_losses.evidence(worst, held),
+            evidence=step_losses.evidence(worst, delayed),
             what_if=WhatIf("shared-queue" if queue else "shared-communicator", self.min_cost_ratio),
             subject="" if queue else queueing.COMMUNICATOR,
         )
 
 
 _QUEUE_FIX = (
-    "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1 every stream waits for what was launched "
-    "earlier on any other."
+    "Unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 8 or more: with 1, every stream waits for earlier launches on all "
+    "other streams."
 )
 _COMMUNICATOR_FIX = (
-    "Give all-gathers and reduce-scatters communicators of their own: FSDPModule.set_separate_reduce_scatter_group, or "
-    "another process group (dist.new_group); they share the links even so."
+    "Use separate communicators for all-gathers and reduce-scatters: FSDPModule.set_separate_reduce_scatter_group, or "
+    "another process group (dist.new_group). They still share the links."
 )
 
 
 def _give_way_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
-    inflation = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
+    slowdown = own.select((pl.col("dur_ns") / pl.col("alone_ns")).median()).item()
     by_unit = (
         own.drop_nulls("unit").group_by("unit").agg(pl.col("lost_ns").sum()).sort("lost_ns", "unit", descending=True)
     )
-    most = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
+    unit = f", most for unit {by_unit['unit'][0] or 'the root'}" if by_unit.height > 1 else ""
     return (
-        f"Preparatory kernels of collectives take {inflation:.1f} times as long beside compute as alone: they are held "
-        f"up {units.duration(worst['held_up_ns'])} in {representative_step.describe(worst)}, and compute waits "
-        f"{units.duration(worst['lost_ns'])} of its {units.duration(worst['duration_ns'])} for that{most}."
+        f"Kernels that prepare collectives take {slowdown:.1f} times as long during compute as alone, "
+        f"{units.duration(worst['delay_ns'])} longer in total. Compute then waits for them: "
+        f"{representative_step.describe_loss(worst)}{unit}."
     )
 
 
 def _queue_message(worst: dict[str, Any], order: pl.DataFrame) -> str:
-    chances, overtaken, held = (int(order[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
+    chances, overtaken, blocked = (int(order[name].sum()) for name in ("overtake_chances", "overtakes", "delayed"))
     return (
-        f"All streams seem to be fed through one queue: of {chances} kernels that could begin before one launched "
-        f"earlier on another stream {overtaken} did in {representative_step.describe(worst)}, and {held} began right "
-        f"with it; that "
-        f"holds up {units.duration(worst['lost_ns'])} of {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])}) at most."
+        f"All streams appear to share one hardware queue. It delays up to "
+        f"{representative_step.describe_loss(worst)}. "
+        f"{overtaken} of {chances} kernels overtook an earlier launch on another stream, and {blocked} started only "
+        "with it."
     )
 
 
 def _communicator_message(worst: dict[str, Any], own: pl.DataFrame) -> str:
     return (
-        f"{own.height} collectives wait for another of the same process group on another stream in "
-        f"{representative_step.describe(worst)}, {units.duration(int(own['delay_ns'].sum()))} in all; up to "
-        f"{units.duration(worst['lost_ns'])} of that is exposed in {units.duration(worst['duration_ns'])} "
-        f"({units.share(worst['lost_ratio'])})."
+        f"{own.height} collectives wait {units.duration(int(own['delay_ns'].sum()))} for another one of the same "
+        f"process group on another stream. Exposed is up to {representative_step.describe_loss(worst)}."
     )

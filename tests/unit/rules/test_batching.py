@@ -37,9 +37,9 @@ def test_what_joining_saves_is_latency_and_no_more_than_what_compute_leaves_open
     (found,) = small("step 0000000000000000\ncompute aaaa........bbbb\ncomm ....xyxyxyxy....")
     assert found.cost_ns == 7 * 35_000
     assert found.impact == 7 * 35_000 / (16 * CHARACTER_NS)
-    assert "8 all-gather" in found.message
+    assert "8 small collectives, such as all-gather" in found.message
     assert "assumed" in found.message
-    assert "joining them to 1." in found.message
+    assert "Batching them into 1 saves that time." in found.message
     (hidden,) = small("step 0000000000000000\ncompute aaaaaaaaaa..bbbb\ncomm ....xyxyxyxy....")
     assert hidden.cost_ns == 2 * CHARACTER_NS
 
@@ -99,13 +99,13 @@ def test_a_reduction_that_the_last_pass_repeats_is_lost():
     (found,) = check(rule_examples.accumulating(TWO_PASSES), [ReducedEveryMicroBatch()]).findings
     assert (found.cost_ns, found.impact) == (2 * CHARACTER_NS, 0.1)
     assert "each of 2 backward passes" in found.message
-    assert "1 reductions before the last pass" in found.message
+    assert "the last pass repeats 1 earlier reductions" in found.message
     assert found.evidence["backward"].to_list() == [0]
 
 
 @pytest.mark.parametrize(
     ("strategy", "named"),
-    [("ddp", "no more memory"), ("fsdp1", "no_sync"), ("fsdp2", "set_requires_gradient_sync(False)")],
+    [("ddp", "no extra memory"), ("fsdp1", "no_sync"), ("fsdp2", "set_requires_gradient_sync(False)")],
 )
 def test_the_way_to_reduce_once_is_the_strategys_and_tells_its_memory(strategy, named):
     run = rule_examples.accumulating(TWO_PASSES)

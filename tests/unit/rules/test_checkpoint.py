@@ -26,7 +26,9 @@ def test_waiting_is_never_to_blame_but_the_stage_that_is_waited_for():
     (found,) = judge(
         rank(0, plan=10, stage=5, write=15, wait=70, total=100), rank(1, plan=8, stage=5, write=80, wait=7, total=100)
     ).findings
-    assert "the stage write on rank 1, 80 ns, 94.1% of its work there; rank 0 waits 70 ns in all." in found.message
+    assert (
+        "The longest stage is write on rank 1, 80 ns (94.1% of its work); rank 0 waits 70 ns in total." in found.message
+    )
     assert found.ranks == (1,)
     assert "faster storage" in found.fix
     assert found.evidence.select("rank", "stage").rows()[:2] == [(0, "total"), (1, "write")]
@@ -45,7 +47,7 @@ def test_planning_on_the_rank_that_plans_for_all_is_blamed_where_it_dominates():
     (found,) = judge(
         rank(0, plan=60, write=10, finish=5, wait=2, total=77), rank(1, plan=5, write=12, wait=60, total=77)
     ).findings
-    assert "the stage plan on rank 0, 60 ns; rank 1 waits 60 ns in all." in found.message
+    assert "The longest stage is plan on rank 0, 60 ns; rank 1 waits 60 ns in total." in found.message
     assert "enable_plan_caching" in found.fix
 
 
@@ -54,7 +56,7 @@ def test_the_share_is_of_the_time_between_saves():
     (found,) = judge(rank(0, plan=50, total=50, step_ns=(100, 9999, 100))).findings
     assert found.impact == 0.2
     assert found.cost_ns == 25
-    assert "blocks training for 50 ns, 20.0% of the time (step-2)" in found.message
+    assert "blocks training for 50 ns, 20.0% of training time (step-2)" in found.message
 
 
 @pytest.mark.parametrize(("blocked", "severity"), [(10, Severity.INFO), (11, Severity.WARNING)])
@@ -82,7 +84,7 @@ def test_the_save_quoted_is_a_real_one_of_several():
         "step 01\ncompute ab", checkpoints=pl.concat(three), metrics=metrics("step_time_ns", *[100] * 7)
     )
     (found,) = judge(trace).findings
-    assert "for 50 ns, 20.0% of the time (step-6, typical of 3 saves)" in found.message
+    assert "for 50 ns, 20.0% of training time (step-6, the median of 3 saves)" in found.message
     assert found.evidence["checkpoint"].to_list() == ["step-6"] * 2 + ["step-2"] * 2 + ["step-4"] * 2
 
 
@@ -107,14 +109,14 @@ def foreign(*spans: tuple[str, int, int], kind="annotation"):
 def test_two_saves_by_spans_tell_their_share_of_the_profiled_steps():
     (found,) = judge(foreign(("## checkpoint", 8, 10), ("## checkpoint", 17, 20))).findings
     assert (found.severity, found.impact, found.cost_ns) == (Severity.WARNING, 0.25, 2)
-    assert "Saves in the trace of rank 0 (2) block training for 5 ns, 25.0% of the 2 profiled steps" in found.message
+    assert "2 saves in the trace of rank 0 block training for 5 ns, 25.0% of the 2 profiled steps" in found.message
     assert found.evidence.select("start_ns", "dur_ns").rows() == [(8, 2), (17, 3)]
 
 
 def test_one_save_by_spans_is_information_since_nobody_knows_how_often_it_comes():
     (found,) = judge(foreign(("dcp.save", 8, 10))).findings
     assert (found.severity, found.impact) == (Severity.INFO, 0.0)
-    assert "how often the run saves is not in the trace" in found.message
+    assert "the trace does not show how often the run saves" in found.message
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_quoted_step_is_a_real_one_with_its_own_numbers():
     ).findings
     assert (found.impact, found.cost_ns) == (0.4, 4)
     assert "40.0% of the step" in found.message
-    assert "4 ns of 10 ns in the representative step (2) of rank 0; compute hides 20.0%" in found.message
+    assert "4 ns of 10 ns in the representative step (2) of rank 0. Compute overlaps 20.0%" in found.message
     first = found.evidence.row(0, named=True)
     assert (first["step"], first["start_ns"], first["dur_ns"], first["exposed_ns"]) == (2, 24, 5, 4)
     whole = found.evidence.filter(pl.col("name") == "whole step").row(0, named=True)
@@ -95,9 +95,9 @@ def test_waiting_for_a_rank_that_comes_later_is_not_exposed_communication():
     )
 
 
-def test_it_says_how_long_the_quoted_rank_waits_besides():
+def test_the_message_states_the_wait_for_late_ranks():
     (found,) = check(rule_examples.meeting(0, 3), [ExposedCommunication(max_exposed_ratio=0.2)]).findings
-    of_rank_0 = "Another 600 µs it waits there for ranks that come later."
+    of_rank_0 = "The rank waits another 600 µs for late ranks."
     assert ("rank 0" in found.message) == (of_rank_0 in found.message)
 
 
@@ -131,7 +131,7 @@ def exposed(op, *, span="", manifest=None):
         ("FullyShardedDataParallel.forward", "reduce_scatter", "MixedPrecision(reduce_dtype"),
         ("FSDP::all_gather (layers.0)", "all_gather", "set_modules_to_forward_prefetch"),
         ("FSDP::post_backward_reduce", "reduce_scatter", "set_reduce_scatter_max_input_buffers"),
-        ("YaFSDP::all_gather (layers.0)", "all_gather", "YaFSDP gathers the next unit early"),
+        ("YaFSDP::all_gather (layers.0)", "all_gather", "YaFSDP already prefetches the next unit"),
         ("DistributedDataParallel.forward", "all_reduce", "no_sync()"),
         ("DistributedDataParallel.forward", "all_to_all", "Split the batch in two"),
         ("", "all_gather", "Start the all-gather collectives"),
@@ -149,8 +149,8 @@ def test_the_manifest_tells_the_strategy_better_than_spans():
 
 def test_on_gloo_prefetching_is_not_promised_to_fsdp1_but_only_where_nothing_is_hidden():
     told = {"strategy": "fsdp1", "op": "all_gather", "gloo": True}
-    assert "hides none of it" in communication_fixes.fix_for(**told, hidden_ratio=0.0)
-    assert "hides none of it" not in communication_fixes.fix_for(**told, hidden_ratio=0.3)
+    assert "overlaps none of it" in communication_fixes.fix_for(**told, overlapped_ratio=0.0)
+    assert "overlaps none of it" not in communication_fixes.fix_for(**told, overlapped_ratio=0.3)
 
 
 def test_every_interface_that_a_fix_names_exists_in_pytorch():

@@ -53,7 +53,7 @@ def test_only_what_memory_could_hold_is_saved(tmp_path: Path) -> None:
     # Free for two of four layers.
     two = (room - 2.5 * regions["activation_bytes"][0]) / memory
     (half,) = cost_attribution.attribute_costs(told(run, NeedlessRecomputation(keep_free_ratio=0.05 + two))).findings
-    assert "could hold 2 of them" in half.message
+    assert "could store the activations of 2" in half.message
     assert 0 < half.cost_ns < 0.7 * every.cost_ns
 
 

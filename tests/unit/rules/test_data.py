@@ -45,11 +45,11 @@ def test_the_kinds_of_doubt_that_are_raised_are_those_that_the_rule_knows():
 
 
 @pytest.mark.parametrize("kind", data_quality._KINDS)
-def test_every_kind_of_doubt_has_a_severity_and_a_fix_of_its_own(kind):
+def test_every_kind_of_issue_has_a_severity_and_a_fix_of_its_own(kind):
     found = judge(data_quality_issues((kind, 0.3)))[kind]
     assert found.severity is data_quality._KINDS[kind].severity
     assert found.fix == data_quality._KINDS[kind].fix != data_quality._OTHER.fix
-    assert "Doubtful: 30.0%." in found.message
+    assert "Affected: 30.0%." in found.message
 
 
 def test_a_kind_that_nobody_foresaw_is_still_told():
@@ -65,9 +65,9 @@ def test_ranks_left_out_on_purpose_are_no_error():
     assert judge(data_quality_issues(("missing_ranks", 0.99)))["missing_ranks"].severity is Severity.WARNING
 
 
-def test_doubts_of_one_kind_are_one_finding_led_by_the_worst():
+def test_issues_of_one_kind_are_one_finding_led_by_the_worst():
     found = judge(data_quality_issues(("truncated", 0.1), ("truncated", 0.4), ("truncated", 0.2)))["truncated"]
-    assert "Doubtful: 40.0%. And 2 more like it." in found.message
+    assert "Affected: 40.0%. And 2 more like it." in found.message
     assert found.evidence["affected_ratio"].to_list() == [0.4, 0.2, 0.1]
 
 

@@ -51,7 +51,7 @@ def test_the_first_step_is_warm_up_and_the_typical_one_of_the_others_is_quoted()
     (found,) = judge(calling(CHURNING, (0, 10, 16), (1, 30, 33), (2, 50, 54)))
     assert (found.cost_ns, found.impact) == (3, 3 / 20)
     assert "1 device malloc and free calls in the representative step (1) of rank 0" in found.message
-    assert "idle for 3 ns of 20 ns (15.0%); on the host they take 3 ns" in found.message
+    assert "idle for 3 ns of 20 ns (15.0%) and take 3 ns on the host" in found.message
     assert found.steps == (1, 2)
     call, whole = found.evidence.rows(named=True)
     assert (call["name"], call["start_ns"], call["dur_ns"], call["stalled_ns"]) == ("cudaMalloc", 30, 3, 3)
@@ -93,7 +93,7 @@ def test_the_stall_must_reach_its_threshold(threshold, fires):
 def test_calls_that_only_the_host_feels_are_information():
     (found,) = judge(calling(CHURNING, (1, 21, 25), (2, 41, 45)))
     assert (found.severity, found.impact, found.cost_ns) == (Severity.INFO, 0.0, 0)
-    assert "idle for 0 ns of 20 ns (0.0%); on the host they take 4 ns" in found.message
+    assert "idle for 0 ns of 20 ns (0.0%) and take 4 ns on the host" in found.message
 
 
 def test_steps_that_save_are_left_out():
@@ -116,7 +116,8 @@ def test_retries_are_counted_from_the_metrics_log_and_cost_what_their_steps_took
     # After warm-up (step 1, the first with a known growth): steps 2 and 4 retried, step 3 did not.
     (found,) = judge(drawn_traces.run(drawn_traces.trace("step 0\ncompute a", metrics=RETRIED)), AllocatorRetry)
     assert (
-        "tried again 3 times in 2 of 3 steps on rank 0; those steps take 50 ns longer than the others." in found.message
+        "Allocation retries (cudaMalloc failed, cache flushed): 3 in 2 of 3 steps on rank 0; those steps take 50 ns longer than the others."
+        in found.message
     )
     assert found.steps == (2, 4)
     assert found.impact == pytest.approx(50 * 2 / (150 + 110 + 170))
@@ -148,7 +149,10 @@ def test_unit_buffers_are_those_of_the_typical_step():
         AlternatingBuffers,
     )
     assert (found.severity, found.cost_bytes, found.impact) == (Severity.INFO, 2 * MIB, 0.0)
-    assert "1 buffers of 1 MiB or more, 2 MiB in all, in the representative step (2) of rank 0" in found.message
+    assert (
+        "1 buffers of 1 MiB or more, 2 MiB in total, for all-gathers and reduce-scatters in the representative step (2) of rank 0"
+        in found.message
+    )
     assert found.evidence["bytes"].to_list() == [2 * MIB]
 
 

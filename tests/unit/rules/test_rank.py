@@ -140,8 +140,8 @@ def test_one_group_tells_only_what_changes():
         found = judge(drawn_traces.run(*traces), SlowLink)
         assert len(found) == (since is not None)
         if found:
-            assert "2.0 times as long for the same collectives as before" in found[0].message
-            assert "cannot be told from one group" in found[0].message
+            assert "2.0 times as long as before for the same collectives" in found[0].message
+            assert "one group does not identify the rank" in found[0].message
             assert found[0].steps == (1, 2)
 
 

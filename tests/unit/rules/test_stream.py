@@ -33,13 +33,13 @@ def told(row, *names):
 def test_what_was_lost_is_what_compute_waited_and_no_more():
     (found,) = judge(giving_way(GIVE_WAY))
     assert lost(found) == 4
-    assert "3.0 times as long beside compute as alone" in found.message
-    assert "held up 200 µs" in found.message
-    assert "compute waits 200 µs of its 1.25 ms" in found.message
+    assert "3.0 times as long during compute as alone" in found.message
+    assert "200 µs longer in total" in found.message
+    assert "Compute then waits for them: 200 µs of 1.25 ms" in found.message
     row = found.evidence.row(0, named=True)
     assert (row["name"], row["start_ns"], row["sample"]) == ("p", 0, "alone")
     assert told(row, "dur_ns", "alone_ns", "gap_ns", "contention_ns") == [6, 2, 6, 4]
-    assert told(row, "held_up_ns", "waited_ns", "lost_ns") == [4, 4, 4]
+    assert told(row, "delay_ns", "waited_ns", "lost_ns") == [4, 4, 4]
 
 
 def test_a_long_communication_gap_costs_only_the_short_compute_gap_behind_it():
@@ -52,8 +52,8 @@ def test_a_long_communication_gap_costs_only_the_short_compute_gap_behind_it():
         """)
     )
     assert lost(found) == 2
-    assert "held up 200 µs" in found.message
-    assert told(found.evidence.row(0, named=True), "held_up_ns", "waited_ns", "lost_ns") == [4, 2, 2]
+    assert "200 µs longer in total" in found.message
+    assert told(found.evidence.row(0, named=True), "delay_ns", "waited_ns", "lost_ns") == [4, 2, 2]
 
 
 def test_all_preparation_in_front_of_a_collective_is_one_chain():
@@ -71,7 +71,7 @@ def test_all_preparation_in_front_of_a_collective_is_one_chain():
     )
     (found,) = judge(run)
     assert lost(found) == 4
-    assert [ns // UNIT_NS for ns in found.evidence["held_up_ns"]] == [2, 2]
+    assert [ns // UNIT_NS for ns in found.evidence["delay_ns"]] == [2, 2]
     assert found.evidence["lost_ns"].sum() == 4 * UNIT_NS
 
 
