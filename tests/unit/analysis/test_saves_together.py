@@ -87,7 +87,7 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
     (budget,) = budget_verdicts.judge(run, parse({"checkpoint_overhead_ratio": "30%"}).budgets)
     assert (budget.outcome, budget.measured) == (BudgetOutcome.BROKEN, pytest.approx(0.5, abs=0.01))
     (interval,) = check(run, [UnwiseInterval(mtbf_s=86400)]).findings
-    (saved_s,) = re.findall(r"with ([\d.]+) s a save", interval.message)
+    (saved_s,) = re.findall(r"with ([\d.]+) s per save", interval.message)
     assert float(saved_s) == pytest.approx(1, rel=0.05)
 
 
@@ -154,5 +154,5 @@ def test_a_save_comes_too_soon_only_after_one_in_the_background(
 ) -> None:
     found = check(uploading(uploads_ms, *beside), [BlockingBackgroundSave()]).findings
     assert len(found) == expected
-    assert all("it takes 1.1 s in the background" in each.message for each in found)
+    assert all("the upload takes 1.1 s" in each.message for each in found)
     assert all("saves come every 1 s" in each.message for each in found if not beside)
