@@ -17,7 +17,8 @@ from tracekit.rules.rule import Severity
 
 SOURCES = Path(tracekit.__file__).parent
 RAISED = re.compile(
-    r'(?:QualityIssue\(|yield \(?|"kind": |append\(\(|None, |each\.path, |\[\(|(?:row|issue) = \()\s*"([a-z]+_?[a-z_]*)",'
+    r'(?:QualityIssue\(|yield \(?|"kind": '
+    r'|append\(\(|None, |each\.path, |\[\(|(?:row|issue) = \()\s*"([a-z]+_?[a-z_]*)",'
 )
 
 

@@ -116,8 +116,8 @@ def test_retries_are_counted_from_the_metrics_log_and_cost_what_their_steps_took
     # After warm-up (step 1, the first with a known growth): steps 2 and 4 retried, step 3 did not.
     (found,) = judge(drawn_traces.run(drawn_traces.trace("step 0\ncompute a", metrics=RETRIED)), AllocatorRetry)
     assert (
-        "Allocation retries (cudaMalloc failed, cache flushed): 3 in 2 of 3 steps on rank 0; those steps take 50 ns longer than the others."
-        in found.message
+        "Allocation retries (cudaMalloc failed, cache flushed): 3 in 2 of 3 steps on rank 0; "
+        "those steps take 50 ns longer than the others." in found.message
     )
     assert found.steps == (2, 4)
     assert found.impact == pytest.approx(50 * 2 / (150 + 110 + 170))
@@ -150,8 +150,8 @@ def test_unit_buffers_are_those_of_the_typical_step():
     )
     assert (found.severity, found.cost_bytes, found.impact) == (Severity.INFO, 2 * MIB, 0.0)
     assert (
-        "1 buffers of 1 MiB or more, 2 MiB in total, for all-gathers and reduce-scatters in the representative step (2) of rank 0"
-        in found.message
+        "1 buffers of 1 MiB or more, 2 MiB in total, for all-gathers and "
+        "reduce-scatters in the representative step (2) of rank 0" in found.message
     )
     assert found.evidence["bytes"].to_list() == [2 * MIB]
 
