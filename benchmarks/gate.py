@@ -24,10 +24,11 @@ import numpy as np
 
 import tracekit
 from tracekit.regression import baseline as baselines
-from tracekit.regression import judgement
+from tracekit.regression import gate as checks
 from tracekit.regression.baseline import Baseline, Recording
-from tracekit.regression.comparison import job_samples
 from tracekit.regression.gate import CheckResult
+from tracekit.regression.metrics import METRICS, metric_of
+from tracekit.regression.samples import job_samples
 from tracekit.report import baseline_json as saved
 from tracekit.rules import engine
 from tracekit.rules.rule import Report, Severity
@@ -39,10 +40,7 @@ _OPTIONS = (
 _TOKENS_PER_STEP = 2 * 8 * 128
 HEALTHY = "healthy"
 BASELINE_RECORDINGS = 5
-_TIMES = (
-    "step_time_ns", "tokens_per_second", "cpu_time_ns", "exposed_transfer_ns", "transfer_ns",
-    "checkpoint_blocked_ns", "checkpoint_cpu_ns",
-)  # fmt: skip
+_TIMES = tuple(metric.key for metric in METRICS if metric.fails_check and metric.unit.is_time)
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def held(recorded: Sequence[Recorded], count: int = BASELINE_RECORDINGS) -> Iter
         if len(healthy) >= count:
             before = [one.recording for one in healthy[-count:]]
             base = Baseline("before", baselines.fingerprint(each.report.run), tuple(before))
-            yield Held(each.kind, judgement.judge(each.report, Severity.ERROR, baseline=base))
+            yield Held(each.kind, checks.judge(each.report, Severity.ERROR, baseline=base))
         if each.kind == HEALTHY:
             healthy.append(each)
 
@@ -184,7 +182,7 @@ def _spreads(recordings: Sequence[Recording]) -> list[str]:
     for metric, values in medians.items():
         if len(values) < 2 * BASELINE_RECORDINGS or not np.mean(values):
             continue
-        unit = 1.0 if metric.endswith("_ratio") else float(np.mean(values))
+        unit = 1.0 if metric_of(metric).is_share else float(np.mean(values))
         windows = [np.var(values[n : n + 5], ddof=1) for n in range(len(values) - 4)]
         told.append(f"| {metric} | {np.sqrt(np.mean(windows)) / unit:.1%} | {np.std(values, ddof=1) / unit:.1%} |")
     return told
@@ -216,7 +214,7 @@ def cost(run: Path, others: Sequence[Recorded], rounds: int = 7) -> tuple[float,
         facts = baselines.FACTS if with_baseline else ()
         report = engine.check(loaded, facts=facts)
         if with_baseline:
-            judgement.judge(report, Severity.ERROR, baseline=saved.read(path), allow_different=True)
+            checks.judge(report, Severity.ERROR, baseline=saved.read(path), allow_different=True)
         taken[with_baseline].append(time.process_time_ns() - began_ns)
     return statistics.median(taken[True]) / statistics.median(taken[False]), path.stat().st_size
 

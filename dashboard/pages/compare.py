@@ -14,10 +14,11 @@ from tracekit.errors import NotComparableError, RuleError, TracekitError
 from tracekit.model import escaping
 from tracekit.model.run import Run
 from tracekit.regression import baseline as baselines
-from tracekit.regression import judgement
-from tracekit.regression.change import Change
+from tracekit.regression import gate as checks
 from tracekit.regression.comparison import Comparison, RunSamples, compare
 from tracekit.regression.gate import CheckResult
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import Change
 from tracekit.report import charts, comparison, html_fragments
 
 MAX_NAME = 40
@@ -98,7 +99,7 @@ def _check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
     a, b = run_store.open_run(reference), run_store.open_run(candidate)
     try:
         baseline = a.compute(lambda run: baselines.of_reports([(a.report, run)]))
-        result = b.compute(lambda _: judgement.judge(b.report, None, baseline=baseline, allow_different=True))
+        result = b.compute(lambda _: checks.judge(b.report, None, baseline=baseline, allow_different=True))
     except TracekitError:  # the comparison has reported it
         return None
     # A cached result must not keep a run, and with it its traces, in memory.
@@ -106,7 +107,7 @@ def _check(reference: RunEntry, candidate: RunEntry) -> CheckResult | None:
 
 
 def _samples(entry: RunEntry) -> RunSamples:
-    return RunSamples(entry.name, run_store.open_run(entry).run.manifest, run_store.step_tables(entry)["samples"])
+    return run_store.open_run(entry).compute(lambda run: RunSamples.of(run, entry.name))
 
 
 def _table(
@@ -121,7 +122,7 @@ def _table(
         changes = [by_name.get(metric) for by_name in by_metric]
         if only_significant and not any(change and html_fragments.is_conclusive(change) for change in changes):
             continue
-        reference = escaping.cell(metric, next(change.reference for change in changes if change))
+        reference = metric_of(metric).text(next(change.reference for change in changes if change))
         rows.append([comparison.label(metric), reference, *(_cell(change) for change in changes)])
         classes.append(["", "", *(change.verdict.value.replace(" ", "-") if change else "" for change in changes)])
     return [escaping.inert(name, MAX_NAME) for name in names], rows, classes
@@ -130,7 +131,7 @@ def _table(
 def _cell(change: Change | None) -> str:
     if change is None:
         return widgets.MISSING
-    value = f"{escaping.cell(change.metric, change.candidate)} · {comparison.change_text(change)}"
+    value = f"{metric_of(change.metric).text(change.candidate)} · {comparison.change_text(change)}"
     return f"{value}: {change.verdict.value}".replace("-", "−")
 
 

@@ -13,6 +13,7 @@ from tracekit.errors import TracekitError
 from tracekit.model import escaping
 from tracekit.regression.history import store, trends
 from tracekit.regression.history.trends import Group, Series
+from tracekit.regression.metrics import metric_of
 from tracekit.report import history as history_text
 from tracekit.report import history_figures
 from tracekit.report.comparison import label
@@ -127,7 +128,7 @@ def _run(group: Group) -> None:
 
 def _metrics(rows: pl.DataFrame) -> None:
     cells = [
-        [label(row["metric"]), *(escaping.cell(row["metric"], row[name]) for name in ("median", "low", "high"))]
+        [label(row["metric"]), *(metric_of(row["metric"]).text(row[name]) for name in ("median", "low", "high"))]
         for row in rows.iter_rows(named=True)
     ]
     st.html(escaping.html_table(("metric", "median", "low", "high"), cells, right=[False, True, True, True]))

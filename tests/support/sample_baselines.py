@@ -7,7 +7,8 @@ import polars as pl
 
 from tracekit.analysis.compute import unit_work
 from tracekit.model.run import Run
-from tracekit.regression.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, KnownFinding, Recording
+from tracekit.regression.baseline import UNIT_COLUMNS, Baseline, KnownFinding, Recording
+from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.rules.rule import Finding, Report, Severity
 
 FINGERPRINT = {"device": "cpu", "world_size": 2, "model.layers": 2}

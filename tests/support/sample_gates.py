@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.support import sample_report
 from tracekit.regression import gate
-from tracekit.regression.change import Change, compare_samples
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import (
     BudgetOutcome,
@@ -20,6 +19,8 @@ from tracekit.regression.gate import (
     FixedFinding,
     JudgedFinding,
 )
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import Change, compare_recordings
 from tracekit.rules.rule import Finding, IgnoredFinding, Report, Severity
 
 HOSTILE = (
@@ -32,7 +33,7 @@ def change(metric: str, before: float, now: float, *, samples: int = 12, spread:
     """Return how a metric differs between two sets of samples around these two numbers."""
     random = np.random.default_rng(int(hashlib.sha256(metric.encode()).hexdigest()[:8], 16))
     a, b = (value * (1 + spread * random.standard_normal(samples)) for value in (before, now))
-    return compare_samples(metric, a, b, step_ns=10e6)
+    return compare_recordings(metric_of(metric), [a], [b], whole=10e6)
 
 
 def findings_only(

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tracekit.errors import ConfigError
-from tracekit.regression import budgets, quantities
+from tracekit.regression import budgets, metrics
 from tracekit.regression.budgets import Budgets
-from tracekit.regression.samples import LOWER_IS_BETTER
 from tracekit.regression.thresholds import Thresholds
 from tracekit.rules.rule import Finding, IgnoredFinding, Report, Rule, Severity
 
@@ -260,13 +259,17 @@ class _Reader:
             given["min_change_ratio"] = _checked(
                 given["min_change_ratio"], float, "min_change_ratio", f"{self.path}: baseline"
             )
+        if "confidence" in given:
+            given["confidence"] = _checked(given["confidence"], float, "confidence", f"{self.path}: baseline")
+            if not 0.5 <= given["confidence"] < 1:
+                raise ConfigError(f"{self.path}: baseline: confidence: expected 0.5 to below 1, not {value!r}")
         return Thresholds(**given)
 
     def _metrics(self, value: object) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{self.path}: baseline.metrics: expected a list of metrics, not {value!r}")
         try:
-            return tuple(quantities.metric_named(item, LOWER_IS_BETTER) for item in value)
+            return tuple(metrics.find(item, metrics.compared_metrics()).key for item in value)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: baseline.metrics: {error}") from None
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, TypeVar
 
 from tracekit import conventions
@@ -165,12 +166,12 @@ def code_hash(root: Path, patterns: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def plugin_hash(plugin: type) -> str:
-    """Return the hash of the sources of a class of another distribution: its module, or its package one folder deep."""
+def plugin_hash(plugin: type | ModuleType) -> str:
+    """Return the hash of the sources of another distribution's class or module, or of its package one folder deep."""
     try:
         source = Path(inspect.getfile(plugin))
     except (TypeError, OSError):
-        return f"{plugin.__module__} of unknown source"
+        return f"{getattr(plugin, '__module__', plugin.__name__)} of unknown source"
     is_package = (source.parent / "__init__.py").exists()
     return code_hash(source.parent, ("*.py", "*/*.py") if is_package else (source.name,))
 

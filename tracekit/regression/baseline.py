@@ -12,7 +12,7 @@ from tracekit.analysis.compute import unit_work
 from tracekit.errors import InputError, NotComparableError
 from tracekit.model.run import Run, created_ns
 from tracekit.model.trace import Fact
-from tracekit.regression.samples import COLUMNS, samples, samples_across
+from tracekit.regression.samples import run_samples, samples
 from tracekit.rules.rule import Finding, Report, Severity
 
 SCHEMA = "tracekit.baseline/1"
@@ -20,7 +20,6 @@ FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples, unit_work.work, unit
 """What a recording is made of: measured in one pass with the rules' facts, it costs next to nothing."""
 MAX_RECORDINGS = 10
 
-SAMPLE_COLUMNS = {"rank": pl.Int64, **COLUMNS}
 UNIT_COLUMNS = {"rank": pl.Int64, **unit_work.UNIT_COLUMNS}
 
 _MOST_WORK = 60
@@ -71,14 +70,11 @@ class Recording:
     @classmethod
     def of(cls, run: Run, report: Report | None = None) -> "Recording":
         """Return a run as a recording, with the findings of its report."""
-        own, across = run.table(samples), run.run_table(samples_across)
-        both = pl.concat([own.select(*SAMPLE_COLUMNS), across.select(*SAMPLE_COLUMNS)])
         findings = tuple(KnownFinding.of(found) for found in report.findings) if report else ()
         return cls(
             run.name,
             created_ns(run.manifest),
-            # A rank's logs lie beside each of its windows.
-            both.drop_nulls("value").unique(["rank", "step", "metric"], keep="first", maintain_order=True),
+            run_samples(run),
             run.table(unit_work.unit_samples).select(*UNIT_COLUMNS),
             _over_ranks(run),
             findings,

@@ -1,4 +1,4 @@
-"""Budgets: what a step, a rank or a unit may take at most, as settings say it.
+"""Budgets: what a step, a rank or a unit may take at most, as settings state it, compared with what a run measures.
 
     [tool.tracekit.budget]
     step_time = "412ms"
@@ -14,74 +14,73 @@
     rank = "0-3"
     peak_allocated = "60GiB"
 
-A budget of a metric of which more is better, such as tokens_per_second, is the least that there must be.
+A budget of a metric of which more is better, such as tokens_per_second, is the least that is allowed.
 """
 
-import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from tracekit.analysis.compute.unit_work import UNIT_METRICS
+import numpy as np
+import polars as pl
+
+from tracekit.analysis.compute import unit_work
 from tracekit.errors import ConfigError
-from tracekit.regression import quantities
-from tracekit.regression.samples import LOWER_IS_BETTER
+from tracekit.model import units
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.regression import metrics
+from tracekit.regression.metrics import Metric, Scope, metric_of
+from tracekit.regression.samples import Values, job_samples, samples, samples_across
+from tracekit.regression.significance import MIN_SAMPLES, student_t, variance_of_median
+from tracekit.regression.thresholds import Limit
 
-CHECKPOINT_OVERHEAD = "checkpoint_overhead_ratio"
-METRICS: Mapping[str, bool] = {**LOWER_IS_BETTER, CHECKPOINT_OVERHEAD: True}
-"""What there are budgets of, and whether lower is better."""
+FACTS: tuple[Fact, ...] = (samples, unit_work.unit_samples)
+"""What budgets are compared with, besides what several ranks measure together."""
 
 _STRICT, _WHERE, _RANK, _UNIT = "strict", "where", "rank", "unit"
-OF_RANKS_TOGETHER = ("transfer_ns", "exposed_transfer_ns")
-"""Metrics that only several ranks together tell."""
-_OF_RUN_ONLY = (CHECKPOINT_OVERHEAD, "transfer_ns")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The limit of one metric, in the metric's own unit: of the run, or of each rank or unit that a pattern names."""
-
-    metric: str
-    limit: float
-    ranks: str = ""
-    """Ranks such as ``0-3,8``, each held to it by itself; ``*`` for all of them."""
-    units: str = ""
-    """A pattern such as ``layers.*``: each FSDP unit that it matches is held to it by itself."""
-
-    @property
-    def name(self) -> str:
-        """Return what reports call it: ``step_time``, ``compute of layers.*``."""
-        short = quantities.short(self.metric)
-        place = [f"rank {self.ranks}"] if self.ranks else []
-        place += [self.units] if self.units else []
-        return f"{short} of {', '.join(place)}" if place else short
-
-    @property
-    def is_minimum(self) -> bool:
-        """Whether the limit is the least that there must be."""
-        return not METRICS[self.metric]
-
-    def is_beyond(self, value: float) -> bool:
-        """Return whether a value is past the limit."""
-        return value < self.limit if self.is_minimum else value > self.limit
-
-    def applies_to_rank(self, rank: int) -> bool:
-        """Return whether a rank is one of those it is for."""
-        if self.ranks in ("", "*"):
-            return True
-        spans = (part.partition("-") for part in self.ranks.split(","))
-        return any(int(first) <= rank <= int(last or first) for first, _, last in spans)
-
-    def applies_to_unit(self, unit: str) -> bool:
-        """Return whether a unit is one of those it is for."""
-        return fnmatch.fnmatchcase(unit, self.units)
+_PROBABILITY = 0.975  # of the upper end of a 95% interval
+_FEW_SAMPLES = 3
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """All budgets of a project, and whether one that cannot be told fails too."""
+    """All budgets of a project, and whether an inconclusive one fails too."""
 
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[Limit, ...] = ()
     is_strict: bool = False
+
+
+class BudgetOutcome(StrEnum):
+    """What became of a budget."""
+
+    KEPT = "kept"
+    BROKEN = "broken"
+    CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True)
+class BudgetResult:
+    """A budget and what was measured, both in the metric's own unit."""
+
+    budget: str
+    """As the settings name it: ``step_time``, or with the rank or unit that it is for."""
+    metric: str
+    limit: float
+    measured: float | None
+    outcome: BudgetOutcome
+    message: str
+    """One sentence with both numbers in words, or why there is no result."""
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """What one rank, one unit, or the run ('') measured."""
+
+    location: str
+    value: float
+    samples: Values
+    """What the value is the median of; empty where it is exact."""
 
 
 def parse(value: object) -> Budgets:
@@ -92,46 +91,56 @@ def parse(value: object) -> Budgets:
     if not isinstance(strict, bool):
         raise ConfigError(f"{_STRICT}: expected true or false, not {strict!r}")
     own = {key: given for key, given in value.items() if key not in (_STRICT, _WHERE)}
-    found = _limits(own, "", {})
+    limits = _limits(own, "", metrics.all_metrics().values())
     where = value.get(_WHERE, [])
     if not isinstance(where, list):
         raise ConfigError(f"{_WHERE}: expected [[budget.where]] tables with unit or rank, not {where!r}")
     for number, table in enumerate(where):
-        found += _of_place(table, f"{_WHERE}[{number}]")
-    return Budgets(tuple(found), strict)
+        limits += _local_limits(table, f"{_WHERE}[{number}]")
+    return Budgets(tuple(limits), strict)
 
 
-def _of_place(table: object, key: str) -> list[Budget]:
+def check(run: Run, budgets: Sequence[Limit]) -> tuple[BudgetResult, ...]:
+    """Return what becomes of each budget in a run, in the order given.
+
+    A time, a share or a count is that of the median step, of the rank on which it is worst; a peak is the highest. A
+    budget is broken where the median is past it and its 95% interval too (or all of three samples and more are); where
+    only the median is, the steps are inconclusive. Of a budget for several ranks or units the worst one is reported.
+    """
+    return tuple(_check(run, budget) for budget in budgets)
+
+
+def _local_limits(table: object, key: str) -> list[Limit]:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{key}: expected a table with unit or rank, not {table!r}")
     if (_RANK in table) == (_UNIT in table):
-        raise ConfigError(f'{key}: expected unit = "layers.*" or rank = "0-3", one of them')
+        raise ConfigError(f'{key}: expected either unit = "layers.*" or rank = "0-3"')
     limits = {name: given for name, given in table.items() if name not in (_RANK, _UNIT)}
     if not limits:
-        raise ConfigError(f"{key}: there is no budget in it")
+        raise ConfigError(f"{key}: it contains no budget")
     if _UNIT in table:
         unit = table[_UNIT]
         if not isinstance(unit, str) or not unit:
             raise ConfigError(f'{key}: unit: expected a pattern such as "layers.*", not {unit!r}')
-        return _limits(limits, f"{key}: ", {"units": unit}, UNIT_METRICS)
-    per_rank = {metric: lower for metric, lower in METRICS.items() if metric not in _OF_RUN_ONLY}
-    return _limits(limits, f"{key}: ", {"ranks": _ranks(table[_RANK], key)}, per_rank)
+        return _limits(limits, f"{key}: ", [metric_of(name) for name in unit_work.UNIT_METRICS], units=unit)
+    per_rank = [metric for metric in metrics.all_metrics().values() if metric.has_rank_values]
+    return _limits(limits, f"{key}: ", per_rank, ranks=_ranks(table[_RANK], key))
 
 
 def _limits(
-    table: Mapping[str, object], where: str, place: Mapping[str, str], metrics: Mapping[str, bool] = METRICS
-) -> list[Budget]:
-    found = []
+    table: Mapping[str, object], where: str, candidates: Iterable[Metric], *, ranks: str = "", units: str = ""
+) -> list[Limit]:
+    limits = []
     for name, given in table.items():
         try:
-            metric = quantities.metric_named(name, metrics)
+            metric = metrics.find(name, candidates)
         except ConfigError as error:
             raise ConfigError(f"{where}{error}") from None
         try:
-            found.append(Budget(metric, quantities.amount(metric, given), **place))
+            limits.append(Limit(metric.key, metric.unit.amount(given), ranks=ranks, units=units))
         except ConfigError as error:
             raise ConfigError(f"{where}{name}: {error}") from None
-    return found
+    return limits
 
 
 def _ranks(value: object, key: str) -> str:
@@ -142,3 +151,97 @@ def _ranks(value: object, key: str) -> str:
         if text == "*" or all(a.isdecimal() and (b.isdecimal() if dash else not b) for a, dash, b in spans):
             return text
     raise ConfigError(f'{key}: rank: expected a rank, ranks such as "0-3,8", or "*", not {value!r}')
+
+
+def _check(run: Run, budget: Limit) -> BudgetResult:
+    measurements = list(_measurements(run, budget))
+    if not measurements:
+        return BudgetResult(
+            budget.name, budget.metric, budget.limit, None, BudgetOutcome.CANNOT_TELL, _why_missing(run, budget)
+        )
+    outcomes = [_outcome(budget, measurement) for measurement in measurements]
+    broken = [m for m, outcome in zip(measurements, outcomes, strict=True) if outcome is BudgetOutcome.BROKEN]
+    worst = (min if budget.is_minimum else max)(broken or measurements, key=lambda measurement: measurement.value)
+    outcome = _outcome(budget, worst)
+    message = _message(budget, worst, outcome, len(broken) - 1)
+    return BudgetResult(budget.name, budget.metric, budget.limit, worst.value, outcome, message)
+
+
+def _outcome(budget: Limit, measured: _Measurement) -> BudgetOutcome:
+    if not budget.is_beyond(measured.value):
+        return BudgetOutcome.KEPT
+    values = measured.samples
+    if not len(values) or (len(values) >= _FEW_SAMPLES and all(budget.is_beyond(value) for value in values)):
+        return BudgetOutcome.BROKEN
+    low, high = _interval(measured)
+    is_sure = len(values) >= MIN_SAMPLES and budget.is_beyond(high if budget.is_minimum else low)
+    return BudgetOutcome.BROKEN if is_sure else BudgetOutcome.CANNOT_TELL
+
+
+def _interval(measured: _Measurement) -> tuple[float, float]:
+    degrees = max(3, len(measured.samples) - 1)
+    margin = student_t(_PROBABILITY, degrees) * float(np.sqrt(variance_of_median(measured.samples)))
+    return measured.value - margin, measured.value + margin
+
+
+def _measurements(run: Run, budget: Limit) -> Iterator[_Measurement]:
+    metric = metric_of(budget.metric)
+    if metric.scope is Scope.RUN:
+        values = metric.of_run(run)["value"].drop_nulls() if metric.of_run else pl.Series([])
+        if len(values):
+            yield _Measurement("", float(np.median(values.to_numpy())), np.empty(0))
+        return
+    if budget.units:
+        yield from _of_units(run, budget)
+        return
+    table = run.run_table(samples_across) if metric.of_run else run.table(samples)
+    own = table.filter(pl.col("metric") == budget.metric).drop_nulls("value")
+    if budget.ranks:
+        for (rank,), rows in own.group_by("rank", maintain_order=True):
+            if isinstance(rank, int) and budget.applies_to_rank(rank):
+                yield from _of_samples(metric, rows, f"rank {rank}")
+    else:
+        yield from _of_samples(metric, own, "")
+
+
+def _of_samples(metric: Metric, rows: pl.DataFrame, location: str) -> Iterator[_Measurement]:
+    if rows.is_empty():
+        return
+    if metric.is_peak:
+        yield _Measurement(location, float(rows["value"].to_numpy().max()), np.empty(0))
+        return
+    values = job_samples(rows)[metric.key]
+    yield _Measurement(location, float(np.median(values)), values)
+
+
+def _of_units(run: Run, budget: Limit) -> Iterator[_Measurement]:
+    own = run.table(unit_work.unit_samples).filter(pl.col("metric") == budget.metric)
+    worst = own.group_by("unit", "window", "step").agg(pl.col("value").max()).sort("unit", "window", "step")
+    for (unit,), rows in worst.group_by("unit", maintain_order=True):
+        if isinstance(unit, str) and budget.applies_to_unit(unit):
+            values = rows["value"].to_numpy()
+            yield _Measurement(f"unit {unit}" if unit else "the root unit", float(np.median(values)), values)
+
+
+def _why_missing(run: Run, budget: Limit) -> str:
+    if budget.units:
+        return f"not measured: the run has no unit {budget.units}."
+    if budget.ranks and not any(budget.applies_to_rank(rank) for rank in run.ranks):
+        return f"not measured: the run has ranks {units.ranges(run.ranks)}, not {budget.ranks}."
+    return f"not measured: {metric_of(budget.metric).if_missing}."
+
+
+def _message(budget: Limit, measured: _Measurement, outcome: BudgetOutcome, others: int) -> str:
+    text = metric_of(budget.metric).text
+    where = f" on {measured.location}" if measured.location.startswith("rank") else ""
+    where = where or (f" in {measured.location}" if measured.location else "")
+    more = f", and {others} more exceed it" if others > 0 else ""
+    bound = "at least" if budget.is_minimum else "at most"
+    message = f"{text(measured.value)}{where}, {bound} {text(budget.limit)} is allowed{more}"
+    if outcome is not BudgetOutcome.CANNOT_TELL:
+        return f"{message}."
+    count = len(measured.samples)
+    if count < MIN_SAMPLES:
+        return f"{message}: with {count} samples that may be chance, record {MIN_SAMPLES} or more."
+    low, high = _interval(measured)
+    return f"{message}: inconclusive, the interval of {count} samples is {text(low)} to {text(high)}; record more."

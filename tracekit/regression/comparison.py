@@ -1,4 +1,4 @@
-"""Two runs, one question: did it get better or worse, or can these steps not tell?"""
+"""Recordings on two sides, one question: did it get better or worse, or is the difference inconclusive?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,85 +6,108 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit import conventions
 from tracekit.errors import NotComparableError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression.change import Change, Values, compare_samples
-from tracekit.regression.samples import LOWER_IS_BETTER, samples
+from tracekit.regression import cpu_starvation, metrics
+from tracekit.regression.samples import Values, job_samples, run_samples
+from tracekit.regression.significance import Change, compare_recordings
+from tracekit.regression.thresholds import CONFIDENCE, Thresholds
 
 _MUST_AGREE = ("model", "world_size", "device", "device_name")
-_TOLD = ("arguments", "versions", "mesh", "simulated")
+_NOTED = ("arguments", "versions", "mesh", "simulated")
 _EXPECTED_TO_DIFFER = ("arguments.strategy", "arguments.out")
 _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, eq=False)
 class RunSamples:
-    """One side of a comparison. `samples` has columns rank, step, metric, value, as `analysis.samples` gives them."""
+    """One run of a comparison. `samples` has the columns of `samples.run_samples`."""
 
     name: str
     manifest: Mapping[str, object]
     samples: pl.DataFrame
 
     @classmethod
-    def of(cls, run: Run) -> "RunSamples":
-        """Return a run as a side."""
-        return cls(run.name, run.manifest, run.table(samples))
+    def of(cls, run: Run, name: str = "") -> "RunSamples":
+        """Return what a run measured, under its own name or another."""
+        return cls(name or run.name, run.manifest, run_samples(run))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All metrics that both sides have, in the order of `LOWER_IS_BETTER`, and what to know when reading them."""
+    """All metrics that both sides have, in the order of the registry, and what to know when reading them."""
 
     reference: str
     candidate: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    confidence: float = 0.95
+    confidence: float = CONFIDENCE
     """Of the intervals."""
 
 
-def compare(reference: RunSamples, candidate: RunSamples, *, allow_different: bool = False) -> Comparison:
+def compare(
+    reference: RunSamples,
+    candidate: RunSamples,
+    *,
+    allow_different: bool = False,
+    thresholds: Thresholds | None = None,
+) -> Comparison:
     """Compare two runs. Raises NotComparableError where model, world size or device differ, unless allowed.
 
     The strategy may differ: it is what one compares. Only ranks that both sides have are compared.
     """
     notes = _differences(reference, candidate, allow_different=allow_different)
-    ranks, rank_notes = _common_ranks(reference, candidate, allow_different=allow_different)
-    a, b = (job_samples(side.samples, ranks) for side in (reference, candidate))
-    step_ns = float(np.median(a["step_time_ns"])) if "step_time_ns" in a else None
-    changes = [
-        compare_samples(metric, a[metric], b[metric], step_ns=step_ns)
-        for metric in LOWER_IS_BETTER
-        if metric in a and metric in b
-    ]
+    if not allow_different and not _ranks(reference.samples) & _ranks(candidate.samples):
+        a, b = (units.ranges(_ranks(side.samples)) for side in (reference, candidate))
+        if reference.samples.height and candidate.samples.height:
+            raise NotComparableError(
+                f"{reference.name} has ranks {a}, {candidate.name} {b}: no rank in common; "
+                "pass --allow-different to compare anyway"
+            )
+    return compare_groups(
+        {reference.name: [reference.samples]},
+        {candidate.name: [candidate.samples]},
+        notes=notes,
+        on_host=(reference.manifest.get("device") or "cpu") == "cpu",
+        thresholds=thresholds,
+    )
+
+
+def compare_groups(
+    reference: Mapping[str, Sequence[pl.DataFrame]],
+    candidate: Mapping[str, Sequence[pl.DataFrame]],
+    *,
+    notes: Sequence[str] = (),
+    on_host: bool,
+    thresholds: Thresholds | None = None,
+) -> Comparison:
+    """Compare the recordings of two sides, each by its name, and each recording by its samples.
+
+    `on_host` is whether training ran on CPUs: then times are compared with the CPU time that the training received.
+    Raises NotComparableError where the sides have no metric in common.
+    """
+    thresholds = thresholds or Thresholds()
+    ((a_name, a_tables),), ((b_name, b_tables),) = reference.items(), candidate.items()
+    ranks, rank_notes = _common_ranks(a_name, a_tables, b_name, b_tables)
+    a, b = (_by_metric(tables, ranks) for tables in (a_tables, b_tables))
+    centers = {metric: float(np.mean([np.median(values) for values in recordings])) for metric, recordings in a.items()}
+    changes = tuple(
+        compare_recordings(
+            metric, a[metric.key], b[metric.key], whole=centers.get(metric.part_of or ""), thresholds=thresholds
+        )
+        for metric in metrics.compared_metrics()
+        if metric.key in a and metric.key in b
+    )
     if not changes:
         raise NotComparableError(
-            f"{reference.name} and {candidate.name} have no metric in common: neither marks steps; "
+            f"{b_name} and {a_name} have no metric in common: one of them marks no steps; "
             "call profiler.step() after each optimizer step when recording"
         )
-    return Comparison(reference.name, candidate.name, tuple(changes), (*notes, *rank_notes))
-
-
-def job_samples(table: pl.DataFrame, ranks: Sequence[int] | None = None) -> dict[str, Values]:
-    """Return the samples of a job as a whole, by metric, one per step (for saves per step that is saved after).
-
-    Of times, a step's sample is that of its worst rank, for all ranks wait for it; of shares, counts, sizes and the
-    time of processors, which is paid for on each, it is the mean over ranks.
-    """
-    if ranks is not None:
-        table = table.filter(pl.col("rank").is_in(ranks))
-    worst = pl.col("metric").str.ends_with("_ns") & (pl.col("metric") != conventions.CPU_TIME_METRIC)
-    per_step = (
-        table.group_by("metric", "step")
-        .agg(pl.when(worst.first()).then(pl.col("value").max()).otherwise(pl.col("value").mean()).alias("value"))
-        .sort("metric", "step")
-    )
-    return {
-        str(metric): rows["value"].to_numpy().astype(np.float64)
-        for (metric,), rows in per_step.group_by("metric", maintain_order=True)
-    }
+    starved: tuple[str, ...] = ()
+    if on_host:
+        changes, starved = cpu_starvation.without_starved(changes, a_tables, b_tables)
+    return Comparison(a_name, b_name, changes, (*notes, *rank_notes, *starved), thresholds.confidence)
 
 
 def _differences(reference: RunSamples, candidate: RunSamples, *, allow_different: bool) -> list[str]:
@@ -94,13 +117,13 @@ def _differences(reference: RunSamples, candidate: RunSamples, *, allow_differen
     refused: list[str] = []
     for field in sorted(a.keys() | b.keys()):
         root = field.partition(".")[0]
-        if root not in (*_MUST_AGREE, *_TOLD) or field in _EXPECTED_TO_DIFFER or a.get(field) == b.get(field):
+        if root not in (*_MUST_AGREE, *_NOTED) or field in _EXPECTED_TO_DIFFER or a.get(field) == b.get(field):
             continue
         text = f"{field} differs: {_shown(a, field)} in {reference.name}, {_shown(b, field)} in {candidate.name}"
-        # What one side's manifest does not know is no difference, only less to be sure of.
+        # What one manifest lacks is not a difference, only a lesser certainty.
         (refused if root in _MUST_AGREE and field in a and field in b else notes).append(text)
     if refused and not allow_different:
-        raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare all the same")
+        raise NotComparableError(f"{'; '.join(refused)}; pass --allow-different to compare anyway")
     return refused + notes
 
 
@@ -122,16 +145,27 @@ def _shown(manifest: Mapping[str, object], field: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
+def _by_metric(tables: Sequence[pl.DataFrame], ranks: Sequence[int] | None) -> dict[str, list[Values]]:
+    recordings: dict[str, list[Values]] = {}
+    for table in tables:
+        for metric, values in job_samples(table, ranks).items():
+            recordings.setdefault(metric, []).append(values)
+    return recordings
+
+
 def _common_ranks(
-    reference: RunSamples, candidate: RunSamples, *, allow_different: bool
+    a_name: str, a_tables: Sequence[pl.DataFrame], b_name: str, b_tables: Sequence[pl.DataFrame]
 ) -> tuple[list[int] | None, list[str]]:
     """Return the ranks to compare (None for all of each side's) and notes on those left out."""
-    a, b = (set(side.samples["rank"].unique().to_list()) for side in (reference, candidate))
-    if a == b:
+    a, b = ([_ranks(table) for table in tables] for tables in (a_tables, b_tables))
+    common = set.intersection(*a, *b)
+    if all(ranks == common for ranks in (*a, *b)):
         return None, []
-    told = f"{reference.name} has ranks {units.ranges(a)}, {candidate.name} {units.ranges(b)}"
-    if a & b:
-        return sorted(a & b), [f"{told}: only ranks {units.ranges(a & b)} are compared"]
-    if not allow_different:
-        raise NotComparableError(f"{told}: no rank in common; pass --allow-different to compare all the same")
-    return None, [f"{told}: all of each are compared"]
+    text = f"{a_name} has ranks {units.ranges(set.union(*a))}, {b_name} {units.ranges(set.union(*b))}"
+    if not common:
+        return None, [f"{text}: all of each are compared"]
+    return sorted(common), [f"{text}: only ranks {units.ranges(common)} are compared"]
+
+
+def _ranks(samples: pl.DataFrame) -> set[int]:
+    return set(samples["rank"].unique().to_list())

@@ -1,38 +1,51 @@
 """What a check of one run comes to: which findings count, what got worse, which budgets are broken, what fails."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from tracekit.regression.change import Change
-from tracekit.regression.comparison import Comparison
+from tracekit.errors import ConfigError
+from tracekit.model.run import Run
+from tracekit.model.trace import Fact
+from tracekit.regression import baseline as baselines
+from tracekit.regression import budgets as budget_checks
+from tracekit.regression import root_cause
+from tracekit.regression.baseline import Baseline, KnownFinding, Recording
+from tracekit.regression.budgets import BudgetOutcome, BudgetResult, Budgets
+from tracekit.regression.comparison import Comparison, compare_groups
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.root_cause import Cause
+from tracekit.regression.significance import Change, Verdict
+from tracekit.regression.thresholds import Thresholds
 from tracekit.rules.rule import Finding, Report, Severity
+
+MIN_WORSE_RATIO = 0.03
+"""A finding is worse only where it takes at least so much more of the step: nobody would act on less."""
+MIN_WORSE_GROWTH = 0.25
+"""And only where that is at least this share of what it took: impacts vary with what they are shares of."""
+MIN_WORSE_BYTES = 1 << 20
+_MIN_BYTES_GROWTH = 0.1
+RECORDINGS = 5
+"""As many recordings as a baseline collects by itself."""
 
 
 class FindingStatus(StrEnum):
-    """How a finding stands to the baseline. Without a baseline every finding is new."""
+    """How a finding compares with the baseline. Without a baseline every finding is new."""
 
     NEW = "new"
     WORSE = "worse"
     KNOWN = "known"
 
 
-class BudgetOutcome(StrEnum):
-    """What became of a budget."""
-
-    KEPT = "kept"
-    BROKEN = "broken"
-    CANNOT_TELL = "cannot tell"
-
-
 @dataclass(frozen=True, eq=False)
 class JudgedFinding:
-    """A finding, how it stands to the baseline, and whether it fails the check."""
+    """A finding, how it compares with the baseline, and whether it fails the check."""
 
     finding: Finding
     status: FindingStatus
     fails: bool
     impact_before: float | None = None
-    """The share of the step that it took in the baseline; None where it was not in it."""
+    """The share of the step that it took in the baseline; None where the baseline has no such finding."""
 
 
 @dataclass(frozen=True)
@@ -46,32 +59,6 @@ class FixedFinding:
     subject: str = ""
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What made the run worse than the baseline: where the time, or the memory, that is new goes to."""
-
-    name: str
-    """compute, communication, checkpointing, memory or host."""
-    message: str
-    """One sentence with the numbers and the place."""
-    metrics: tuple[str, ...]
-    """The changes that show it."""
-
-
-@dataclass(frozen=True)
-class BudgetResult:
-    """A budget beside what was measured, both in the metric's own unit (`metric` as `analysis.samples` names it)."""
-
-    budget: str
-    """As the settings name it: ``step_time``, or with the rank or unit that it is for."""
-    metric: str
-    limit: float
-    measured: float | None
-    outcome: BudgetOutcome
-    message: str
-    """One sentence with both numbers in words, or why it cannot be told."""
-
-
 @dataclass(frozen=True, eq=False)
 class CheckResult:
     """A report with its verdict: what every format for CI renders, and what the exit code follows."""
@@ -82,39 +69,191 @@ class CheckResult:
     findings: tuple[JudgedFinding, ...]
     """Those of the report, in its order."""
     comparison: Comparison | None = None
-    """The metrics against the baseline's, where there is one."""
+    """The metrics compared with the baseline's, where there is one."""
     regressions: tuple[Change, ...] = ()
     """The changes of `comparison` that fail the check."""
     budgets: tuple[BudgetResult, ...] = ()
     fixed: tuple[FixedFinding, ...] = ()
-    """What the baseline has and the run has not."""
+    """The findings that only the baseline has."""
     causes: tuple[Cause, ...] = ()
     """Why metrics regressed, the likeliest first; empty where none did."""
     baseline: str = ""
-    """What the run was held against, by name; empty where nothing."""
+    """The name of the baseline; empty where there is none."""
     is_strict: bool = False
-    """Whether a budget that cannot be told fails too."""
+    """Whether an inconclusive budget fails too."""
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Return the names of all that fails: ids of findings, metrics, budgets. Empty where the check passes."""
         return (
-            *(each.finding.id for each in self.findings if each.fails),
+            *(judged.finding.id for judged in self.findings if judged.fails),
             *(change.metric for change in self.regressions),
-            *(each.budget for each in self.budgets if self.fails_budget(each)),
+            *(result.budget for result in self.budgets if self.fails_budget(result)),
         )
 
-    def fails_budget(self, budget: BudgetResult) -> bool:
+    def fails_budget(self, result: BudgetResult) -> bool:
         """Return whether a budget fails the check."""
-        return budget.outcome is BudgetOutcome.BROKEN or (
-            self.is_strict and budget.outcome is BudgetOutcome.CANNOT_TELL
-        )
+        is_inconclusive = result.outcome is BudgetOutcome.CANNOT_TELL
+        return result.outcome is BudgetOutcome.BROKEN or (self.is_strict and is_inconclusive)
+
+
+def facts(budgets: Budgets, *, with_baseline: bool) -> tuple[Fact, ...]:
+    """Return what `judge` measures on runs, to be measured in one pass with the facts of the rules."""
+    return baselines.FACTS if with_baseline else budget_checks.FACTS if budgets.budgets else ()
 
 
 def result_of_findings(report: Report, fail_on: Severity | None) -> CheckResult:
-    """Return the verdict on a report by its findings alone: those at or above `bar` fail."""
-    findings = (
-        JudgedFinding(each, FindingStatus.NEW, fail_on is not None and each.severity >= fail_on)
-        for each in report.findings
+    """Return the verdict on a report by its findings alone: those at or above `fail_on` fail."""
+    return CheckResult(report, fail_on, _judge_findings(report.findings, fail_on, {}))
+
+
+def judge(
+    report: Report,
+    fail_on: Severity | None,
+    *,
+    baseline: Baseline | None = None,
+    thresholds: Thresholds | None = None,
+    repeats: Sequence[Run] = (),
+    budgets: Budgets | None = None,
+    allow_different: bool = False,
+) -> CheckResult:
+    """Return the verdict on a report: which findings, metrics and budgets fail it.
+
+    `repeats` are further recordings of the same training, which make its comparison with the baseline surer. Raises
+    NotComparableError, naming the fields, where what ran is not what ran in the baseline, unless that is allowed.
+    """
+    budgets = budgets or Budgets()
+    result = replace(
+        result_of_findings(report, fail_on),
+        budgets=budget_checks.check(report.run, budgets.budgets),
+        is_strict=budgets.is_strict,
     )
-    return CheckResult(report, fail_on, tuple(findings))
+    if baseline is None:
+        return result
+    thresholds = thresholds or Thresholds()
+    candidate = [Recording.of(report.run, report), *(Recording.of(run) for run in repeats)]
+    notes = [
+        note
+        for run in (report.run, *repeats)
+        for note in baselines.differences(baseline, run, allow_different=allow_different)
+    ]
+    comparison = compare(baseline, candidate, notes=notes, thresholds=thresholds)
+    regressions = tuple(change for change in comparison.changes if _fails(change, thresholds, baseline))
+    changes = {change.metric: change for change in comparison.changes}
+    known = baseline.known_findings
+    return replace(
+        result,
+        findings=_judge_findings(report.findings, fail_on, known),
+        comparison=comparison,
+        regressions=regressions,
+        fixed=_fixed(report, known),
+        causes=root_cause.causes(regressions, changes, baseline.recordings, candidate),
+        baseline=_name(baseline),
+    )
+
+
+def compare(
+    baseline: Baseline,
+    candidate: Sequence[Recording],
+    *,
+    notes: Sequence[str] = (),
+    thresholds: Thresholds | None = None,
+) -> Comparison:
+    """Return how each metric that both have differs. Raises NotComparableError where they share none."""
+    return compare_groups(
+        {baseline.name: [recording.samples for recording in baseline.recordings]},
+        {candidate[0].name: [recording.samples for recording in candidate]},
+        notes=notes,
+        on_host=_is_on_host(baseline),
+        thresholds=thresholds,
+    )
+
+
+def least_severity(fail_on: Severity | None) -> Severity:
+    """Return the severity from which a finding keeps a run from becoming the baseline: `fail_on`, or warning."""
+    return Severity.WARNING if fail_on is None else min(fail_on, Severity.WARNING)
+
+
+def not_accepted(result: CheckResult, accepted: Sequence[str]) -> tuple[str, ...]:
+    """Return what fails a check and is not accepted, by rule code, finding id or metric.
+
+    Raises ConfigError where something is accepted that does not fail.
+    """
+    names = {judged.finding.id: {judged.finding.id, judged.finding.code} for judged in result.findings if judged.fails}
+    names |= {change.metric: {change.metric, metric_of(change.metric).short} for change in result.regressions}
+    for name in accepted:
+        if not any(name in aliases for aliases in names.values()):
+            known = ", ".join(names) or "nothing"
+            raise ConfigError(f"--accept {name}: it is neither new nor worse; new or worse: {known}")
+    return tuple(name for name, aliases in names.items() if not aliases & set(accepted))
+
+
+def updated(old: Baseline, new: Baseline, result: CheckResult, *, thresholds: Thresholds) -> tuple[Baseline, str]:
+    """Return the baseline after a run whose failures were all accepted, and the reason.
+
+    Where nothing changed the new recordings join the old ones, up to RECORDINGS; after that the old ones stay, for a
+    baseline that moves along with each run never shows a slow drift.
+    """
+    changed = [*result.failures]
+    changes = result.comparison.changes if result.comparison else ()
+    changed += [c.metric for c in changes if c.verdict is Verdict.BETTER and thresholds.is_failing(c.metric)]
+    changed += [fixed.id for fixed in result.fixed if fixed.severity >= Severity.WARNING]
+    if result.comparison and new.fingerprint != old.fingerprint:
+        changed.append("what ran")
+    if changed:
+        return new, f"replaced, because {', '.join(changed)} changed"
+    more = [one for one in new.recordings if not any(one.is_same(other) for other in old.recordings)]
+    room = RECORDINGS - len(old.recordings)
+    if room <= 0 or not more:
+        return old, "nothing changed, and it stays as it is"
+    return replace(old, recordings=(*old.recordings, *more[:room])), "nothing changed, recordings added"
+
+
+def _fails(change: Change, thresholds: Thresholds, baseline: Baseline) -> bool:
+    # On a GPU the host's threads spin while they wait, and their CPU time says nothing.
+    is_judged = _is_on_host(baseline) or not metric_of(change.metric).is_cpu_time
+    return is_judged and thresholds.is_failing(change.metric) and change.verdict is Verdict.WORSE
+
+
+def _is_on_host(baseline: Baseline) -> bool:
+    return baseline.fingerprint.get("device", "cpu") == "cpu"
+
+
+def _judge_findings(
+    findings: Sequence[Finding], fail_on: Severity | None, known: Mapping[str, tuple[KnownFinding, ...]]
+) -> tuple[JudgedFinding, ...]:
+    judged = []
+    for finding in findings:
+        before = known.get(finding.id, ())
+        is_worse = bool(before) and _is_worse(finding, before)
+        status = FindingStatus.WORSE if is_worse else FindingStatus.KNOWN if before else FindingStatus.NEW
+        fails = status is not FindingStatus.KNOWN and fail_on is not None and finding.severity >= fail_on
+        judged.append(JudgedFinding(finding, status, fails, max((one.impact for one in before), default=None)))
+    return tuple(judged)
+
+
+def _is_worse(finding: Finding, before: Sequence[KnownFinding]) -> bool:
+    """Return whether a finding takes more than in any recording of the baseline, and more than those differ by."""
+    impacts = [one.impact for one in before]
+    most = max(impacts)
+    spread = most - min(impacts)
+    sizes = [one.cost_bytes for one in before]
+    least_bytes = max(MIN_WORSE_BYTES, _MIN_BYTES_GROWTH * max(sizes), max(sizes) - min(sizes))
+    return (
+        finding.impact - most >= max(MIN_WORSE_RATIO, MIN_WORSE_GROWTH * most, spread)
+        or finding.cost_bytes - max(sizes) > least_bytes
+    )
+
+
+def _fixed(report: Report, known: Mapping[str, tuple[KnownFinding, ...]]) -> tuple[FixedFinding, ...]:
+    present = {finding.id for finding in report.findings} | {ignored.finding.id for ignored in report.ignored}
+    fixed = [
+        max(each, key=lambda one: (one.severity, one.impact)) for name, each in known.items() if name not in present
+    ]
+    fixed.sort(key=lambda one: (-one.severity, -one.impact, one.id))
+    return tuple(FixedFinding(one.id, one.code, one.severity, one.impact, one.subject) for one in fixed)
+
+
+def _name(baseline: Baseline) -> str:
+    count = len(baseline.recordings)
+    return f"{baseline.name} ({count} recordings)" if count > 1 else baseline.name

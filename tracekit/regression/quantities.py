@@ -1,95 +1,92 @@
-"""Metrics and amounts of them as people write them in options and settings: ``step_time``, ``412ms``, ``70GiB``."""
+"""Units of metrics: amounts as people write them in options and settings (``412ms``, ``70GiB``), and as reports do."""
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from tracekit.errors import ConfigError
+from tracekit.model import units
 
 PERCENT = "%"
-NS: Mapping[str, float] = {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
-BYTES: Mapping[str, float] = {
-    "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
-PLAIN: Mapping[str, float] = {"": 1}
 NUMBER = r"\d+\.?\d*|\.\d+"
 _AMOUNT = re.compile(rf"\s*(?P<number>{NUMBER})\s*(?P<unit>[^\s\d.]*)\s*\Z")
 
 
-def is_share(metric: str) -> bool:
-    """Return whether a metric is a share from 0 to 1."""
-    return metric.endswith("_ratio")
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:,.4g}"
 
 
-def short(metric: str) -> str:
-    """Return a metric's name without its unit: step_time_ns is step_time."""
-    return metric.removesuffix("_ns").removesuffix("_bytes")
+@dataclass(frozen=True)
+class Unit:
+    """A unit of metrics: its name, how amounts of it are written, and the scales of a chart's axis."""
+
+    name: str
+    text: Callable[[float], str] = _plain
+    """A value in words: 12.4e6 ns is "12.4 ms"."""
+    suffixes: Mapping[str, float] = field(default_factory=dict)
+    """The units that settings and options may use, each in this unit; '' where a bare number is meant."""
+    ticks: tuple[tuple[float, str], ...] = ((1.0, ""),)
+    """What an axis divides by and writes behind its numbers, the largest scale first."""
+    is_time: bool = False
+    """Whether it depends on how fast the machine runs: a time, or a rate."""
+
+    def amount(self, value: object) -> float:
+        """Return an amount in this unit: ``"412ms"``, ``"70GiB"``, 0.15 or ``"15%"`` of a share.
+
+        A time and a size need their unit; a share and a count are numbers. Raises ConfigError naming what is expected.
+
+        >>> NS.amount("412ms"), SHARE.amount("15%")
+        (412000000.0, 0.15)
+        """
+        if self is SHARE:
+            return _share(value)
+        if isinstance(value, str) and (match := _AMOUNT.match(value)) and match["unit"] in self.suffixes:
+            return _finite(float(match["number"]) * self.suffixes[match["unit"]], value)
+        if "" in self.suffixes and isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            return _finite(float(value), value)
+        if "" in self.suffixes:
+            raise ConfigError(f"expected a number that is not negative, not {value!r}")
+        example = "412ms" if self is NS else "70GiB"
+        raise ConfigError(
+            f'expected text of a number and a unit such as "{example}" ({", ".join(self.suffixes)}), not {value!r}'
+        )
+
+    def scale(self, largest: float) -> tuple[float, str]:
+        """Return what an axis whose values reach `largest` divides by, and writes behind its numbers."""
+        return next((tick for tick in self.ticks if largest >= tick[0]), self.ticks[-1])
 
 
-def metric_named(name: str, metrics: Iterable[str]) -> str:
-    """Return the metric of a name that may leave its unit out: step_time is step_time_ns.
-
-    Raises ConfigError, with the nearest there is, where none is called so.
-    """
-    known = list(metrics)
-    shortened = {short(metric): metric for metric in known}
-    names = shortened | {metric: metric for metric in known}
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(shortened)}"
-        raise ConfigError(f"{name} is no metric: {hint}")
-    return names[name]
-
-
-def units_of(metric: str) -> Mapping[str, float]:
-    """Return the units that amounts of a metric may be given in, with what each is in the metric's own."""
-    if metric.endswith("_ns"):
-        return NS
-    if metric.endswith("_bytes"):
-        return BYTES
-    # A share's points are told by %; a bare number of them would be read both ways.
-    return {} if is_share(metric) else PLAIN
+NS = Unit(
+    "ns",
+    units.duration,
+    {"ns": 1, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9},
+    ((1e9, " s"), (1e6, " ms"), (1e3, " µs"), (1.0, " ns")),
+    is_time=True,
+)
+BYTES = Unit(
+    "bytes",
+    units.size,
+    {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    ((2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B")),
+)
+SHARE = Unit("ratio", units.share, {}, ((0.01, "%"),))
+"""A share from 0 to 1. Limits on its points need %: a bare number of them would be ambiguous."""
+COUNT = Unit("count", suffixes={"": 1})
+PER_SECOND = Unit("1/s", suffixes={"": 1}, is_time=True)
+FLOP = Unit("FLOP", units.operations, {"": 1})
 
 
-def amount(metric: str, value: object) -> float:
-    """Return an amount of a metric in the metric's own unit: ``"412ms"``, ``"70GiB"``, 0.15 or ``"15%"`` of a share.
-
-    A time and a size need their unit; a share and a count are numbers. Raises ConfigError saying what is expected.
-
-    >>> amount("step_time_ns", "412ms")
-    412000000.0
-    >>> amount("overlap_ratio", "15%")
-    0.15
-    """
-    if is_share(metric):
-        return _share(metric, value)
-    units = units_of(metric)
-    if isinstance(value, str) and (match := _AMOUNT.match(value)) and match["unit"] in units:
-        return _finite(float(match["number"]) * units[match["unit"]], metric, value)
-    if "" in units and isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-        return _finite(float(value), metric, value)
-    raise ConfigError(f"expected {_expected(units)}, not {value!r}")
-
-
-def _share(metric: str, value: object) -> float:
+def _share(value: object) -> float:
     number = value
     if isinstance(value, str) and (match := _AMOUNT.match(value)) and match["unit"] == PERCENT:
         number = float(match["number"]) / 100
     if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= 1:
-        return _finite(float(number), metric, value)
+        return _finite(float(number), value)
     raise ConfigError(f'expected a share from 0 to 1, or text such as "15%", not {value!r}')
 
 
-def _finite(number: float, metric: str, value: object) -> float:
+def _finite(number: float, value: object) -> float:
     if not math.isfinite(number):
-        raise ConfigError(f"{value!r} is no amount of {metric}")
+        raise ConfigError(f"{value!r} is not a finite number")
     return number
-
-
-def _expected(units: Mapping[str, float]) -> str:
-    if "" in units:
-        return "a number that is not negative"
-    example = "412ms" if "ms" in units else "70GiB"
-    return f'text of a number and a unit such as "{example}" ({", ".join(units)})'

@@ -1,12 +1,12 @@
-"""Why metrics regressed: which work grew, told apart from a machine on which everything takes longer.
+"""Why metrics regressed: which work grew, as opposed to a machine on which everything takes longer.
 
-Work by name (`analysis.places.work`) of the run is held against that of the baseline. A busy machine draws out all of
-it alike, so what counts is how much more a name grew than the rest: its excess over the factor that half of the work,
-by time, stays below. Counters (bytes sent, bytes allocated) do not notice the machine and go before times.
+Work by name (`unit_work.work`) of the run is compared with that of the baseline. A busy machine stretches all of it
+alike, so what counts is how much more a name grew than the rest: its excess over the factor that half of the work, by
+time, stays below. Counters (bytes sent, bytes allocated) do not depend on the machine and take precedence over times.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -16,8 +16,9 @@ import polars as pl
 from tracekit.analysis.compute import unit_work
 from tracekit.model import units
 from tracekit.regression.baseline import Recording
-from tracekit.regression.change import Change, Values
-from tracekit.regression.gate import Cause
+from tracekit.regression.metrics import all_metrics, metric_of
+from tracekit.regression.samples import Values
+from tracekit.regression.significance import Change
 
 COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
     "compute",
@@ -26,19 +27,6 @@ COMPUTE, COMMUNICATION, CHECKPOINTING, MEMORY, HOST = NAMES = (
     "memory",
     "host",
 )
-_OF_CHECKPOINTS = {
-    "checkpoint_blocked_ns": "a save blocks training for",
-    "checkpoint_cpu_ns": "it keeps a processor for",
-    "checkpoint_written_bytes": "a rank writes",
-    "checkpoint_calls": "calls that write are",
-}
-_OF_COMMUNICATION = (
-    "sent_bytes", "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns", "communication_ns",
-)  # fmt: skip
-_OF_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "allocated_bytes")
-_OF_COMPUTE = ("flops", "cpu_time_ns", "compute_ns", "step_time_ns", "tokens_per_second")
-_FLOPS = "flops"
-_OF_HOST = ("data_wait_ns", "idle_ns")
 # Ops and kernels that make, fill or copy memory and compute nothing.
 _MOVES = re.compile(
     r"(?i)(^aten::(empty|zeros|ones|full|new_|clone|copy_?$|zero_?$|fill_?|contiguous|cat$|stack$|to$|_to_copy|resize|"
@@ -46,8 +34,22 @@ _MOVES = re.compile(
 )
 _PLACE = ["kind", "phase", "name"]
 _COMPUTES = ("compute", "memset", "memcpy")
+_FLOPS, _SENT = "flops", "sent_bytes"
 _LEAST_SHARE = 0.2
-"""A cause beside the first is told where it has at least this share of what grew."""
+"""A further cause is reported where it has at least this share of what grew."""
+_LEAST_GROWTH = 0.005
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What made the run worse than the baseline: where the additional time, or memory, goes to."""
+
+    name: str
+    """compute, communication, checkpointing, memory or host."""
+    message: str
+    """One sentence with the numbers and the place."""
+    metrics: tuple[str, ...]
+    """The changes that show it."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,10 @@ def causes(
     if not regressions:
         return ()
     failed = {change.metric for change in regressions}
-    before, after = _mean(reference), _mean(candidate)
-    found = []
-    if failed & set(_OF_CHECKPOINTS):
-        found.append(_checkpointing(failed, changes, before, after))
-    if failed - set(_OF_CHECKPOINTS):
+    before, after = _mean_work(reference), _mean_work(candidate)
+    saving = _of_cause(CHECKPOINTING, failed)
+    found = [_checkpointing(saving, changes, before, after)] if saving else []
+    if failed - set(saving):
         unit = _slower_unit(reference, candidate)
         found += _of_steps(failed, changes, before, after, unit=unit)
     return tuple(found)
@@ -93,51 +94,52 @@ def causes(
 def _of_steps(
     failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame, *, unit: str
 ) -> list[Cause]:
+    communicating, remembering, computing, waiting = (
+        _of_cause(name, failed) for name in (COMMUNICATION, MEMORY, COMPUTE, HOST)
+    )
     computed = _grown(before, after, _COMPUTES)
     moving = [grown for grown in computed if _MOVES.search(grown.name)]
     other = [grown for grown in computed if not _MOVES.search(grown.name)]
     allocated, sent = _grown(before, after, (unit_work.ALLOCATED,)), _grown(before, after, (unit_work.SENT,))
-    moving_ns, other_ns = (sum(grown.excess for grown in each) for each in (moving, other))
-    slower = bool(failed & set(_OF_COMPUTE))
+    moving_ns, other_ns = (sum(grown.excess for grown in works) for works in (moving, other))
     counted = _grown(before, after, (unit_work.FLOPS,)) if _FLOPS in failed else []
-    is_memory = bool(allocated) and bool(failed & set(_OF_MEMORY))
+    is_memory = bool(allocated and remembering)
     scored: list[tuple[bool, float, Cause]] = []
-    if failed & set(_OF_COMMUNICATION):
+    if communicating:
         spent_ns = max(0.0, _difference(changes, "transfer_ns", "exposed_transfer_ns", "exposed_communication_ns"))
-        cause = _communication(failed, changes, sent, _grown(before, after, ("communication",)), unit=unit)
+        cause = _communication(communicating, changes, sent, _grown(before, after, ("communication",)), unit=unit)
         scored.append((bool(sent), spent_ns, cause))
     if is_memory:
-        cause = _memory(failed, changes, allocated, moving)
-        scored.append((not slower or moving_ns >= other_ns, moving_ns, cause))
-    if slower:
+        cause = _memory(remembering, changes, allocated, moving)
+        scored.append((not computing or moving_ns >= other_ns, moving_ns, cause))
+    if computing:
         work = other if is_memory else computed
         spent_ns = other_ns if is_memory else moving_ns + other_ns
-        scored.append((bool(counted), spent_ns, _compute(failed, changes, counted, work)))
-    idle_ns = max(0.0, _difference(changes, *_OF_HOST))
-    if failed & set(_OF_HOST) or (slower and idle_ns > moving_ns + other_ns):
+        scored.append((bool(counted), spent_ns, _compute(computing, changes, counted, work)))
+    idle_ns = max(0.0, _difference(changes, "data_wait_ns", "idle_ns"))
+    if waiting or (computing and idle_ns > moving_ns + other_ns):
         scored.append((False, idle_ns, _host(changes)))
-    scored.sort(key=lambda each: each[:2], reverse=True)
-    whole_ns = sum(score for _, score, _ in scored)
+    scored.sort(key=lambda candidate: candidate[:2], reverse=True)
+    total_ns = sum(score for _, score, _ in scored)
     return [
         cause
-        for number, (certain, score, cause) in enumerate(scored)
-        if number == 0 or certain or score >= _LEAST_SHARE * whole_ns
+        for number, (is_counted, score, cause) in enumerate(scored)
+        if number == 0 or is_counted or score >= _LEAST_SHARE * total_ns
     ]
 
 
 def _checkpointing(
-    failed: AbstractSet[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
+    failed: Sequence[str], changes: Mapping[str, Change], before: pl.DataFrame, after: pl.DataFrame
 ) -> Cause:
-    told = _of(failed, tuple(_OF_CHECKPOINTS))
-    parts = [f"{_OF_CHECKPOINTS[metric]} {_moved(changes[metric], _words(metric))}" for metric in told]
+    parts = [_described(changes[metric]) for metric in failed]
     stages = [grown for grown in _grown(before, after, (unit_work.SAVE,)) if grown.name != "wait"]
     if stages:
-        parts.append(f"most time more is in {stages[0].place} (+{units.duration(stages[0].excess)})")
-    return Cause(CHECKPOINTING, _sentence(parts), told)
+        parts.append(f"most of the additional time is in {stages[0].place} (+{units.duration(stages[0].excess)})")
+    return Cause(CHECKPOINTING, _sentence(parts), tuple(failed))
 
 
 def _communication(
-    failed: AbstractSet[str],
+    failed: Sequence[str],
     changes: Mapping[str, Change],
     sent: Sequence[_Grown],
     spent: Sequence[_Grown],
@@ -145,72 +147,67 @@ def _communication(
     unit: str,
 ) -> Cause:
     parts = []
-    if sent and "sent_bytes" in changes:
-        parts.append(f"a step sends {_moved(changes['sent_bytes'], units.size)}, most of it by {sent[0].place}")
-    words = {
-        "transfer_ns": "transfers take",
-        "exposed_transfer_ns": "no compute hides",
-        "exposed_communication_ns": "exposed are",
-    }
-    slower = _of(failed, tuple(words))
-    parts += [f"{words[metric]} {_moved(changes[metric], units.duration)} a step" for metric in slower]
+    if sent and _SENT in changes:
+        parts.append(f"{_described(changes[_SENT])}, most of it by {sent[0].place}")
+    parts += [f"{_described(changes[metric])} per step" for metric in failed if metric != _SENT]
     if not sent and spent:
         parts.append(f"most in {spent[0].place} (+{units.duration(spent[0].excess)})")
     if not sent and unit:
         parts.append(unit)
-    return Cause(COMMUNICATION, _sentence(parts), _of(failed, _OF_COMMUNICATION))
+    return Cause(COMMUNICATION, _sentence(parts), tuple(failed))
 
 
 def _memory(
-    failed: AbstractSet[str], changes: Mapping[str, Change], allocated: Sequence[_Grown], moving: Sequence[_Grown]
+    failed: Sequence[str], changes: Mapping[str, Change], allocated: Sequence[_Grown], moving: Sequence[_Grown]
 ) -> Cause:
-    words = {
-        "peak_reserved_bytes": "the most reserved is",
-        "peak_allocated_bytes": "the most held is",
-        "allocated_bytes": "a step takes",
-    }
-    parts = [f"{words[metric]} {_moved(changes[metric], units.size)}" for metric in _of(failed, _OF_MEMORY)]
+    parts = [_described(changes[metric]) for metric in failed]
     first = allocated[0]
-    parts.append(f"most of it {'for ' * bool(first.name)}{first.place} (+{units.size(first.excess)} a step)")
+    parts.append(f"most of it {'for ' * bool(first.name)}{first.place} (+{units.size(first.excess)} per step)")
     if moving:
-        parts.append(f"{moving[0].place} takes {units.duration(moving[0].excess)} more a step")
-    return Cause(MEMORY, _sentence(parts), _of(failed, _OF_MEMORY))
+        parts.append(f"{moving[0].place} takes {units.duration(moving[0].excess)} more per step")
+    return Cause(MEMORY, _sentence(parts), tuple(failed))
 
 
 def _compute(
-    failed: AbstractSet[str], changes: Mapping[str, Change], counted: Sequence[_Grown], work: Sequence[_Grown]
+    failed: Sequence[str], changes: Mapping[str, Change], counted: Sequence[_Grown], work: Sequence[_Grown]
 ) -> Cause:
     parts = []
     if counted:
         first = counted[0]
         share = units.share(first.excess / (first.before or first.after))
-        parts.append(f"a step computes {_moved(changes[_FLOPS], _operations)}, most of it in {first.place} (+{share})")
-    metric = next((metric for metric in _OF_COMPUTE if metric in failed and metric != _FLOPS), None)
-    words = {"cpu_time_ns": "a step keeps processors for", "tokens_per_second": "tokens a second are"}
-    if metric is not None:
-        parts.append(f"{words.get(metric, 'a step takes')} {_moved(changes[metric], _words(metric))}")
+        parts.append(f"{_described(changes[_FLOPS])}, most of it in {first.place} (+{share})")
+    timed = [metric for metric in failed if metric != _FLOPS]
+    parts += [_described(changes[metric]) for metric in timed[:1]]
     if work and not counted:
         first = work[0]
         parts.append(
-            f"{first.place} takes {units.duration(first.after)}, {units.duration(first.excess)} more than the rest "
-            "of the work lets expect"
+            f"{first.place} takes {units.duration(first.after)}, {units.duration(first.excess)} more than expected "
+            "from the rest of the work"
         )
     elif not counted:
-        parts.append("all work alike, so look at the machine, its clocks and what else runs there")
-    return Cause(COMPUTE, _sentence(parts), _of(failed, _OF_COMPUTE))
-
-
-def _operations(count: float) -> str:
-    """Return a number of floating-point operations in words."""
-    scale, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if abs(count) >= s), (1.0, ""))
-    return f"{count / scale:.3g} {unit}FLOP"
+        parts.append("all work grew alike, so check the machine, its clocks and what else runs there")
+    return Cause(COMPUTE, _sentence(parts), tuple(failed))
 
 
 def _host(changes: Mapping[str, Change]) -> Cause:
-    told = [metric for metric in _OF_HOST if metric in changes and changes[metric].difference > 0]
-    words = {"data_wait_ns": "waiting for data takes", "idle_ns": "nothing runs for"}
-    parts = [f"{words[metric]} {_moved(changes[metric], units.duration)} a step" for metric in told]
-    return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(told))
+    longer = [metric for metric in _of_cause(HOST, changes) if changes[metric].difference > 0]
+    parts = [f"{_described(changes[metric])} per step" for metric in longer]
+    return Cause(HOST, _sentence(parts or ["steps wait for the host"]), tuple(longer))
+
+
+def _of_cause(cause: str, keys: Container[str]) -> list[str]:
+    """Return those of some metrics that a cause explains, counters first, then CPU time, then times by the clock."""
+    own = [metric for metric in all_metrics().values() if metric.cause == cause and metric.key in keys]
+    return [metric.key for metric in sorted(own, key=lambda m: (m.usual_spread > 0, not m.is_cpu_time))]
+
+
+def _described(change: Change) -> str:
+    """Return a change in words: "a step takes 412 ms, 36 ms more"."""
+    metric = metric_of(change.metric)
+    more = "more" if change.difference > 0 else "less"
+    return (
+        f"{metric.phrase or metric.label} {metric.text(change.candidate)}, {metric.text(abs(change.difference))} {more}"
+    )
 
 
 def _slower_unit(reference: Sequence[Recording], candidate: Sequence[Recording]) -> str:
@@ -220,11 +217,11 @@ def _slower_unit(reference: Sequence[Recording], candidate: Sequence[Recording])
     grown = both.with_columns(grown=pl.col("value_right") - pl.col("value")).sort("grown", "unit").tail(1)
     if grown.is_empty() or grown["grown"][0] <= 0:
         return ""
-    return f"among units most in {grown['unit'][0] or 'the root'} (+{units.duration(grown['grown'][0])})"
+    return f"of the units, most in {grown['unit'][0] or 'the root'} (+{units.duration(grown['grown'][0])})"
 
 
 def _exposed_by_unit(recordings: Sequence[Recording]) -> pl.DataFrame:
-    """Return the exposed communication of each unit in a typical step of its slowest rank. Columns unit, value."""
+    """Return the exposed communication of each unit in the median step of its slowest rank. Columns unit, value."""
     each = [
         recording.units.filter(pl.col("metric") == "exposed_communication_ns")
         .group_by("unit", "step")
@@ -236,8 +233,8 @@ def _exposed_by_unit(recordings: Sequence[Recording]) -> pl.DataFrame:
     return pl.concat(each).group_by("unit").agg(pl.col("value").median()).sort("unit")
 
 
-def _mean(recordings: Sequence[Recording]) -> pl.DataFrame:
-    """Return the typical work of several recordings: of each name the median over them, 0 where one has none."""
+def _mean_work(recordings: Sequence[Recording]) -> pl.DataFrame:
+    """Return the work of several recordings: of each name the median over them, 0 where one has none."""
     both = pl.concat([recording.work for recording in recordings])
     lists = both.group_by(_PLACE, maintain_order=True).agg("amount")
     count = len(recordings)
@@ -247,8 +244,8 @@ def _mean(recordings: Sequence[Recording]) -> pl.DataFrame:
 
 def _grown(before: pl.DataFrame, after: pl.DataFrame, kinds: Sequence[str]) -> list[_Grown]:
     """Return the work of some kinds that grew more than the rest of it, most first."""
-    mine = pl.col("kind").is_in(kinds)
-    both = before.filter(mine).join(after.filter(mine), on=_PLACE, how="full", coalesce=True, nulls_equal=True)
+    own = pl.col("kind").is_in(kinds)
+    both = before.filter(own).join(after.filter(own), on=_PLACE, how="full", coalesce=True, nulls_equal=True)
     table = both.with_columns(pl.col("amount", "amount_right").fill_null(0.0))
     factor = _common_factor(table["amount"].to_numpy(), table["amount_right"].to_numpy(), kinds)
     found = [
@@ -259,13 +256,10 @@ def _grown(before: pl.DataFrame, after: pl.DataFrame, kinds: Sequence[str]) -> l
     return sorted((grown for grown in found if grown.excess > least), key=lambda grown: -grown.excess)
 
 
-_LEAST_GROWTH = 0.005
-
-
 def _common_factor(before: Values, after: Values, kinds: Sequence[str]) -> float:
     """Return by what the work that is on both sides grew: the median of its growth, weighed by its time."""
     if not set(kinds) & {*_COMPUTES}:
-        return 1.0  # bytes do not grow with a machine's load, and of saves and collectives there are too few to tell
+        return 1.0  # bytes do not depend on a machine's load; saves and collectives are too few
     both = (before > 0) & (after > 0)
     if not both.any():
         return 1.0
@@ -277,22 +271,6 @@ def _common_factor(before: Values, after: Values, kinds: Sequence[str]) -> float
 
 def _difference(changes: Mapping[str, Change], *metrics: str) -> float:
     return next((changes[metric].difference for metric in metrics if metric in changes), 0.0)
-
-
-def _of(failed: AbstractSet[str], metrics: Sequence[str]) -> tuple[str, ...]:
-    return tuple(metric for metric in metrics if metric in failed)
-
-
-def _moved(change: Change, words: Callable[[float], str]) -> str:
-    """Return a change in words: "412 ms, 36 ms more"."""
-    more = "more" if change.difference > 0 else "less"
-    return f"{words(change.candidate)}, {words(abs(change.difference))} {more}"
-
-
-def _words(metric: str) -> Callable[[float], str]:
-    if metric.endswith("_ns"):
-        return units.duration
-    return units.size if metric.endswith("_bytes") else "{:,.0f}".format
 
 
 def _sentence(parts: Sequence[str]) -> str:

@@ -1,34 +1,135 @@
-"""What fails a check against a baseline: which metrics count, and the least change that counts."""
+"""Limits, of one type: which metrics fail a check and from which change on, what `--fail-if` allows, and budgets."""
 
+import fnmatch
+import re
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
-FAILING_METRICS = (
-    "step_time_ns",
-    "tokens_per_second",
-    "cpu_time_ns",
-    "flops",
-    "exposed_transfer_ns",
-    "transfer_ns",
-    "sent_bytes",
-    "allocated_bytes",
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "checkpoint_blocked_ns",
-    "checkpoint_cpu_ns",
-    "checkpoint_written_bytes",
-    "checkpoint_calls",
-)
-"""The metrics that fail a check where they are worse than the baseline's, unless settings say otherwise.
+from tracekit.errors import ConfigError
+from tracekit.regression import metrics, quantities
+from tracekit.regression.metrics import metric_of
 
-What somebody pays for (time, arithmetic, memory, traffic, saves), and not what such time is made of: compute and idle
-time shift from one to the other without anybody losing.
-"""
+if TYPE_CHECKING:
+    from tracekit.regression.significance import Change
+
+CONFIDENCE = 0.99
 MIN_CHANGE_RATIO = 0.03
+
+_LIMIT = re.compile(rf"\s*(?P<metric>\w+)\s*>\s*(?P<number>{quantities.NUMBER})\s*(?P<unit>[%\w]*)\s*\Z")
+
+
+def failing_metrics() -> tuple[str, ...]:
+    """Return the metrics that fail a check where they are worse than the baseline's, unless settings say otherwise.
+
+    They are what somebody pays for (time, arithmetic, memory, traffic, saves), and not what such time consists of:
+    compute and idle time shift from one to the other at no cost.
+    """
+    return tuple(metric.key for metric in metrics.all_metrics().values() if metric.fails_check)
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """How a run is held against a baseline: which metrics fail it where worse, and from which change on."""
+    """What counts as a regression: which metrics fail where worse, the least change, and how sure that must be."""
 
-    metrics: tuple[str, ...] = FAILING_METRICS
+    metrics: tuple[str, ...] | None = None
+    """The keys of the metrics that fail; None for `failing_metrics`."""
     min_change_ratio: float = MIN_CHANGE_RATIO
+    confidence: float = CONFIDENCE
+
+    def is_failing(self, metric: str) -> bool:
+        """Return whether a metric fails a check where it is worse."""
+        return metric in (failing_metrics() if self.metrics is None else self.metrics)
+
+
+class Bound(StrEnum):
+    """What a limit bounds: a metric's value, its change in the metric's unit, or its change relative to before."""
+
+    VALUE = "value"
+    CHANGE = "change"
+    RELATIVE_CHANGE = "relative change"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of one metric: of its value (a budget), or of how much worse it may get (``--fail-if``).
+
+    `limit` is in the metric's unit; of a relative change it is a ratio, and in points for a share (0.03 for 3%). A
+    budget is of the run, or of each rank or unit that a pattern names.
+    """
+
+    metric: str
+    limit: float
+    bound: Bound = Bound.VALUE
+    text: str = ""
+    """How the user wrote it."""
+    ranks: str = ""
+    """Ranks such as ``0-3,8``, each by itself; ``*`` for all of them."""
+    units: str = ""
+    """A pattern such as ``layers.*``: each FSDP unit that it matches, by itself."""
+
+    @property
+    def name(self) -> str:
+        """Return what reports call it: ``step_time``, ``compute of layers.*``."""
+        short = metric_of(self.metric).short
+        parts = ([f"rank {self.ranks}"] if self.ranks else []) + ([self.units] if self.units else [])
+        return f"{short} of {', '.join(parts)}" if parts else short
+
+    @property
+    def is_minimum(self) -> bool:
+        """Whether a budget is the least value that is allowed."""
+        return not metric_of(self.metric).lower_is_better
+
+    def is_beyond(self, value: float) -> bool:
+        """Return whether a value is past the limit."""
+        return value < self.limit if self.is_minimum else value > self.limit
+
+    def is_exceeded(self, change: "Change") -> bool:
+        """Return whether a change is past the limit and significant."""
+        return self.is_past(change) and change.is_certain
+
+    def is_past(self, change: "Change") -> bool:
+        """Return whether the medians are further apart than the limit allows, noise or not."""
+        if not change.is_worsening:
+            return False
+        if self.bound is Bound.CHANGE:
+            return abs(change.difference) > self.limit
+        # Relative to a reference of 0, any worsening is past every percentage.
+        return change.change is None or abs(change.change) > self.limit
+
+    def applies_to_rank(self, rank: int) -> bool:
+        """Return whether it limits this rank."""
+        if self.ranks in ("", "*"):
+            return True
+        spans = (part.partition("-") for part in self.ranks.split(","))
+        return any(int(first) <= rank <= int(last or first) for first, _, last in spans)
+
+    def applies_to_unit(self, unit: str) -> bool:
+        """Return whether it limits this unit."""
+        return fnmatch.fnmatchcase(unit, self.units)
+
+
+def parse_limit(text: str) -> Limit:
+    """Return the limit that ``--fail-if`` names: metric > number, then % or a unit of the metric. Raises ConfigError.
+
+    >>> parse_limit("step_time > 3%").limit
+    0.03
+    >>> parse_limit("idle>1.5ms").limit
+    1500000.0
+    """
+    match = _LIMIT.match(text)
+    if not match:
+        raise ConfigError(f"--fail-if {text!r}: expected METRIC>NUMBER with % or a unit, such as 'step_time>3%'")
+    try:
+        metric = metrics.find(match["metric"], metrics.compared_metrics())
+    except ConfigError as error:
+        raise ConfigError(f"--fail-if {text!r}: {error}") from None
+    number, unit = float(match["number"]), match["unit"]
+    if unit == quantities.PERCENT:
+        return Limit(metric.key, number / 100, Bound.RELATIVE_CHANGE, text)
+    suffixes = metric.unit.suffixes
+    if unit not in suffixes:
+        known = ", ".join(name or "no unit" for name in (quantities.PERCENT, *suffixes))
+        given = f"the unit {unit}" if unit else "a bare number"
+        raise ConfigError(f"--fail-if {text!r}: {given} is ambiguous or unknown for {metric.key}: use {known}")
+    return Limit(metric.key, number * suffixes[unit], Bound.CHANGE, text)

@@ -17,7 +17,6 @@ from tracekit.analysis.compute import unit_work
 from tracekit.errors import InputError
 from tracekit.regression.baseline import (
     MAX_RECORDINGS,
-    SAMPLE_COLUMNS,
     SCHEMA,
     UNIT_COLUMNS,
     Baseline,
@@ -25,6 +24,7 @@ from tracekit.regression.baseline import (
     Plain,
     Recording,
 )
+from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.rules.rule import Severity
 
 MAX_BASELINE_BYTES = 64 << 20

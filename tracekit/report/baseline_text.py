@@ -3,11 +3,11 @@
 import numpy as np
 from rich.console import RenderableType
 
-from tracekit.model import escaping, units
+from tracekit.model import units
 from tracekit.regression.baseline import Baseline
-from tracekit.regression.comparison import job_samples
-from tracekit.regression.samples import LOWER_IS_BETTER
-from tracekit.report import comparison, phrases, text_layout
+from tracekit.regression.metrics import compared_metrics
+from tracekit.regression.samples import job_samples
+from tracekit.report import phrases, text_layout
 
 
 def render(baseline: Baseline, *, width: int, color: bool = False) -> str:
@@ -44,9 +44,9 @@ def _findings(baseline: Baseline) -> list[list[str]]:
 def _metrics(baseline: Baseline) -> list[list[str]]:
     found = [job_samples(recording.samples) for recording in baseline.recordings]
     rows = []
-    for metric in LOWER_IS_BETTER:
-        medians = [float(np.median(each[metric])) for each in found if metric in each]
+    for metric in compared_metrics():
+        medians = [float(np.median(each[metric.key])) for each in found if metric.key in each]
         if medians:
             told = [float(np.mean(medians)), min(medians), max(medians)]
-            rows.append([comparison.label(metric), *(escaping.cell(metric, value) for value in told)])
+            rows.append([metric.label, *(metric.text(value) for value in told)])
     return rows

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tracekit.model import escaping
-from tracekit.regression.gate import BudgetOutcome, CheckResult, FindingStatus, JudgedFinding
+from tracekit.regression.budgets import BudgetOutcome
+from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
+from tracekit.regression.metrics import metric_of
 from tracekit.report import comparison, phrases
 from tracekit.rules.rule import Finding, Severity
 
@@ -106,7 +107,7 @@ def _metrics(gate: CheckResult) -> list[CheckItem]:
     against = f" than in {gate.baseline}" if gate.baseline else " than before"
     made = []
     for change in gate.regressions:
-        before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
+        before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
         name = comparison.label(change.metric)
         causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
         told = f"{name} is worse{against}: {before} before, {now} now, {comparison.change_text(change)}."

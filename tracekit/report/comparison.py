@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from tracekit.model import escaping
-from tracekit.regression.change import MAX_MORE_SAMPLES, Change, Verdict
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.limits import Limit
-from tracekit.regression.quantities import is_share
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import MAX_MORE_SAMPLES, Change, Verdict
+from tracekit.regression.thresholds import Limit
 from tracekit.report import markdown_escaping, text_layout
 from tracekit.report.json import to_json_value
 
@@ -69,7 +69,7 @@ def limit_verdict(bar: Limit, change: Change) -> str:
     told = f"{bar.text}: {change_text(change)}"
     if bar.is_exceeded(change):
         return f"{told}: past the bar"
-    if bar.is_beyond(change):
+    if bar.is_past(change):
         counts = f"{change.reference_samples} and {change.candidate_samples} samples cannot tell"
         more = f"; about {_more(change)} more a side would" if change.more_samples else ""
         return f"{told}: past the bar, but it may be noise: {counts}{more}"
@@ -82,8 +82,8 @@ def change_text(change: Change) -> str:
 
 
 def label(metric: str) -> str:
-    """Return what people call a metric: "overlap_ratio" is "hidden communication"."""
-    return _LABELS.get(metric, escaping.heading(metric))
+    """Return what people call a metric: "overlap_ratio" is "communication overlap"."""
+    return metric_of(metric).label
 
 
 def table_cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -92,8 +92,8 @@ def table_cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
             label(change.metric),
-            escaping.cell(change.metric, change.reference),
-            escaping.cell(change.metric, change.candidate),
+            metric_of(change.metric).text(change.reference),
+            metric_of(change.metric).text(change.candidate),
             _change(change),
             _interval(change),
             change.verdict.value,
@@ -101,27 +101,6 @@ def table_cells(found: Comparison) -> tuple[list[str], list[list[str]]]:
         for change in found.changes
     ]
     return ["", *names, "change", f"{found.confidence:.0%} interval", "verdict"], rows
-
-
-_LABELS = {
-    "exposed_communication_ratio": "exposed share of step",
-    "overlap_ratio": "hidden communication",
-    "cpu_time_ns": "processor time",
-    "flops": "operations a step",
-    "exposed_transfer_ns": "exposed transfer",
-    "transfer_ns": "transfer",
-    "sent_bytes": "sent a step",
-    "data_wait_ns": "waiting for data",
-    "peak_allocated_bytes": "peak allocated",
-    "peak_reserved_bytes": "peak reserved",
-    "checkpoint_cpu_ns": "checkpoint processor",
-    "checkpoint_written_bytes": "checkpoint written",
-    "checkpoint_calls": "checkpoint calls",
-    "checkpoint_blocked_ns": "checkpoint blocked",
-    "allocations": "allocations a step",
-    "allocated_bytes": "allocated a step",
-    "tokens_per_second": "tokens a second",
-}
 
 
 def _change(change: Change) -> str:
@@ -142,7 +121,7 @@ def _percent(ratio: float) -> str:
 
 
 def _unit(change: Change) -> str:
-    return " pt" if is_share(change.metric) else "%"
+    return " pt" if metric_of(change.metric).is_share else "%"
 
 
 def remarks(found: Comparison) -> Sequence[str]:

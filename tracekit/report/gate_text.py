@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 
 from tracekit.model import units
+from tracekit.regression.budgets import BudgetOutcome, BudgetResult
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import BudgetOutcome, BudgetResult, CheckResult, FindingStatus
+from tracekit.regression.gate import CheckResult, FindingStatus
 from tracekit.report import comparison, phrases, text, text_layout
 
 _ORDER = (FindingStatus.NEW, FindingStatus.WORSE, FindingStatus.KNOWN)

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from tracekit.model import escaping
 from tracekit.regression.history.change_points import LEAST_RUNS, Drift
 from tracekit.regression.history.trends import Group, MetricShift, Series, latest_first
-from tracekit.regression.quantities import is_share
+from tracekit.regression.metrics import metric_of
 from tracekit.report import phrases, text_layout
 from tracekit.report.comparison import label
 from tracekit.report.json import to_json_value
@@ -93,7 +93,7 @@ def _at_most_common_first(shifts: list[MetricShift]) -> list[MetricShift]:
 
 def before_and_after(shift: MetricShift) -> str:
     """Return a change in words: "10.1 ms → 12.2 ms, +21%"."""
-    before, after = (escaping.cell(shift.metric, value) for value in (shift.before, shift.after))
+    before, after = (metric_of(shift.metric).text(value) for value in (shift.before, shift.after))
     return f"{before} → {after}, {change_text(shift.metric, shift.before, shift.after)}"
 
 
@@ -126,7 +126,7 @@ def verdict(series: Series) -> str:
 
 def change_text(metric: str, before: float, after: float) -> str:
     """Return a change: "+23%", or of a share "+4.0 pt"."""
-    if is_share(metric):
+    if metric_of(metric).is_share:
         return f"{100 * (after - before):+.1f} pt"
     if not before:
         return "from 0"
@@ -214,8 +214,8 @@ def _row(group: Group, series: Series, most: int, wide: bool) -> list[str]:
     known = [value for value in series.values.tolist() if math.isfinite(value)]
     return [
         label(series.metric),
-        escaping.cell(series.metric, known[0] if known else None),
-        escaping.cell(series.metric, known[-1] if known else None),
+        metric_of(series.metric).text(known[0] if known else None),
+        metric_of(series.metric).text(known[-1] if known else None),
         *([_interval(group, series)] if wide else []),
         sparkline(series.values.tolist()[-most:]),
         verdict(series),
@@ -226,7 +226,7 @@ def _interval(group: Group, series: Series) -> str:
     rows = group.metrics.filter((pl.col("metric") == series.metric) & (pl.col("run") == group.runs["run"][-1]))
     if rows.is_empty() or rows["low"][0] is None:
         return "—"
-    return " to ".join(escaping.cell(series.metric, rows[end][0]) for end in ("low", "high"))
+    return " to ".join(metric_of(series.metric).text(rows[end][0]) for end in ("low", "high"))
 
 
 def _style(series: Series) -> str:
@@ -259,7 +259,7 @@ def _change(group: Group, shifts: Sequence[MetricShift]) -> list[RenderableType]
 
 
 def _drift(series: Series, drift: Drift) -> RenderableType:
-    before, after = (escaping.cell(series.metric, value) for value in (drift.before, drift.after))
+    before, after = (metric_of(series.metric).text(value) for value in (drift.before, drift.after))
     return text_layout.line(
         ("DRIFT", _DRIFTS),
         "  ",

@@ -7,9 +7,10 @@ import polars as pl
 from tracekit.analysis.time import breakdown, summary
 from tracekit.model import escaping, units
 from tracekit.model.run import Run
-from tracekit.regression.change import Change, Verdict
 from tracekit.regression.comparison import Comparison
 from tracekit.regression.gate import CheckResult, FindingStatus
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import Change, Verdict
 from tracekit.report import charts, comparison, gate_text, phrases
 from tracekit.rules.rule import Finding, Severity
 
@@ -153,8 +154,8 @@ def gate_tables(gate: CheckResult) -> str:
     budgets = [
         (
             budget.budget,
-            escaping.cell(budget.metric, budget.limit),
-            escaping.cell(budget.metric, budget.measured),
+            metric_of(budget.metric).text(budget.limit),
+            metric_of(budget.metric).text(budget.measured),
             budget.outcome.value + ", fails" * gate.fails_budget(budget),
         )
         for budget in gate.budgets

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from tracekit.model import escaping
 from tracekit.model.run import created_ns
-from tracekit.regression.change import Change, Verdict
-from tracekit.regression.gate import BudgetOutcome, CheckResult, JudgedFinding
+from tracekit.regression.budgets import BudgetOutcome
+from tracekit.regression.gate import CheckResult, JudgedFinding
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import Change, Verdict
 from tracekit.report import ci_results, comparison, phrases
 from tracekit.report.code_locations import Checkout
 
@@ -85,7 +87,7 @@ def _rule(run: str, code: str, gate: CheckResult, checkout: Checkout) -> ET.Elem
 
 def _metric(run: str, change: Change, gate: CheckResult) -> ET.Element:
     case = ET.Element("testcase", classname=f"{run}.metrics", name=change.metric)
-    before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
+    before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
     told = f"{before} before, {now} now, {comparison.change_text(change)}: {change.verdict}"
     causes = [cause.message for cause in gate.causes if change.metric in cause.metrics]
     if any(change.metric == worse.metric for worse in gate.regressions):

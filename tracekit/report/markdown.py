@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from tracekit.errors import ConfigError
-from tracekit.model import escaping
-from tracekit.regression.change import Change, Verdict
+from tracekit.regression.budgets import BudgetOutcome
 from tracekit.regression.comparison import Comparison
-from tracekit.regression.gate import BudgetOutcome, CheckResult, FindingStatus, JudgedFinding
+from tracekit.regression.gate import CheckResult, FindingStatus, JudgedFinding
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import Change, Verdict
 from tracekit.report import ci_results, comparison, phrases, text_charts
 from tracekit.report.code_locations import Checkout, LocationKind
 from tracekit.report.gate_text import headline
@@ -101,7 +102,7 @@ def _changes(found: Comparison, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _metric(change: Change, *, fails: bool) -> tuple[str, ...]:
-    before, now = (escaping.cell(change.metric, value) for value in (change.reference, change.candidate))
+    before, now = (metric_of(change.metric).text(value) for value in (change.reference, change.candidate))
     verdict = f"❌ {change.verdict}" if fails else change.verdict.value
     return comparison.label(change.metric), before, now, comparison.change_text(change), verdict
 
@@ -111,8 +112,8 @@ def _budgets(gate: CheckResult) -> str:
     rows = [
         (
             code(each.budget),
-            escaping.cell(each.metric, each.limit),
-            escaping.cell(each.metric, each.measured),
+            metric_of(each.metric).text(each.limit),
+            metric_of(each.metric).text(each.measured),
             f"❌ {marks[each.outcome]}" if gate.fails_budget(each) else marks[each.outcome],
         )
         for each in gate.budgets[:_MAX_ROWS]

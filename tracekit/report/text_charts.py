@@ -8,15 +8,15 @@ a mail of the same comment shows its source. Blocks of letters are the same ever
 from collections.abc import Sequence
 
 from tracekit.analysis.time import summary
-from tracekit.model import escaping, units
+from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression.change import Change
 from tracekit.regression.comparison import Comparison
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.significance import Change
 from tracekit.report import comparison as compared
 
 WIDTH = 36
 MAX_RANKS = 8
-TIMES = ("step_time_ns", "compute_ns", "exposed_communication_ns", "idle_ns", "checkpoint_blocked_ns")
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _PARTS = {"compute_ns": "█", "exposed_communication_ns": "▓", "exposed_copy_ns": "▒", "idle_ns": "░"}
 _LABELS = {"compute_ns": "compute", "exposed_communication_ns": "exposed communication", "exposed_copy_ns": "copy"}
@@ -25,7 +25,7 @@ _LABELS |= {"idle_ns": "idle"}
 
 def before_and_now(found: Comparison) -> str:
     """Return two bars per time, before and now, on one scale; '' where no time is compared."""
-    changes = [change for change in found.changes if change.metric in TIMES]
+    changes = [change for change in found.changes if metric_of(change.metric).is_drawn]
     longest_ns = max((max(change.reference, change.candidate) for change in changes), default=0.0)
     if longest_ns <= 0:
         return ""
@@ -56,7 +56,7 @@ def by_rank(run: Run) -> str:
 def _pair(change: Change, longest_ns: float, width: int) -> Sequence[str]:
     name = compared.label(change.metric)
     before, now = change.reference, change.candidate
-    told = [escaping.cell(change.metric, value) for value in (before, now)]
+    told = [metric_of(change.metric).text(value) for value in (before, now)]
     return (
         f"{name:<{width}}  before {_bar(before / longest_ns)} {told[0]}",
         f"{'':<{width}}  now    {_bar(now / longest_ns)} {told[1]}",

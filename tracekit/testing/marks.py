@@ -8,8 +8,8 @@ from tracekit.capture.window_schedule import parse_steps
 from tracekit.cli import settings
 from tracekit.errors import ConfigError
 from tracekit.regression import budgets as budget
-from tracekit.regression import quantities
 from tracekit.regression.budgets import Budgets
+from tracekit.regression.metrics import all_metrics
 from tracekit.rules.rule import Severity
 
 DEFAULT_STEPS = (3, 8)
@@ -43,7 +43,7 @@ def parse_marks(marks: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Tra
     try:
         return TraceBudget(steps, budget.parse(given), fail_on)
     except ConfigError as error:
-        if " is no metric" not in str(error):
+        if " is not a metric" not in str(error):
             raise
-        names = ", ".join([*map(quantities.short, budget.METRICS), *_OTHERS])
+        names = ", ".join([*(metric.short for metric in all_metrics().values()), *_OTHERS])
         raise ConfigError(f"{str(error).partition(': expected')[0]}; there are {names}") from None

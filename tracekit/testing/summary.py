@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tracekit.model import escaping
+from tracekit.regression.metrics import metric_of
 
 if TYPE_CHECKING:
     import pytest
@@ -46,7 +47,7 @@ def _cells(row: "SummaryRow") -> tuple[str, ...]:
 
 
 def _number(column: str, value: float | None) -> str:
-    return f"{value:,.0f}" if column == "allocations" and value is not None else escaping.cell(column, value)
+    return f"{value:,.0f}" if column == "allocations" and value is not None else metric_of(column).text(value)
 
 
 def _line(cells: "Sequence[str]", widths: "Sequence[int]") -> str:

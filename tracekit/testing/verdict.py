@@ -13,10 +13,10 @@ from tracekit.cli import settings
 from tracekit.errors import TracekitError
 from tracekit.model import units
 from tracekit.model.run import Run
-from tracekit.regression import judgement
-from tracekit.regression.comparison import job_samples
-from tracekit.regression.gate import BudgetOutcome, BudgetResult, CheckResult
-from tracekit.regression.samples import samples
+from tracekit.regression import gate as checks
+from tracekit.regression.budgets import BudgetOutcome, BudgetResult
+from tracekit.regression.gate import CheckResult
+from tracekit.regression.samples import job_samples, samples
 from tracekit.report import phrases
 from tracekit.rules import all_rules, engine
 from tracekit.rules.rule import Finding
@@ -69,11 +69,11 @@ def _gate(run: Run, asked: TraceBudget, folder: Path) -> CheckResult:
     catalog = all_rules()
     file = settings.find_file(folder)
     settled = settings.read(file, catalog) if file else settings.CheckSettings()
-    facts = (samples, *judgement.facts(asked.budgets, with_baseline=False))
+    facts = (samples, *checks.facts(asked.budgets, with_baseline=False))
     report = engine.check(run, settings.configured_rules(settled, catalog), facts=facts)
     today = datetime.datetime.now(datetime.UTC).date()
     report = settings.apply_ignores(report, settled.ignore, catalog, today=today)
-    return judgement.judge(report, asked.fail_on, budgets=asked.budgets)
+    return checks.judge(report, asked.fail_on, budgets=asked.budgets)
 
 
 def _failure(gate: CheckResult, run: Run, folder: Path) -> str:

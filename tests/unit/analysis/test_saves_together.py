@@ -13,9 +13,9 @@ from tracekit.analysis.checkpoint.planning_inputs import planning_inputs
 from tracekit.analysis.compute import unit_work
 from tracekit.model import schema
 from tracekit.model.run import Run
-from tracekit.regression import baseline, budget_verdicts, judgement
-from tracekit.regression.budgets import parse
-from tracekit.regression.gate import BudgetOutcome
+from tracekit.regression import baseline, budgets
+from tracekit.regression import gate as checks
+from tracekit.regression.budgets import BudgetOutcome, parse
 from tracekit.regression.samples import samples
 from tracekit.rules.background_save import BlockingBackgroundSave
 from tracekit.rules.checkpoint import BlockingCheckpoint
@@ -70,7 +70,7 @@ def test_what_a_typical_save_does_is_told_of_all_its_files() -> None:
 def test_a_slower_file_is_a_regression_also_where_it_is_not_the_first(slower_ms: int, expected: list[str]) -> None:
     before, after = (saving(MODEL, (*OPTIMIZER[:2], took_ms)) for took_ms in (1200, slower_ms))
     base = baseline.of_reports([(sample_baselines.report(before), before)])
-    gate = judgement.judge(sample_baselines.report(after), None, baseline=base)
+    gate = checks.judge(sample_baselines.report(after), None, baseline=base)
     assert [each.metric for each in gate.regressions if each.metric == "checkpoint_blocked_ns"] == expected
 
 
@@ -84,7 +84,7 @@ def test_a_tiny_save_does_not_hide_a_large_one(each: tuple[Saved, ...]) -> None:
     assert "the median of 8 saves" in found.message
     assert ("and 1 more after that step" in found.message) == (len(each) > 1)
     assert found.evidence["checkpoint"][0] == "step-40"
-    (budget,) = budget_verdicts.judge(run, parse({"checkpoint_overhead_ratio": "30%"}).budgets)
+    (budget,) = budgets.check(run, parse({"checkpoint_overhead_ratio": "30%"}).budgets)
     assert (budget.outcome, budget.measured) == (BudgetOutcome.BROKEN, pytest.approx(0.5, abs=0.01))
     (interval,) = check(run, [UnwiseInterval(mtbf_s=86400)]).findings
     (saved_s,) = re.findall(r"with ([\d.]+) s per save", interval.message)

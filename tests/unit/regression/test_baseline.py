@@ -14,7 +14,8 @@ from tests.support import sample_baselines, sample_report
 from tracekit.analysis.compute import unit_work
 from tracekit.errors import InputError, NotComparableError
 from tracekit.regression import baseline as baselines
-from tracekit.regression.baseline import SAMPLE_COLUMNS, UNIT_COLUMNS, Baseline, Recording
+from tracekit.regression.baseline import UNIT_COLUMNS, Baseline, Recording
+from tracekit.regression.samples import SAMPLE_COLUMNS
 from tracekit.report import baseline_json as saved
 from tracekit.report import baseline_text
 

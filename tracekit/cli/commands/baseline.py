@@ -76,28 +76,28 @@ def update(
     is new or worse and not accepted, the file does not change and the exit code is 1.
     """
     from tracekit.regression import baseline as baselines
-    from tracekit.regression import judgement
+    from tracekit.regression import gate as checks
 
     settings = _settings(config)
     old = _read(file)
     reports = _checked(runs, settings, cache=cache)
-    result = judgement.judge(
+    result = checks.judge(
         reports[0][0],
-        judgement.least_severity(settings.fail_on),
+        checks.least_severity(settings.fail_on),
         baseline=old,
         thresholds=settings.baseline,
         repeats=[run for _, run in reports[1:]],
         allow_different=allow_different,
     )
     accepted = [name for names in accept or [] for name in output.split_names(names)]
-    regressions = judgement.not_accepted(result, accepted)
+    regressions = checks.not_accepted(result, accepted)
     if regressions:
         output.notify(
             f"{file} is unchanged: {', '.join(regressions)} got worse; fix it, or --accept {','.join(regressions)}"
         )
         raise typer.Exit(REFUSED)
     new = baselines.of_reports(reports, allow_different=allow_different)
-    updated, reason = judgement.updated(old, new, result, thresholds=settings.baseline)
+    updated, reason = checks.updated(old, new, result, thresholds=settings.baseline)
     if updated is not old:
         _write(updated, file)
     output.notify(f"{file}: {reason}; {_counted(updated)}{_advice(updated)}")

@@ -81,10 +81,10 @@ def _results(
     cache: bool,
 ) -> "list[CheckResult]":
     from tracekit.cli.settings import apply_ignores, configured_rules
-    from tracekit.regression import judgement
+    from tracekit.regression import gate as checks
 
     rules = configured_rules(settings, catalog)
-    facts = judgement.facts(settings.budget, with_baseline=options.baseline is not None)
+    facts = checks.facts(settings.budget, with_baseline=options.baseline is not None)
     baseline = None if options.baseline is None else run_loading.open_baseline(options.baseline, rules, cache=cache)
     today = datetime.datetime.now(datetime.UTC).date()
     reports = [
@@ -93,7 +93,7 @@ def _results(
     ]
     recordings = [run_loading.open_measured(path, facts, cache=cache) for path in repeats]
     return [
-        judgement.judge(
+        checks.judge(
             report,
             settings.fail_on,
             baseline=baseline,

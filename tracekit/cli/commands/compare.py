@@ -11,7 +11,7 @@ from tracekit.errors import InputError
 
 if TYPE_CHECKING:
     from tracekit.regression.comparison import Comparison
-    from tracekit.regression.limits import Limit
+    from tracekit.regression.thresholds import Limit
 
 LIMIT_CROSSED = 1
 
@@ -50,10 +50,10 @@ def compare(
     significant change. Exit code 4: the runs cannot be compared.
     """
     from tracekit.regression import comparison as comparing
-    from tracekit.regression import limits
+    from tracekit.regression import thresholds
     from tracekit.report import comparison as report
 
-    parsed = [limits.parse(text) for text in fail_if or []]
+    parsed = [thresholds.parse_limit(text) for text in fail_if or []]
     sides = [run_loading.comparison_side(path, cache=cache) for path in (reference, candidate)]
     comparison = comparing.compare(*sides, allow_different=allow_different)
     if comparison_format is ComparisonFormat.JSON:

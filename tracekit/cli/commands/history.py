@@ -132,7 +132,7 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     import datetime
 
     from tracekit.cli import settings
-    from tracekit.regression import judgement
+    from tracekit.regression import gate as checks
     from tracekit.rules import all_rules
 
     catalog = all_rules()
@@ -140,7 +140,7 @@ def _checked(path: str, commit: "Commit", *, cache: bool) -> "HistoryEntry":
     today = datetime.datetime.now(datetime.UTC).date()
     ((report, _),) = run_loading.check_runs([path], settings.configured_rules(resolved, catalog), cache=cache)
     report = settings.apply_ignores(report, resolved.ignore, catalog, today=today)
-    return _entries([judgement.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
+    return _entries([checks.judge(report, resolved.fail_on, budgets=resolved.budget)], commit)[0]
 
 
 def _saved(path: Path, commit: "Commit") -> "list[HistoryEntry]":
@@ -152,10 +152,9 @@ def _saved(path: Path, commit: "Commit") -> "list[HistoryEntry]":
 
 
 def _metric(name: str) -> str:
-    from tracekit.regression import quantities
-    from tracekit.regression.samples import LOWER_IS_BETTER
+    from tracekit.regression import metrics
 
     try:
-        return quantities.metric_named(name, LOWER_IS_BETTER)
+        return metrics.find(name, metrics.compared_metrics()).key
     except ConfigError as error:
         raise ConfigError(f"--metric: {error}") from None

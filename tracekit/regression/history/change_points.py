@@ -89,7 +89,7 @@ def trend(values: Values, *, least: float) -> Trend:
     counts from the first.
 
     >>> found = trend(np.array([10.0, 10.1, 9.9, 10.0, 10.1, 10.0, 12.1, 12.0, 11.9, 12.0, 12.1, 12.0]), least=0.1)
-    >>> [(step.index, step.before, step.after) for step in found.steps]
+    >>> [(step.index, step.before, step.after) for step in found.shifts]
     [(6, 10.0, 12.0)]
     """
     if len(values) < LEAST_RUNS:

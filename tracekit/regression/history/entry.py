@@ -10,9 +10,9 @@ import numpy as np
 
 from tracekit.model.run import Run, created_ns
 from tracekit.regression import baseline
-from tracekit.regression.change import Values
-from tracekit.regression.comparison import RunSamples, job_samples
+from tracekit.regression.comparison import RunSamples
 from tracekit.regression.history.commits import Commit
+from tracekit.regression.samples import Values, job_samples
 
 RECORDED_FACTS = ("arguments", "versions")
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from tracekit.regression.change import MIN_EFFECT, MIN_STEP_SHARE, Values
 from tracekit.regression.history import change_points
 from tracekit.regression.history.change_points import Drift
 from tracekit.regression.history.store import History
-from tracekit.regression.quantities import is_share
-from tracekit.regression.samples import LOWER_IS_BETTER
+from tracekit.regression.metrics import Metric, all_metrics, metric_of
+from tracekit.regression.samples import Values
 
-_STEP_TIME = "step_time_ns"
+MIN_CHANGE_RATIO = 0.01
+"""A smaller change of a series is none, relative or in points of a share: many runs resolve more than two do."""
+MIN_CONTAINER_SHARE = 0.005
+"""Nor is a change of a part below this share of the whole that contains it, such as of the step time."""
 _NEIGHBOURS = 5  # runs on either side of a change whose findings and facts are held against each other
 _OFTEN = 0.5
 
@@ -83,7 +85,7 @@ def groups(
 def latest_first(group: Group) -> tuple[MetricShift, ...]:
     """Return all changes of a group, the latest first."""
     shifts = [shift for series in group.series for shift in series.shifts]
-    order = list(LOWER_IS_BETTER)
+    order = list(all_metrics())
     return tuple(sorted(shifts, key=lambda shift: (-shift.first, not shift.is_worse, order.index(shift.metric))))
 
 
@@ -93,12 +95,15 @@ def _group(history: History, fingerprint: str, runs: pl.DataFrame, wanted: Seque
         table.join(keys, on="run", how="semi") for table in (history.metrics, history.findings, history.facts)
     )
     own = facts.filter(pl.col("is_identity") & (pl.col("run") == runs["run"][-1]))
-    values = {name: _values(measured, runs, name) for name in LOWER_IS_BETTER if name in set(measured["metric"])}
-    step_ns = float(np.nanmedian(values[_STEP_TIME])) if _STEP_TIME in values else None
+    known = set(measured["metric"])
+    values = {
+        metric.key: _values(measured, runs, metric.key) for metric in all_metrics().values() if metric.key in known
+    }
+    medians = {key: float(np.nanmedian(series)) for key, series in values.items()}
     series = [
-        _series(metric, each, step_ns, runs, findings, facts)
-        for metric, each in values.items()
-        if wanted is None or metric in wanted
+        _series(metric_of(key), medians_by_run, medians.get(metric_of(key).part_of or ""), runs, findings, facts)
+        for key, medians_by_run in values.items()
+        if wanted is None or key in wanted
     ]
     return Group(
         fingerprint,
@@ -117,30 +122,32 @@ def _values(measured: pl.DataFrame, runs: pl.DataFrame, metric: str) -> Values:
 
 
 def _series(
-    metric: str, values: Values, step_ns: float | None, runs: pl.DataFrame, findings: pl.DataFrame, facts: pl.DataFrame
+    metric: Metric, values: Values, whole: float | None, runs: pl.DataFrame, findings: pl.DataFrame, facts: pl.DataFrame
 ) -> Series:
-    places = np.flatnonzero(np.isfinite(values))
-    found = change_points.trend(values[places], least=_least(metric, values[places], step_ns))
+    measured = np.flatnonzero(np.isfinite(values))
+    trend = change_points.trend(values[measured], least=_least_change(metric, values[measured], whole))
     shifts = []
-    for step in found.shifts:
-        last, first = int(places[step.index - 1]), int(places[step.index])
-        worse = (step.after > step.before) == LOWER_IS_BETTER[metric]
-        appeared, gone = _findings_changed(runs, findings, first)
-        differs = _facts_changed(facts, str(runs["run"][last]), str(runs["run"][first]))
-        shifts.append(MetricShift(metric, last, first, step.before, step.after, worse, appeared, gone, differs))
+    for shift in trend.shifts:
+        last, first = int(measured[shift.index - 1]), int(measured[shift.index])
+        is_worse = metric.is_worse(shift.after - shift.before)
+        appeared, disappeared = _findings_changed(runs, findings, first)
+        changed = _facts_changed(facts, str(runs["run"][last]), str(runs["run"][first]))
+        shifts.append(
+            MetricShift(metric.key, last, first, shift.before, shift.after, is_worse, appeared, disappeared, changed)
+        )
     drifts = (
-        Drift(int(places[each.first]), int(places[each.past - 1]) + 1, each.before, each.after) for each in found.drifts
+        Drift(int(measured[drift.first]), int(measured[drift.past - 1]) + 1, drift.before, drift.after)
+        for drift in trend.drifts
     )
-    return Series(metric, values, tuple(shifts), tuple(drifts))
+    return Series(metric.key, values, tuple(shifts), tuple(drifts))
 
 
-def _least(metric: str, values: Values, step_ns: float | None) -> float:
-    """Return the smallest change that is one, in the metric's own unit, as a comparison of two runs has it."""
-    if is_share(metric):
-        return MIN_EFFECT
-    least = MIN_EFFECT * abs(float(np.median(values))) if len(values) else 0.0
-    within_step = metric.endswith("_ns") and metric != _STEP_TIME and step_ns is not None
-    return max(least, MIN_STEP_SHARE * step_ns) if within_step and step_ns else least
+def _least_change(metric: Metric, values: Values, whole: float | None) -> float:
+    """Return the smallest change that is one, in the metric's own unit; `whole` is the median of what contains it."""
+    if metric.is_share:
+        return MIN_CHANGE_RATIO
+    least = MIN_CHANGE_RATIO * abs(float(np.median(values))) if len(values) else 0.0
+    return max(least, MIN_CONTAINER_SHARE * whole) if whole else least
 
 
 def _findings_changed(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from tracekit.model import escaping
-from tracekit.regression.quantities import is_share
+from tracekit.regression.metrics import metric_of
 from tracekit.report.charts.style import with_style
 
 _LINE, _LEVEL, _WORSE, _BETTER, _FAILED = "#0072B2", "#7D8796", "#D55E00", "#009E73", "#D55E00"
@@ -47,7 +47,8 @@ class Mark:
 
 def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks: Sequence[Mark]) -> go.Figure:
     """Return a metric over runs in their order, evenly apart. A point's customdata is its number, counted from 0."""
-    divisor, suffix = _scale(metric, [point.value for point in points if point.value is not None])
+    values = [point.value for point in points if point.value is not None]
+    divisor, suffix = metric_of(metric).unit.scale(max((abs(value) for value in values), default=0.0))
     figure = go.Figure()
     for level in levels:
         figure.add_scatter(
@@ -95,17 +96,6 @@ def history(metric: str, points: Sequence[Point], levels: Sequence[Level], marks
     return with_style(figure, height_px=340)
 
 
-def _scale(metric: str, values: Sequence[float]) -> tuple[float, str]:
-    """Return what to divide by, and what to write behind the numbers."""
-    largest = max(map(abs, values), default=0.0)
-    if metric.endswith("_ns"):
-        return next((s for s in ((1e9, " s"), (1e6, " ms"), (1e3, " µs")) if largest >= s[0]), (1.0, " ns"))
-    if metric.endswith("bytes"):
-        sizes = ((2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"))
-        return next((s for s in sizes if largest >= s[0]), (1.0, " B"))
-    return (0.01, "%") if is_share(metric) else (1.0, "")
-
-
 def _bars(known: Sequence[tuple[int, Point]], divisor: float) -> dict[str, object]:
     above = [_scaled((p.high if p.high is not None else p.value or 0) - (p.value or 0), divisor) for _, p in known]
     below = [_scaled((p.value or 0) - (p.low if p.low is not None else p.value or 0), divisor) for _, p in known]
@@ -117,7 +107,7 @@ def _scaled(value: float | None, divisor: float) -> float:
 
 
 def _hover(metric: str, number: int, point: Point) -> str:
-    told = [f"<b>{escaping.escape(escaping.cell(metric, point.value))}</b> run {number + 1}"]
+    told = [f"<b>{escaping.escape(metric_of(metric).text(point.value))}</b> run {number + 1}"]
     if point.low is not None and point.high is not None:
-        told.append(f"95% {escaping.cell(metric, point.low)} to {escaping.cell(metric, point.high)}")
+        told.append(f"95% {metric_of(metric).text(point.low)} to {metric_of(metric).text(point.high)}")
     return "<br>".join([*told, *(escaping.escape(text) for text in point.hover_lines)])

@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import polars as pl
@@ -138,8 +141,9 @@ def _code_hash() -> str:
     """Return the hash of all code that makes a report, and of the rules with their thresholds, plugins among them."""
     package = Path(conventions.__file__).parents[1]
     rules = [(rule.code, rule.__module__, rule.__qualname__, dataclasses.asdict(rule())) for rule in all_rules()]
-    plugins: list[type] = [rule for rule in all_rules() if rule not in RULES]
+    plugins: list[type | ModuleType] = [rule for rule in all_rules() if rule not in RULES]
     plugins += [type(reader) for reader in readers.available() if reader not in readers.READERS]
+    plugins += [importlib.import_module(point.module) for point in entry_points(group="tracekit.metrics")]
     told = {
         "code": disk_cache.code_hash(package, ("**/*.py",)),
         "libraries": [pl.__version__, np.__version__],

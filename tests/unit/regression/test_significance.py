@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import sample_baselines
-from tracekit.regression.change import Change, Values, Verdict
-from tracekit.regression.recording_test import compare_recordings, student_t, variance_of_median
+from tracekit.regression.metrics import metric_of
+from tracekit.regression.samples import Values
+from tracekit.regression.significance import Change, Verdict, compare_recordings, student_t, variance_of_median
 
 STEP_NS = 100e6
 
@@ -26,7 +27,7 @@ def verdicts(metric: str, pairs: int, *, seed: int, before: int, after: int, bet
     for _ in range(pairs):
         a = recordings(random, before, between=between)
         b = recordings(random, after, median=STEP_NS * (1 + grown), between=between)
-        found.append(compare_recordings(metric, a, b).verdict.value)
+        found.append(compare_recordings(metric_of(metric), a, b).verdict.value)
     return found
 
 
@@ -52,7 +53,9 @@ def test_more_recordings_find_what_one_cannot() -> None:
 
 
 def test_a_baseline_of_one_recording_takes_a_step_of_a_tenth_for_a_mood_of_the_machine() -> None:
-    found = compare_recordings("step_time_ns", [sample_baselines.steps(100e6)], [sample_baselines.steps(110e6, seed=1)])
+    found = compare_recordings(
+        metric_of("step_time_ns"), [sample_baselines.steps(100e6)], [sample_baselines.steps(110e6, seed=1)]
+    )
     assert found.verdict is Verdict.CANNOT_TELL
     assert found.more_recordings > 0
     assert found.more_samples == 0
@@ -64,13 +67,13 @@ def test_a_restless_machine_is_known_by_the_steps_of_a_single_recording() -> Non
     for _ in range(40):
         # Recordings differ by 20%, and so do the steps within one.
         a, b = (recordings(random, 1, between=0.2, within=0.3) for _ in range(2))
-        wild += compare_recordings("step_time_ns", a, b).verdict in (Verdict.WORSE, Verdict.BETTER)
+        wild += compare_recordings(metric_of("step_time_ns"), a, b).verdict in (Verdict.WORSE, Verdict.BETTER)
     assert wild <= 3
 
 
 def test_a_few_steps_that_scatter_ask_for_samples_not_recordings() -> None:
     wild = [np.array([60e6, 80e6, 100e6, 120e6, 140e6]), np.array([65e6, 85e6, 105e6, 125e6, 145e6])]
-    found = compare_recordings("cpu_time_ns", wild[:1], wild[1:])
+    found = compare_recordings(metric_of("cpu_time_ns"), wild[:1], wild[1:])
     assert found.verdict is Verdict.CANNOT_TELL
     assert found.more_samples > 0
     assert found.more_recordings == 0
@@ -89,21 +92,21 @@ def test_a_few_steps_that_scatter_ask_for_samples_not_recordings() -> None:
     ],
 )
 def test_counts_need_no_repetition(metric: str, before: float, after: float, verdict: str) -> None:
-    found = compare_recordings(metric, [np.full(5, before)], [np.full(5, after)])
+    found = compare_recordings(metric_of(metric), [np.full(5, before)], [np.full(5, after)])
     assert found.verdict.value == verdict
 
 
 def test_a_time_within_the_step_must_matter_to_the_step() -> None:
     small, large = [sample_baselines.steps(1e6)] * 5, [sample_baselines.steps(1.5e6)]
-    assert compare_recordings("transfer_ns", small, large, step_ns=10e6).verdict is Verdict.WORSE
-    assert compare_recordings("transfer_ns", small, large, step_ns=100e6).verdict is not Verdict.WORSE
+    assert compare_recordings(metric_of("transfer_ns"), small, large, whole=10e6).verdict is Verdict.WORSE
+    assert compare_recordings(metric_of("transfer_ns"), small, large, whole=100e6).verdict is not Verdict.WORSE
 
 
 def test_saves_are_few_and_are_compared_all_the_same() -> None:
     before = [np.array([200e6 + n * 1e6, 210e6]) for n in range(5)]
-    found = compare_recordings("checkpoint_cpu_ns", before, [np.array([300e6, 310e6])])
+    found = compare_recordings(metric_of("checkpoint_cpu_ns"), before, [np.array([300e6, 310e6])])
     assert (found.verdict, found.candidate_samples) == (Verdict.WORSE, 2)
-    one = compare_recordings("checkpoint_cpu_ns", before[:1], [np.array([300e6, 310e6])])
+    one = compare_recordings(metric_of("checkpoint_cpu_ns"), before[:1], [np.array([300e6, 310e6])])
     assert (one.verdict, one.more_samples) == (Verdict.CANNOT_TELL, 3)
 
 
@@ -111,7 +114,9 @@ def test_fewer_tokens_a_second_are_worse_and_more_are_better() -> None:
     before = [sample_baselines.steps(1000.0, seed=n, spread=0.01) for n in range(5)]
     for factor, verdict in ((0.5, Verdict.WORSE), (2.0, Verdict.BETTER)):
         assert (
-            compare_recordings("tokens_per_second", before, [sample_baselines.steps(1000.0 * factor)]).verdict
+            compare_recordings(
+                metric_of("tokens_per_second"), before, [sample_baselines.steps(1000.0 * factor)]
+            ).verdict
             is verdict
         )
 
@@ -124,7 +129,7 @@ def test_fewer_tokens_a_second_are_worse_and_more_are_better() -> None:
 @settings(max_examples=40, deadline=None)
 def test_the_unit_of_a_metric_changes_no_verdict(before: list[float], after: list[float], factor: float) -> None:
     def verdict(scale: float) -> Change:
-        return compare_recordings("step_time_ns", [np.array(before) * scale], [np.array(after) * scale])
+        return compare_recordings(metric_of("step_time_ns"), [np.array(before) * scale], [np.array(after) * scale])
 
     plain, scaled = verdict(1.0), verdict(factor)
     assert plain.verdict == scaled.verdict

@@ -1,0 +1,134 @@
+"""Where the metrics' samples come from: a table of values per step, from one trace or from all ranks of a run.
+
+A source returns the columns step and value, and metric where it measures several at once; one of a whole run also
+window and rank. Rows without a value are left out.
+"""
+
+import polars as pl
+
+from tracekit import conventions
+from tracekit.analysis.checkpoint import saves
+from tracekit.analysis.communication import collective_instances, exposed_communication
+from tracekit.analysis.compute import flops
+from tracekit.analysis.memory import allocations
+from tracekit.analysis.time import breakdown
+from tracekit.model.run import Run
+from tracekit.model.trace import Trace
+
+_LOGGED = (conventions.TOKENS_METRIC, conventions.CPU_TIME_METRIC, conventions.DATA_WAIT_METRIC)
+_CHECKPOINT_COLUMNS = {
+    "checkpoint_blocked_ns": "dur_ns",
+    "checkpoint_cpu_ns": "cpu_ns",
+    "checkpoint_written_bytes": "bytes",
+    "checkpoint_calls": "calls",
+}
+_PEAKS = {conventions.ALLOCATED_METRIC: "peak_allocated_bytes", conventions.RESERVED_METRIC: "peak_reserved_bytes"}
+
+
+def breakdown_samples(trace: Trace) -> pl.DataFrame:
+    """Return the breakdown of each step's device window, with its shares."""
+    # A rank that drives several devices is as slow as the slowest of them.
+    steps = breakdown.by_step(trace).sort("duration_ns").group_by("step", maintain_order=True).last().sort("step")
+    communication = pl.col("communication_ns")
+    wide = steps.select(
+        "step",
+        pl.col("duration_ns").alias("step_time_ns"),
+        "compute_ns",
+        "communication_ns",
+        "exposed_communication_ns",
+        (pl.col("exposed_communication_ns") / pl.col("duration_ns")).alias("exposed_communication_ratio"),
+        pl.when(communication > 0).then(pl.col("overlapped_ns") / communication).alias("overlap_ratio"),
+        "idle_ns",
+    )
+    return _long(wide)
+
+
+def flop_samples(trace: Trace) -> pl.DataFrame:
+    """Return the floating-point operations of each step, from recorded shapes."""
+    sums = flops.flops(trace).group_by("step").agg(pl.col("flops").sum().alias("value")).sort("step")
+    return sums.with_columns(pl.lit("flops").alias("metric"))
+
+
+def sent_samples(trace: Trace) -> pl.DataFrame:
+    """Return the bytes that the collectives of each step send, saves left out."""
+    sent = trace.collectives.filter(pl.col("sent_bytes").is_not_null()).select("activity_id", "sent_bytes")
+    work = trace.activities.filter(_in_step()).select(pl.col("id").alias("activity_id"), "step")
+    sums = sent.join(work, on="activity_id").group_by("step").agg(pl.col("sent_bytes").sum().alias("value"))
+    return sums.sort("step").with_columns(pl.lit("sent_bytes").alias("metric"))
+
+
+def allocation_samples(trace: Trace) -> pl.DataFrame:
+    """Return allocations, allocated bytes and the peaks of each step by the allocator's events.
+
+    On the device, or on the host in a CPU run.
+    """
+    in_training = allocations.of_training(trace) & pl.col("step").is_not_null()
+    allocated = trace.allocations.filter(in_training, pl.col("delta_bytes") > 0)
+    totals = allocated.group_by("step").agg(
+        pl.len().cast(pl.Float64).alias("allocations"),
+        pl.col("delta_bytes").sum().cast(pl.Float64).alias("allocated_bytes"),
+    )
+    peaks = allocations.live(trace).filter(in_training).group_by("step").agg(
+        pl.col("live_bytes").max().cast(pl.Float64).alias("peak_allocated_bytes"),
+        pl.col("reserved_bytes").max().cast(pl.Float64).alias("peak_reserved_bytes"),
+    )  # fmt: skip
+    return _long(totals.join(peaks, on="step", how="left").sort("step"))
+
+
+def checkpoint_samples(trace: Trace) -> pl.DataFrame:
+    """Return what blocking saves take, one row per step after which something is saved and metric."""
+    blocking = trace.checkpoints.filter(pl.col("operation") == "save", pl.col("stage") == "total", pl.col("blocking"))
+    # A log has a line for each file, and training waits for all of them.
+    sums = blocking.group_by("step", saves.save_without_step("checkpoint"), maintain_order=True).agg(
+        pl.when(pl.col(column).is_not_null().any()).then(pl.col(column).sum()).alias(metric)
+        for metric, column in _CHECKPOINT_COLUMNS.items()
+    )
+    return _long(sums.select("step", *_CHECKPOINT_COLUMNS))
+
+
+def logged_samples(trace: Trace) -> pl.DataFrame:
+    """Return what the metrics log holds of each step: tokens a second, CPU time, wait for data, and memory peaks."""
+    name = pl.col("name")
+    logged = trace.metrics.filter(name.is_in(_LOGGED))
+    # The allocator's counters cover the process so far; what the trace records of each step is more precise.
+    peaks = trace.metrics.clear() if trace.allocations.height else trace.metrics.filter(name.is_in(list(_PEAKS)))
+    rows = pl.concat([logged, peaks.with_columns(name.replace(_PEAKS))])
+    return rows.select("step", name.alias("metric"), "value")
+
+
+TRACE_SOURCES = (
+    breakdown_samples, flop_samples, sent_samples, allocation_samples, checkpoint_samples, logged_samples,
+)  # fmt: skip
+"""In the order of their rows in saved reports."""
+
+
+def transfer_samples(run: Run) -> pl.DataFrame:
+    """Return the time of each step's collectives from the last arrival to the end, saves left out.
+
+    It is the same on all ranks and stands at the lowest.
+    """
+    transfers = run.run_table(collective_instances.instances).filter(_in_step(), pl.col("transfer_ns").is_not_null())
+    sums = transfers.group_by("window", "step").agg(pl.col("transfer_ns").sum().alias("value")).sort("window", "step")
+    lowest = pl.lit(min(run.ranks, default=0), pl.Int64).alias("rank")
+    return sums.select("window", lowest, "step", "value")
+
+
+def exposed_transfer_samples(run: Run) -> pl.DataFrame:
+    """Return the exposed communication of each rank and step during which no rank is waited for."""
+    exposed = run.run_table(exposed_communication.exposed_by_step).filter(pl.col("step").is_not_null())
+    by_rank = exposed.group_by("window", "rank", "step", maintain_order=True).agg(pl.col("exposed_ns").max())
+    return by_rank.select("window", "rank", "step", pl.col("exposed_ns").alias("value"))
+
+
+def checkpoint_overhead(run: Run) -> pl.DataFrame:
+    """Return the share of training time that all saves after a step take together. Column value, a row per step."""
+    together = saves.by_training_step(run.run_table(saves.by_save), run.run_table(saves.by_rank))
+    return together.select(pl.col("overhead_ratio").alias("value")).drop_nulls()
+
+
+def _in_step() -> pl.Expr:
+    return pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+
+
+def _long(wide: pl.DataFrame) -> pl.DataFrame:
+    return wide.unpivot(index="step", variable_name="metric", value_name="value").drop_nulls("value")

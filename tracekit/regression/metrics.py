@@ -1,0 +1,265 @@
+"""The metrics that runs are compared by, each stated once: samples, compare, budgets, history, charts, docs derive.
+
+A metric that another distribution adds stands in its entry point group ``tracekit.metrics``: an object `Metric` with a
+source of its own (see `tracekit.regression.metric_sources`).
+"""
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import entry_points
+
+from tracekit import conventions
+from tracekit.errors import ConfigError
+from tracekit.model import escaping
+from tracekit.model.run import RunFact
+from tracekit.model.trace import Fact
+from tracekit.regression import metric_sources as sources
+from tracekit.regression.quantities import BYTES, COUNT, FLOP, NS, PER_SECOND, SHARE, Unit
+
+ENTRY_POINTS = "tracekit.metrics"
+STEP_TIME = conventions.STEP_TIME_METRIC
+
+
+class Scope(StrEnum):
+    """What one sample of a metric covers: a training step, a save, or the run as a whole."""
+
+    STEP = "step"
+    SAVE = "save"
+    RUN = "run"
+
+
+class Aggregation(StrEnum):
+    """How the ranks' values of a step become the job's: ranks wait for the worst; sizes and costs are averaged."""
+
+    WORST = "worst rank"
+    MEAN = "mean of ranks"
+
+
+_MARK_STEPS = "the traces mark no steps"
+_RECORD_MEMORY = "no memory events were recorded (profile_memory=True, or tracekit.capture)"
+_RECORD_SAVES = "the run saves no checkpoint, or its log is not next to the traces (tracekit.capture records it)"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that runs are compared by: what it is, where its samples come from, and how a change of it is judged."""
+
+    key: str
+    """Its name in tables, JSON and settings; settings may leave out the unit at its end."""
+    label: str
+    unit: Unit
+    meaning: str
+    """One sentence for the documentation."""
+    of_trace: Fact | None = None
+    """Measures its samples on one rank; several metrics may share it."""
+    of_run: RunFact | None = None
+    """Measures its samples where that needs several ranks."""
+    lower_is_better: bool = True
+    scope: Scope = Scope.STEP
+    over_ranks: Aggregation = Aggregation.MEAN
+    part_of: str | None = None
+    """The time that contains it: a change of less than 1% of that is none."""
+    least_change_ratio: float = 0.0
+    """A smaller change is none, whatever the thresholds say."""
+    usual_spread: float = 0.0
+    """By how much recordings of the same training differ at least: a standard deviation, relative, or in points.
+
+    Counts and sizes need not differ at all.
+    """
+    is_cpu_time: bool = False
+    """Whether it is time of processors, not of the clock: it says nothing of a run on a GPU, where the host spins."""
+    has_rank_values: bool = True
+    """Whether each rank has its own value."""
+    fails_check: bool = False
+    """Whether a check with a baseline fails where it is worse, unless settings say otherwise."""
+    is_peak: bool = False
+    """Whether a budget limits its highest value, not its median."""
+    is_drawn: bool = False
+    """Whether the pictures of reports in CI show it."""
+    cause: str = ""
+    """What a regression of it is attributed to: compute, communication, checkpointing, memory or host."""
+    phrase: str = ""
+    """What a cause writes before its value: "a step takes"."""
+    if_missing: str = _MARK_STEPS
+    """Why a run may not have it, and what to do."""
+
+    @property
+    def short(self) -> str:
+        """Return the key without its unit: step_time_ns is step_time."""
+        return self.key.removesuffix("_ns").removesuffix("_bytes")
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it is a share from 0 to 1, whose changes are in points."""
+        return self.unit is SHARE
+
+    def text(self, value: float | None) -> str:
+        """Return a value in words; an em dash where it is missing."""
+        return "—" if value is None else self.unit.text(value)
+
+    def is_worse(self, difference: float) -> bool:
+        """Return whether a change by this difference is for the worse."""
+        return difference > 0 if self.lower_is_better else difference < 0
+
+
+METRICS = (
+    Metric(
+        STEP_TIME, "step time", NS, "Length of the step's window on the device.",
+        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, usual_spread=0.015, fails_check=True,
+        is_drawn=True, cause="compute", phrase="a step takes",
+    ),
+    Metric(
+        conventions.CPU_TIME_METRIC, "CPU time", NS, "Time that the rank's process ran, all its threads, by the log.",
+        of_trace=sources.logged_samples, usual_spread=0.015, is_cpu_time=True, fails_check=True,
+        cause="compute", phrase="a step takes CPU time of",
+        if_missing="no log records the CPU time (tracekit.capture records it)",
+    ),
+    Metric(
+        "flops", "FLOPs per step", FLOP, "Floating-point operations of products and attention, from recorded shapes.",
+        of_trace=sources.flop_samples, fails_check=True, cause="compute", phrase="a step computes",
+    ),
+    Metric(
+        "compute_ns", "compute", NS, "Time of the step in which any compute ran.",
+        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.015,
+        is_drawn=True, cause="compute", phrase="compute takes",
+    ),
+    Metric(
+        "communication_ns", "communication", NS, "Time of the step in which any collective ran.",
+        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
+        cause="communication", phrase="communication takes",
+    ),
+    Metric(
+        "exposed_communication_ns", "exposed communication", NS, "Communication that no compute overlaps.",
+        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
+        is_drawn=True, cause="communication", phrase="exposed communication takes",
+    ),
+    Metric(
+        "exposed_communication_ratio", "exposed share of step", SHARE, "Exposed communication over step time.",
+        of_trace=sources.breakdown_samples, usual_spread=0.01,
+    ),
+    Metric(
+        "overlap_ratio", "communication overlap", SHARE, "Share of communication that compute overlaps.",
+        of_trace=sources.breakdown_samples, lower_is_better=False, usual_spread=0.01,
+    ),
+    Metric(
+        "exposed_transfer_ns", "exposed transfer", NS, "Exposed communication in which no rank is waited for.",
+        of_run=sources.exposed_transfer_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
+        fails_check=True, cause="communication", phrase="exposed transfers take",
+    ),
+    Metric(
+        "transfer_ns", "transfer", NS, "Time of collectives from the last rank's arrival to the end, saves left out.",
+        of_run=sources.transfer_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.03,
+        has_rank_values=False, fails_check=True, cause="communication", phrase="transfers take",
+    ),
+    Metric(
+        "sent_bytes", "sent per step", BYTES, "Bytes that the step's collectives send, saves left out.",
+        of_trace=sources.sent_samples, fails_check=True, cause="communication", phrase="a step sends",
+    ),
+    Metric(
+        "idle_ns", "idle", NS, "Time of the step in which neither compute nor communication ran.",
+        of_trace=sources.breakdown_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.05,
+        is_drawn=True, cause="host", phrase="the device is idle for",
+    ),
+    Metric(
+        conventions.DATA_WAIT_METRIC, "data wait", NS, "Time in which training waited for a batch, by the metrics log.",
+        of_trace=sources.logged_samples, over_ranks=Aggregation.WORST, part_of=STEP_TIME, usual_spread=0.05,
+        cause="host", phrase="waiting for data takes",
+        if_missing="no log records the wait for data (tracekit.capture records it)",
+    ),
+    Metric(
+        "allocations", "allocations per step", COUNT, "Allocations of the step, by the allocator's events.",
+        of_trace=sources.allocation_samples, if_missing=_RECORD_MEMORY,
+    ),
+    Metric(
+        "allocated_bytes", "allocated per step", BYTES, "Bytes that these allocations request.",
+        of_trace=sources.allocation_samples, fails_check=True, cause="memory", phrase="a step allocates",
+        if_missing=_RECORD_MEMORY,
+    ),
+    Metric(
+        "peak_allocated_bytes", "peak allocated", BYTES, "Most memory allocated at once during the step.",
+        of_trace=sources.allocation_samples, fails_check=True, is_peak=True, cause="memory",
+        phrase="peak allocated memory is", if_missing=_RECORD_MEMORY,
+    ),
+    Metric(
+        "peak_reserved_bytes", "peak reserved", BYTES, "Most memory reserved by the caching allocator.",
+        of_trace=sources.allocation_samples, fails_check=True, is_peak=True, cause="memory",
+        phrase="peak reserved memory is", if_missing=_RECORD_MEMORY,
+    ),
+    Metric(
+        "checkpoint_blocked_ns", "checkpoint blocked", NS, "Time that saving blocks the training thread.",
+        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, over_ranks=Aggregation.WORST, least_change_ratio=0.1,
+        usual_spread=0.1, fails_check=True, is_drawn=True, cause="checkpointing", phrase="a save blocks training for",
+        if_missing=_RECORD_SAVES,
+    ),
+    Metric(
+        "checkpoint_cpu_ns", "checkpoint CPU time", NS, "Part of that time in which the training thread ran.",
+        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, over_ranks=Aggregation.WORST, least_change_ratio=0.1,
+        usual_spread=0.03, is_cpu_time=True, fails_check=True, cause="checkpointing", phrase="a save takes CPU time of",
+        if_missing=_RECORD_SAVES,
+    ),
+    Metric(
+        "checkpoint_written_bytes", "checkpoint written", BYTES, "Bytes that a rank writes in a blocking save.",
+        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, fails_check=True, cause="checkpointing",
+        phrase="a rank writes", if_missing=_RECORD_SAVES,
+    ),
+    Metric(
+        "checkpoint_calls", "checkpoint calls", COUNT, "Write calls of a blocking save.",
+        of_trace=sources.checkpoint_samples, scope=Scope.SAVE, fails_check=True, cause="checkpointing",
+        phrase="the number of write calls is", if_missing=_RECORD_SAVES,
+    ),
+    Metric(
+        conventions.TOKENS_METRIC, "tokens per second", PER_SECOND, "Throughput by the metrics log.",
+        of_trace=sources.logged_samples, lower_is_better=False, usual_spread=0.015, fails_check=True,
+        cause="compute", phrase="the tokens per second are",
+        if_missing="no log records the tokens of a step (tracekit.capture: Recorder.step(tokens=…))",
+    ),
+    Metric(
+        "checkpoint_overhead_ratio", "checkpoint overhead", SHARE, "Share of training time that saves take.",
+        of_run=sources.checkpoint_overhead, scope=Scope.RUN, has_rank_values=False, if_missing=_RECORD_SAVES,
+    ),
+)  # fmt: skip
+"""Our metrics, in the order in which reports show them."""
+
+
+@functools.cache
+def all_metrics() -> Mapping[str, Metric]:
+    """Return our metrics and those of other distributions, by key. Raises ConfigError where two have one key."""
+    plugins = [point.load() for point in entry_points(group=ENTRY_POINTS)]
+    by_key = {metric.key: metric for metric in METRICS}
+    for metric in plugins:
+        if metric.key in by_key:
+            raise ConfigError(f"the plug-in metric {metric.key} has the key of another metric: rename it")
+        by_key[metric.key] = metric
+    return by_key
+
+
+def compared_metrics() -> tuple[Metric, ...]:
+    """Return the metrics that have samples, in order: all but those of the run as a whole."""
+    return tuple(metric for metric in all_metrics().values() if metric.scope is not Scope.RUN)
+
+
+def metric_of(key: str) -> Metric:
+    """Return the metric of a key. One that is not registered, such as of a plug-in that is gone, has only its unit."""
+    return all_metrics().get(key) or Metric(key, escaping.heading(key), _unit_of(key), "")
+
+
+def find(name: str, metrics: Iterable[Metric]) -> Metric:
+    """Return the metric of a name that may leave out the unit: step_time is step_time_ns.
+
+    Raises ConfigError with the nearest name where there is none.
+    """
+    candidates = list(metrics)
+    by_name = {metric.short: metric for metric in candidates} | {metric.key: metric for metric in candidates}
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(m.short for m in candidates)}"
+        raise ConfigError(f"{name} is not a metric: {hint}")
+    return by_name[name]
+
+
+def _unit_of(key: str) -> Unit:
+    units = {"_ns": NS, "_bytes": BYTES, "_ratio": SHARE}
+    return next((unit for ending, unit in units.items() if key.endswith(ending)), COUNT)

@@ -1,0 +1,316 @@
+"""One metric, recordings on two sides: did what is recorded change, or only the conditions of recording?
+
+The one statistical test of the project: `compare`, `check --baseline`, the pytest plugin and the dashboard share it.
+
+Two recordings of the same training, minutes apart on a shared machine, differ by more than the steps within either do:
+a neighbour works for minutes, a clock settles, memory is laid out differently. An interval from the steps of one
+recording a side ignores that and raises false alarms. Therefore
+
+- where there are several recordings, each counts as one observation: the median of its steps, or of its saves, and,
+  where all are positive, of their logarithms, since a busy machine doubles a time as easily as it halves it. What the
+  steps of a recording leave uncertain of that median is estimated by a circular block bootstrap (Politis and Romano
+  1992), since neighbouring steps are alike, and is the least by which recordings must differ;
+- the spread between recordings is estimated from those of both sides and moderated by what is usual for the metric: an
+  empirical Bayes estimate as limma uses for few replicates (Smyth 2004), with the weight of `_PRIOR_DEGREES` further
+  recordings. What is usual is the metric's least spread, that of a quiet machine, and half of the scatter of the steps
+  within a recording: where steps scatter much, recordings differ much too (docs/gate.md has both). With one recording a
+  side its steps are all that is known, and the interval is wide;
+- the interval is Student's t for a new recording (a prediction interval: both the new one and the mean of the reference
+  vary), at 99% and not 95%, because several metrics are judged at once and each may raise a false alarm;
+- a change counts only from a least effect on, whatever the interval: what nobody would act on fails no build.
+
+What makes a check sharp on a noisy machine is not the test but what is measured: CPU time, bytes sent and bytes
+allocated barely depend on a neighbour, where the wall clock does. They are metrics like others here; each has the
+spread that its own recordings show, so the quiet ones decide and the noisy ones are inconclusive.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import NormalDist
+
+import numpy as np
+
+from tracekit.regression.metrics import Metric, metric_of
+from tracekit.regression.samples import Values
+from tracekit.regression.thresholds import Thresholds
+
+MIN_SAMPLES = 5
+"""Below 5 samples a side, the median of one recording says nothing of the next."""
+SAME_WITHIN = 0.05
+"""Two medians are called the same where the whole interval lies within this, relative or in points of a share."""
+MIN_CONTAINER_SHARE = 0.01
+"""A change of a part is none below this share of the reference's whole, such as of its step time."""
+MAX_MORE_SAMPLES = 10_000
+MAX_MORE_RECORDINGS = 100
+
+_MAX_LOGARITHM = 50.0  # changes beyond are cut here: intervals stay finite
+_SCATTER_SHARE = 0.5
+_MAD_OF_NORMAL = 1.4826
+_PRIOR_DEGREES = 3.0
+_ENOUGH_RECORDINGS = 3
+_ENOUGH_COUNTS = 2
+_BOOTSTRAPS = 100
+_SEED = 20261121
+
+
+class Verdict(StrEnum):
+    """The result of comparing one metric, from the candidate's point of view."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    SAME = "same"
+    CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one metric differs between the reference and the candidate.
+
+    Medians are over steps, their mean over recordings, in the metric's own unit. `change` and its interval `low` to
+    `high` are relative to the reference, or in points (0.01 = one) for a share; they are null where the reference is
+    0, and the interval also where there are too few samples.
+    """
+
+    metric: str
+    reference: float
+    candidate: float
+    reference_samples: int
+    candidate_samples: int
+    change: float | None
+    low: float | None
+    high: float | None
+    is_certain: bool
+    """Whether the interval excludes no change at all."""
+    verdict: Verdict
+    more_samples: int = 0
+    """About how many more samples a side would decide, where the verdict is inconclusive."""
+    more_recordings: int = 0
+    """The same of recordings, where recordings differ too much and not the steps within each."""
+
+    @property
+    def difference(self) -> float:
+        """Return candidate minus reference, in the metric's own unit."""
+        return self.candidate - self.reference
+
+    @property
+    def is_worsening(self) -> bool:
+        """Whether the candidate's median is on the bad side of the reference's."""
+        return metric_of(self.metric).is_worse(self.difference)
+
+
+def compare_recordings(
+    metric: Metric,
+    reference: Sequence[Values],
+    candidate: Sequence[Values],
+    *,
+    whole: float | None = None,
+    thresholds: Thresholds | None = None,
+) -> Change:
+    """Compare one metric by recordings, each an array of samples, shape (n,); at least one a side, none of them empty.
+
+    `whole` is the reference's value of the metric that contains this one, where it has one. A change below the least
+    change of `thresholds` is none: relative to the reference, or in points of a share.
+
+    >>> before, after = np.array([10.0, 11, 10, 10, 11, 10]), np.array([53.0, 52, 53, 53, 52, 53])
+    >>> compare_recordings(metric_of("step_time_ns"), [before], [after]).verdict.value
+    'worse'
+    """
+    limits = thresholds or Thresholds()
+    logarithmic = not metric.is_share and all(float(values.min()) > 0 for values in (*reference, *candidate))
+    a = _Observations.of(reference, logarithmic=logarithmic)
+    b = _Observations.of(candidate, logarithmic=logarithmic)
+    scale = _Scale.of(metric, a, whole, limits.min_change_ratio)
+    difference = (b.mean - a.mean) / scale.unit
+    if not _is_enough(a, b, metric.usual_spread):
+        more = max(1, MIN_SAMPLES - min(a.samples, b.samples)), 0
+        return _change(metric, a, b, difference, None, scale, verdict=Verdict.CANNOT_TELL, more=more)
+    spread = _Spread.of(a, b, metric.usual_spread, scale.unit)
+    margin = spread.margin(len(a.medians), len(b.medians), limits.confidence)
+    verdict = _verdict(metric, scale.change(difference), scale.interval(difference, margin), scale)
+    more = _more(difference, spread, a, b, scale, limits.confidence) if verdict is Verdict.CANNOT_TELL else (0, 0)
+    return _change(metric, a, b, difference, margin, scale, verdict=verdict, more=more)
+
+
+def student_t(probability: float, degrees: float) -> float:
+    """Return the quantile of Student's t, by Cornish and Fisher's expansion: within 1% from 3 degrees of freedom on.
+
+    >>> round(student_t(0.995, 4), 1), round(student_t(0.975, 30), 2)
+    (4.6, 2.04)
+    """
+    z, n = NormalDist().inv_cdf(probability), degrees
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
+    )
+
+
+def variance_of_median(values: Values) -> float:
+    """Return the variance of the median of a series of neighbouring samples, by a circular block bootstrap."""
+    count = len(values)
+    if count < MIN_SAMPLES or not np.ptp(values):
+        return 0.0
+    block = max(1, round(count ** (1 / 3)))
+    starts = np.random.default_rng(_SEED).integers(0, count, (_BOOTSTRAPS, -(-count // block)))
+    drawn = (starts[:, :, None] + np.arange(block)) % count
+    medians = np.median(values[drawn.reshape(_BOOTSTRAPS, -1)[:, :count]], axis=1)
+    return float(medians.var())
+
+
+@dataclass(frozen=True)
+class _Observations:
+    """One side's recordings, each by the median of its samples, or by that of their logarithms."""
+
+    medians: Values
+    logarithmic: bool
+    within: float
+    """Variance of such a median that the samples of the recording itself leave, the mean over recordings."""
+    scatter: float
+    """By how much the samples of a recording scatter: a standard deviation, robust, the mean over recordings."""
+    samples: int
+
+    @classmethod
+    def of(cls, recordings: Sequence[Values], *, logarithmic: bool) -> "_Observations":
+        series = [np.log(values) if logarithmic else values for values in recordings]
+        medians = np.array([float(np.median(values)) for values in series])
+        within = float(np.mean([variance_of_median(values) for values in series]))
+        deviations = [float(np.median(np.abs(values - np.median(values)))) for values in series]
+        scatter = _MAD_OF_NORMAL * float(np.mean(deviations))
+        return cls(medians, logarithmic, within, scatter, sum(map(len, series)))
+
+    @property
+    def mean(self) -> float:
+        return float(self.medians.mean())
+
+    @property
+    def center(self) -> float:
+        """Return the mean of the recordings, in the metric's own unit."""
+        return math.exp(self.mean) if self.logarithmic else self.mean
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What a change is measured in: relative to the reference, in points, or in wholes where the reference is 0."""
+
+    unit: float
+    logarithmic: bool
+    effect: float
+    within: float
+    is_shown: bool
+    """Whether numbers on this scale mean something to a reader."""
+
+    @classmethod
+    def of(cls, metric: Metric, side: _Observations, whole: float | None, min_change: float) -> "_Scale":
+        reference = side.center
+        if metric.is_share:
+            return cls(1.0, False, min_change, SAME_WITHIN, is_shown=True)
+        least = MIN_CONTAINER_SHARE * (whole or 0.0) if metric.part_of else 0.0
+        if reference <= 0:
+            unit = whole if whole and least else 1.0
+            return cls(unit, False, MIN_CONTAINER_SHARE, MIN_CONTAINER_SHARE, is_shown=False)
+        effect = max(min_change, metric.least_change_ratio, least / reference)
+        unit = 1.0 if side.logarithmic else reference
+        return cls(unit, side.logarithmic, effect, max(SAME_WITHIN, effect), is_shown=True)
+
+    def change(self, difference: float) -> float:
+        """Return a difference of medians as a change: of logarithms as a ratio, less 1."""
+        return math.expm1(min(difference, _MAX_LOGARITHM)) if self.logarithmic else difference
+
+    def interval(self, difference: float, margin: float) -> tuple[float, float]:
+        """Return the changes at this margin on either side of a difference."""
+        return self.change(difference - margin), self.change(difference + margin)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """By how much recordings of one side differ, as variances on the scale of the change, and their degrees."""
+
+    reference: float
+    candidate: float
+    degrees: float
+    within_share: float
+    """The share of the variance that more steps within each recording would remove."""
+
+    @classmethod
+    def of(cls, a: _Observations, b: _Observations, least: float, unit: float) -> "_Spread":
+        within_a, within_b = a.within / unit**2, b.within / unit**2
+        squares = sum(float(((side.medians - side.mean) ** 2).sum()) for side in (a, b)) / unit**2
+        degrees = _PRIOR_DEGREES + len(a.medians) + len(b.medians) - 2
+        usual = least**2 + (_SCATTER_SHARE * a.scatter / unit) ** 2
+        between = (_PRIOR_DEGREES * (usual + within_a) + squares) / degrees
+        reference = max(between, within_a)
+        # Where the candidate's steps scatter more than the reference's, its own interval is wider.
+        candidate = reference + max(0.0, within_b - within_a)
+        total = reference + candidate
+        return cls(reference, candidate, degrees, min(1.0, (within_a + within_b) / total) if total else 0.0)
+
+    def margin(self, references: int, candidates: int, confidence: float) -> float:
+        """Return how far the interval reaches on either side with so many recordings."""
+        deviation = math.sqrt(self.reference / references + self.candidate / candidates)
+        return student_t(0.5 + confidence / 2, self.degrees) * deviation
+
+
+def _is_enough(a: _Observations, b: _Observations, least: float) -> bool:
+    # Several recordings show the spread even where each has a save or two; counts hardly have any.
+    fewest = _ENOUGH_COUNTS if least == 0 else MIN_SAMPLES
+    return min(a.samples, b.samples) >= fewest or len(a.medians) >= _ENOUGH_RECORDINGS
+
+
+def _verdict(metric: Metric, change: float, interval: tuple[float, float], scale: _Scale) -> Verdict:
+    low, high = interval
+    if (low > 0 or high < 0) and abs(change) >= scale.effect:
+        return Verdict.WORSE if metric.is_worse(change) else Verdict.BETTER
+    return Verdict.SAME if max(abs(low), abs(high)) <= scale.within else Verdict.CANNOT_TELL
+
+
+def _more(
+    difference: float, spread: _Spread, a: _Observations, b: _Observations, scale: _Scale, confidence: float
+) -> tuple[int, int]:
+    """Return about how many more samples, or recordings, a side would decide; one of them is 0.
+
+    Enough for the interval to exclude zero if the change is as it seems, or to lie within what counts as the same.
+    """
+    distance = abs(difference) if abs(scale.change(difference)) >= scale.effect else 0.0
+    wanted = max(distance, scale.within - abs(difference))
+    if spread.within_share > 0.5:
+        count = min(a.samples, b.samples)
+        ratio = spread.margin(len(a.medians), len(b.medians), confidence) / wanted if wanted > 0 else math.inf
+        more = math.ceil(count * min(ratio**2 - 1, MAX_MORE_SAMPLES)) if ratio < math.inf else MAX_MORE_SAMPLES
+        return max(1, min(more, MAX_MORE_SAMPLES)), 0
+    for more in range(1, MAX_MORE_RECORDINGS):
+        spread = replace(spread, degrees=spread.degrees + 2)
+        if spread.margin(len(a.medians) + more, len(b.medians) + more, confidence) <= wanted:
+            return 0, more
+    return 0, MAX_MORE_RECORDINGS
+
+
+def _change(
+    metric: Metric,
+    a: _Observations,
+    b: _Observations,
+    difference: float,
+    margin: float | None,
+    scale: _Scale,
+    *,
+    verdict: Verdict,
+    more: tuple[int, int],
+) -> Change:
+    low, high = (None, None) if margin is None else scale.interval(difference, margin)
+    return Change(
+        metric.key,
+        reference=a.center,
+        candidate=b.center,
+        reference_samples=a.samples,
+        candidate_samples=b.samples,
+        change=scale.change(difference) if scale.is_shown else None,
+        low=low if scale.is_shown else None,
+        high=high if scale.is_shown else None,
+        is_certain=low is not None and high is not None and (low > 0 or high < 0),
+        verdict=verdict,
+        more_samples=more[0],
+        more_recordings=more[1],
+    )
