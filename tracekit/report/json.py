@@ -20,8 +20,7 @@ from tracekit.errors import InputError
 from tracekit.model.run import Run, created_ns
 from tracekit.regression.comparison import RunSamples
 from tracekit.regression.gate import CheckResult
-from tracekit.regression.samples import COLUMNS as SAMPLE_COLUMNS
-from tracekit.regression.samples import samples
+from tracekit.regression.samples import SAMPLE_COLUMNS, run_samples
 from tracekit.report import phrases
 from tracekit.rules.rule import Finding, Report
 
@@ -69,7 +68,7 @@ def document(report: Report, run: Run, gate: CheckResult | None = None) -> dict[
             for aside in report.ignored
         ],
         "notes": list(report.notes),
-        "samples": _samples(run.table(samples)),
+        "samples": _samples(run_samples(run)),
         "inputs": [{"path": each.path, "size_bytes": each.size_bytes, "sha256": each.sha256} for each in report.inputs],
         **verdict,
     }
@@ -188,7 +187,7 @@ def comparison_side(saved: Mapping[str, Any]) -> RunSamples:
         for series in saved["samples"]
         for step, value in zip(series["steps"], series["values"], strict=True)
     ]
-    table = pl.DataFrame(rows, schema={"rank": pl.Int64, **SAMPLE_COLUMNS}, orient="row", strict=True)
+    table = pl.DataFrame(rows, schema=SAMPLE_COLUMNS, orient="row", strict=True)
     told = {key: run.get(key) for key in _MANIFEST_KEYS} | ({"simulated": True} if run.get("simulated") else {})
     return RunSamples(str(run["name"]), told, table.drop_nulls("value"))
 
