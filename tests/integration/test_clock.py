@@ -117,7 +117,7 @@ def test_kernels_that_name_their_size_agree_with_plain_python_and_nothing_is_lef
 def test_gloo_ranks_of_one_host_stay_on_its_clock_to_within_the_residual(name):
     run = load(SAMPLES / name)
     rows = run.offsets
-    assert rows["how"].to_list() == ["order", "order"]
+    assert rows["matched_by"].to_list() == ["order", "order"]
     assert abs(rows["offset_ns"][1]) < rows["residual_ns"].max() / 10
     calls = run.run_table(collective_matching.matched_calls)
     assert calls["instance"].null_count() == 0

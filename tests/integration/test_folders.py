@@ -166,7 +166,7 @@ def test_hta_fault_06_a_rank_without_a_device_leaves_the_other_ranks(tmp_path):
     rows = run.table(breakdown.by_rank)
     assert rows.select("rank", "device").rows() == [(0, 0), (1, None)]
     check(run)
-    assert run.offsets["how"].to_list() == ["none", "none"]
+    assert run.offsets["matched_by"].to_list() == ["none", "none"]
 
 
 def test_hta_fault_07_the_last_step_counts(tmp_path):

@@ -1,4 +1,4 @@
-"""Building many objects without the garbage collector's walks over them."""
+"""Build many objects without repeated garbage collections."""
 
 import contextlib
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep the garbage collector from walking, again and again, over what is built: nothing dropped is in a cycle."""
+    """Disable the garbage collector while many objects are built that form no reference cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Arithmetic on sets of time spans. A set is an int64 array of shape (n, 2) of [start, end) in ns.
 
-All functions take spans in any order, overlapping or not, and return them sorted, disjoint and not empty, so results
-can be fed on. Everything is vectorised: cost is that of one sort.
+All functions take spans in any order, overlapping or not, and return them sorted, disjoint and not empty. Everything
+is vectorised: the cost is that of one sort.
 """
 
 from typing import TypeAlias
@@ -16,7 +16,7 @@ EMPTY: Spans = np.empty((0, 2), np.int64)
 
 
 def from_columns(start_ns: npt.ArrayLike, dur_ns: npt.ArrayLike) -> Spans:
-    """Return the spans that columns of starts and durations describe, shape (n, 2), as they come."""
+    """Return the spans that columns of starts and durations describe, shape (n, 2), in the order given."""
     start = np.asarray(start_ns, np.int64)
     return np.stack((start, start + np.asarray(dur_ns, np.int64)), axis=1)
 
@@ -30,7 +30,7 @@ def union(*sets: Spans) -> Spans:
     spans = np.concatenate([np.asarray(s, np.int64).reshape(-1, 2) for s in sets]) if sets else EMPTY
     lasts = spans[:, 1] > spans[:, 0]
     if lasts.all() and (spans[1:, 0] > spans[:-1, 1]).all():
-        return spans  # as most are: results of these functions, fed on
+        return spans  # the usual case: the result of one of these functions
     spans = spans[lasts]
     if not len(spans):
         return EMPTY
@@ -50,7 +50,7 @@ def intersect(a: Spans, b: Spans) -> Spans:
     a, b = union(a), union(b)
     if not len(a) or not len(b):
         return EMPTY
-    # Each span of a meets a run of consecutive spans of b; list the pairs without a loop.
+    # Each span of a overlaps consecutive spans of b; list the pairs without a loop.
     first = np.searchsorted(b[:, 1], a[:, 0], side="right")
     past = np.searchsorted(b[:, 0], a[:, 1], side="left")
     counts = np.maximum(past - first, 0)

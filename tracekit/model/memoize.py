@@ -1,4 +1,4 @@
-"""Measurements of a trace that several facts build on: made once for each trace, gone with it."""
+"""Cache of intermediate results that several facts of a trace share."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def memoize(measure: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Return `measure`, a pure function of a trace, with its result kept as long as the trace lives."""
-    known: WeakKeyDictionary[Trace, T] = WeakKeyDictionary()
+    """Cache the result of a pure function of a trace for as long as the trace exists."""
+    results: WeakKeyDictionary[Trace, T] = WeakKeyDictionary()
 
     @wraps(measure)
-    def kept(trace: Trace) -> T:
-        if trace not in known:
-            known[trace] = measure(trace)
-        return known[trace]
+    def memoized(trace: Trace) -> T:
+        if trace not in results:
+            results[trace] = measure(trace)
+        return results[trace]
 
-    return kept
+    return memoized

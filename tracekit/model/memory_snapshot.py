@@ -1,4 +1,4 @@
-"""MemorySnapshot: what `torch.cuda.memory._dump_snapshot` left of one process, as tables."""
+"""MemorySnapshot: a file of `torch.cuda.memory._dump_snapshot` of one process, as tables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from tracekit.model import schema
 
 @dataclass(frozen=True, eq=False)
 class MemorySnapshot:
-    """The allocator's segments and blocks at one moment, and the history before it as far as it was recorded.
+    """The allocator's segments and blocks at one time, and the history before it, if recorded.
 
     Each table is a Polars frame with the columns of the same name's entry in `tracekit.model.schema.SNAPSHOT_TABLES`.
     """
@@ -23,7 +23,7 @@ class MemorySnapshot:
     frames: pl.DataFrame = field(default_factory=schema.FRAMES.empty)
     annotations: pl.DataFrame = field(default_factory=schema.ANNOTATIONS.empty)
     settings: Mapping[str, object] = field(default_factory=dict)
-    """The allocator's settings as the snapshot states them; empty in old snapshots."""
+    """The allocator's settings by the snapshot; empty in old snapshots."""
 
     @property
     def devices(self) -> tuple[int, ...]:

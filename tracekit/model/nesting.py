@@ -8,9 +8,9 @@ Flags = npt.NDArray[np.bool_]
 
 
 def parents(lane: Ints, start: Ints, end: Ints) -> Ints:
-    """Return, for slices sorted by lane, start and falling end, the index of the slice that encloses each; -1 for none.
+    """Return the index of the slice that encloses each slice, -1 for none. Slices: by lane, start and descending end.
 
-    A slice that outlasts the one it began in is taken as that one's sibling.
+    A slice that ends after the one it began in counts as its sibling.
     """
     count = len(start)
     candidate = np.arange(count, dtype=np.int64) - 1
@@ -24,7 +24,7 @@ def parents(lane: Ints, start: Ints, end: Ints) -> Ints:
         )
         candidate[unresolved[~same]] = -1
         rest = unresolved[same & ~encloses]
-        # What the candidate's own search has passed over ends before the candidate does, so it cannot enclose this one.
+        # Slices that the candidate's own search skipped end before the candidate, so they cannot enclose this slice.
         candidate[rest] = candidate[candidate[rest]]
         unresolved = rest
     return candidate
@@ -44,14 +44,14 @@ def nearest(parent: Ints, marked: Flags) -> Ints:
 
 
 def order(lane: Ints, start: Ints, end: Ints) -> Ints:
-    """Return the order that `parents` needs: by lane, start and falling end, else as they come.
+    """Return the order that `parents` needs: by lane, start and descending end, ties in input order.
 
     >>> order(np.array([0, 0, 0]), np.array([5, 1, 1]), np.array([6, 2, 9])).tolist()
     [2, 1, 0]
     """
     if not len(start):
         return np.empty(0, np.int64)
-    # Files are nearly in order, which a stable sort by one key makes use of; the few ties are put in order afterwards.
+    # Files are nearly sorted, so a stable sort by one key is fast; the few ties are sorted afterwards.
     since = start - start.min()
     if int(lane.max() + 1) * int(since.max() + 1) >= 1 << 62:
         return np.lexsort((-end, start, lane))

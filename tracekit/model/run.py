@@ -15,12 +15,12 @@ from tracekit.model import escaping, schema, units
 from tracekit.model.trace import Fact, LazyTrace, Trace
 
 RunFact: TypeAlias = Callable[["Run"], pl.DataFrame]
-"""A measurement that needs several ranks at once: a function of a run's tables to a table. See `Run.across`."""
+"""A measurement of all ranks together: a function of a run's tables to a table. See `Run.run_table`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one trace of a run comes from, and how to read it again after it was let go."""
+    """The file of one trace of a run, and how to read it, again if it was evicted from memory."""
 
     rank: int
     window: int
@@ -30,10 +30,10 @@ class Source:
 
 
 class Run:
-    """All traces of one job, with its manifest. Traces are read when needed and let go, so memory stays flat.
+    """All traces of one job, with its manifest. Traces are read when needed and evicted, so memory use stays flat.
 
-    >>> run = tracekit.load("runs/today")                                     # doctest: +SKIP
-    >>> run.table(tracekit.analysis.time.breakdown.breakdown)                      # doctest: +SKIP
+    >>> run = tracekit.load("runs/today")  # doctest: +SKIP
+    >>> run.table(tracekit.analysis.time.breakdown.by_step)  # doctest: +SKIP
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the last part of the run's path, '?' for bytes of it that are no text."""
+        """Return the last part of the run's path, with '?' for bytes that are not text."""
         name = self.path.rstrip("/").rsplit("/", 1)[-1] or self.path
         return name.encode("utf-8", "replace").decode()
 
@@ -91,21 +91,21 @@ class Run:
 
     @property
     def offsets(self) -> pl.DataFrame:
-        """Return what to add to each trace's times to be on the run's clock, columns as OFFSETS.
+        """Return the clock offset of each trace, to be added to its times; columns as OFFSETS.
 
-        Found when first asked. Without a way to align, every trace keeps its own clock: offset 0, residual null.
+        Computed on first access. A run without `align` leaves every trace on its own clock: offset 0, residual null.
         """
         return self.run_table(self._align or _unaligned)
 
     def trace(self, rank: int, window: int | None = None) -> Trace:
-        """Return the trace of one rank, of its first window unless told. Raises KeyError if there is none."""
+        """Return the trace of one rank, by default of its first window. Raises KeyError if there is none."""
         for source in self.sources:
             if source.rank == rank and window in (None, source.window):
                 return self._open(source)
         raise KeyError(f"no trace of rank {rank}" + ("" if window is None else f" in window {window}"))
 
     def read(self, source: Source) -> Trace:
-        """Return the trace of a source without keeping it: who goes through large traces holds one at a time."""
+        """Return the trace of a source without caching it, for a caller that needs large traces one at a time."""
         return self._cached_traces.get(source) or source.read()
 
     def traces(self) -> Iterator[Trace]:
@@ -117,21 +117,21 @@ class Run:
                 self._leave_out(source, error)
 
     def table(self, fact: Fact) -> pl.DataFrame:
-        """Return the fact measured on every trace: its columns after window and rank; one measurement, then kept."""
+        """Return a fact of every trace: columns window and rank, then those of the fact. Measured once, then cached."""
         self.measure((fact,))
         return self._facts[fact]
 
     def run_table(self, fact: RunFact) -> pl.DataFrame:
-        """Return what is measured on the run as a whole, such as its collectives; one measurement, then kept."""
+        """Return a fact of the run, such as its collectives across ranks. Measured once, then cached."""
         if fact not in self._run_facts:
             known = self._cached_table(fact)
             self._run_facts[fact] = fact(self) if known is None else known
         return self._run_facts[fact]
 
     def measure(self, facts: Iterable[Fact], on_progress: Callable[[Source], None] | None = None) -> None:
-        """Measure several facts in one pass over the traces, so that `table` answers at once afterwards.
+        """Measure several facts in one pass over the traces; `table` then returns them from the cache.
 
-        Some traces are read side by side, never more than `readers`, nor than 256 MiB of files beyond the first.
+        Several traces are read concurrently: at most `max_concurrent_reads`, and at most 256 MiB of files at a time.
         Raises BadTraceError if no trace can be read.
         """
         wanted = [fact for fact in dict.fromkeys(facts) if fact not in self._facts]
@@ -150,24 +150,24 @@ class Run:
 
     @property
     def measured_tables(self) -> dict[str, pl.DataFrame]:
-        """Return what was measured so far, by the full names of facts and surveys; without what has no such name."""
+        """Return all tables measured so far, by full name of the fact; facts without a full name are left out."""
         both: list[tuple[Fact | RunFact, pl.DataFrame]] = [*self._facts.items(), *self._run_facts.items()]
         return {name: table for measure, table in both if (name := _full_name(measure)) is not None}
 
     def use_cached_tables(self, lookup: Callable[[str], pl.DataFrame | None]) -> None:
-        """From now on ask `known` for a fact or survey by its full name, and measure only what it does not know.
+        """Take tables from `lookup`, by full name of the fact, and measure only those for which it returns None.
 
-        What it knows must have been measured on these very traces, by the same code.
+        Its tables must be measurements of the same traces by the same code.
         """
         self._lookup = lookup
 
     def cache_traces(self, traces: Mapping[Source, Trace]) -> None:
-        """Take traces that were read already, so that they are not read again while they fit in `cache_bytes`."""
+        """Cache traces that were read already, as far as they fit in `cache_bytes`."""
         self._cached_traces |= traces
         self._evict()
 
     def _measured_concurrently(self, facts: list[Fact]) -> Iterator[tuple[Source, list[pl.DataFrame]]]:
-        """Yield each source, in order, with its facts; nothing for one that cannot be read."""
+        """Yield each source, in order, with its facts; an unreadable one with none."""
         waiting: deque[Source] = deque(self.sources)
         running: deque[tuple[Source, Future[tuple[Trace, list[pl.DataFrame]]]]] = deque()
         with ThreadPoolExecutor(max_workers=self._max_concurrent_reads) as pool:
@@ -214,16 +214,16 @@ class Run:
         self._evict()
 
     def _evict(self) -> None:
-        held = sum(_size_bytes(kept) for kept in self._cached_traces.values())
-        while held > self._cache_bytes and len(self._cached_traces) > 1:
-            oldest = next(iter(self._cached_traces))
-            held -= _size_bytes(self._cached_traces.pop(oldest))
+        total_bytes = sum(_size_bytes(trace) for trace in self._cached_traces.values())
+        while total_bytes > self._cache_bytes and len(self._cached_traces) > 1:
+            least_recent = next(iter(self._cached_traces))
+            total_bytes -= _size_bytes(self._cached_traces.pop(least_recent))
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {len(self.ranks)} ranks, {len(self.sources)} traces>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the traces, none of them read for it."""
+        """Return the HTML that a notebook shows: the list of traces. Reads none of them."""
         shown = self.sources[:_MAX_SHOWN]
         rows = [(str(s.rank), str(s.window), s.path, units.size(s.size_bytes)) for s in shown]
         table = escaping.html_table(("rank", "window", "file", "size"), rows, right=(True, True, False, True))
@@ -232,9 +232,9 @@ class Run:
 
 
 def created_ns(manifest: Mapping[str, Any]) -> int | None:
-    """Return the Unix time in ns at which a manifest says that its run was recorded, None where it names no such time.
+    """Return the Unix time in ns at which a run was recorded, by its manifest; None if it states no valid time.
 
-    A manifest can say anything: what is no whole number, or not from 1970 until 2100, is none.
+    A valid time is an integer between 1970 and 2100.
     """
     created = manifest.get("created_ns")
     is_time = isinstance(created, int) and not isinstance(created, bool) and 0 < created < _YEAR_2100_NS
@@ -251,8 +251,8 @@ RUN_DATA_QUALITY = schema.Table(
     "run_data_quality",
     "data-quality issue of the run or of one of its files",
     (
-        schema.Column("rank", pl.Int64(), "", "Rank it concerns; null for the run."),
-        schema.Column("path", pl.String(), "", "File it concerns; null for the run."),
+        schema.Column("rank", pl.Int64(), "", "Rank of the issue; null for the run."),
+        schema.Column("path", pl.String(), "", "File of the issue; null for the run."),
         *schema.DATA_QUALITY.columns,
     ),
 )
@@ -264,19 +264,31 @@ OFFSETS = schema.Table(
     (
         schema.Column("window", pl.Int64(), "", "Window of the trace."),
         schema.Column("rank", pl.Int64(), "", "Rank of the trace."),
-        schema.Column("offset_ns", pl.Int64(), "ns", "What to add to the trace's times to be on the run's clock."),
-        schema.Column("residual_ns", pl.Int64(), "ns", "Nothing across ranks is told below it; null: not aligned."),
-        schema.Column("drift", pl.Float64(), "ratio", "Further ns per ns since at_ns; null for spans under 10 s."),
+        schema.Column(
+            "offset_ns", pl.Int64(), "ns", "Added to a time of the trace, gives the time on the run's clock."
+        ),
+        schema.Column(
+            "residual_ns",
+            pl.Int64(),
+            "ns",
+            "Clock error: smaller differences across ranks mean nothing; null: not aligned.",
+        ),
+        schema.Column("drift", pl.Float64(), "ratio", "Added per ns since at_ns; null for spans under 10 s."),
         schema.Column("at_ns", pl.Int64(), "ns", "Time of the trace at which offset_ns holds; null without drift."),
-        schema.Column("pairs", pl.Int64(), "", "Collectives that it shares with others and that it was aligned on."),
-        schema.Column("part", pl.Int64(), "", "Traces of a window are on one clock only within a part."),
-        schema.Column("how", pl.String(), "", "seq, order: how collectives were matched; none: on its own clock."),
+        schema.Column("pairs", pl.Int64(), "", "Collectives shared with other ranks that the alignment is based on."),
+        schema.Column("clock_domain", pl.Int64(), "", "Traces of a window share a clock only within a clock domain."),
+        schema.Column(
+            "matched_by",
+            pl.String(),
+            "",
+            "seq (sequence number) or order: how collectives were matched; none: own clock.",
+        ),
     ),
 )
 
 
 def _full_name(measure: Fact | RunFact) -> str | None:
-    """Return the name that leads to a function from anywhere; None for one that was made on the way."""
+    """Return module and name of a function; None if it cannot be imported by them, such as a lambda."""
     module, name = getattr(measure, "__module__", ""), getattr(measure, "__qualname__", "")
     is_reached = getattr(sys.modules.get(module), name, None) is measure
     return f"{module}.{name}" if is_reached else None
@@ -284,8 +296,8 @@ def _full_name(measure: Fact | RunFact) -> str | None:
 
 def _unaligned(run: Run) -> pl.DataFrame:
     rows = [
-        {"window": s.window, "rank": s.rank, "offset_ns": 0, "pairs": 0, "part": part, "how": "none"}
-        for part, s in enumerate(run.sources)
+        {"window": s.window, "rank": s.rank, "offset_ns": 0, "pairs": 0, "clock_domain": domain, "matched_by": "none"}
+        for domain, s in enumerate(run.sources)
     ]
     return OFFSETS.conform(pl.DataFrame(rows, infer_schema_length=None)) if rows else OFFSETS.empty()
 
@@ -301,6 +313,6 @@ def _with_window_and_rank(frame: pl.DataFrame, trace: Trace) -> pl.DataFrame:
 
 
 def _size_bytes(trace: Trace) -> int:
-    # Of what is in memory: a trace from the cache reads a table when it is asked for.
+    # Tables in memory only: a trace from the disk cache reads each table on first access.
     made = sum(table.estimated_size() for table in vars(trace).values() if isinstance(table, pl.DataFrame))
     return int(made) + (trace.deferred_bytes if isinstance(trace, LazyTrace) else 0)

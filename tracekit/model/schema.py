@@ -1,7 +1,7 @@
-"""Every table and column of a trace: its type, its unit and what it means. The reader conforms to this, docs print it.
+"""Every table and column of a trace: type, unit and meaning. Readers conform to it; docs/schema.md is made from it.
 
 Times are int64 nanoseconds, sizes are bytes, shares are ratios from 0 to 1. A missing value is a null; a table without
-rows is an empty table with these very columns.
+rows is an empty table with all its columns.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table: its name, what one row stands for, and its columns in order."""
+    """One table: its name, what one row is, and its columns in order."""
 
     name: str
     grain: str
@@ -38,7 +38,7 @@ class Table:
         return self.schema.to_frame()
 
     def conform(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Return `frame` with exactly this table's columns, in order, cast; a column it lacks is all null.
+        """Return `frame` with exactly this table's columns, in order, cast; a missing column is all null.
 
         Raises polars.exceptions.InvalidOperationError where a value doesn't fit its column's type.
         """
@@ -70,7 +70,7 @@ def _bytes(name: str, meaning: str) -> Column:
 
 _STEP = _column("step", _INT, "Training step that launched the work, as the profiler numbers it; null outside steps.")
 _PHASE = _column("phase", _TEXT, "forward, backward, clip, optimizer, data or checkpoint; null where not known.")
-_UNIT = _column("unit", _TEXT, "FSDP unit (layer) by its module path, '' for the root; null outside FSDP's spans.")
+_UNIT = _column("unit", _TEXT, "FSDP unit (layer) by module path, '' for the root; null outside FSDP's spans.")
 _SPAN = _column("span", _TEXT, "Innermost FSDP span around the launch without prefix and unit, such as all_gather.")
 
 LANES = Table(
@@ -124,10 +124,10 @@ OPS = Table(
 
 ACTIVITIES = Table(
     "activities",
-    "piece of work on a device stream, or, only if the trace has no device activity, on a host thread",
+    "piece of work on a device stream, or on a host thread if the trace has no device activity",
     (
         _column("id", _INT, "Number of the activity, unique in the trace."),
-        _column("launch_id", _INT, "ops.id of the runtime call that launched it; on a CPU run of the op that it is."),
+        _column("launch_id", _INT, "ops.id of the runtime call that launched it; on a CPU run, of the op itself."),
         _column("lane", _INT, "Stream, or thread on a CPU run."),
         _column("name", _TEXT, "Name of the kernel or op."),
         _column("kind", _TEXT, "compute, communication, memcpy or memset."),
@@ -164,7 +164,7 @@ GROUPS = Table(
     "process group",
     (
         _column("group", _TEXT, "Name of the group, unique in the trace."),
-        _column("description", _TEXT, "What the program called it."),
+        _column("description", _TEXT, "Name that the program gave it."),
         _column("backend", _TEXT, "nccl, gloo, …; null where not known."),
         _column("ranks", pl.List(pl.Int64()), "Global ranks in it, in order."),
     ),
@@ -190,14 +190,18 @@ ALLOCATIONS = Table(
 
 SYNCS = Table(
     "syncs",
-    "wait that CUDA reports: of a stream for an event, or of the host; absent from most traces",
+    "wait reported by CUDA, of a stream for an event or of the host; most traces have none",
     (
         _column("call_id", _INT, "ops.id of the runtime call; null where not known."),
-        _column("kind", _TEXT, "stream_wait; or what the host waited for: event, stream, context (the whole device)."),
+        _column(
+            "kind",
+            _TEXT,
+            "stream_wait, or what the host waited for: event, stream, context (all streams of the device).",
+        ),
         _ns("start_ns", "Start of the call."),
-        _ns("dur_ns", "Its duration: of the host's wait; a stream's own wait is not in it."),
+        _ns("dur_ns", "Duration of the call: includes a wait of the host, not a wait of a stream."),
         _column("device", _INT, "Device index."),
-        _column("stream", _INT, "Stream that waits, or that the host waits for; null where not known."),
+        _column("stream", _INT, "Stream that waits or that the host waits for; null where not known."),
         _column("awaited_stream", _INT, "Stream on which the event was recorded; null where not known."),
         _column("record_id", _INT, "ops.id of the call that recorded the event; null where not known."),
     ),
@@ -211,35 +215,37 @@ CHECKPOINTS = Table(
         _column("operation", _TEXT, "save or load."),
         _column("step", _INT, "Optimizer steps done when it began."),
         _column(
-            "stage", _TEXT, "One of conventions.CHECKPOINT_STAGES, such as write; total or complete for the whole."
+            "stage",
+            _TEXT,
+            "One of conventions.CHECKPOINT_STAGES, such as write; total or complete for the whole operation.",
         ),
         _ns("start_ns", "Time at which the stage was first entered."),
         _ns("dur_ns", "Time spent in the stage."),
         _bytes("bytes", "Bytes moved; null where not known."),
         _column("files", _INT, "Files opened or synced; null where not known."),
-        _column("path", _TEXT, "Where the checkpoint goes or comes from."),
+        _column("path", _TEXT, "Path of the checkpoint."),
         _column("blocking", _BOOL, "Whether the training thread waited for this stage."),
-        _column("call", _TEXT, "What was called, such as dcp.async_save or torch.load."),
-        _column("worker", _TEXT, "Who did it: main (the training thread), thread, or process (one of its own)."),
+        _column("call", _TEXT, "Function that was called, such as dcp.async_save or torch.load."),
+        _column("worker", _TEXT, "main (the training thread), thread (another thread), or process (another process)."),
         _column("process", _INT, "Process id of the worker."),
         _column("thread", _INT, "Native thread id of the worker."),
-        _column("calls", _INT, "Calls that wrote or read; of fsync, those of os.sync; null: none, or not known."),
+        _column("calls", _INT, "Calls that wrote or read; for fsync, calls of os.sync; null where none or not known."),
         _column(
-            "durable", _BOOL, "Whether all files of this rank were synced after their last byte; of the whole only."
+            "durable",
+            _BOOL,
+            "Whether all files of this rank were synced after their last byte; total and complete only.",
         ),
-        _bytes("dirty_before_bytes", "Pages of the machine that storage lacked at the start; of the whole only."),
+        _bytes("dirty_before_bytes", "Dirty pages of the machine at the start; total and complete only."),
         _bytes("dirty_after_bytes", "The same at the end."),
-        _bytes(
-            "writeback_before_bytes", "Pages of the machine on their way to storage at the start; of the whole only."
-        ),
+        _bytes("writeback_before_bytes", "Pages of the machine under writeback at the start; total and complete only."),
         _bytes("writeback_after_bytes", "The same at the end."),
-        _ns("io_some_ns", "Time in which some task of the machine stood still for I/O; of the whole only."),
-        _ns("io_full_ns", "Time in which all tasks of the machine did."),
-        _ns("cpu_ns", "Time that the worker's thread ran; of the whole only."),
-        _ns("run_delay_ns", "Time that the worker's thread was ready to run and did not; of the whole only."),
-        _bytes("storage_written_bytes", "Bytes that the process sent to storage meanwhile; of the whole only."),
-        _bytes("storage_read_bytes", "Bytes that the process fetched from storage meanwhile; of the whole only."),
-        _bytes("whole_bytes", "Bytes of all shards of the checkpoint that is loaded from; of a load's total only."),
+        _ns("io_some_ns", "Time in which some task of the machine stalled on I/O (PSI some); total and complete only."),
+        _ns("io_full_ns", "Time in which all tasks of the machine stalled on I/O (PSI full)."),
+        _ns("cpu_ns", "CPU time of the worker's thread; total and complete only."),
+        _ns("run_delay_ns", "Time that the worker's thread was runnable but not running; total and complete only."),
+        _bytes("storage_written_bytes", "Bytes that the process sent to storage during it; total and complete only."),
+        _bytes("storage_read_bytes", "Bytes that the process read from storage during it; total and complete only."),
+        _bytes("whole_bytes", "Bytes of all shards of the loaded checkpoint; total of a load only."),
     ),
 )
 
@@ -257,8 +263,8 @@ DATA_QUALITY = Table(
     "data_quality",
     "data-quality issue of this trace",
     (
-        _column("kind", _TEXT, "Machine-readable class, such as truncated, unlinked, no_steps."),
-        _column("message", _TEXT, "What is wrong and what it means, in one sentence."),
+        _column("kind", _TEXT, "Kind of issue, such as truncated, unlinked, no_steps."),
+        _column("message", _TEXT, "The issue and its effect, in one sentence."),
         _column("affected_ratio", _FLOAT, "Share of the trace's time, or of its events, that the issue affects.", ""),
     ),
 )
@@ -283,11 +289,11 @@ TABLES: Mapping[str, Table] = {
 _DEVICE = _column("device", _INT, "Device index.")
 _ADDRESS = _column("address", _INT, "Address of its first byte.")
 _STREAM = _column("stream", _INT, "Stream as the snapshot names it: 0 is the default stream, others are handles.")
-_STACK = _column("stack", _INT, "stacks.stack that asked for it; null where none was recorded.")
+_STACK = _column("stack", _INT, "stacks.stack that requested it; null where none was recorded.")
 
 SEGMENTS = Table(
     "segments",
-    "piece of memory that the allocator holds of the device",
+    "piece of device memory that the allocator reserved",
     (
         _DEVICE,
         _ADDRESS,
@@ -296,9 +302,12 @@ SEGMENTS = Table(
         _column("kind", _TEXT, "small (for requests up to 1 MiB) or large."),
         _column("expandable", _BOOL, "Whether it is a mapped range of an expandable segment."),
         _bytes("total_bytes", "Size."),
-        _bytes("allocated_bytes", "Bytes in blocks that the program holds."),
-        _bytes("active_bytes", "Those, and those whose free waits for another stream."),
-        _bytes("requested_bytes", "What the program asked for in active blocks, before rounding; null in old ones."),
+        _bytes("allocated_bytes", "Bytes in allocated blocks."),
+        _bytes("active_bytes", "Allocated bytes, and freed bytes that another stream still uses."),
+        _bytes(
+            "requested_bytes",
+            "Bytes that the program requested in active blocks, before rounding; null in old snapshots.",
+        ),
         _STACK,
     ),
 )
@@ -311,7 +320,7 @@ BLOCKS = Table(
         _column("segment_address", _INT, "segments.address."),
         _ADDRESS,
         _bytes("bytes", "Size, rounding included."),
-        _bytes("requested_bytes", "What the program asked for; null in old snapshots."),
+        _bytes("requested_bytes", "Bytes that the program requested; null in old snapshots."),
         _column("state", _TEXT, "active_allocated, active_pending_free (or active_awaiting_free), inactive."),
         _STACK,
     ),
@@ -324,8 +333,8 @@ EVENTS = Table(
         _DEVICE,
         _ns("at_ns", "Unix time; null in old snapshots."),
         _column("action", _TEXT, "alloc, free_requested, free_completed, segment_alloc, segment_free, oom, …."),
-        _column("address", _INT, "Address; null for what has none."),
-        _bytes("bytes", "Bytes asked for by an alloc (before rounding), or size of the segment."),
+        _column("address", _INT, "Address; null for events without one."),
+        _bytes("bytes", "Bytes requested by an alloc (before rounding), or size of the segment."),
         _STREAM,
         _STACK,
     ),
@@ -343,7 +352,7 @@ STACKS = Table(
 
 FRAMES = Table(
     "frames",
-    "place in source code",
+    "line of source code",
     (
         _column("frame", _INT, "Number of the frame."),
         _column("name", _TEXT, "Function."),
@@ -354,7 +363,7 @@ FRAMES = Table(
 
 ANNOTATIONS = Table(
     "annotations",
-    "begin or end of a named span, as the profiler's record functions mark it",
+    "begin or end of a named span of the profiler's record functions",
     (
         _DEVICE,
         _ns("at_ns", "Unix time."),
@@ -366,4 +375,4 @@ ANNOTATIONS = Table(
 SNAPSHOT_TABLES: Mapping[str, Table] = {
     table.name: table for table in (SEGMENTS, BLOCKS, EVENTS, STACKS, FRAMES, ANNOTATIONS)
 }
-"""What a CUDA memory snapshot holds; not part of a trace."""
+"""The tables of a CUDA memory snapshot; not part of a trace."""

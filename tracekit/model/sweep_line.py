@@ -1,4 +1,4 @@
-"""Time cut into pieces at every moment that matters, and what ran at the start of each piece. All vectorised."""
+"""Sweep line: time divided at given moments, and what runs in each piece. All vectorised."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Pieces(NamedTuple):
-    """Parts of spans: each belongs to the span with index `of`; the pieces of a span tile it exactly, in order."""
+    """Pieces of spans: each belongs to the span with index `of`; the pieces of a span cover it exactly, in order."""
 
     of: Ints
     start_ns: Ints
@@ -20,7 +20,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(spans: Spans, *cuts: Ints) -> Pieces:
-    """Cut sorted, disjoint spans at all moments in `cuts` that lie inside them.
+    """Divide sorted, disjoint spans at all moments in `cuts` inside them.
 
     >>> pieces(np.array([[0, 4], [6, 9]]), np.array([2, 5, 8])).start_ns.tolist()
     [0, 2, 6, 8]
@@ -55,18 +55,18 @@ def running(spans: Spans, at_ns: Ints) -> Ints:
 
 
 def first_from(keys: Ints, at: Ints) -> Ints:
-    """Return where the first of the sorted `keys` that is at or after each of `at` stands; -1 where there is none."""
+    """Return the index of the first of the sorted `keys` at or after each of `at`; -1 if there is none."""
     found = np.searchsorted(keys, at, side="left")
     return np.where(found < len(keys), found, -1)
 
 
 def last_until(keys: Ints, at: Ints) -> Ints:
-    """Return where the last of the sorted `keys` that is at or before each of `at` stands; -1 where there is none."""
+    """Return the index of the last of the sorted `keys` at or before each of `at`; -1 if there is none."""
     return np.searchsorted(keys, at, side="right") - 1
 
 
 def at(values: npt.NDArray[np.int64], index: Ints, otherwise: int) -> Ints:
-    """Return `values` at `index`, `otherwise` where that is -1."""
+    """Return `values` at `index`, or `otherwise` where the index is -1."""
     if not len(values):
         return np.full(len(index), otherwise, np.int64)
     return np.where(index >= 0, values[np.maximum(index, 0)], otherwise)

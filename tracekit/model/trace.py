@@ -14,9 +14,9 @@ Fact: TypeAlias = Callable[["Trace"], pl.DataFrame]
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One rank in one profiled window, on the clock of its own file (Unix time in ns where the file tells).
+    """One rank in one profiled window, on the clock of its own file (Unix time in ns if the file states it).
 
-    Each table is a Polars frame with the columns that `tracekit.model.schema` gives under the same name.
+    Each table is a Polars frame with the columns of the same name's table in `tracekit.model.schema`.
     """
 
     rank: int
@@ -34,11 +34,11 @@ class Trace:
     metrics: pl.DataFrame = field(default_factory=schema.METRICS.empty)
     data_quality: pl.DataFrame = field(default_factory=schema.DATA_QUALITY.empty)
     header: Mapping[str, Any] = field(default_factory=dict)
-    """What stands in the file beside its events: deviceProperties, distributedInfo, versions."""
+    """The keys of the file other than its events: deviceProperties, distributedInfo, versions."""
 
     @property
     def on_device(self) -> bool:
-        """Whether the trace has device activity; where it has none, a lane is a host thread."""
+        """Whether the trace has device activity; if not, a lane is a host thread."""
         return self.lanes.get_column("device").is_not_null().any()
 
     def replaced(self, **fields: Any) -> "Trace":
@@ -54,35 +54,35 @@ class Trace:
 
 
 class LazyTrace(Trace):
-    """A trace some of whose tables are made when they are first asked for."""
+    """A trace some of whose tables are built on first access."""
 
     @classmethod
     def of(cls, trace: Trace, makers: Mapping[str, Callable[[], pl.DataFrame]], deferred_bytes: int) -> "LazyTrace":
-        """Return `trace` with the tables that `makers` name left to them; until all are made they hold `held_bytes`."""
+        """Return `trace` with tables that `makers` build on first access; until then they use `deferred_bytes`."""
         lazy = object.__new__(cls)
-        kept = {name: value for name, value in vars(trace).items() if name not in makers}
-        vars(lazy).update(kept, _makers=dict(makers), _held_bytes=deferred_bytes)
+        built = {name: value for name, value in vars(trace).items() if name not in makers}
+        vars(lazy).update(built, _makers=dict(makers), _deferred_bytes=deferred_bytes)
         return lazy
 
     def __getattr__(self, name: str) -> pl.DataFrame:
         if name not in schema.TABLES:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        makers = vars(self).get("_makers", {})  # none in what dataclasses.replace makes: there all tables are made
+        makers = vars(self).get("_makers", {})  # absent after dataclasses.replace, which builds all tables
         maker = makers.get(name)
-        if maker is not None:  # else another thread has just made it
+        if maker is not None:  # else another thread has just built it
             vars(self).setdefault(name, maker())
             makers.pop(name, None)
-        made: pl.DataFrame = vars(self)[name]
-        return made
+        table: pl.DataFrame = vars(self)[name]
+        return table
 
     def replaced(self, **fields: Any) -> Trace:
-        """Return the trace with other values in some fields or tables; tables not yet made stay so."""
-        makers = dict(vars(self).get("_makers", {}))  # a copy: each trace makes its own tables
+        """Return the trace with other values in some fields or tables; tables not yet built stay so."""
+        makers = dict(vars(self).get("_makers", {}))  # a copy: each trace builds its own tables
         trace = super().replaced(**fields)
         vars(trace)["_makers"] = makers
         return trace
 
     @property
     def deferred_bytes(self) -> int:
-        """Return what the tables that are not made yet keep in memory."""
-        return int(vars(self)["_held_bytes"]) if vars(self).get("_makers") else 0
+        """Return the memory used by what the tables not yet built are built from."""
+        return int(vars(self)["_deferred_bytes"]) if vars(self).get("_makers") else 0

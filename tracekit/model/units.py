@@ -1,4 +1,4 @@
-"""Numbers as people read them. The one place where "12.4 ms" is made."""
+"""Numbers with units for people, such as "12.4 ms". All output formats its numbers here."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ def size(n: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Return a bandwidth with its best unit and three digits: decimal ones, as NCCL and network cards are spoken of.
+    """Return a bandwidth with its best unit and three digits: decimal units, as for NCCL and network cards.
 
     >>> rate(312.4e9)
     '312 GB/s'

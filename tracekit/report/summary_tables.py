@@ -14,7 +14,7 @@ _HEADINGS = {
     "came_last": "came\nlast",
     "bus_bytes_per_s": "bus\nbandwidth",
     "pairs": "shared\ncollectives",
-    "how": "matched by",
+    "matched_by": "matched by",
 }
 _NARROW = 100
 

@@ -21,7 +21,7 @@ _Floats = npt.NDArray[np.float64]
 def offsets(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: what to add to its times to get the run's clock.
 
-    Columns as OFFSETS; one row per window and rank. The run's clock is that of the first rank of each part. The offsets
+    Columns as OFFSETS; one row per window and rank. The run's clock is that of the first rank of each domain. The offsets
     minimise the absolute differences between the ends of shared collectives. residual_ns is the 90th percentile of the
     distance of a rank's ends from the median of the other ranks' ends. Drift is fitted where a rank's collectives span
     10 s or more. A rank that shares fewer than three collectives keeps its own clock: its residual is null.
@@ -31,9 +31,9 @@ def offsets(run: Run) -> pl.DataFrame:
     parts = []
     for (window,), window_ranks in places.group_by("window", maintain_order=True):
         of_window = calls.filter(pl.col("window") == window)
-        rough = of_window.group_by("rank").agg(pl.col("rough_ns", "part").first())
+        rough = of_window.group_by("rank").agg(pl.col("rough_ns", "clock_domain").first())
         known = window_ranks.join(rough, on="rank", how="left", maintain_order="left").with_columns(
-            pl.col("rough_ns").fill_null(0), pl.col("part").fill_null(pl.col("rank"))
+            pl.col("rough_ns").fill_null(0), pl.col("clock_domain").fill_null(pl.col("rank"))
         )
         parts.append(_solve_window(known, _ends(of_window)))
     return OFFSETS.conform(pl.concat(parts)) if parts else OFFSETS.empty()
@@ -73,7 +73,7 @@ def _ends(calls: pl.DataFrame) -> pl.DataFrame:
     return (
         calls.filter(pl.col("instance").is_not_null(), pl.col("op").is_in(collective_matching.SYNCHRONIZING))
         .filter(pl.len().over("instance") > 1)
-        .select("rank", "instance", "end_ns", "how")
+        .select("rank", "instance", "end_ns", "matched_by")
     )
 
 
@@ -90,13 +90,13 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
     drift, at = _drifts(len(ranks), offset, rank, instance, own)
     common = own + offset[rank] + drift[rank] * (own - at[rank])
     deviation = _deviation_from_others(instance, common)
-    part = known["part"].to_numpy()
+    domain = known["clock_domain"].to_numpy()
     rows = []
     for i, number in enumerate(ranks):
         deviations = deviation[rank == i]
-        how = ends.filter(pl.col("rank") == number)["how"]
+        matched_by = ends.filter(pl.col("rank") == number)["matched_by"]
         is_aligned = len(deviations) >= clock_offsets.MIN_PAIRS
-        first = int(np.flatnonzero(part == part[i])[0])
+        first = int(np.flatnonzero(domain == domain[i])[0])
         rows.append(
             {
                 "rank": int(number),
@@ -105,8 +105,8 @@ def _solve_window(known: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
                 "drift": float(drift[i] - drift[first]) if drift[i] or drift[first] else None,
                 "at_ns": round(at[i]) + origin if drift[i] or drift[first] else None,
                 "pairs": len(deviations),
-                "part": int(part[i]),
-                "how": how.mode().sort()[0] if is_aligned else collective_matching.NONE,
+                "clock_domain": int(domain[i]),
+                "matched_by": matched_by.mode().sort()[0] if is_aligned else collective_matching.NONE,
             }
         )
     return pl.DataFrame(rows, infer_schema_length=None).with_columns(known["window"])
@@ -205,7 +205,7 @@ def _unaligned_issues(offsets: pl.DataFrame) -> list[dict[str, object]]:
         share = unaligned.height / offsets.height
         rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": share})
     aligned = offsets.filter(pl.col("residual_ns").is_not_null())
-    parts = int(aligned.group_by("window").agg(pl.col("part").n_unique())["part"].max() or 0)  # type: ignore[arg-type]
+    parts = int(aligned.group_by("window").agg(pl.col("clock_domain").n_unique())["clock_domain"].max() or 0)  # type: ignore[arg-type]
     if parts > 1:
         message = f"{parts} sets of ranks share no collective, so each set has its own clock."
         rows.append({"kind": "clock_unaligned", "message": message, "affected_ratio": 0.0})

@@ -80,12 +80,12 @@ def matched_calls(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with the collective instance of each.
 
     Columns window, rank, those of CALLS, instance (unique in the window; null if unknown, and for sends and receives),
-    how (seq or order), rough_ns (the initial estimate of the rank's clock offset) and part (ranks of a window whose
+    matched_by (seq or order), rough_ns (the initial estimate of the rank's clock offset) and clock_domain (ranks of a window whose
     clocks are linked by collectives); one row per call.
     """
     table = run.table(calls).with_row_index("call")
     parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]
-    empty = {"instance": pl.Int64, "how": pl.String, "rough_ns": pl.Int64, "part": pl.Int64}
+    empty = {"instance": pl.Int64, "matched_by": pl.String, "rough_ns": pl.Int64, "clock_domain": pl.Int64}
     if not parts:
         return table.drop("call").with_columns(pl.lit(None, dtype).alias(name) for name, dtype in empty.items())
     return pl.concat(parts).sort("call").drop("call")
@@ -112,7 +112,9 @@ def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
         instance[at[found >= 0]] = found[found >= 0] + first
         by_seq[at] = sequenced
         first += int(found.max(initial=-1)) + 1
-    place = pl.DataFrame(clocks.rows(), schema={"rank": pl.Int64, "rough_ns": pl.Int64, "part": pl.Int64}, orient="row")
+    place = pl.DataFrame(
+        clocks.rows(), schema={"rank": pl.Int64, "rough_ns": pl.Int64, "clock_domain": pl.Int64}, orient="row"
+    )
     known = pl.Series("instance", instance)
     return rows.with_columns(
         known.replace(UNKNOWN, None),
@@ -121,7 +123,7 @@ def _match_window(rows: pl.DataFrame) -> pl.DataFrame:
         .when(pl.Series(by_seq))
         .then(pl.lit(SEQ))
         .otherwise(pl.lit(ORDER))
-        .alias("how"),
+        .alias("matched_by"),
     ).join(place, on="rank", how="left", maintain_order="left")
 
 

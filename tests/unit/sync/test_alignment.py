@@ -51,7 +51,7 @@ def test_offsets_are_found_to_within_the_residual(with_seq, jitter_ns):
         *(job.trace(r, behind_ns=CLOCKS[r], jitter_ns=jitter_ns, with_seq=with_seq) for r in job.ranks)
     )
     rows = run.offsets
-    assert rows["how"].to_list() == ["seq" if with_seq else "order"] * 4
+    assert rows["matched_by"].to_list() == ["seq" if with_seq else "order"] * 4
     assert rows["pairs"].to_list() == [24] * 4
     assert error_ns(run, CLOCKS) <= max(5 * US, rows["residual_ns"].max())
     assert rows["residual_ns"].max() <= 2 * jitter_ns
@@ -113,7 +113,7 @@ def test_groups_that_no_rank_spans_are_chained():
         ),
     )
     run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r], jitter_ns=2 * US) for r in job.ranks))
-    assert run.offsets["part"].n_unique() == 1
+    assert run.offsets["clock_domain"].n_unique() == 1
     assert is_right(run)
     assert error_ns(run, CLOCKS) <= max(5 * US, run.offsets["residual_ns"].max())
 
@@ -131,7 +131,7 @@ def test_ranks_without_a_common_collective_are_not_on_one_clock():
     job = Job({"a": (0, 1), "b": (2, 3)}).steps(5, (("a", "all_reduce", 8), ("b", "all_reduce", 8)))
     run = drawn_traces.run(*(job.trace(r, behind_ns=CLOCKS[r]) for r in job.ranks))
     rows = run.offsets
-    assert rows["part"].n_unique() == 2
+    assert rows["clock_domain"].n_unique() == 2
     assert rows["offset_ns"].to_list() == [0, CLOCKS[1], 0, CLOCKS[3] - CLOCKS[2]]
     assert "2 sets of ranks share no collective" in " ".join(alignment.data_quality(run)["message"])
 
@@ -141,7 +141,7 @@ def test_a_rank_that_shares_too_few_collectives_keeps_its_clock_aloud():
     few = [c.key for c in job.done][2:]
     run = drawn_traces.run(job.trace(0), job.trace(1, behind_ns=MS), job.trace(2, behind_ns=MS, drop=few))
     last = run.offsets.filter(pl.col("rank") == 2).row(0, named=True)
-    assert (last["offset_ns"], last["residual_ns"], last["how"]) == (0, None, "none")
+    assert (last["offset_ns"], last["residual_ns"], last["matched_by"]) == (0, None, "none")
     assert "rank 2" in alignment.data_quality(run).filter(pl.col("kind") == "clock_unaligned")["message"][0]
 
 
@@ -204,7 +204,7 @@ def test_skew_is_a_doubt_with_the_share_of_collectives_below_the_residual():
 
 def test_offsets_of_one_rank_are_zero_and_without_doubt():
     run = drawn_traces.run(world(2).trace(0))
-    assert run.offsets.select("offset_ns", "residual_ns", "how").row(0) == (0, None, "none")
+    assert run.offsets.select("offset_ns", "residual_ns", "matched_by").row(0) == (0, None, "none")
     assert alignment.data_quality(run).is_empty()
 
 

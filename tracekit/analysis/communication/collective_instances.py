@@ -48,7 +48,7 @@ _WHAT = (
 )
 _HOW = (
     Column("residual_ns", _INT, "ns", "How well its ranks' clocks agree, at worst; nothing below it is told."),
-    Column("how", _TEXT, "", "seq, order: how it was found on the other ranks."),
+    Column("matched_by", _TEXT, "", "seq (sequence number) or order: how the calls of the ranks were matched."),
 )
 
 INSTANCES = Table(
@@ -114,7 +114,7 @@ def instances(run: Run) -> pl.DataFrame:
         (end.min() + (end - end.min()).median().round().cast(pl.Int64)).alias("end_ns"),  # a float holds no Unix ns
         pl.col("wait_ns").max().alias("max_wait_ns"),
         pl.col("residual_ns").max(),
-        pl.col("how").first(),
+        pl.col("matched_by").first(),
     )
     whole = pl.col("ranks").list.len() == pl.col("group_size")
     transfer_ns = (pl.col("end_ns") - pl.col("last_arrival_ns")).clip(0)
