@@ -21,7 +21,7 @@ _Floats = npt.NDArray[np.float64]
 def offsets(run: Run) -> pl.DataFrame:
     """Return the clock offset of each trace: what to add to its times to get the run's clock.
 
-    Columns as OFFSETS; one row per window and rank. The run's clock is that of the first rank of each domain. The offsets
+    Columns as OFFSETS; one row per window and rank. The run's clock is the first rank's in each domain. The offsets
     minimise the absolute differences between the ends of shared collectives. residual_ns is the 90th percentile of the
     distance of a rank's ends from the median of the other ranks' ends. Drift is fitted where a rank's collectives span
     10 s or more. A rank that shares fewer than three collectives keeps its own clock: its residual is null.

@@ -80,8 +80,8 @@ def matched_calls(run: Run) -> pl.DataFrame:
     """Return the calls of all ranks with the collective instance of each.
 
     Columns window, rank, those of CALLS, instance (unique in the window; null if unknown, and for sends and receives),
-    matched_by (seq or order), rough_ns (the initial estimate of the rank's clock offset) and clock_domain (ranks of a window whose
-    clocks are linked by collectives); one row per call.
+    matched_by (seq or order), rough_ns (the initial estimate of the rank's clock offset) and clock_domain (ranks of a
+    window whose clocks are linked by collectives); one row per call.
     """
     table = run.table(calls).with_row_index("call")
     parts = [_match_window(rows) for _, rows in table.group_by("window", maintain_order=True)]

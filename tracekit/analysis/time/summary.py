@@ -42,7 +42,7 @@ def by_clock(run: Run) -> pl.DataFrame:
     `part` is there only where the ranks are on several clocks, `window` where there are several.
     """
     found = run.offsets.drop("at_ns")
-    return found.drop(name for name in ("window", "part") if found[name].n_unique() < 2)
+    return found.drop(name for name in ("window", "clock_domain") if found[name].n_unique() < 2)
 
 
 def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
