@@ -20,25 +20,25 @@ _DEVICE = ["window", "rank", "device"]
 
 @dataclass(frozen=True)
 class ChangingSizes(Rule):
-    """Churn: memory taken in sizes that no step before took.
+    """Allocation churn: memory allocated in sizes that no earlier step allocated.
 
-    What it does: reports ranks whose steps take blocks of 1 MiB and more of ever new sizes.
+    What it does: reports ranks whose steps allocate blocks of 1 MiB and more in ever new sizes.
 
-    Why it costs: a cached block serves a request of its own size; a new size splits a larger one, or asks the device
-    anew. The cache fills with pieces that fit nothing: device mallocs in steady state (MEM001), fragmentation (MEM008),
-    retries (MEM007).
+    Why it costs: a cached block serves requests of its own size; a new size splits a larger block or needs a device
+    malloc. The cache fills with pieces that fit nothing: device mallocs in steady state (MEM001), fragmentation
+    (MEM008), retries (MEM007).
 
-    How it is measured: blocks of sizes that no earlier step of the window took (on a device: within 1 MiB, by which a
-    block may be larger than its request), as a share of the step's peak; reported from `min_new_size_ratio` on, for the
+    How it is measured: blocks of sizes that no earlier step of the window allocated (on a device: within 1 MiB, by
+    which a block may exceed its request), as a share of the step's peak; reported from `min_new_size_ratio` on, for the
     representative step of the worst rank. The first `warmup_steps` profiled steps are left out. The message also states
     all bytes allocated in the step: eager training allocates a multiple of its peak in every step, which the cache
     serves as long as sizes repeat.
 
-    How to fix: pad or bucket inputs to few lengths; PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 makes near sizes
-    one, expandable_segments:True joins what is free; allocate a buffer of the largest size once.
+    How to fix: pad or bucket inputs to a few lengths; PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:8 rounds similar
+    sizes to one, expandable_segments:True merges free memory; allocate a buffer of the largest size once.
 
-    Blind spots: a window of two or three steps takes the second and third of a few lengths for new ones. Without
-    profile_memory nothing is seen. On a CPU run the host's memory is judged, which has no cache to disturb.
+    Blind spots: in a window of two or three steps, the second and third of a few lengths look new. Needs
+    profile_memory. On a CPU run host memory is judged, which has no cache.
     """
 
     code: ClassVar[str] = "MEM010"
@@ -81,24 +81,24 @@ class ChangingSizes(Rule):
 
 @dataclass(frozen=True)
 class AlternatingBuffers(Rule):
-    """Unit buffers that come and go, which two of each kind, allocated once, would serve.
+    """FSDP buffers allocated for every unit, which two reused buffers of each kind could replace.
 
-    What it does: tells of the buffers of at least 1 MiB that FSDP's gather and reduce spans allocate every step, and
-    how large two buffers of each kind would have to be.
+    What it does: reports the buffers of at least 1 MiB that FSDP's all-gather and reduce-scatter spans allocate in
+    every step, and the size of two buffers of each kind.
 
-    Why it costs: dynamic buffers make what is held wander from step to step and cut up the cache; a job needs more than
-    its layers do.
+    Why it costs: dynamic buffers make memory use vary from step to step and fragment the cache; a job needs more memory
+    than its layers do.
 
-    How it is measured: allocations inside gather and reduce spans, without what a backend takes inside its own
-    collective; the typical step of the rank that takes most, of at least `min_steps` that take any. Two buffers as
-    large as the largest unit's, one pair for weights and one for gradients, are what would serve, where units are told
-    by name.
+    How it is measured: allocations inside all-gather and reduce-scatter spans, without those of a backend inside its
+    own collective; the representative step of the rank that allocates most, with at least `min_steps` steps that
+    allocate any. Two buffers of the size of the largest unit, one pair for weights and one for gradients, replace them,
+    if spans name their units.
 
-    How to fix: an engine with pre-allocated buffers that alternate between layers (YaFSDP). tracekit memory RUN
-    --replay unit_buffers:2 predicts what the device would then have to give.
+    How to fix: an engine with preallocated buffers that alternate between layers (YaFSDP). tracekit memory RUN --replay
+    unit_buffers:2 predicts the reserved memory.
 
-    Blind spots: FSDP1's spans name no units, so for it only the buffers are told. Blocks that outlive their step are
-    not counted as served.
+    Blind spots: FSDP1's spans name no units, so only its buffers are reported. Blocks that outlive their step are not
+    counted as replaceable.
     """
 
     code: ClassVar[str] = "MEM011"

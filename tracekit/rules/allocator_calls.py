@@ -28,24 +28,24 @@ _DEVICE_CALLS_FIX = (
 
 @dataclass(frozen=True)
 class SteadyDeviceAllocation(Rule):
-    """Device memory that is taken and returned in steady state.
+    """Device memory that is allocated and freed in steady state.
 
-    What it does: reports cudaMalloc, cudaFree, hipMalloc and the like after warm-up with the time they stall the
+    What it does: reports cudaMalloc, cudaFree, hipMalloc and similar calls after warm-up, with the time they stall the
     device.
 
-    Why it costs: a device malloc or free blocks the host and often all streams; once the device has done what was
-    queued, it stands idle.
+    Why it costs: a device malloc or free blocks the host and often all streams; when the queued work is done, the
+    device is idle.
 
-    How it is measured: lost is the time in which no device works during such a call, and after it up to the next work
-    as far as the call went on while the device was busy; host time in calls is told apart. The first `warmup_steps`
-    profiled steps fill the cache and are left out where there are more; without marked steps the second half of the
-    trace is judged. The typical step of the worst rank is quoted: from `min_stall_ratio` of it as a warning, or, where
-    the device hardly waits, from `min_host_ratio` of it on the host as information.
+    How it is measured: the loss is the time in which no device works during such a call, and after it until the next
+    work, as far as the call ran while the device was busy. Host time in the calls is reported separately. The first
+    `warmup_steps` profiled steps fill the cache and are left out if there are more; without marked steps, the second
+    half of the trace is judged. The message quotes the representative step of the worst rank: a warning from
+    `min_stall_ratio` of it, or, if the device hardly waits, information from `min_host_ratio` of it on the host.
 
     How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, a smaller peak, no empty_cache in the loop.
 
-    Blind spots: a call that is hidden under queued work and makes the host late for good is not counted. Why the
-    allocator asked the device is judged by others: MEM007 (retries), MEM008 (fragmentation), MEM010 (changing sizes).
+    Blind spots: a call that overlaps with queued work but delays later launches is not counted. Other rules report why
+    the allocator called the device: MEM007 (retries), MEM008 (fragmentation), MEM010 (changing sizes).
     """
 
     code: ClassVar[str] = "MEM001"
@@ -100,24 +100,24 @@ class SteadyDeviceAllocation(Rule):
 
 @dataclass(frozen=True)
 class AllocatorRetry(Rule):
-    """The allocator ran out of memory, gave its cache back and tried again.
+    """Allocation retries: cudaMalloc failed, the allocator flushed its cache and tried again.
 
-    What it does: reports how often, in which steps, and how much longer those took.
+    What it does: reports how many retries there were, in which steps, and how much longer those steps took.
 
-    Why it costs: a retry waits for all streams, frees every cached block by cudaFree and fills the cache anew: the
-    whole device is idle. The next one may end the run.
+    Why it costs: a retry waits for all streams, frees every cached block with cudaFree and fills the cache again: the
+    whole device is idle. The next one may end the run with an out-of-memory error.
 
-    How it is measured: steps in which the counter num_alloc_retries of the metrics log grew, after `warmup_steps`
-    logged ones; their cost is how much longer those steps took than the others, at the median. Without a log, by the
-    memory snapshots beside the traces: what was given back inside a request counts, from `min_retries` on; its time is
-    not known.
+    How it is measured: steps in which the counter num_alloc_retries of the metrics log increased, after `warmup_steps`
+    logged ones; their cost is the difference of their median duration to that of the others. Without a log, from the
+    memory snapshots next to the traces: memory released during a request counts, from `min_retries` on; its time is
+    unknown.
 
     How to fix: a lower peak (smaller batch, activation checkpointing), PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-    where much is reserved and idle, garbage_collection_threshold with a memory fraction so that it is given back
-    earlier and bit by bit.
+    if much of the reserved memory is unused, or garbage_collection_threshold with a memory fraction, which releases
+    memory earlier and in parts.
 
-    Blind spots: without the metrics log of tracekit.capture and without a snapshot nothing is seen; then MEM001 still
-    tells of the device calls that a retry makes. Of snapshots the first 128 MiB are read.
+    Blind spots: nothing is seen without the metrics log of tracekit.capture and without a snapshot; MEM001 still
+    reports the device calls of a retry. The first 128 MiB of snapshots are read.
     """
 
     code: ClassVar[str] = "MEM007"

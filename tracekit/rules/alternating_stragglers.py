@@ -21,23 +21,23 @@ _KEY = ("window", "step")
 
 @dataclass(frozen=True)
 class UnevenRanks(Rule):
-    """Ranks that wait for each other, and no one of them is to blame alone.
+    """Ranks that wait for each other, without a single straggler.
 
-    What it does: reports runs in which the ranks stand idle in collectives for others to come for more than
-    `min_wait_ratio` of the step on average, where it is not one rank for which they wait.
+    What it does: reports runs in which ranks are idle in collectives for more than `min_wait_ratio` of the step on
+    average because other ranks arrive late, and no single rank causes most of it.
 
-    Why it costs: every rank goes at the pace of the one that is slowest at that moment, and the slowest changes.
+    Why it costs: every collective waits for the rank that is slowest at that moment, and the slowest rank changes.
 
-    How it is measured: as RANK001 does, all waiting taken together, averaged over the ranks; the typical step is
-    quoted. Silent where more than half of the waiting in most steps is for one and the same rank: that is RANK001's.
-    In a run of one step RANK001 says nothing, so this does. Steps that save are left out.
+    How it is measured: as in RANK001, but for all late ranks together, averaged over the ranks; the message quotes the
+    representative step. Not reported if more than half of the waiting in most steps is for the same rank: that is
+    RANK001. In a run of one step RANK001 cannot judge, so this rule does. Steps that save are left out.
 
-    How to fix: give ranks the same work (pack sequences to one length, balance experts), and hosts the same pace: what
-    makes single ranks late at times is gc, a data loader, neighbours on the node. HOST001 and HOST003 name ranks whose
-    host is late. Fewer collectives per step meet fewer delays.
+    How to fix: give ranks the same amount of work (pack sequences to one length, balance experts), and make hosts
+    equally fast: single ranks are late at times because of gc, a data loader, or other jobs on the node. HOST001 and
+    HOST003 name the ranks. Fewer collectives per step are less exposed to delays.
 
-    Blind spots: needs the traces of all ranks of a group and three collectives that they share. Waiting below the
-    residual of the clocks is not told. What would be saved by evening out is at most what is said.
+    Blind spots: needs traces of all ranks of a group and three shared collectives. Waits below the clock error are
+    ignored. The reported time is the upper bound of the saving.
     """
 
     code: ClassVar[str] = "RANK003"

@@ -59,23 +59,23 @@ def _finding(rule: Rule, found: pl.DataFrame, reason: str, fix: str, *, confiden
 
 @dataclass(frozen=True)
 class LockedOut(Rule):
-    """Background saves that hold Python's lock while training needs it.
+    """Background saves that hold the GIL while training needs it.
 
-    What it does: reports saves by a thread of the training process that are mostly Python's work, and beside which
-    steps take longer by `max_slowdown_ratio`. Saves whose Python takes less than `min_python_ms` are left out.
+    What it does: reports saves by a thread of the training process that mostly run Python code, and during which steps
+    take longer by `max_slowdown_ratio`. Saves with less than `min_python_ms` of Python are left out.
 
-    Why it costs: a thread that plans, fetches and pickles holds the interpreter's lock (GIL), and the training thread,
-    which launches the kernels, waits for it.
+    Why it costs: a thread that plans, fetches and pickles holds the global interpreter lock (GIL), and the training
+    thread, which launches the kernels, waits for it.
 
-    How it is measured: steps that ran while the save did, against the median of the others; the save's stages plan,
-    stage and serialize against its length; and, where the log has the counters of the training thread, its time that
-    was neither running nor waiting for a processor. Where it lacked a processor for longer than that, this is said only
-    from `min_waited_ratio` of the save on, and with less confidence: CKPT010 speaks too.
+    How it is measured: steps that ran during the save, compared with the median of the others; the save's stages plan,
+    stage and serialize as a share of its length; and, if the log has the counters of the training thread, its time
+    neither running nor waiting for a core. If it lacked a core for longer than that, this is reported only from
+    `min_waited_ratio` of the save on, with lower confidence, together with CKPT010.
 
-    How to fix: save by a process.
+    How to fix: save in a separate process.
 
-    Blind spots: needs the checkpoint and the metrics log. Nothing counts waiting for the lock itself: a training thread
-    that waits for its device or for other ranks looks alike, so this is said only where steps slow down.
+    Blind spots: needs the checkpoint and the metrics log. No counter measures the wait for the GIL itself: a training
+    thread that waits for its device or for other ranks looks the same, so this is reported only if steps slow down.
     """
 
     code: ClassVar[str] = "CKPT009"
@@ -117,21 +117,20 @@ def python_ratio(row: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class CrowdedOut(Rule):
-    """Background saves beside which training gets too little of the processors.
+    """Background saves during which training gets too few CPU cores.
 
-    What it does: reports saves beside which steps take longer by `max_slowdown_ratio` while the training thread was
-    ready to run and did not for longer than it waited for anything else. Losses of less than `min_lost_ms` are left
-    out.
+    What it does: reports saves during which steps take longer by `max_slowdown_ratio` while the training thread was
+    ready to run but did not run, for longer than it waited for anything else. Losses below `min_lost_ms` are left out.
 
-    Why it costs: a thread that launches kernels and gets no processor leaves the device idle.
+    Why it costs: a thread that launches kernels and gets no core leaves the device idle.
 
-    How it is measured: the run delay of the training thread, by the system's scheduler, over the time of the save; the
-    mean slowdown alone cannot tell it from waiting for Python's lock.
+    How it is measured: the run delay of the training thread during the save, measured by the system's scheduler; the
+    mean slowdown alone does not distinguish it from waiting for the GIL.
 
-    How to fix: leave processors free, or keep the save to its own.
+    How to fix: leave CPU cores free, or pin the save to separate ones.
 
-    Blind spots: needs the checkpoint and the metrics log, of dcp.async_save and Linux. Who else takes the processors is
-    not in the log.
+    Blind spots: needs the checkpoint and the metrics log, of dcp.async_save on Linux. The log does not show which
+    processes take the cores.
     """
 
     code: ClassVar[str] = "CKPT010"
@@ -162,21 +161,21 @@ class CrowdedOut(Rule):
 
 @dataclass(frozen=True)
 class BlockingBackgroundSave(Rule):
-    """Saves in the background that stop training all the same.
+    """Background saves that block training.
 
     What it does: reports asynchronous saves whose call blocks for `min_blocked_ms` or longer and more than
-    `max_overhead_ratio` of the time, and saves that begin within `max_slack_ratio` of an upload's length after the
-    previous one ended, which means that training waited for it.
+    `max_overhead_ratio` of the time, and saves that start within `max_slack_ratio` of an upload's length after the
+    previous one ended: training waited for it.
 
-    Why it costs: what was meant to cost nothing stops every rank.
+    Why it costs: a save that should overlap with training stops every rank.
 
-    How it is measured: the stages of the training thread for the first; for the second the end of all work of a save
-    in the background against the start of the next such, after another step, and the time between their starts against
-    that of as many plain steps.
+    How it is measured: for the call, the stages of the training thread; for the upload, the end of all background work
+    of a save compared with the start of the next such save after another step, and the time between their starts
+    compared with that of as many undisturbed steps.
 
-    How to fix: stage into pinned memory that is kept, beside training; save less often than an upload takes.
+    How to fix: stage asynchronously into reused pinned memory; save at longer intervals than an upload takes.
 
-    Blind spots: needs the checkpoint log. That a loop waits for an upload before it saves again is taken from the times
+    Blind spots: needs the checkpoint log. That a loop waits for an upload before the next save is inferred from times
     alone.
     """
 

@@ -30,27 +30,27 @@ _BACKGROUND_FIX = "Save in the background with dcp.async_save."
 
 @dataclass(frozen=True)
 class BlockingCheckpoint(Rule):
-    """Checkpoint saves that stop the training thread.
+    """Checkpoint saves that block the training thread.
 
-    What it does: reports how long saves block training, which rank and stage the others wait for, and what share of
-    the time between saves that is.
+    What it does: reports how long saves block training, which rank and stage the others wait for, and the share of the
+    time between saves.
 
     Why it costs: every rank waits while a blocking save runs; above `max_overhead_ratio` of the time it is worth
-    changing. A save of less than `min_blocked_ms` is never more than information.
+    changing. A save that blocks for less than `min_blocked_ms` is always information.
 
-    How it is measured: from the checkpoint log: the total of all that is saved after one step, the longest over the
-    ranks, against the training time between saves by the metrics log; the step with the median is quoted, and the
-    longest of its saves is taken apart. Ranks meet after planning, after writing and at the end, and between meetings
-    the slowest rank is what the others wait for: of each such leg the rank with most work of its own counts (waiting is
-    no work), and of its stages the longest is slowest. Without a log, spans of the trace that are saves by their name
-    (record_function annotations, or functions in traces with stacks) are measured against the profiled steps.
+    How it is measured: from the checkpoint log: the total of all saves after one step, the longest over the ranks,
+    relative to the training time between saves in the metrics log. The message quotes the median step and breaks down
+    the longest of its saves. Ranks meet after planning, after writing and at the end. Between two meetings, the rank
+    with most work of its own is the one the others wait for (waiting is not work), and its longest stage is reported.
+    Without a log, spans of the trace that are named like saves (record_function annotations, or functions in traces
+    with stacks) are compared with the profiled steps.
 
-    How to fix: save asynchronously with pinned staging; then mend the stage that is slowest.
+    How to fix: save asynchronously with pinned staging; then fix the reported stage.
 
-    Blind spots: stages need the checkpoint log of tracekit.capture; by spans alone neither stages nor, with fewer than
-    two saves in the trace, the share of the whole training is known. With a single logged save the interval is taken as
-    the steps of this run that led to it. Files that torch.save and safetensors write after one step into one folder are
-    one save. Saves of several kinds that come at different intervals are taken as one kind.
+    Blind spots: stages need the checkpoint log of tracekit.capture; from spans alone neither stages nor, with fewer
+    than two saves in the trace, the share of the whole training are known. With a single logged save, the interval is
+    the number of steps of this run before it. Files that torch.save and safetensors write after one step into one
+    folder are one save. Saves of several kinds at different intervals are treated as one kind.
     """
 
     code: ClassVar[str] = "CKPT001"

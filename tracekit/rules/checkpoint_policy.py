@@ -19,19 +19,19 @@ _EVIDENCE_ROWS = 60
 
 @dataclass(frozen=True)
 class AmplifiedRestore(Rule):
-    """Loads in which ranks read the same bytes again.
+    """Loads in which ranks read the same bytes several times.
 
     What it does: reports loads in which all ranks together read more than `max_amplification` times the checkpoint. It
-    is a warning where training waited for `max_load_s` or longer.
+    is a warning if training waited for `max_load_s` or longer.
 
     Why it costs: after a failure every rank waits for the load, and storage serves the same bytes many times.
 
-    How it is measured: bytes read on all ranks by those of the checkpoint: for files the most that one rank reads of
-    it, for torch.distributed.checkpoint what its metadata says.
+    How it is measured: bytes read on all ranks over the bytes of the checkpoint: for files the most that one rank
+    reads, for torch.distributed.checkpoint the size in its metadata.
 
     How to fix: read once and broadcast.
 
-    Blind spots: needs the checkpoint log of the load on all ranks. What a cache on the node serves counts as read.
+    Blind spots: needs the checkpoint log of the load on all ranks. Bytes from a cache on the node count as read.
     """
 
     code: ClassVar[str] = "CKPT012"
@@ -63,21 +63,21 @@ class AmplifiedRestore(Rule):
 
 @dataclass(frozen=True)
 class UnwiseInterval(Rule):
-    """Checkpoints far more, or far less, often than failures make worth while.
+    """A checkpoint interval far from the optimum for the failure rate.
 
-    What it does: compares the time between saves with the interval that loses least, where `mtbf_s`, the mean time
-    between failures of the whole job in seconds, is given (0: not known, and nothing is said); reports a factor of more
-    than `max_interval_ratio` either way.
+    What it does: compares the time between saves with the optimal interval, if `mtbf_s` is set: the mean time between
+    failures of the whole job in seconds (0: unknown, nothing is reported). Reports a factor of more than
+    `max_interval_ratio` in either direction.
 
-    Why it costs: saving too often costs the saves, too seldom the work that a failure takes with it.
+    Why it costs: saving too often costs the saves; saving too rarely costs the work lost in a failure.
 
-    How it is measured: Young's first-order optimum √(2 δ M) in Daly's higher-order form, with δ the time that
-    all that is saved after one step blocks training, at the median; the waste is δ/W + W/2M.
+    How it is measured: Young's first-order optimum √(2 δ M) in Daly's higher-order form, with δ the time for which all
+    saves after one step block training, at the median; the waste is δ/W + W/2M.
 
-    How to fix: save at the interval named.
+    How to fix: save at the interval in the finding.
 
-    Blind spots: failures are taken to come at random and at one rate; where saving takes no time at all there is no
-    optimum, and the upload's length is the limit.
+    Blind spots: failures are assumed to be random at a constant rate; if saving takes no time there is no optimum, and
+    the upload's length is the limit.
     """
 
     code: ClassVar[str] = "CKPT013"
@@ -118,18 +118,18 @@ class UnwiseInterval(Rule):
 
 @dataclass(frozen=True)
 class LostOnPowerFailure(Rule):
-    """Checkpoints that the system need not have on disk when the save ends.
+    """Checkpoints that may not be on disk when the save ends.
 
-    What it does: reports saves of which some file was not synced after its last byte.
+    What it does: reports saves with a file that was not synced after its last byte.
 
-    Why it costs: a node that fails soon after takes the checkpoint with it, or leaves one that looks whole.
+    Why it costs: a node that fails soon after loses the checkpoint, or leaves one that only looks complete.
 
-    How it is measured: the recorder follows each file that a save writes to the last sync of it.
+    How it is measured: the recorder follows each file that a save writes to its last fsync.
 
-    How to fix: sync files and their folder after the last byte; see docs/checkpoints.md for what torch leaves open.
+    How to fix: fsync files and their folder after the last byte; see docs/checkpoints.md for the gaps in torch.
 
-    Blind spots: needs a checkpoint log of this version. What storage promises after a sync is its own affair; syncing
-    of folders is not followed, and stores without descriptors are not known.
+    Blind spots: needs a checkpoint log of this version. What storage guarantees after fsync is not checked; fsync of
+    folders is not followed, and stores without file descriptors are unknown.
     """
 
     code: ClassVar[str] = "CKPT014"
@@ -162,19 +162,19 @@ class LostOnPowerFailure(Rule):
 
 @dataclass(frozen=True)
 class UnverifiedShards(Rule):
-    """Shards that nothing checks when they are loaded.
+    """Shards that are not verified when they are loaded.
 
-    What it does: points out saves by torch.distributed.checkpoint alone.
+    What it does: reports saves by torch.distributed.checkpoint without checksums of their own.
 
-    Why it costs: a bit that flips in a shard is loaded without a word: torch computes a checksum when it saves and does
-    not look at it when it loads.
+    Why it costs: a flipped bit in a shard is loaded without an error: torch computes a checksum when it saves but does
+    not check it when it loads.
 
-    How it is measured: by what was called; the trainers that come with tracekit seal each checkpoint with checksums,
-    and are known by the run's manifest.
+    How it is measured: from the calls; the instrumented trainers write checksums for each checkpoint and are recognized
+    by the run's manifest.
 
-    How to fix: keep checksums beside the shards, and check them before loading.
+    How to fix: write checksums next to the shards, and verify them before loading.
 
-    Blind spots: whether somebody checks the files by other means is not in the log.
+    Blind spots: the log does not show other ways to verify the files.
     """
 
     code: ClassVar[str] = "CKPT015"
@@ -206,19 +206,19 @@ class UnverifiedShards(Rule):
 
 @dataclass(frozen=True)
 class SeveralWriters(Rule):
-    """Files of a checkpoint that several ranks write.
+    """Checkpoint files that several ranks write.
 
     What it does: reports saves by torch.save or safetensors in which more than one rank writes to the same path.
 
-    Why it costs: storage takes the same bytes several times, and on a shared file system the last writer wins, or the
-    file is a mixture of all.
+    Why it costs: storage receives the same bytes several times, and on a shared file system the last writer wins, or
+    the file is a mixture of all.
 
     How it is measured: the same path in the checkpoint logs of several ranks, in one save.
 
-    How to fix: let one rank write what is the same on all.
+    How to fix: let one rank write replicated state.
 
-    Blind spots: needs the checkpoint logs of all ranks. Ranks on different nodes may mean different files by one path;
-    ranks that write the same state to files of their own are not seen.
+    Blind spots: needs the checkpoint logs of all ranks. One path may mean different files on different nodes; ranks
+    that write the same state to separate files are not seen.
     """
 
     code: ClassVar[str] = "CKPT017"

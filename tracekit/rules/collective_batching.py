@@ -27,28 +27,27 @@ _TRANSFER_PER_LATENCY = 4.0  # transfer time over latency of a large enough coll
 
 @dataclass(frozen=True)
 class SmallCollectives(Rule):
-    """Collectives so small that they take their time for starting, not for their data.
+    """Small collectives whose latency takes longer than their data transfer.
 
-    What it does: reports runs in which `min_lost_ratio` of the step and more is lost to the latency of collectives that
-    could have been fewer: at least `min_count` that are launched one after the other, and reductions of gradients that
-    take more time for latency than for data.
+    What it does: reports runs that lose `min_lost_ratio` of the step or more to the latency of collectives that could
+    be batched: at least `min_count` launched one after the other, and gradient reductions that are mostly latency.
 
-    Why it costs: every collective of n ranks passes n-1 links one after the other before its data flows, and the host
-    issues each by itself.
+    Why it costs: every collective of n ranks passes n-1 links in sequence before its data flows, and the host launches
+    each one separately.
 
-    How it is measured: a line through the run's own times by size gives each group latency and bandwidth; where sizes
-    lie too close together for that, `assumed_hop_ns` for each hop, which the message says. Gradients are joined up to
-    the size at which latency is a fifth of the time, so that they still overlap with compute. Lost is the latency of
-    those that joining saves, and the pauses between them, as far as nothing computes meanwhile. Steps that save are
-    left out; the typical step of the worst device is quoted.
+    How it is measured: a line fitted to the run's own times by size gives each group's latency and bandwidth. Where
+    sizes are too similar for a fit, `assumed_hop_ns` per hop is used, which the message states. Gradients are batched
+    up to the size at which latency is a fifth of the time, so that they still overlap with compute. The loss is the
+    latency of the collectives that batching removes and the pauses between them, as far as compute is idle meanwhile.
+    Steps that save are left out; the message quotes the representative step of the worst device.
 
-    How to fix: DistributedDataParallel(bucket_cap_mb=…) larger; under FSDP2 fully_shard on larger blocks (or several
-    modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; own collectives in one call:
+    How to fix: a larger DistributedDataParallel(bucket_cap_mb=…); under FSDP2 fully_shard on larger blocks (or several
+    modules as one unit: fully_shard([a, b])), under FSDP1 a wider auto_wrap_policy; your own collectives in one call:
     torch.distributed._coalescing_manager, all_gather_into_tensor and reduce_scatter_tensor on flat buffers,
     torch._foreach_ ops and one all_reduce instead of one per tensor.
 
-    Blind spots: collectives with compute between them are taken to need it, but for gradients. NCCL changes protocol
-    with size, so no line fits all sizes. Ranks without a trace that come late look like latency.
+    Blind spots: collectives with compute between them are assumed to need it, except for gradients. NCCL changes its
+    protocol with size, so no line fits all sizes. Late ranks without a trace look like latency.
     """
 
     code: ClassVar[str] = "COMM002"
@@ -156,26 +155,27 @@ def _batched(calls: pl.DataFrame, by: tuple[str, ...], *, gaps: bool) -> pl.Data
 
 @dataclass(frozen=True)
 class ReducedEveryMicroBatch(Rule):
-    """Gradients that are reduced at every micro-batch although they are accumulated.
+    """Gradients that are reduced in every micro-batch although they are accumulated.
 
-    What it does: reports steps of several backward passes in which earlier passes reduce the same gradients as the
-    last one, if what of that no compute hides is `min_lost_ratio` of the step or more.
+    What it does: reports steps with several backward passes in which earlier passes reduce the same gradients as the
+    last one, if the exposed time of these reductions is `min_lost_ratio` of the step or more.
 
-    Why it costs: gradients need to be reduced once a step; with k micro-batches all but one of k reductions only move
-    sums that the next one moves again.
+    Why it costs: gradients need one reduction per step. With k micro-batches, k-1 of k reductions move sums that the
+    next one moves again.
 
-    How it is measured: all-reduces and reduce-scatters launched in backward by op, group, size and unit; those in
-    passes before the last that the last repeats. A pass ends where a forward pass begins. What is also launched in
-    forward is no gradient. Steps that save are left out; the typical step of the worst device is quoted.
+    How it is measured: all-reduces and reduce-scatters launched in backward, by op, group, size and unit; those of
+    earlier passes that the last pass repeats are counted. A backward pass ends where a forward pass begins. Collectives
+    that forward launches too are no gradients. Steps that save are left out; the message quotes the representative step
+    of the worst device.
 
-    How to fix: reduce in the last micro-batch only. DDP and FSDP1: with model.no_sync() around the others; FSDP2:
-    set_requires_gradient_sync(False), on a mesh of two axes set_requires_all_reduce(False) to keep the cheap
-    reduce-scatter, and set_is_last_backward(True) for the last. It takes memory: FSDP then keeps the gradients of all
-    units unsharded, as the message says; DDP holds them anyway. Or fewer and larger micro-batches.
+    How to fix: reduce in the last micro-batch only. DDP and FSDP1: model.no_sync() around the others; FSDP2:
+    set_requires_gradient_sync(False), on a mesh of two axes set_requires_all_reduce(False) to skip only the all-reduce,
+    and set_is_last_backward(True) for the last. FSDP then stores the unsharded gradients of all units, as the fix
+    states; DDP stores them anyway. Or use fewer and larger micro-batches.
 
-    Blind spots: without phases (spans of tracekit.capture, or autograd's own names) passes are not told. YaFSDP reduces
-    each micro-batch by design, since two buffers cannot hold the gradients of all units: it is not reported. Under
-    pipelines ZeRO-2 and -3 do the same; use ZeRO-1 there.
+    Blind spots: without phases (spans of tracekit.capture, or autograd's own names) passes are unknown. YaFSDP reduces
+    in each micro-batch by design, since its two buffers cannot store the gradients of all units: it is not reported.
+    ZeRO-2 and ZeRO-3 do the same under pipelines; use ZeRO-1 there.
     """
 
     code: ClassVar[str] = "COMM003"

@@ -24,25 +24,25 @@ _MIN_WAIT_RATIO = 0.02  # share of the step from which the message states the wa
 
 @dataclass(frozen=True)
 class ExposedCommunication(Rule):
-    """Communication that no compute hides.
+    """Exposed communication: collectives that no compute overlaps.
 
-    What it does: reports runs in which a collective moves data while its device computes nothing for more than
-    `max_exposed_ratio` of the step; it is an error above `error_exposed_ratio`, and from `info_exposed_ratio` on
-    information.
+    What it does: reports runs in which collectives move data while the device computes nothing for more than
+    `max_exposed_ratio` of the step. It is an error above `error_exposed_ratio`, and information from
+    `info_exposed_ratio`.
 
-    Why it costs: a device that waits for a collective earns nothing. What compute hides is free.
+    Why it costs: the device is idle during exposed communication. Overlapped communication is free.
 
-    How it is measured: per rank and step, the union of all collectives minus the union of all compute, over the
-    step's device window, less the part in which the rank waits for another to come to the collective: no collective
-    that starts earlier makes that shorter, it is RANK001's and RANK003's. Of each rank its typical step is judged, the
-    one with the median share; the worst rank's is quoted. Steps that save a checkpoint are left out: CKPT001's.
+    How it is measured: per rank and step, the union of all collectives minus the union of all compute in the step's
+    device window, less the wait for late ranks: starting a collective earlier does not shorten that wait (see RANK001
+    and RANK003). Each rank is judged by its representative step, the one with the median share; the message quotes the
+    worst rank. Steps that save a checkpoint are left out (see CKPT001).
 
-    How to fix: start gathers earlier (explicit prefetch) and reduce later, use larger units, or send less. The fix
-    named depends on the strategy (from the manifest, else by the spans in the trace) and on the collective that is
-    exposed most.
+    How to fix: start all-gathers earlier (explicit prefetch), use larger units, or send fewer bytes. The fix in the
+    finding depends on the strategy (from the manifest, else from the spans in the trace) and on the most exposed
+    collective.
 
-    Blind spots: waiting for a rank without a trace, or by less than the residual of the clocks, counts as
-    communication. On a CPU run compute is the union of dispatcher ops.
+    Blind spots: waits for a rank without a trace, and waits shorter than the clock error, count as communication. On a
+    CPU run, compute is the union of dispatcher ops.
     """
 
     code: ClassVar[str] = "COMM001"

@@ -22,29 +22,29 @@ _MIN_OVERLAP_RATIO = 0.2  # share of a step from which an unknown slowdown is re
 class ContendedCompute(Rule):
     """Compute that takes longer while a collective is on the device.
 
-    What it does: reports runs in which kernels take more than `min_slowdown` times as long beside collectives as alone,
+    What it does: reports runs in which kernels take more than `min_slowdown` times as long during collectives as alone,
     if that costs at least `min_cost_ratio` of the step.
 
-    Why it costs: a resident collective holds multiprocessors (NCCL's channels) and memory bandwidth. What it takes from
-    products that fill the device makes them wait for a second wave: up to twice the time.
+    Why it costs: a running collective occupies SMs (NCCL's channels) and memory bandwidth. Matrix products that fill
+    the device then need a second wave: up to twice the time.
 
-    How it is measured: each kernel is compared with itself (name, grid, block, bytes, input shapes of its op; where
-    shapes were not recorded, its neighbours on the stream) without a collective, within the same step where it ran so.
-    Work that runs beside anything else besides is compared with such only, or left out. The slowdown is the time spent
-    together over the time that the same work takes alone, its lower bound (95% interval, bootstrap over steps and
-    units) must exceed `min_slowdown`. Lost is what the judged kernels took longer, and as much of the time together of
-    those without a sample alone; no more than the step is longer than its collectives. The typical step of the worst
-    device is quoted. The cost is what replaying the run's steps without the slowdown saves (`tracekit whatif`); where
-    that saves less than `min_cost_ratio`, for the device waits for others anyway, it is information.
+    How it is measured: each kernel is compared with itself (name, grid, block, bytes, input shapes of its op; without
+    recorded shapes, its neighbours on the stream) without a concurrent collective, in the same step if possible. Work
+    that runs concurrently with other work too is compared only with work in the same situation, or left out. The
+    slowdown is the time during collectives over the time of the same work alone; its lower bound (95% interval,
+    bootstrap over steps and units) must exceed `min_slowdown`. The loss is the extra time of the compared kernels,
+    extended to the overlap of kernels without a sample alone; at most the step's duration minus its collectives. The
+    message quotes the representative step of the worst device. The cost is the saving of a replay without the slowdown
+    (`tracekit whatif`); below `min_cost_ratio`, because the device waits for others anyway, it is information.
 
-    How to fix: give collectives fewer multiprocessors: NCCL_MAX_CTAS (or ncclConfig.maxCTAs by
-    ProcessGroupNCCL.Options), NCCL_CGA_CLUSTER_SIZE, SHARP or copy engines where there are any (symmetric memory,
-    NCCL 2.28 and later); let products leave them room (CUBLASLT_SM_COUNT_TARGET, Triton grids below the number of
-    multiprocessors); or send less (fully_shard on a mesh of two axes, larger batches).
+    How to fix: give collectives fewer SMs: NCCL_MAX_CTAS (or ncclConfig.maxCTAs in ProcessGroupNCCL.Options),
+    NCCL_CGA_CLUSTER_SIZE, SHARP or copy engines if available (symmetric memory, NCCL 2.28 and later); leave SMs free in
+    matrix products (CUBLASLT_SM_COUNT_TARGET, Triton grids below the number of SMs); or send fewer bytes (fully_shard
+    on a mesh of two axes, larger batches).
 
-    Blind spots: needs device streams, and the same kernels without a collective beside them in the same trace; without
-    shapes or a grid, kernels of one name that differ in size are told apart by their neighbours only. Clocks that fall
-    under load look alike.
+    Blind spots: needs device streams, and the same kernels without a concurrent collective in the same trace. Without
+    shapes or a grid, kernels with one name and different sizes are separated only by their neighbours. Clocks that drop
+    under load look the same.
     """
 
     code: ClassVar[str] = "STREAM003"
@@ -97,31 +97,31 @@ class ContendedCompute(Rule):
 
 @dataclass(frozen=True)
 class StarvedCollectives(Rule):
-    """Collectives that take longer while compute runs beside them, and compute that then waits for them.
+    """Collectives that take longer while compute runs, and compute that then waits for them.
 
-    What it does: reports runs in which collectives move their data more than `min_slowdown` times as slowly beside
-    compute as alone, if compute waits for that at least `min_cost_ratio` of the step.
+    What it does: reports runs in which collectives move their data more than `min_slowdown` times more slowly during
+    compute than alone, if compute waits for that at least `min_cost_ratio` of the step.
 
-    Why it costs: compute that fills the device takes memory bandwidth and multiprocessors from the collective, or
-    lowers the clocks. What that adds to a collective is lost where compute then waits for it.
+    Why it costs: compute that fills the device takes memory bandwidth and SMs from the collective, or lowers the
+    clocks. The extra time is lost where compute then waits for the collective.
 
-    How it is measured: by bus bandwidth at the same size: a transfer lasts from the arrival of the last known rank to
-    the end, and is compared with those of the same op, group, element type and size that compute left alone, in the
-    same step if there are any. Collectives beside which another one ran are compared with such only; where there is no
-    other sample, a collective by itself is compared with one alone but for another collective, which tells too little
-    rather than too much. The slowdown is the time together with compute over what the same transfers take alone; its
-    lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Those without a sample are
-    taken to be slowed like the rest of the rank. Of each chain of collectives without a gap no more is lost than
-    compute waited for it. The typical step of the worst device is quoted. The cost is what replaying the run's steps
-    without the slowdown saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
+    How it is measured: by bus bandwidth at the same size. A transfer lasts from the arrival of the last known rank to
+    the end, and is compared with those of the same op, group, element type and size without concurrent compute, in the
+    same step if possible. Collectives that run concurrently with another one are compared only with such; if there is
+    no other sample, a collective by itself is compared with one that overlaps with another collective, which
+    underestimates the slowdown. The slowdown is the time during compute over the time of the same transfers alone; its
+    lower bound (95% interval, bootstrap over steps and units) must exceed `min_slowdown`. Collectives without a sample
+    are assumed to be slowed like the rest of the rank. The loss of a chain of collectives without a gap is at most the
+    time that compute waits for it. The message quotes the representative step of the worst device. The cost is the
+    saving of a replay without the slowdown (`tracekit whatif`); below `min_cost_ratio` it is information.
 
-    How to fix: give collectives more multiprocessors (NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS), or their streams a high
-    priority (ProcessGroupNCCL.Options.is_high_priority_stream); start them earlier, so that nobody waits
+    How to fix: give collectives more SMs (NCCL_MIN_CTAS, NCCL_MIN_NCHANNELS), or their streams a high priority
+    (ProcessGroupNCCL.Options.is_high_priority_stream); or start them earlier, so that compute does not wait
     (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).
 
-    Blind spots: needs device streams, and the same collectives without compute beside them in the same trace. Where
-    ranks of the group have no trace, waiting for them counts as transfer, and the finding is less sure. Copies between
-    devices of a node and collectives of other jobs on the same links are not seen.
+    Blind spots: needs device streams, and the same collectives without concurrent compute in the same trace. If ranks
+    of the group have no trace, the wait for them counts as transfer and the confidence is lower. Copies between devices
+    of a node and collectives of other jobs on the same links are not seen.
     """
 
     code: ClassVar[str] = "STREAM004"

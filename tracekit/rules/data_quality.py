@@ -100,24 +100,23 @@ _MEASURED = ("unlinked", "outside_steps", "dropped_events", "overlapping_slices"
 
 @dataclass(frozen=True)
 class DoubtfulTrace(Rule):
-    """Traces that cannot be trusted whole.
+    """Recordings that can only be trusted in part.
 
-    What it does: says which files could not be read or were cut, which ranks are missing, twice there or not of one
-    kind with the others, what the profiler did not record (steps, device activity, launches, dropped events), where
-    warm-up lies inside the window, and how far clocks can be trusted; each with the share of time or data it makes
-    doubtful.
+    What it does: reports files that are unreadable or truncated, ranks that are missing, duplicated or different from
+    the others, data that the profiler did not record (steps, device activity, launches, dropped events), warm-up inside
+    the window, and clock errors; each with the share of time or data that it affects.
 
-    Why it costs: a verdict on bad data sends people to fix the wrong thing.
+    Why it costs: a verdict on bad data leads to the wrong fix.
 
-    How it is measured: while reading and aligning, and by what the tables show: device work without a launch or
-    launched outside steps, launches without device work, slices that share time on one stream, a first step that takes
-    more than twice the median of the others, versions and devices that differ between ranks. Shares of less than
-    `min_affected_ratio` are not reported. One finding per kind; what makes a share of the data unusable is an error
-    where the share exceeds `error_affected_ratio`.
+    How it is measured: while reading and aligning, and from the tables: device work without a launch or launched
+    outside steps, launches without device work, slices that overlap on one stream, a first step that takes more than
+    twice the median of the others, versions and devices that differ between ranks. Shares below `min_affected_ratio`
+    are not reported. There is one finding per kind; an issue that makes data unusable is an error if its share exceeds
+    `error_affected_ratio`.
 
-    How to fix: record again; each finding says how.
+    How to fix: record again; each finding states how.
 
-    Blind spots: a trace that is wrong in itself but well-formed looks sound.
+    Blind spots: a well-formed trace with wrong content looks sound.
     """
 
     code: ClassVar[str] = "DATA001"

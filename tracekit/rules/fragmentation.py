@@ -19,27 +19,27 @@ _EVIDENCE_ROWS = 60
 
 @dataclass(frozen=True)
 class FragmentedMemory(Rule):
-    """Memory is asked of the device although as much lies free, cut into pieces.
+    """Fragmentation: the allocator reserves more memory although enough is reserved and free, in smaller pieces.
 
-    What it does: reports devices of which the allocator takes more in steady state while at least as much as was
-    requested is reserved and idle; and, by a memory snapshot, pools whose free memory would hold the largest request
-    but has no piece as large.
+    What it does: reports devices on which reserved memory grows in steady state while at least the requested size is
+    reserved and free; and, from a memory snapshot, pools whose free memory exceeds the largest request but whose
+    largest free block does not.
 
-    Why it costs: what is free in pieces is lost to the program; the reserve grows until a retry (MEM007) or the end of
-    the run, and each growth is a cudaMalloc that stalls.
+    Why it costs: fragmented memory is lost to the program; reserved memory grows until a retry (MEM007) or an
+    out-of-memory error, and each growth is a cudaMalloc that stalls.
 
-    How it is measured: in traces, requests after the first `warmup_steps` profiled steps (where there are more) at
-    which the reserved total grew although reserved less held was at least the request, reported when they come to
-    `min_grown_ratio` of what is reserved and to `min_bytes`; the stall is that of the device call before each. In
+    How it is measured: in traces, requests after the first `warmup_steps` profiled steps (if there are more) at which
+    reserved memory grew although reserved less allocated memory was at least the request; reported if they add up to
+    `min_grown_ratio` of reserved memory and to `min_bytes`. The stall is that of the device call before each. In
     snapshots, per pool of free blocks: free memory of at least `min_bytes` and `min_free_ratio` of the pool.
 
-    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins what is free; max_split_size_mb keeps large
-    blocks whole. Allocate what lasts (optimizer state, buffers) before what comes and goes. tracekit memory SNAPSHOT
-    --replay predicts what a setting would reserve.
+    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True merges free memory; max_split_size_mb leaves large
+    blocks unsplit. Allocate long-lived tensors (optimizer state, buffers) before temporary ones. tracekit memory
+    SNAPSHOT --replay predicts the reserved memory under a setting.
 
-    Blind spots: a trace does not tell streams and pools apart: idle memory on another stream (MEM009) or in another
-    pool is counted as pieces. What was cut up before the window and grows no more is seen as idle reserve
-    (MEM005), or in a snapshot. Of snapshots the first 128 MiB are read.
+    Blind spots: a trace does not show streams and pools: unused memory on another stream (MEM009) or in another pool
+    counts as fragmentation. Fragmentation before the window that grows no further shows as unused reserved memory
+    (MEM005), or in a snapshot. The first 128 MiB of snapshots are read.
     """
 
     code: ClassVar[str] = "MEM008"
@@ -130,23 +130,23 @@ class FragmentedMemory(Rule):
 
 @dataclass(frozen=True)
 class CrossStreamSlack(Rule):
-    """Free memory that only another stream may use.
+    """Free memory that only another stream can use.
 
-    What it does: reports devices on which free memory in pools of other streams than the main one, and memory whose
-    free waits for another stream, come to `min_idle_ratio` of what is reserved and to `min_idle_bytes`.
+    What it does: reports devices on which free memory in pools of side streams, and memory whose free waits for another
+    stream, add up to `min_idle_ratio` of reserved memory and to `min_idle_bytes`.
 
-    Why it costs: each stream has its own cache: what was freed on a side stream serves no request of the main one. What
-    another stream was recorded to use is not free before that stream is done.
+    Why it costs: each stream has its own cache: memory freed on a side stream serves no request of the main one. Memory
+    marked with record_stream is not free until the other stream is done.
 
-    How it is measured: by the memory snapshots beside the traces, at the moment of the snapshot; the main stream is the
-    one with most memory.
+    How it is measured: from the memory snapshots next to the traces, at the moment of the snapshot; the main stream is
+    the one with most memory.
 
-    How to fix: allocate on the stream that uses most of it, and synchronize by events instead of Tensor.record_stream;
-    keep buffers of side streams (gathers, copies) for good, as YaFSDP does, or bound how many are in flight
-    (limit_all_gathers, set_reduce_scatter_max_input_buffers).
+    How to fix: allocate memory on the stream that uses most of it, and synchronize with events instead of
+    Tensor.record_stream; reuse the buffers of side streams (all-gathers, copies), as YaFSDP does, or limit how many are
+    in flight (limit_all_gathers, set_reduce_scatter_max_input_buffers).
 
-    Blind spots: traces do not tell streams of allocations, so without a snapshot nothing is seen. A snapshot taken
-    between steps shows what waits there, not within the step. Of snapshots the first 128 MiB are read.
+    Blind spots: traces do not contain the streams of allocations, so a snapshot is needed. A snapshot taken between
+    steps shows the memory that waits there, not within the step. The first 128 MiB of snapshots are read.
     """
 
     code: ClassVar[str] = "MEM009"

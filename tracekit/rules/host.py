@@ -34,26 +34,27 @@ _PLACE = ["window", "rank", "device", "phase", "name", "nth"]
 
 @dataclass(frozen=True)
 class LateLaunch(Rule):
-    """A device that has nothing to do because the host has not launched it yet.
+    """A launch-bound step: the device is idle because the host has not launched the next kernel.
 
-    What it does: reports steps in which the device computes nothing for more than `min_late_ratio` of the time because
-    what is to compute next has not been launched, and the host neither waits for the device nor loads data, saves or
-    takes memory. On a CPU run, where ops run on the host itself, it reports pauses between ops of at least
-    `min_pause_ns` that come back at the same place of every step.
+    What it does: reports steps in which compute is idle for more than `min_late_ratio` of the time because the next
+    kernel has not been launched, while the host neither waits for the device nor loads data, saves or allocates memory.
+    On a CPU run, where ops run on the host itself, it reports pauses between ops of at least `min_pause_ns` that occur
+    at the same place in every step.
 
-    Why it costs: a device that is launched late idles, and what the host loses the device never makes up.
+    Why it costs: the device is idle until the launch, and never makes up for that time.
 
-    How it is measured: a gap in compute, less the time for which the compute that ends it waited for a collective, is
-    the host's until the end of the runtime call that launched that compute. What comes after a synchronize that let the
-    device run dry is HOST002's. Steps that save are left out. The typical step of the worst device is quoted; on a CPU
-    run a pause counts with the shortest it has in any step, so that what happens once is not told.
+    How it is measured: a gap in compute, less the time for which its next kernel waited for a collective, is the host's
+    until the end of the runtime call that launched that kernel. Gaps after a synchronization that left the device
+    without queued work belong to HOST002. Steps that save are left out. The message quotes the representative step of
+    the worst device; on a CPU run a pause counts with its shortest duration over the steps, so that single pauses do
+    not count.
 
-    How to fix: keep Python between launches short (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
+    How to fix: shorten Python between launches (hooks, logging, metrics, gc.freeze or gc.collect at chosen steps);
     launch fewer and larger kernels: torch.compile, CUDA graphs (mode="reduce-overhead"), fused or foreach optimizers,
     larger micro-batches.
 
-    Blind spots: Python is told from a thread that does not run only where stacks are recorded. The profiler itself
-    slows launches, most of all with stacks and shapes. Work without a recorded launch is not judged.
+    Blind spots: Python and a descheduled thread can be distinguished only with recorded stacks. The profiler itself
+    slows launches, most with stacks and shapes. Work without a recorded launch is not judged.
     """
 
     code: ClassVar[str] = "HOST001"
@@ -105,26 +106,26 @@ class LateLaunch(Rule):
 
 @dataclass(frozen=True)
 class BlockingSync(Rule):
-    """A host that waits for the device within a step, and a device that then runs dry.
+    """A host that synchronizes with the device within a step, after which the device is idle.
 
-    What it does: reports steps in which the device stands idle for more than `min_idle_ratio` of the time after the
-    host waited for it: .item(), .cpu(), a boolean of a tensor, torch.cuda.synchronize(). On a CPU run, where such reads
-    cost nothing, values read in every step's forward or backward are told as information.
+    What it does: reports steps in which the device is idle for more than `min_idle_ratio` of the time after the host
+    waited for it: .item(), .cpu(), a boolean of a tensor, torch.cuda.synchronize(). On a CPU run, where such reads cost
+    nothing, values read in every step's forward or backward are reported as information.
 
-    Why it costs: while the host waits it launches nothing; when the device is done nothing is queued, and it idles
-    until the host has caught up.
+    Why it costs: the host launches nothing while it waits. When the device has finished, no work is queued, and it is
+    idle until the host has launched more.
 
-    How it is measured: gaps in compute that are the host's and began while it was in a synchronizing call (Stream-,
-    Event- or DeviceSynchronize, a blocking memcpy, aten::item), or have such a call in them; all of the host's time in
-    them counts, whatever it did after the call. FSDP1's rate limiter does not count. Steps that save are left out. The
-    typical step of the worst device is quoted.
+    How it is measured: gaps in compute that are the host's and began during a synchronizing call (Stream-, Event- or
+    DeviceSynchronize, a blocking memcpy, aten::item), or contain one; all of the host's time in them counts, including
+    the time after the call. FSDP1's rate limiter does not count. Steps that save are left out. The message quotes the
+    representative step of the worst device.
 
-    How to fix: keep values on the device and read them once every so many steps, after the step's launches; copy with
-    non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and
-    clip_grad_norm_ without reading the norm.
+    How to fix: keep values on the device and read them every N steps, after the step's launches; copy with
+    non_blocking=True into pinned memory and an event; use torch.where instead of an if on a tensor, and clip_grad_norm_
+    without reading the norm.
 
-    Blind spots: a sync while the device has work queued that outlasts it costs nothing, and is not told. What calls it
-    is named only where stacks are recorded.
+    Blind spots: a synchronization that ends before the queued work does costs nothing and is not reported. Its caller
+    is known only with recorded stacks.
     """
 
     code: ClassVar[str] = "HOST002"
@@ -188,21 +189,21 @@ _READ_LATER = (
 class DataStall(Rule):
     """A device that waits for the next batch.
 
-    What it does: reports steps in which nothing computes for more than `min_stall_ratio` of the time because the host
-    is loading data.
+    What it does: reports steps in which compute is idle for more than `min_stall_ratio` of the time because the host is
+    loading data.
 
-    Why it costs: the device idles until the batch is there and copied.
+    Why it costs: the device is idle until the batch is loaded and copied.
 
     How it is measured: gaps in compute that are the host's, as far as it is in the phase data or in the data loader's
-    __next__. The batch of the next step is loaded at the end of a step's device window; the last step of a window,
-    after which no loading is seen, is left out where there are others. Steps that save are left out. The typical step
-    of the worst device is quoted.
+    __next__. The next step's batch is loaded at the end of a step's device window; the last step of a window shows no
+    loading and is left out if there are others. Steps that save are left out. The message quotes the representative
+    step of the worst device.
 
-    How to fix: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True), cheaper
-    decoding and augmentation, data on faster or local storage, batches prepared ahead on another thread.
+    How to fix: DataLoader(num_workers=…, prefetch_factor=…, persistent_workers=True, pin_memory=True), cheaper decoding
+    and augmentation, data on faster or local storage, batches prepared ahead on another thread.
 
-    Blind spots: loading without a DataLoader and outside a span of phase data looks like Python (HOST001). Why the
-    loader is slow is not in the trace of the training process where workers do the work.
+    Blind spots: loading without a DataLoader and outside a span of phase data looks like Python (HOST001). If workers
+    load the data, the trace of the training process does not show why they are slow.
     """
 
     code: ClassVar[str] = "HOST003"

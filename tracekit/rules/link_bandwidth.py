@@ -20,32 +20,31 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True)
 class SlowLink(Rule):
-    """A process group that moves data more slowly than its peers do, or than it did before.
+    """A process group that moves data more slowly than its peers, or than before.
 
     What it does: reports groups whose collectives take `min_slowdown` times as long as the same collectives of other
     groups along the same axis and of the same size (two replicas' shard groups, the rings of two local ranks), in at
-    least `min_steps_ratio` of the steps from the first in which they do; and groups that become slower by that factor
-    from one step on and stay so. It is a warning where what compute doesn't hide of the difference is
-    `min_lost_ratio` of the step or more, else information.
+    least `min_steps_ratio` of the steps since the first such step; and groups that become slower by that factor at some
+    step and stay slow. It is a warning if the exposed part of the difference is `min_lost_ratio` of the step or more,
+    else information.
 
-    Why it costs: a ring goes at the pace of its slowest link (a bad cable, a throttled or misrouted adapter, traffic of
-    others), and all ranks of the group wait for it.
+    Why it costs: a ring is as fast as its slowest link (a bad cable, a throttled or misrouted adapter, other traffic),
+    and all ranks of the group wait for it.
 
     How it is measured: the time of a collective from the last known arrival to its end, the shortest over the ranks
-    that have a trace; compared at the same op, type, size and place in the step, medians over all messages of at least
-    a quarter of the group's largest, so that neither latency nor contention at one place is taken for the link. The bus
-    bandwidth told is that of nccl-tests. Groups whose times vary by more than `max_spread_ratio` (between quartiles)
-    from step to step are not judged, nor are steps that save.
+    with a trace, compared at the same op, type, size and place in the step. Medians are taken over all messages of at
+    least a quarter of the group's largest, so that neither latency nor contention at one place looks like the link. The
+    bus bandwidth is defined as in nccl-tests. Groups whose times vary by more than `max_spread_ratio` (interquartile
+    range) between steps are not judged, nor are steps that save.
 
-    How to fix: run nccl-tests between the ranks named (all_reduce_perf -b 64M -e 1G -f 2), look at NCCL_DEBUG=INFO for
-    the transport (NET/Socket where NET/IB is meant, no GPUDirect), at link errors (ibstat, perfquery, nvidia-smi
-    nvlink -e) and NCCL_IB_HCA; take the node out meanwhile.
+    How to fix: run nccl-tests between the ranks (all_reduce_perf -b 64M -e 1G -f 2); check NCCL_DEBUG=INFO for the
+    transport (NET/Socket instead of NET/IB, no GPUDirect), link errors (ibstat, perfquery, nvidia-smi nvlink -e) and
+    NCCL_IB_HCA; exclude the node meanwhile.
 
-    Blind spots: a ring shows its slowest link to all of its members, so one group alone cannot tell which rank's link
-    it is, and a link that was always slow shows only beside another group: it cannot be told in a run whose ranks all
-    share one group. Ranks without a trace that come late look like a slow link. A send and its
-    receive are judged as a group of two where the trace tells both ends; several in one kernel (batch_isend_irecv)
-    cannot be told apart.
+    Blind spots: all members of a ring see its slowest link, so one group does not identify the rank. A link that was
+    always slow shows only in comparison with another group, so not in a run whose ranks all share one group. Late ranks
+    without a trace look like a slow link. A send and its receive are judged as a group of two if the trace contains
+    both ends; several in one kernel (batch_isend_irecv) cannot be separated.
     """
 
     code: ClassVar[str] = "RANK002"

@@ -22,24 +22,24 @@ _ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class GrowingMemory(Rule):
-    """Memory that grows from step to step: a leak.
+    """A memory leak: allocated memory that grows from step to step.
 
-    What it does: reports ranks on which more is held after each step than after the one before.
+    What it does: reports ranks whose allocated memory is higher after each step than after the one before.
 
-    Why it costs: a run that grows ends out of memory, after hours.
+    Why it costs: a run whose memory grows ends with an out-of-memory error, after hours.
 
-    How it is measured: what is held at the end of each step, by the profiler's memory events, or by the metrics log of
-    every step; the slope is the median over all pairs of steps, and its 99% confidence interval must begin at
-    `min_bytes` a step or more; and growth over the window must be `min_growth_ratio` times what the middle half of the
-    steps differs by without it, for what comes and stays a while looks like growth in a short window. What a backend of
-    the host takes inside its collectives is left out.
+    How it is measured: allocated memory at the end of each step, from the profiler's memory events or from the metrics
+    log. The slope is the median over all pairs of steps; its 99% confidence interval must begin at `min_bytes` per step
+    or more. The growth over the window must be `min_growth_ratio` times the interquartile range of the steps without
+    it, since memory that is allocated for a while looks like growth in a short window. Memory that a host backend
+    allocates inside its collectives is left out.
 
-    How to fix: keep no tensors over steps that hold a graph: losses and outputs in lists (use .item() or .detach()),
-    retain_graph, hooks and caches that grow. torch.cuda.memory._record_memory_history and tracekit memory SNAPSHOT say
-    which code allocated what stays.
+    How to fix: store no tensors with an autograd graph across steps: losses and outputs in lists (use .item() or
+    .detach()), retain_graph, hooks and caches that grow. torch.cuda.memory._record_memory_history and tracekit memory
+    SNAPSHOT show which code allocated the growing memory.
 
-    Blind spots: fewer than 5 steps tell nothing. A leak slower than the window's noise is not seen: log every step
-    with tracekit.capture. A cache that fills up and then stops is taken for a leak while it fills.
+    Blind spots: fewer than 5 steps are not judged. A leak slower than the window's noise is not seen: log every step
+    with tracekit.capture. A cache that fills up and then stops is reported as a leak while it fills.
     """
 
     code: ClassVar[str] = "MEM003"
@@ -76,18 +76,19 @@ class GrowingMemory(Rule):
 class LittleHeadroom(Rule):
     """A device whose memory is nearly all reserved.
 
-    What it does: says where less than `min_headroom_ratio` of a device's memory was never reserved.
+    What it does: reports devices with less than `min_headroom_ratio` of their memory never reserved.
 
-    Why it costs: the next longer batch, or another process's context, ends the run or makes the allocator give its
-    cache back and ask anew, which stops all streams.
+    Why it costs: the next longer batch, or another process's context, ends the run or forces an allocation retry, which
+    stops all streams.
 
-    How it is measured: the device's memory in the trace's header, less the most that the caching allocator reserved.
+    How it is measured: the device's memory in the trace's header, less the peak of memory that the caching allocator
+    reserved.
 
-    How to fix: lower the peak (tracekit memory RUN says who holds it), or, where much is reserved and idle, set
+    How to fix: lower the peak (tracekit memory RUN shows its owners), or, if much of the reserved memory is unused, set
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
-    Blind spots: without profile_memory nothing is seen. What other processes, NCCL and the CUDA context take is not
-    known and comes on top. A run that means to fill its device is reported too.
+    Blind spots: needs profile_memory. Memory of other processes, NCCL and the CUDA context is unknown and comes on top.
+    A run that is meant to fill its device is reported too.
     """
 
     code: ClassVar[str] = "MEM004"
@@ -118,21 +119,22 @@ class LittleHeadroom(Rule):
 
 @dataclass(frozen=True)
 class IdleReserve(Rule):
-    """Memory that the allocator keeps and that is not used even when most is held.
+    """Reserved memory that is unused even at the peak of allocated memory.
 
-    What it does: reports devices on which at least `min_slack_ratio` of what is reserved, and `min_slack_bytes`, is
-    idle at the peak.
+    What it does: reports devices on which at least `min_slack_ratio` of the reserved memory, and `min_slack_bytes`, is
+    unused at the peak.
 
-    Why it costs: cached memory serves only requests that fit one of its pieces, on the stream that it belongs to: what
-    is cut up (fragmentation) or on another stream is lost to the program, and to all others on the device.
+    Why it costs: cached memory serves only requests that fit one of its free blocks, on the stream it belongs to.
+    Fragmented memory, and memory of another stream, is lost to the program and to all others on the device.
 
-    How it is measured: reserved less held at the moment at which most is held, by the profiler's memory events.
+    How it is measured: reserved less allocated memory at the peak of allocated memory, from the profiler's memory
+    events.
 
-    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay predicts what that
-    and other settings would reserve. Allocate what another stream uses on that stream, not by record_stream.
+    How to fix: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; tracekit memory SNAPSHOT --replay predicts the
+    reserved memory under that and other settings. Allocate memory on the stream that uses it, instead of record_stream.
 
-    Blind spots: a peak before the window (a first step, an evaluation) may have needed what is idle since: then
-    torch.cuda.empty_cache once after it does. Which pool and stream it lies in only a snapshot tells.
+    Blind spots: a peak before the window (a first step, an evaluation) may have needed the memory: then
+    torch.cuda.empty_cache once after it is enough. Only a snapshot shows the pool and stream of unused memory.
     """
 
     code: ClassVar[str] = "MEM005"
@@ -165,21 +167,21 @@ class IdleReserve(Rule):
 
 @dataclass(frozen=True)
 class PeakOwner(Rule):
-    """One op that holds much of the peak.
+    """One op that allocated much of the peak.
 
-    What it does: says which op holds at least `min_owned_ratio` of a device's memory, and `min_owned_bytes`, when most
-    is held.
+    What it does: reports the op that allocated at least `min_owned_ratio` of a device's memory in use at the peak, and
+    `min_owned_bytes`.
 
-    Why it costs: the peak decides batch size, recomputation and how many devices a model needs.
+    Why it costs: the peak determines batch size, recomputation and how many devices a model needs.
 
-    How it is measured: blocks alive at the peak by the op that allocated them, in each phase; what was there before the
-    window has no op and is not judged. Where Python's stacks were recorded (with_stack=True), the module and the place
-    in code that hold most of it are named.
+    How it is measured: blocks in use at the peak by the op that allocated them, in each phase; memory allocated before
+    the window has no op and is not judged. With recorded Python stacks (with_stack=True), the message names the module
+    and the code location with most of it.
 
     How to fix: an op that does not materialise the tensor, activation checkpointing around it, or a smaller chunk.
 
-    Blind spots: one training step in which weights and optimizer state are seen allocated (the first) puts them first.
-    The host's memory is not judged.
+    Blind spots: if the window contains the allocation of weights and optimizer state (the first step), these come
+    first. Host memory is not judged.
     """
 
     code: ClassVar[str] = "MEM006"

@@ -20,26 +20,27 @@ _EVIDENCE_ROWS = 80
 
 @dataclass(frozen=True)
 class NeedlessRecomputation(Rule):
-    """Activations that are computed again in backward although the device could have kept them.
+    """Activations that backward recomputes although the device has memory to store them.
 
     What it does: reports runs in which layers run forward again in backward (activation checkpointing) and the device
-    has memory, never reserved, for the activations of some of them, `keep_free_ratio` of it left free; if not
-    recomputing those saves `min_saved_ratio` of the step or more.
+    has never-reserved memory for the activations of some of them, with `keep_free_ratio` left free; if not recomputing
+    those saves `min_saved_ratio` of the step or more.
 
-    Why it costs: recomputing every layer is a third more compute; each layer spared gives its forward pass back.
+    Why it costs: recomputing every layer adds a third to the compute. Each layer without it saves one forward pass.
 
-    How it is measured: kernels launched under CheckpointFunctionBackward, or, without reentrance, under a node of
-    autograd together with ops that only forward passes call. What a part would hold is what was allocated and not freed
-    while it ran again, without buffers of gathers; what is free is the device's memory less the most reserved, of the
-    rank with least. Saved is the kernels' time, the longest parts that fit spared first. Steps that save are left out.
+    How it is measured: kernels launched under CheckpointFunctionBackward, or, for the non-reentrant variant, under an
+    autograd node together with ops that only forward passes call. The activations of a part are the memory allocated
+    and not freed while it ran again, without all-gather buffers. Free is the device's memory less the peak of reserved
+    memory, on the rank with the least. The saving is the kernels' time, with the longest parts that fit first. Steps
+    that save are left out.
 
     How to fix: checkpoint fewer layers: torch.utils.checkpoint on the first N only, apply_activation_checkpointing with
-    a check_fn that leaves layers out, or keep the costly ops' outputs (selective checkpointing:
-    create_selective_checkpoint_contexts, context_fn). Trainers here: --checkpoint-layers N.
+    a check_fn that leaves layers out, or save the outputs of costly ops (selective checkpointing:
+    create_selective_checkpoint_contexts, context_fn). Instrumented trainers: --checkpoint-layers N.
 
-    Blind spots: needs profile_memory, a device whose memory the header tells, and steps that are as large as they get:
-    a longer batch needs more. Under pipeline schedules several micro-batches hold activations at once; then fewer
-    layers can be spared. Recomputation by torch.compile's partitioner is not seen.
+    Blind spots: needs profile_memory, a trace header with the device's memory, and steps at their largest size: a
+    longer batch needs more. Under pipeline schedules several micro-batches store activations at once, so fewer layers
+    fit. Recomputation by torch.compile's partitioner is not seen.
     """
 
     code: ClassVar[str] = "MEM002"

@@ -11,16 +11,16 @@ from tracekit.rules.save_stalls import StalledSave, cost
 class GlobalSync(StalledSave):
     """Saves that sync the whole machine.
 
-    What it does: reports saves whose largest part is `os.sync`. Silent where a save blocks for less than
-    `min_blocked_ms` or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is `os.sync`. Not reported below `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
 
-    Why it costs: it waits for the dirty pages of every process on the machine, not only for the checkpoint's.
+    Why it costs: it waits for the dirty pages of every process on the machine, not only for those of the checkpoint.
 
-    How it is measured: syncs without a file, counted by the recorder.
+    How it is measured: sync calls without a file, counted by the recorder.
 
-    How to fix: torch syncs so where a stream has no descriptor, as with fsspec: turn syncing off there.
+    How to fix: torch calls os.sync if a stream has no file descriptor, as with fsspec: disable syncing there.
 
-    Blind spots: needs a checkpoint log of this version; older ones do not tell `os.sync` from `os.fsync`.
+    Blind spots: needs a checkpoint log of this version; older ones do not distinguish `os.sync` from `os.fsync`.
     """
 
     code: ClassVar[str] = "CKPT008"
@@ -38,19 +38,20 @@ class GlobalSync(StalledSave):
 
 @dataclass(frozen=True)
 class CrowdedSave(StalledSave):
-    """Saves that wait for processors.
+    """Saves that wait for CPU cores.
 
-    What it does: reports saves whose largest part is waiting that nobody's work explains and that a lack of processors
-    does. Silent where a save blocks for less than `min_blocked_ms` or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is waiting that no rank's work explains but a lack of CPU cores does.
+    Not reported below `min_blocked_ms` or `max_overhead_ratio` of the time.
 
-    Why it costs: ranks meet several times in a save, and each time the one that gets no processor is waited for.
+    Why it costs: ranks meet several times in a save, and each time they wait for the rank that gets no core.
 
-    How it is measured: what of the save is left after the way that all ranks wait for, as far as the rank with the
-    largest run delay, by the system's scheduler, was ready to run and did not.
+    How it is measured: the time of the save that is not on its critical path, as far as the rank with the largest run
+    delay, measured by the system's scheduler, was ready to run but did not run.
 
-    How to fix: leave processors free for the ranks.
+    How to fix: leave CPU cores free for the ranks.
 
-    Blind spots: needs a checkpoint log with counters, which Linux gives. Run delay inside of stages is counted to them.
+    Blind spots: needs a checkpoint log with counters, which Linux provides. Run delay inside stages counts as those
+    stages.
     """
 
     code: ClassVar[str] = "CKPT016"

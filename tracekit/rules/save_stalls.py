@@ -82,22 +82,22 @@ def _evidence(run: Run, row: dict[str, Any]) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class SerializedSave(StalledSave):
-    """Saves that are Python's work: making bytes of tensors, mostly of many small ones.
+    """Saves that are mostly serialization in Python, usually of many small tensors.
 
-    What it does: reports saves whose largest part is serializing. Silent where a save blocks for less than
-    `min_blocked_ms` or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is serialization. Not reported below `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
 
     Why it costs: torch.save makes an archive of each tensor, which costs a fraction of a millisecond and over a
-    thousand bytes however small the tensor is; storage is idle meanwhile.
+    thousand bytes for tensors of any size; storage is idle meanwhile.
 
-    How it is measured: on the way that all ranks wait for (see docs/checkpoints.md). Where over a fifth of what is
-    written is no tensor, tensors are many and small, and planning counts to it: it grows with their number too.
+    How it is measured: on the critical path of the save (see docs/checkpoints.md). If over a fifth of the written bytes
+    is not tensor data, tensors are many and small, and planning is included: it grows with their number too.
 
-    How to fix: save fewer, larger tensors (fused or foreach optimizer states in one), in safetensors, or by more
+    How to fix: save fewer, larger tensors (fused or foreach optimizer states in one), in safetensors, or with more
     threads.
 
-    Blind spots: needs the checkpoint log of tracekit.capture. What C++ writes in one go (safetensors, the old format of
-    torch.save) is not told apart from writing.
+    Blind spots: needs the checkpoint log of tracekit.capture. Data that C++ writes at once (safetensors, the old format
+    of torch.save) counts as writing.
     """
 
     code: ClassVar[str] = "CKPT002"
@@ -122,18 +122,18 @@ class SerializedSave(StalledSave):
 
 @dataclass(frozen=True)
 class StagedSave(StalledSave):
-    """Saves that are copying from the device to the host.
+    """Saves that mostly copy tensors from the device to the host.
 
-    What it does: reports saves whose largest part is fetching tensors. Silent where a save blocks for less than
-    `min_blocked_ms` or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is staging. Not reported below `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
 
-    Why it costs: a copy into pageable memory runs at a fraction of what the bus gives and stops the stream it is on.
+    Why it costs: a copy into pageable memory runs at a fraction of the bus bandwidth and stops its stream.
 
-    How it is measured: stage `stage` on the way that all ranks wait for, with its bytes and their rate.
+    How it is measured: stage `stage` on the critical path of the save, with its bytes and their rate.
 
-    How to fix: stage into pinned memory that is kept from save to save.
+    How to fix: stage into pinned memory that is reused by all saves.
 
-    Blind spots: needs the checkpoint log. On a host without a device the same stage is fetching and copying in memory.
+    Blind spots: needs the checkpoint log. On a host without a device, the same stage is copying in memory.
     """
 
     code: ClassVar[str] = "CKPT003"
@@ -153,15 +153,15 @@ class StagedSave(StalledSave):
 
 @dataclass(frozen=True)
 class SlowStorage(StalledSave):
-    """Saves that wait for storage to take their bytes.
+    """Saves that mostly wait for storage to accept their bytes.
 
-    What it does: reports saves whose largest part is writing. Silent where a save blocks for less than `min_blocked_ms`
-    or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is writing. Not reported below `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
 
-    Why it costs: nothing trains until the last byte is handed over.
+    Why it costs: training is blocked until the last byte is written.
 
-    How it is measured: stage `write` on the way that all ranks wait for; the rate is that of the rank that takes
-    longest, while it writes.
+    How it is measured: stage `write` on the critical path of the save; the rate is that of the slowest rank while it
+    writes.
 
     How to fix: faster or nearer storage, more ranks that write, or fewer bytes.
 
@@ -186,18 +186,18 @@ class SlowStorage(StalledSave):
 
 @dataclass(frozen=True)
 class SlowSync(StalledSave):
-    """Saves that wait for fsync, or for opening and finishing files.
+    """Saves that mostly wait for fsync, or for opening and closing files.
 
-    What it does: reports saves whose largest part is syncing and metadata. Silent where a save blocks for less than
-    `min_blocked_ms` or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is fsync and metadata. Not reported below `min_blocked_ms` or
+    `max_overhead_ratio` of the time.
 
     Why it costs: each file costs a round trip to storage that no bandwidth shortens.
 
-    How it is measured: stages `fsync` and `finish` on the way that all ranks wait for.
+    How it is measured: stages `fsync` and `finish` on the critical path of the save.
 
-    How to fix: fewer files; a save in the background.
+    How to fix: fewer files; a background save.
 
-    Blind spots: needs the checkpoint log. A sync also waits for bytes that were written before it and lay in the page
+    Blind spots: needs the checkpoint log. fsync also waits for bytes that were written earlier and are in the page
     cache: with few files and many bytes this is bandwidth.
     """
 
@@ -217,21 +217,21 @@ class SlowSync(StalledSave):
 
 @dataclass(frozen=True)
 class StragglingWriter(StalledSave):
-    """One rank that writes slower than its share explains, and the others wait for it.
+    """One rank that writes more slowly than its share of the bytes explains, while the others wait.
 
-    What it does: reports saves whose largest part is what the slowest rank's writing and syncing takes beyond what as
-    many bytes and files take on the other ranks. Silent where a save blocks for less than `min_blocked_ms` or
+    What it does: reports saves whose largest part is the extra time of the slowest rank for writing and syncing,
+    compared with the time for as many bytes and files on the other ranks. Not reported below `min_blocked_ms` or
     `max_overhead_ratio` of the time.
 
     Why it costs: every rank waits for the slowest.
 
-    How it is measured: against the median of the other ranks' time per byte (writing) and per file (syncing), so a rank
-    that has more to write, as under ZeRO-1, is none; it must take twice what it should, and another must wait for most
-    of that.
+    How it is measured: relative to the median of the other ranks' time per byte (writing) and per file (syncing), so a
+    rank with more bytes to write, as under ZeRO-1, is no straggler. It must take twice the expected time, and another
+    rank must wait for most of that.
 
-    How to fix: look at that node's storage, network and neighbours.
+    How to fix: check that node's storage, network and other jobs.
 
-    Blind spots: needs the checkpoint log of two ranks or more; where half of the ranks are slow, nobody straggles.
+    Blind spots: needs the checkpoint log of two ranks or more; if half of the ranks are slow, none is a straggler.
     """
 
     code: ClassVar[str] = "CKPT006"
@@ -250,18 +250,17 @@ class StragglingWriter(StalledSave):
 
 @dataclass(frozen=True)
 class PlannedSave(StalledSave):
-    """Saves that are planning, and ranks waiting for each other with nobody at work.
+    """Saves that are mostly planning, and barriers at which ranks wait although no rank works.
 
-    What it does: reports saves whose largest part is building the state dict, planning, and meetings that no rank's
-    work explains. Silent where a save blocks for less than `min_blocked_ms` or `max_overhead_ratio` of the time.
+    What it does: reports saves whose largest part is building the state dict, planning, and barriers that no rank's
+    work explains. Not reported below `min_blocked_ms` or `max_overhead_ratio` of the time.
 
-    Why it costs: plans of all ranks are gathered on one, made there and scattered, anew for each save; it grows with
-    ranks times tensors.
+    Why it costs: one rank gathers all plans, merges them and scatters the result, again for each save; the time grows
+    with ranks times tensors.
 
-    How it is measured: stage `plan` of the slowest rank, and what of the save is left after the way that all ranks wait
-    for.
+    How it is measured: stage `plan` of the slowest rank, and the time of the save that is not on its critical path.
 
-    How to fix: keep plans.
+    How to fix: cache plans.
 
     Blind spots: needs the checkpoint log. Ranks that enter a save late look like waiting: so do stragglers of training.
     """

@@ -21,29 +21,29 @@ _EVIDENCE_ROWS = 40
 
 @dataclass(frozen=True)
 class Straggler(Rule):
-    """A rank that comes late to collectives again and again, while the others stand idle.
+    """A straggler: a rank that arrives late at collectives in most steps, while the others are idle.
 
     What it does: reports a rank for which the others lose more than `min_wait_ratio` of the step, in at least
-    `min_steps_ratio` of the steps from the first in which they do, and in more than one.
+    `min_steps_ratio` of the steps since the first such step, and in more than one.
 
-    Why it costs: a collective begins to move data when the last rank has come, so one slow rank slows all.
+    Why it costs: a collective moves data only after the last rank arrives, so one slow rank slows all.
 
-    How it is measured: collectives are found again on all ranks and clocks aligned by their ends. What a rank waits in
-    collectives for the last of those with a trace is put to that one's account, as far as it computes nothing
-    meanwhile, or stands idle in collectives for longer than the late one does: where compute hides the waiting, the
-    collectives behind it come late instead; what its own collectives keep it longer than others' do is a link's fault
-    (RANK002) and taken off. In each step the median over the other ranks counts. Of all waiting in
-    collectives more than half must be for it, and what is lost must not vary by more than `max_spread_ratio` (between
-    quartiles, over the median) from step to step: a slow rank is late by the same each time. Differences below the
-    residual of the clocks are not told. Steps that save are left out.
+    How it is measured: collectives are matched across ranks, with clocks aligned by their ends. The wait of a rank in
+    collectives is attributed to the last rank with a trace, as far as the waiting rank computes nothing meanwhile, or
+    is idle in collectives for longer than the late rank is: where compute overlaps the wait, the following collectives
+    start late instead. Extra time that the late rank itself spends in collectives is a slow link (RANK002) and
+    subtracted. In each step the median over the other ranks counts. More than half of all waiting in collectives must
+    be for this rank, and the loss must not vary by more than `max_spread_ratio` (interquartile range over median)
+    between steps: a slow rank is late by the same time in each. Differences below the clock error are ignored. Steps
+    that save are left out.
 
-    How to fix: look at what the late rank does before it comes: a slower or hotter device (clocks, nvidia-smi -q -d
-    PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), a neighbour on its node. Swap
-    the node to tell hardware from data.
+    How to fix: check what the late rank does before its collectives: a slower or hotter device (clocks, nvidia-smi -q
+    -d PERFORMANCE), more work (uneven batches or experts), a busy host (HOST001, HOST003), other jobs on its node. Move
+    the rank to another node to separate hardware from data.
 
-    Blind spots: needs the traces of several ranks of a group and three collectives that they share; a rank without a
-    trace may come later still. Delays that move from rank to rank, as of uneven data, are no one's. A rank that is late
-    because another collective held it up is blamed for the part that its peers' do not take as well.
+    Blind spots: needs traces of several ranks of a group and three shared collectives; a rank without a trace may
+    arrive even later. Delays that move between ranks, as with uneven data, belong to RANK003. A rank that another
+    collective delayed is blamed for the part of the delay that its peers do not have.
     """
 
     code: ClassVar[str] = "RANK001"

@@ -20,31 +20,31 @@ _GAP = ("window", "rank", "communication_gap")
 
 @dataclass(frozen=True)
 class GiveWay(Rule):
-    """Preparatory kernels of collectives that crawl beside the main compute, and compute that then waits.
+    """The give-way effect: kernels that prepare collectives are slowed by compute, and compute then waits for them.
 
-    What it does: finds the whole chain of the give-way effect of FSDP: a kernel that prepares a collective takes more
-    than `min_slowdown` times as long beside compute as alone; no collective runs meanwhile; and compute stands idle
-    for the collective that it delays, or for those behind that one without a further gap, such as the next all-gather
-    on its communicator. Less than `min_cost_ratio` of the step is not reported.
+    What it does: reports the complete chain of the give-way effect of FSDP: a kernel that prepares a collective takes
+    more than `min_slowdown` times as long during compute as alone, no collective runs meanwhile, and compute is idle
+    until the delayed collective ends, or one that follows it without a gap, such as the next all-gather on its
+    communicator. Costs below `min_cost_ratio` of the step are not reported.
 
-    Why it costs: the preparation (copies, casts and divides before a reduce-scatter) yields the device to the main
-    compute, and then compute waits for the collectives as long as the preparation was held up.
+    Why it costs: preparation (copies, casts and divides before a reduce-scatter) gets few SMs while the main compute
+    runs, and compute then waits for the collectives as long as their preparation was delayed.
 
-    How it is measured: preparation is what was launched under the same FSDP span before the collective, else what lies
-    directly before it on its communication stream. What a kernel takes alone is the median of the same kernel (name,
-    grid, block) that compute left alone, else of the same kernel on another grid, scaled by the number of blocks (the
-    column sample says which). Of each gap in communication the smallest counts of: what its preparation took longer
-    than alone; the part of the gap that this fills; and how long nothing computed for want of what the gap delayed.
-    The typical step of the worst device is quoted. The cost is what replaying the run's steps with every preparation as
-    fast as alone saves (`tracekit whatif`); where that saves less than `min_cost_ratio` it is information.
+    How it is measured: preparation is the work launched under the same FSDP span before the collective, else the work
+    directly before it on its communication stream. The time alone is the median of the same kernel (name, grid, block)
+    without concurrent compute, else of the same kernel with another grid, scaled by the number of blocks (see the
+    column sample). For each gap in communication, the smallest of three times counts: the extra time of its
+    preparation; the part of the gap that this fills; and the idle time of compute behind it. The message quotes the
+    representative step of the worst device. The cost is the saving of a replay in which each preparation takes its time
+    alone (`tracekit whatif`); below `min_cost_ratio` it is information.
 
-    How to fix: move the preparation to the compute stream or out of the step: pre-allocated flat buffers (YaFSDP,
-    fully_shard), fewer casts and divides before the reduce-scatter, gradients kept in the reduce dtype
+    How to fix: move the preparation to the compute stream or out of the step: preallocated flat buffers (YaFSDP,
+    fully_shard), fewer casts and divides before the reduce-scatter, gradients in the reduce dtype
     (MixedPrecisionPolicy.reduce_dtype).
 
-    Blind spots: needs device streams, and instances of the same kernel alone: without any, all of its time counts as
-    its own (COMM004). What crawls without making compute wait is not reported, nor is what the main compute loses to
-    the preparation beside it.
+    Blind spots: needs device streams, and samples of the same kernel alone: without any, all of its time counts as its
+    own (COMM004). Slowed preparation that no compute waits for is not reported, nor is the time that compute loses to
+    concurrent preparation.
     """
 
     code: ClassVar[str] = "STREAM001"
@@ -114,31 +114,31 @@ class GiveWay(Rule):
 
 @dataclass(frozen=True)
 class NeedlessOrder(Rule):
-    """Streams that could run side by side and take turns, for they are fed through one queue or one communicator.
+    """Streams that could run concurrently but take turns, because they share a hardware queue or a communicator.
 
-    What it does: warns of devices on which no kernel ever begins before one that was launched earlier on another
-    stream, where many could: one queue feeds all streams (`CUDA_DEVICE_MAX_CONNECTIONS=1`). And tells, as information,
-    where collectives of one process group on different streams wait for each other although no work between them asks
-    for that: they share a communicator. Less than `min_cost_ratio` of the step is not reported.
+    What it does: warns about devices on which no kernel starts before one that was launched earlier on another stream,
+    although many could: one queue feeds all streams (`CUDA_DEVICE_MAX_CONNECTIONS=1`). And reports, as information,
+    collectives of one process group on different streams that wait for each other without a dependency: they share a
+    communicator. Costs below `min_cost_ratio` of the step are not reported.
 
-    Why it costs: what stands at the head of the queue and waits for an event holds up all that was launched after it:
-    the next all-gather waits for compute to be started, and compute for a collective to be.
+    Why it costs: work at the head of the queue that waits for an event blocks everything launched after it: the next
+    all-gather waits for a compute kernel to start, and compute for a collective to start.
 
-    How it is measured: a kernel could begin earlier where it had been launched, all that was launched before it on its
-    own stream had ended, and one launched earlier on another stream began more than 20 µs later. Of a queue is spoken
-    where no more than `max_overtaking_ratio` of those do begin before it, and at least `min_blocked` start with it.
-    What they were held up while nothing of their kind (compute, communication) ran is lost, but no more than the step
-    is longer than its compute or its communication alone. A collective waits for its communicator where it begins
-    within 20 µs of the end of another of its group on another stream; one that reduces could not begin before the
-    compute launched before it. The typical step of the worst device is quoted. The cost is what replaying the run's
-    steps without that order saves (`tracekit whatif`), where it can tell.
+    How it is measured: a kernel could start earlier if it was launched, everything launched before it on its own stream
+    had ended, and a kernel launched earlier on another stream started more than 20 µs later. A shared queue is reported
+    if at most `max_overtaking_ratio` of these kernels do overtake, and at least `min_blocked` start together with the
+    earlier one. The loss is their delay while no work of their kind (compute, communication) ran, at most the step's
+    duration minus its compute or its communication. A collective waits for its communicator if it starts within 20 µs
+    of the end of another one of its group on another stream; a reduction cannot start before the compute launched
+    before it. The message quotes the representative step of the worst device. The cost is the saving of a replay
+    without that order (`tracekit whatif`), where possible.
 
-    How to fix: unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 8 or more (tensor parallelism that relies on 1 to order
-    its kernels aside); for collectives, FSDPModule.set_separate_reduce_scatter_group, or a process group of its own.
+    How to fix: unset CUDA_DEVICE_MAX_CONNECTIONS or set it to 8 or more (unless tensor parallelism relies on 1 to order
+    its kernels); for collectives, FSDPModule.set_separate_reduce_scatter_group, or a separate process group.
 
-    Blind spots: needs device streams, and the times of launches. What is lost is an upper bound: event waits are not
-    in most traces, and collectives of two communicators share the links. Kernels of CUDA graphs are launched together
-    and not judged.
+    Blind spots: needs device streams and launch times. The loss is an upper bound: most traces do not contain event
+    waits, and collectives of two communicators share the links. Kernels of CUDA graphs are launched together and are
+    not judged.
     """
 
     code: ClassVar[str] = "STREAM002"
