@@ -293,7 +293,7 @@ def test_a_mark_that_makes_no_sense_is_an_error_of_collection_that_names_what_th
         ({"step_time": "50 parsecs"}, "step_time: expected text of a number and a unit"),
         ({"step_time": 50}, "step_time: expected text"),
         ({"exposed_communication_ratio": 1.5}, "expected a share from 0 to 1"),
-        ({"steps": "8:3"}, "holds no step"),
+        ({"steps": "8:3"}, "is empty"),
         ({"steps": 5}, 'steps: expected text such as "3:8"'),
         ({"fail_on": "fatal"}, "is no severity"),
         ({"nonsense": 1}, "there are step_time, .*steps, fail_on"),

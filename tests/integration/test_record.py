@@ -134,7 +134,7 @@ ENDS = [
     ("kill", -signal.SIGKILL, None, "rank 0 was killed while recording, after "),
     ("never", 0, None, "nothing was recorded: no torch optimizer took a step"),
     ("short", 0, None, "the training ended after 5 steps, before step 10: nothing was profiled; try --steps 2:5"),
-    ("profile", 0, None, "steps 10:15 are not recorded: OccupiedError: another profiler is running"),
+    ("profile", 0, None, "steps 10:15 are not recorded: ProfilerBusyError: another profiler is running"),
     ("profile-late", 0, [10, 11], "the training started a profiler of its own; recorded up to step 11"),
 ]
 
@@ -184,7 +184,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_training(tmp_path: Path) -> Non
     assert done.code == 0, done.err
     assert losses(done) == losses(alone)
     assert len(done.said) == 1
-    assert re.search(r"rank 0: steps 10:15 were not written: OSError: .*training goes on", done.said[0])
+    assert re.search(r"rank 0: steps 10:15 were not written: OSError: .*training continues", done.said[0])
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(20))
     assert not list((tmp_path / "run").glob("*.json*.partial"))
 
@@ -195,7 +195,7 @@ def test_a_run_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert len(losses(done)) == 1
     assert len(done.said) == 1
-    assert re.search(r"not recorded: OSError: --out \S+/file/run cannot be written .*training goes on$", done.said[0])
+    assert re.search(r"not recorded: OSError: --out \S+/file/run cannot be written .*training continues$", done.said[0])
 
 
 def test_trainings_one_after_the_other_have_a_run_each(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_windows_can_be_asked_for_while_a_training_runs(tmp_path: Path) -> None:
     late = do(command("--attach", "run"), tmp_path)
     assert (late.code, late.said) == (
         2,
-        ["tracekit: run: no training is being recorded there now; start one by tracekit record"],
+        ["tracekit: run: no training is being recorded there; start one with tracekit record"],
     )
 
 
@@ -258,11 +258,11 @@ def test_windows_can_be_asked_for_while_a_training_runs(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         (["--", "no-such-command"], 127, "no-such-command: command not found"),
-        (["--steps", "15:10", "--", "true"], 2, "--steps: '15:10' holds no step"),
-        (["--steps", "ten", "--", "true"], 2, "--steps: 'ten' is no span of steps"),
-        (["--every", "3", "--", "true"], 2, "--steps: every 3 steps is too often for windows of 5 steps"),
+        (["--steps", "15:10", "--", "true"], 2, "--steps: '15:10' is empty"),
+        (["--steps", "ten", "--", "true"], 2, "--steps: 'ten' is not a range of steps"),
+        (["--every", "3", "--", "true"], 2, "--steps: a window every 3 steps is too often for windows of 5 steps"),
         (["--ranks", "first", "--", "true"], 2, "argument --ranks: 'first' names no ranks"),
-        (["--disk-budget", "much", "--", "true"], 2, "argument --disk-budget: 'much' is no size"),
+        (["--disk-budget", "much", "--", "true"], 2, "argument --disk-budget: 'much' is not a size"),
         (["--signal", "KILL", "--", "true"], 2, "argument --signal: 'KILL' cannot be used"),
         (["--out", "run"], 2, "no command to record"),
         (["--out", sys.executable, "--", "true"], 2, "is a file; name a folder for the run"),

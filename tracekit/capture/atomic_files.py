@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are whole."""
+"""Files that appear under their final name only when they are complete."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ _LEVEL = 6  # on traces far faster than Python's default of 9, for a few percent
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a partial name to write to; rename it to `path` when the block ends, remove it if the block raises."""
+    """Yield a partial name to write to; rename it to `path` when the block ends, remove it if the block raises."""
     partial = path.with_name(path.name + conventions.PARTIAL_SUFFIX)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -39,7 +39,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add `rows` to a JSON-lines file, all of them or none; other threads and processes may add theirs meanwhile."""
+    """Add `rows` to a JSON-lines file, all of them or none; other threads and processes may append at the same time."""
     text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with _appending, path.open("ab", buffering=0) as lines:
@@ -58,7 +58,7 @@ def compress(source: Path, target: Path) -> None:
         with atomic_write(target) as partial, source.open("rb") as plain, gzip.open(partial, "wb", _LEVEL) as packed:
             shutil.copyfileobj(plain, packed, 1 << 20)
     except BaseException:
-        # A compressed copy failed: the plain one is kept if it is a whole file in a scratch folder.
+        # The compressed copy failed: a complete uncompressed file in a scratch folder stays.
         if source.name.endswith(conventions.PARTIAL_SUFFIX):
             source.unlink()
         raise
@@ -66,7 +66,7 @@ def compress(source: Path, target: Path) -> None:
 
 
 def uncompressed_name(rank: int, window: int) -> str:
-    """Return the name under which a trace waits in a scratch folder to be compressed.
+    """Return the name of an uncompressed trace in a scratch folder.
 
     >>> plain_name(3, 1)
     'rank00003.window001.json'
@@ -75,7 +75,7 @@ def uncompressed_name(rank: int, window: int) -> str:
 
 
 def report_failure(consequence: str, error: BaseException) -> None:
-    """Say on one line of stderr that a part of the recording failed. Recording never stops the training."""
+    """Print one line on stderr: a part of the recording failed. Recording never stops the training."""
     reason = " ".join(str(error).split())
-    sys.stderr.write(f"tracekit: {consequence}: {type(error).__name__}: {reason}; training goes on\n")
+    sys.stderr.write(f"tracekit: {consequence}: {type(error).__name__}: {reason}; training continues\n")
     sys.stderr.flush()

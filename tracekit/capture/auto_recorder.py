@@ -1,8 +1,7 @@
-"""The recorder inside a script that knows nothing of it: what `tracekit record` puts into each Python it starts.
+"""The recorder that `tracekit record` injects into each Python process; the script needs no change.
 
-It follows what every training does (an optimizer steps, a loss is backpropagated, a loader gives a batch) by wrapping
-those few functions of torch, and records by the same `Recorder` that other trainings call themselves. A process in
-which no optimizer steps is left alone.
+It wraps the few torch functions that every training calls (optimizer step, backward, data loader) and drives the same
+`Recorder` that a training may call itself. A process without an optimizer step is not recorded.
 """
 
 import atexit
@@ -31,7 +30,7 @@ _SHARED_KEY = "tracekit/training"
 
 
 def imported(module: str) -> None:
-    """Take note that the script has imported a module; with torch, recording begins to watch for a training."""
+    """Handle the script's import of a module; torch's import installs the recorder."""
     if module == "torch":
         settings = launch_settings.from_environment(os.environ)
         if settings is None:
@@ -51,7 +50,7 @@ _recorders: "list[AutoRecorder]" = []
 
 
 class AutoRecorder:
-    """Watches one process for a training and records it, as `asked`. What fails in here never reaches the script."""
+    """Detects a training in this process and records it as `settings` say. Its failures never reach the script."""
 
     def __init__(self, settings: launch_settings.Settings) -> None:
         self._settings = settings
@@ -60,7 +59,7 @@ class AutoRecorder:
         self._reset()
 
     def install(self) -> None:
-        """Wrap what is watched."""
+        """Wrap the functions of torch that are observed."""
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -80,7 +79,7 @@ class AutoRecorder:
         atexit.register(self._close)
 
     def _reset(self) -> None:
-        """Begin anew: as in a process that was just forked, which shares nothing with its parent's recording."""
+        """Reset all state, as in a forked process, which shares nothing with its parent's recording."""
         self._pid = os.getpid()
         self._recorder = None
         self._step_counter = StepCounter()
@@ -93,10 +92,10 @@ class AutoRecorder:
         self._unscaled_loss: tuple[Any, Any] | None = None
         self._skipped = False
 
-    # What saves and loads ask -----------------------------------------------------------------------------------------
+    # Called by recorded saves and loads -------------------------------------------------------------------------------
 
     def folder(self) -> Path | None:
-        """Return the run's folder; None where nothing is recorded: before there is an optimizer, or on other ranks."""
+        """Return the run's folder; None where nothing is recorded: without an optimizer yet, or on other ranks."""
         if self._on and threading.get_ident() == self._loop_thread:
             self._safe(self._begin)()  # a load comes before the first step
         return self._recorder.folder if self._recorder is not None else None
@@ -109,7 +108,7 @@ class AutoRecorder:
         """Return the optimizer steps done; None before the recording begins."""
         return self._recorder.steps_done if self._recorder is not None else None
 
-    # What the script does ---------------------------------------------------------------------------------------------
+    # Called from the script's wrapped functions -----------------------------------------------------------------------
 
     def _optimizer_made(self, optimizer: Any, *_: Any) -> None:
         elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
@@ -137,7 +136,7 @@ class AutoRecorder:
             self._count(optimizer, skipped=skipped)
 
     def _scaled(self, scaled: Any, _scaler: Any, outputs: Any, *_: Any) -> None:
-        # Holding what autograd knows of the loss would hold the whole graph.
+        # The attached loss would keep the whole autograd graph alive.
         self._unscaled_loss = (weakref.ref(scaled), outputs.detach()) if isinstance(outputs, torch.Tensor) else None
 
     def _before_step(self, optimizer: Any) -> None:
@@ -180,12 +179,12 @@ class AutoRecorder:
         if self._recorder is not None:
             self._recorder.end_window("the training started a profiler of its own")
 
-    # What is made of it -----------------------------------------------------------------------------------------------
+    # Steps and the recording ------------------------------------------------------------------------------------------
 
     def _count(self, optimizer: Any, *, skipped: bool) -> None:
-        """Count the step of an optimizer, or of one that steps inside of backward once that is over.
+        """Count an optimizer's step; one inside backward is counted when backward has ended.
 
-        There autograd keeps the state of each thread, the profiler's included, and puts it back in the end.
+        During backward, autograd saves each thread's state, the profiler's included, and restores it at the end.
         """
         if self._in_backward or threading.get_ident() != self._loop_thread:
             self._stepped.append((optimizer, skipped))
@@ -206,7 +205,7 @@ class AutoRecorder:
         self._recorder.step(metrics, tokens=self._settings.tokens_per_step)
 
     def _begin(self) -> None:
-        """Begin to record, unless it has begun; a rank that was not asked for is left alone from here on."""
+        """Begin to record, unless that has happened; ranks that are not requested stay unrecorded."""
         if self._recorder is not None or not len(self._numbers):
             return
         settings, rank = self._settings, rank_info.this_rank()
@@ -247,7 +246,7 @@ class AutoRecorder:
         Finalize(None, self._close, exitpriority=0)
 
     def _device(self) -> str:
-        """Return cuda if that is where the parameters are: a machine with GPUs may still train on the CPU."""
+        """Return cuda if the parameters are there: a machine with GPUs may still train on the CPU."""
         on_cuda = any(
             parameter.is_cuda
             for optimizer in self._numbers
@@ -264,12 +263,12 @@ class AutoRecorder:
             self._recorder = recorder
             self._safe(self._write_status, always=True)(ended=True)
             self._recorder = None
-            if not Path(self._settings.notes).is_dir():  # a node without a launcher to tidy up
+            if not Path(self._settings.notes).is_dir():  # no launcher on this node cleans up
                 with contextlib.suppress(OSError):
                     Path(self._settings.scratch).rmdir()
 
     def _write_status(self, *, ended: bool) -> None:
-        """Tell the launcher of this rank's recording."""
+        """Report this rank's recording to the launcher."""
         recorder = self._recorder
         assert recorder is not None
         self._write_note(
@@ -283,7 +282,7 @@ class AutoRecorder:
         )
 
     def _write_note(self, note: dict[str, Any]) -> None:
-        """Leave a note to the launcher, where it is on this node."""
+        """Write a note for the launcher, if it runs on this node."""
         notes = Path(self._settings.notes)
         if notes.is_dir():
             atomic_files.write_json(notes / f"{self._pid}.json", note)
@@ -298,25 +297,25 @@ class AutoRecorder:
         return within
 
     def _safe(self, call: Callable[..., None], *, always: bool = False) -> Callable[..., None]:
-        """Return `call` as something that never raises, and does nothing once recording is off."""
+        """Return `call` wrapped so that it never raises, and does nothing once recording is off."""
 
         def safe(*args: Any, **kwargs: Any) -> None:
             if not (self._on or always):
                 return
             try:
                 call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+            except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
                 self._on = False
                 atomic_files.report_failure("not recorded", error)
 
-        vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not look in here
+        vars(safe)["_torchdynamo_disable"] = True  # torch.compile must not trace this
         return safe
 
 
 def training_name(settings: launch_settings.Settings) -> str:
-    """Return the name that all ranks of this training share and no other training has.
+    """Return a name that all ranks of this training share and no other training has.
 
-    The ranks agree by the store through which they found each other, without waiting for one another.
+    The ranks agree through the process group's store, without waiting for one another.
     """
     own = f"{settings.launch}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     distributed = torch.distributed
@@ -331,7 +330,7 @@ def training_name(settings: launch_settings.Settings) -> str:
 
 
 def _sum(losses: list[Any]) -> "PendingScalar":
-    """Return the sum of losses, on its way from the device: of what backward began at in one step."""
+    """Return the sum of one step's losses, the tensors that backward was called on, as it is copied from the device."""
     from tracekit.capture.metrics import PendingScalar
 
     return PendingScalar(losses[0] if len(losses) == 1 else torch.stack([loss.reshape(()) for loss in losses]).sum())

@@ -1,4 +1,4 @@
-"""What the adapters for frameworks share: a recorder that follows a loop which somebody else runs."""
+"""What the framework adapters share: a recorder driven by the callbacks of a framework's loop."""
 
 import atexit
 import contextlib
@@ -19,25 +19,23 @@ EVALUATION = "evaluation"  # a span like those of the phases, but no part of a s
 
 
 class FrameworkRecorder:
-    """A recorder that a framework's callbacks drive: begun and ended by them, told each turn that the loop takes.
+    """A recorder that a framework's callbacks drive: they begin it, end it, and announce each phase of the loop.
 
-    `options` are those of `Recorder`; what its `manifest` says wins over what the framework tells. Raises what
-    `Recorder` raises for options that make no sense, at once, not when the training begins.
+    `options` are those of `Recorder`; its `manifest` overrides what the framework reports. Invalid options raise here
+    what `Recorder` raises, not when the training begins.
     """
 
     def __init__(self, out: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
-        Recorder(out, first_step=0, **options)  # only to have wrong options refused now
+        Recorder(out, first_step=0, **options)  # raises for invalid options now
         self._out = out
         self._options = dict(options)
         self._recorder: Recorder | None = None
         self._span: contextlib.AbstractContextManager[Any] | None = None
         self._phase: str | None = None
-        self._phase_start_ns = 0  # when the present phase began
-        self._step_start_ns = 0  # when the present step began
-        self._evaluation_ns = 0  # what of the present step was none
-        self._phase_start_cpu_ns = self._step_start_cpu_ns = self._evaluation_cpu_ns = (
-            0  # the same of the time that processors ran
-        )
+        self._phase_start_ns = 0  # when the current phase began
+        self._step_start_ns = 0  # when the current step began
+        self._evaluation_ns = 0  # evaluation within the current step
+        self._phase_start_cpu_ns = self._step_start_cpu_ns = self._evaluation_cpu_ns = 0  # the same in CPU time
         self.abandoned = False
 
     @property
@@ -46,20 +44,20 @@ class FrameworkRecorder:
         return self._recorder is not None
 
     def begin(self, first_step: int, describe_run: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin a recording at optimizer step `first_step`; end an earlier one that was left open.
+        """Begin a recording at optimizer step `first_step`; end an earlier one that is still open.
 
-        `about` gives what the framework knows of the run, for the manifest. Where it raises, the manifest lacks that.
+        `describe_run` returns what the framework knows about the run, for the manifest, which lacks it if that raises.
         """
         self.end()
         manifest = self._options.get("manifest") or {}
         try:
             manifest = {**describe_run(), **manifest}
         except Exception as error:  # noqa: BLE001 a run without it is still worth recording
-            atomic_files.report_failure("what the framework knows of the run is not recorded", error)
+            atomic_files.report_failure("the framework's description of the run is not recorded", error)
         recorder = Recorder(self._out, first_step=first_step, **{**self._options, "manifest": manifest})
         recorder.__enter__()
         self._recorder = recorder
-        atexit.register(self.end)  # a training that raises ends no callback
+        atexit.register(self.end)  # a training that raises calls no end callback
         self._phase, self._evaluation_ns, self._evaluation_cpu_ns = None, 0, 0
         self._step_start_ns = self._phase_start_ns = time.perf_counter_ns()
         self._step_start_cpu_ns = self._phase_start_cpu_ns = time.process_time_ns()
@@ -73,7 +71,7 @@ class FrameworkRecorder:
             recorder.__exit__(None, None, None)
 
     def enter_phase(self, phase: str | None, *, previous: str | None = None) -> None:
-        """Tell that the loop turns to another phase, or to none; and what it did before, where that was not known."""
+        """Enter another phase, or none; `previous` names the phase before where that was not known until now."""
         if self._recorder is None:
             return
         self._close_span()
@@ -86,11 +84,13 @@ class FrameworkRecorder:
             self._recorder.add_data_wait(now_ns - self._phase_start_ns)
         self._phase, self._phase_start_ns, self._phase_start_cpu_ns = phase, now_ns, cpu_ns
         if phase is not None:
-            self._span = record_function(conventions.span_name(phase))  # not recorder.span: was it data? that turns out
+            self._span = record_function(
+                conventions.span_name(phase)
+            )  # not recorder.span: whether it was data is known later
             self._span.__enter__()
 
     def step(self, metrics: Mapping[str, Number], *, tokens: int | None, last: bool = False) -> None:
-        """Tell that an optimizer step ends. Evaluation since the one before counts neither to its time nor speed."""
+        """End an optimizer step. Evaluation since the previous one counts neither in its time nor in its speed."""
         if self._recorder is None:
             return
         self.enter_phase(None)
@@ -109,9 +109,9 @@ class FrameworkRecorder:
         self._step_start_cpu_ns = self._phase_start_cpu_ns = time.process_time_ns()
 
     def abandon(self, error: BaseException) -> None:
-        """Say that following failed, and end the recording for good."""
+        """Report that the adapter failed, and end the recording for good."""
         self.abandoned = True
-        atomic_files.report_failure("recording ends: the training could not be followed", error)
+        atomic_files.report_failure("recording ends: the framework's callbacks failed", error)
         with contextlib.suppress(Exception):
             self.end()
 
@@ -122,7 +122,7 @@ class FrameworkRecorder:
 
 
 def never_raises(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback's method made such that it never raises: what fails in it ends the recording.
+    """Wrap a callback's method so that it never raises: a failure ends the recording.
 
     The callback has its FrameworkRecorder under `recorder`.
     """
@@ -133,7 +133,7 @@ def never_raises(hook: Callable[..., None]) -> Callable[..., None]:
             return
         try:
             hook(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
             self.recorder.abandon(error)
 
     return call

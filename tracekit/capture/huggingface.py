@@ -23,12 +23,12 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
 
     Takes the options of `tracekit.capture.Recorder`. Steps are numbered as the Trainer's `global_step`, from 0; a
     training that is resumed goes on counting. Loss and gradient norm are those that the Trainer logs, at the steps at
-    which it logs; the learning rate is the step's own. Tokens are what the Trainer counts, if it is told to
+    which it logs; the learning rate is the step's own. Tokens are what the Trainer counts, if it is configured to
     (`include_num_input_tokens_seen`), else the size of `input_ids`, padding included, times the number of ranks.
 
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[TracekitCallback("runs/today")])
 
-    Evaluations count to no step's time; saves count to the step that follows. No failure in here stops the training.
+    Evaluation counts in no step's time; a save counts in the step that follows. No failure here stops the training.
     """
 
     def __init__(self, out: str | os.PathLike[str], **options: Any) -> None:
@@ -44,7 +44,7 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
         self._remove_hooks()
         self._tokens, self._tokens_seen = 0, state.num_input_tokens_seen
         self.recorder.begin(state.global_step, lambda: _describe_run(args, model))
-        # What is compiled stays as it is: a hook would become part of it.
+        # A compiled model gets no hooks: they would be compiled with it.
         if isinstance(model, torch.nn.Module) and not (args.torch_compile or hasattr(model, "_orig_mod")):
             self._hooks = [
                 model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -80,7 +80,7 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
             metrics["learning_rate"] = self._learning_rate
         logged: dict[str, float] = {}
         self._logged = logged
-        if control.should_log:  # it will, once this has returned; the recorder asks a step later
+        if control.should_log:  # it logs after this callback; the recorder reads the values a step later
             metrics[conventions.LOSS_METRIC] = lambda: logged.get("loss", math.nan)
             if args.max_grad_norm > 0:
                 metrics["grad_norm"] = lambda: logged.get("grad_norm", math.nan)
@@ -119,9 +119,9 @@ class TracekitCallback(TrainerCallback):  # type: ignore[misc]
         self.recorder.end()
 
     def _enter_next_phase(self, control: Any, *, epoch_over: bool = False) -> None:
-        """Turn to what the Trainer does next between two steps: it evaluates, then saves, then fetches batches.
+        """Enter the Trainer's next phase between two steps: it evaluates, then saves, then fetches batches.
 
-        What a callback after this one asks for is seen only when it is done.
+        What later callbacks request is seen only when it has happened.
         """
         if control.should_evaluate:
             self.recorder.enter_phase(EVALUATION)
@@ -154,7 +154,7 @@ def _describe_run(args: Any, model: Any) -> dict[str, Any]:
     """Return what the Trainer knows about the run."""
     strategy = _strategy()
     described: dict[str, Any] = {"name": type(model).__name__}
-    if strategy in (None, "ddp"):  # others hold parts of the parameters, or none
+    if strategy in (None, "ddp"):  # under other strategies a rank has parts of the parameters, or none
         described["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     return {"strategy": strategy, "model": described, "arguments": args.to_dict()}
 

@@ -1,4 +1,4 @@
-"""What `tracekit record` tells the processes it starts, by one environment variable."""
+"""The settings that `tracekit record` passes to the processes it starts, in one environment variable."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ class Settings:
     out: str
     """The run's folder; another training of the same command takes ``OUT-2``, and so on."""
     launch: str
-    """Names this start of the command, unlike any other."""
+    """A unique name of this start of the command."""
     notes: str
-    """A folder on the launching node in which each recorded process says where its files are."""
+    """A folder on the launching node; each recorded process writes there where its files are."""
     scratch: str
     """A folder for traces that are not compressed yet, local to each node."""
     steps: str | None = "10:15"
@@ -32,7 +32,7 @@ class Settings:
     snapshot: bool = False
     disk_budget_bytes: int = 10 * GIBIBYTE
     tokens_per_step: int | None = None
-    """Tokens of all ranks in one optimizer step, which the training alone knows."""
+    """Tokens of all ranks in one optimizer step; only the training knows them."""
 
     def as_variable(self) -> str:
         """Return the value of the environment variable."""
@@ -40,7 +40,7 @@ class Settings:
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return how to record this process, None if nobody asked. Raises ValueError where that cannot be read."""
+    """Return how to record this process; None if it is not recorded. Raises ValueError for an invalid variable."""
     text = environment.get(conventions.RECORD_VARIABLE)
     if not text:
         return None

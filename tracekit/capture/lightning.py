@@ -13,12 +13,12 @@ from tracekit.capture.framework_recorder import EVALUATION, FrameworkRecorder, n
 from tracekit.capture.metrics import Number
 from tracekit.conventions.strategies import ALIASES
 
-_FETCHING = "train_dataloader_next"  # as Lightning tells its profiler
+_FETCHING = "train_dataloader_next"  # Lightning's name for it in its own profiler
 _SINGLE_DEVICE = "SingleDeviceStrategy"
 
 
 def _callback_class() -> Any:
-    """Return Lightning's Callback. It comes in two packages that know nothing of each other: the one in use counts."""
+    """Return Lightning's Callback. Two independent packages have it: the one that the script imported is used."""
     packages = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(packages, key=lambda name: name not in sys.modules):
         try:
@@ -38,12 +38,12 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
     `global_step` has moved. Steps are numbered as `global_step`, from 0, and a training that is resumed goes on
     counting; in manual optimization, where Lightning counts each optimizer's steps, all that fall to one batch are
     one, and a resumed training goes on at `global_step` divided by the number of optimizers. The loss is what
-    `training_step` returns, of this rank; of accumulated batches their mean. `tokens` tells the tokens in a batch, by
+    `training_step` returns, of this rank; of accumulated batches their mean. `tokens` returns the tokens in a batch, by
     default the size of its ``input_ids``.
 
         trainer = Trainer(callbacks=[TracekitCallback("runs/today")])
 
-    Validation counts to no step's time; saves count to the step that follows. No failure in here stops the training.
+    Validation counts in no step's time; a save counts in the step that follows. No failure here stops the training.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
         self.recorder.enter_phase(self._default_phase)
 
     def _watch_fetching(self, profiler: Any) -> None:
-        """Learn from what Lightning tells its own profiler when it waits for a batch."""
+        """Detect the wait for a batch through Lightning's calls of its own profiler."""
         start, stop = profiler.start, profiler.stop
 
         def starts(action: str) -> None:
@@ -167,7 +167,7 @@ class TracekitCallback(_Callback):  # type: ignore[misc,valid-type]
 
 
 def _restore_methods(owner: Any, **ours: Any) -> None:
-    """Give an object its own methods back, unless somebody replaced ours since."""
+    """Restore an object's own methods, unless they were replaced again since."""
     for name, method in ours.items():
         if vars(owner).get(name) is method:
             delattr(owner, name)
@@ -190,7 +190,7 @@ def _describe_run(trainer: Any, module: Any) -> dict[str, Any]:
     name = type(trainer.strategy).__name__
     strategy = None if name == _SINGLE_DEVICE else ALIASES[name].name if name in ALIASES else name
     model: dict[str, Any] = {"name": type(module).__name__}
-    if strategy in (None, "ddp"):  # others hold parts of the parameters
+    if strategy in (None, "ddp"):  # under other strategies a rank has parts of the parameters
         model["parameters"] = sum(parameter.numel() for parameter in module.parameters())
     plain = (str, int, float, bool, type(None))
     arguments = {key: value for key, value in dict(module.hparams).items() if isinstance(value, plain)}

@@ -1,4 +1,4 @@
-"""``run.json``: what a run was, for whoever reads its traces."""
+"""``run.json``: what a run was, for readers of its traces."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ from tracekit.capture.redaction import redact
 
 
 class ManifestFile:
-    """The manifest of a run being recorded, written anew whenever more is known. One rank of the run keeps it.
+    """The manifest of a run being recorded, rewritten whenever more is known. One rank of the run writes it.
 
     The arguments are those of `manifest`. The methods raise OSError where it cannot be written.
     """
@@ -31,19 +31,19 @@ class ManifestFile:
         self._lock = threading.Lock()  # windows are added by the thread that writes them
 
     def describe(self, more: Mapping[str, Any]) -> None:
-        """Add what became known in training, secrets redacted."""
+        """Add what became known during training, secrets redacted."""
         self._fields = {**self._fields, **redact(dict(more))}
         self.write()
 
     def add_window(self, window: int, *, first_step: int, steps: int, removed: Iterable[int] = ()) -> None:
-        """Add a window that is written, and leave out those that are `gone` again."""
+        """Add a window that is written, and drop the `removed` ones."""
         self._windows[window] = {"window": window, "first_step": first_step, "steps": steps}
         for number in removed:
             self._windows.pop(number, None)
         self.write()
 
     def write(self) -> None:
-        """Write what is known."""
+        """Write the manifest."""
         with self._lock:
             windows = [self._windows[number] for number in sorted(self._windows)]
             atomic_files.write_json(self._path, {**self._fields, "windows": windows})
@@ -52,7 +52,7 @@ class ManifestFile:
 def manifest(provided: Mapping[str, Any], *, device: str, world_size: int | None = None) -> dict[str, Any]:
     """Return the manifest of the run on `device`, cuda or cpu, this process belongs to, secrets redacted.
 
-    `given` holds what only the training knows (strategy, mesh, model, arguments, …) and wins over what is found here.
+    `provided` holds what only the training knows (strategy, mesh, model, arguments, …); it overrides what is detected.
     """
     fields = {
         "schema": conventions.RUN_SCHEMA,

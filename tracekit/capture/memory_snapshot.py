@@ -11,14 +11,14 @@ _MOST_EVENTS = 1_000_000
 
 
 def begin(device: str) -> None:
-    """Have the allocator remember what it does from now on. Raises RuntimeError where there is none."""
+    """Start the allocator's history. Raises RuntimeError where there is no CUDA allocator."""
     if device != "cuda":
-        raise RuntimeError("a memory snapshot is of CUDA's allocator, and this training is on the CPU")
+        raise RuntimeError("memory snapshots need the CUDA allocator, but this training runs on the CPU")
     torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
 
 
 def end(path: Path) -> None:
-    """Write what the allocator remembers, and have it forget."""
+    """Write the allocator's history, and stop it."""
     try:
         with atomic_files.atomic_write(path) as partial:
             torch.cuda.memory._dump_snapshot(str(partial))

@@ -1,4 +1,4 @@
-"""Methods of torch's classes that tell when they are called."""
+"""Methods of torch's classes wrapped so that their calls are observed."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def wrap(
     result: Callable[..., None] | None = None,
     around: Callable[..., Any] | None = None,
 ) -> None:
-    """Replace a method of a class by one that tells of its calls.
+    """Wrap a method of a class so that its calls are observed.
 
     `before` and `after` get the arguments, `result` the value and the arguments; `around` gets the method and the
     arguments, calls it and returns its value. Name, signature and documentation stay those of the method.
@@ -22,7 +22,7 @@ def wrap(
     method = getattr(owner, name)
 
     @functools.wraps(method)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(*args)
         value = method(*args, **kwargs) if around is None else around(method, *args, **kwargs)
@@ -32,4 +32,4 @@ def wrap(
             result(value, *args)
         return value
 
-    setattr(owner, name, told)
+    setattr(owner, name, wrapped)

@@ -12,11 +12,11 @@ import torch
 from tracekit import conventions
 
 _MOST_PENDING = 64
-_WRITE_EVERY_S = 1.0  # a step is to cost no call into a file system, least of all into a shared one
+_WRITE_EVERY_S = 1.0  # a step must not pay for a file-system call, least of all on a shared one
 
 
 class PendingScalar:
-    """A number on its way from the device. `value` waits for it only if it is not there yet."""
+    """A number being copied from the device. `value` waits only if the copy has not finished."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._host = number.detach().to("cpu", non_blocking=True)
@@ -26,7 +26,7 @@ class PendingScalar:
 
     @property
     def ready(self) -> bool:
-        """Return whether the number is there."""
+        """Return whether the copy has finished."""
         return self._copied is None or bool(self._copied.query())
 
     def value(self) -> float:
@@ -37,15 +37,15 @@ class PendingScalar:
 
 
 Number = float | int | Callable[[], float] | PendingScalar
-"""A number; a function that gives it, called one step later; or one on its way from the device, never waited for."""
+"""A number; a function that returns one, called one step later; or one being copied from the device."""
 
 
 class MetricsLog:
-    """A rank's metrics file. It bears its final name once closed; while it grows, that name and ``.partial``.
+    """A rank's metrics file. It gets its final name when closed; until then the name ends in ``.partial``.
 
     Lines reach the file about once a second.
 
-    Of a file that is there already, the lines of steps before `first_step` are kept: the training was resumed.
+    Lines of steps before `first_step` in an existing file stay: the training was resumed.
     """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
@@ -60,7 +60,7 @@ class MetricsLog:
         self._written_s = time.monotonic()
 
     def add(self, row: Mapping[str, Number]) -> None:
-        """Keep this row until the next, and take in those before it whose numbers have arrived."""
+        """Add a row, and collect earlier rows whose numbers are available."""
         while self._pending and (len(self._pending) > _MOST_PENDING or _is_ready(self._pending[0])):
             self._collect_oldest()
         self._pending.append(row)
@@ -68,7 +68,7 @@ class MetricsLog:
             self._write()
 
     def close(self) -> None:
-        """Write what is left and give the file its name."""
+        """Write the remaining rows and rename the file."""
         while self._pending:
             self._collect_oldest()
         self._write()

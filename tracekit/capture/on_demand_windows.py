@@ -1,7 +1,7 @@
-"""Windows asked for while a training runs: somebody touches a file in the run, and all ranks profile the same steps.
+"""Windows requested while a training runs: a user touches a file in the run, and all ranks profile the same steps.
 
-No rank ever waits for another. The leading rank answers the touched file with a request that names steps far enough
-ahead that every rank has read it by then; each looks for one about once a second, at the end of a step.
+No rank ever waits for another. The leading rank answers the touched file with a request for steps so far ahead that
+every rank reads it in time; each rank polls for requests about once a second, at the end of a step.
 """
 
 import json
@@ -20,7 +20,7 @@ _MOST_STEPS = 1000
 
 
 class WindowRequests:
-    """Adds to `windows` what is asked for in the run's folder; one rank of the run `leads`."""
+    """Adds windows that are requested through the run's folder to the schedule; one rank of the run `leads`."""
 
     def __init__(self, run: Path, windows: WindowSchedule, *, length: int, warmup: int, leads: bool) -> None:
         self._run = run
@@ -28,13 +28,13 @@ class WindowRequests:
         self._length = length
         self._warmup = warmup
         self._leads = leads
-        self._known: Any = self._read()  # left by a training before this one
+        self._known: Any = self._read()  # of an earlier training
         self._polled_s = time.monotonic()
 
     def poll(self, step: int, step_time_ns: int) -> None:
-        """Take note of what was asked for, if it is time to look again; `step` is about to begin.
+        """Read a new request, if the poll interval has passed; `step` is about to begin.
 
-        Raises OSError where the folder cannot be read or written, ValueError where a request makes no sense.
+        Raises OSError where the folder cannot be read or written, ValueError for an invalid request.
         """
         if time.monotonic() - self._polled_s < _POLL_EVERY_S:
             return
@@ -47,7 +47,7 @@ class WindowRequests:
         self._known = request
         first, end = int(request["first"]), int(request["end"])
         if not self._windows.request(first, end) or step > first:
-            raise ValueError(f"steps {first}:{end} were asked for and cannot be recorded any more at step {step}")
+            raise ValueError(f"steps {first}:{end} were requested, but step {step} is too late to record them")
 
     def _answer(self, step: int, step_time_ns: int) -> None:
         touched = self._run / conventions.NOW_FILE
@@ -58,7 +58,8 @@ class WindowRequests:
         lead_steps = math.ceil(_LEAD_S * 1e9 / max(1, step_time_ns)) + self._warmup + 1
         first = self._windows.first_free_step(step + lead_steps, length, margin=self._warmup)
         atomic_files.write_json(
-            self._run / conventions.REQUEST_FILE, {"first": first, "end": first + length, "asked_ns": time.time_ns()}
+            self._run / conventions.REQUEST_FILE,
+            {"first": first, "end": first + length, "requested_ns": time.time_ns()},
         )
 
     def _read(self) -> Any:
@@ -72,7 +73,7 @@ class WindowRequests:
 
 
 def _requested_length(touched: Path) -> int | None:
-    """Return the number of steps that the touched file asks for: ``{"steps": 3}``, or empty for the usual."""
+    """Return the number of steps that the touched file requests: ``{"steps": 3}``; None for an empty file."""
     try:
         request = json.loads(touched.read_text(encoding="utf-8"))
         steps = request["steps"]

@@ -1,4 +1,4 @@
-"""Training steps seen through torch's hooks on optimizers, for as long as somebody looks."""
+"""Training steps detected through torch's optimizer hooks, from `watch` to `remove`."""
 
 import threading
 import weakref
@@ -12,10 +12,10 @@ from tracekit.capture.step_inference import StepCounter
 
 
 class OptimizerSteps:
-    """Calls `ended` after each training step that optimizers make on the thread that called `watch`.
+    """Calls `on_step` after each training step that optimizers make on the thread that called `watch`.
 
-    What a step is with several optimizers `Rounds` says. Unlike the agent of ``tracekit record`` it leaves no trace in
-    torch once `leave` was called, and knows optimizers from their first step on only.
+    `StepCounter` defines a step of several optimizers. Unlike the recorder of ``tracekit record`` it leaves no hook in
+    torch after `remove`, and knows optimizers from their first step on only.
     """
 
     def __init__(self, on_step: Callable[[], None]) -> None:
@@ -26,10 +26,10 @@ class OptimizerSteps:
         self._hooks: list[Any] = []
         self._thread = 0
         self.unseen = 0
-        """Steps inside of backward or on other threads, at which the profiler cannot be moved on."""
+        """Steps inside backward or on other threads, at which the profiler cannot advance."""
 
     def watch(self) -> None:
-        """Begin to look."""
+        """Add the hooks."""
         self._thread = threading.get_ident()
         self._hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: self._before(optimizer)),
@@ -37,7 +37,7 @@ class OptimizerSteps:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
@@ -65,7 +65,7 @@ class OptimizerSteps:
             self._on_step()
 
     def _is_elsewhere(self) -> bool:
-        # Autograd keeps the profiler's state of each thread, and puts it back in the end.
+        # Autograd saves the profiler's state of each thread, and restores it after backward.
         return threading.get_ident() != self._thread or torch._C._current_graph_task_id() != -1
 
     def _number(self, optimizer: Optimizer) -> int:

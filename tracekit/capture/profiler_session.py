@@ -1,4 +1,4 @@
-"""torch's profiler for one window, which never takes it from the training's own."""
+"""torch's profiler for one window; the training's own profiler always has priority."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ _STARTS, _ENDS = ("_prepare_profiler", "_enable_profiler"), ("_disable_profiler"
 
 
 class ProfilerBusyError(RuntimeError):
-    """The training profiles itself just now, and torch has one profiler only."""
+    """The training's own profiler is running, and torch has only one per process."""
 
 
 class ProfilerSession:
@@ -40,7 +40,7 @@ class ProfilerSession:
         self.prepared = self.started = False
 
     def prepare(self) -> None:
-        """Let the profiler warm up: it records and forgets."""
+        """Let the profiler warm up: what it records is discarded."""
         _refuse_second_profiler()
         with _own_call(), without_profiler_noise():
             self._profiler.prepare_trace()
@@ -54,18 +54,18 @@ class ProfilerSession:
         block = torch.empty(1)
         with _own_call(), without_profiler_noise():
             self._profiler.start_trace()
-            # torch complains of the first block freed that it has not seen allocated: let that be one, in here.
+            # torch warns about the first freed block with an unseen allocation: free one here, with stderr filtered.
             del block
         self.started = True
 
     def mark(self, step: int) -> None:
-        """End the mark of the step before, if there is one, and begin that of `step`."""
+        """End the span of the previous step, if there is one, and begin that of `step`."""
         self.unmark()
         self._span = record_function(f"ProfilerStep#{step}")
         self._span.__enter__()
 
     def unmark(self) -> None:
-        """End the mark of a step."""
+        """End the span of a step."""
         span, self._span = self._span, None
         if span is not None:
             span.__exit__(None, None, None)
@@ -77,21 +77,21 @@ class ProfilerSession:
             self.prepared = False
             with _own_call(), without_profiler_noise():
                 if not self.started:
-                    self._profiler.start_trace()  # what is prepared ends only through having begun
+                    self._profiler.start_trace()  # a prepared profiler can only be stopped after a start
                 self._profiler.stop_trace()
 
     def save(self, path: Path) -> None:
-        """Write what was recorded as plain JSON. Raises OSError where it cannot be written whole."""
+        """Write what was recorded as plain JSON. Raises OSError where that fails."""
         with without_profiler_noise():
             self._profiler.export_chrome_trace(str(path))
-        if not path.exists():  # Kineto removes what it could not write whole
+        if not path.exists():  # Kineto removes a file that it could not write completely
             raise OSError("the profiler could not write it; is the disk full?")
 
 
 def before_foreign_profiler(callback: Callable[[], None]) -> None:
-    """Call `give_way` before any profiler but a `Session` starts in this process, so that it finds torch's free.
+    """Call `callback` before any profiler other than a `ProfilerSession` starts in this process.
 
-    torch.profiler, torch.autograd.profiler and emit_nvtx all begin and end by the functions wrapped here.
+    torch.profiler, torch.autograd.profiler and emit_nvtx all start and stop through the functions wrapped here.
     """
     if _foreign.watched:
         return

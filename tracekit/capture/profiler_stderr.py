@@ -1,4 +1,4 @@
-"""What the profiler says on stderr of its own workings kept off the terminal, and nothing else."""
+"""Filter the profiler's own noise out of stderr, and nothing else."""
 
 import contextlib
 import os
@@ -11,26 +11,26 @@ _NOISE = (
     b"Memory block of unknown size was allocated before the profiling",
     b"gpuGetDeviceCount failed",  # a torch built for CUDA, profiled on a machine without a driver
     b"External init callback must run in same thread",  # a loop that does not run on the main thread
-    b"Failed to write to log file",  # the recorder says so too, with the file's name
+    b"Failed to write to log file",  # the recorder reports it, with the file's name
 )
 
 
 @contextlib.contextmanager
 def without_profiler_noise() -> Iterator[None]:
-    """Drop Kineto's ``USDT:`` lines and remarks on what the profiler cannot see here; pass all other lines on.
+    """Drop Kineto's ``USDT:`` lines and its remarks on what it cannot profile here; pass all other lines on.
 
-    These go to the file descriptor, so that is led through a pipe meanwhile. (Log levels would silence errors
-    too, and are left to the user.)
+    They go to the file descriptor, which is therefore replaced by a pipe. (Log levels would silence errors too, and
+    are the user's to set.)
     """
     sys.stderr.flush()
     try:
         terminal, (out, into) = os.dup(_STDERR), os.pipe()
-    except OSError:  # no stderr, nothing to keep clean
+    except OSError:  # no stderr, nothing to filter
         yield
         return
     os.dup2(into, _STDERR)
     os.close(into)
-    # A child process born meanwhile holds the pipe as its stderr: the thread then serves it as long as it lives.
+    # A child process started meanwhile inherits the pipe as its stderr: the thread serves it as long as it lives.
     reader = threading.Thread(target=_pass_on, args=(out, terminal), name="tracekit-stderr", daemon=True)
     reader.start()
     try:

@@ -1,4 +1,4 @@
-"""Where this process stands in its job."""
+"""This process's rank and its job's world size."""
 
 import os
 

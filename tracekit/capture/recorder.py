@@ -28,20 +28,20 @@ WARMUP_STEPS = 2
 class Recorder:
     """Records one rank of a training: traces of windows of steps, a line of metrics per step, checkpoint logs.
 
-    Make it once the process group is there, and call `step` at the end of each optimizer step. `steps` is the window
+    Create it after the process group, and call `step` at the end of each optimizer step. `steps` is the window
     to profile, half-open, counted from where this recorder begins: "10:15", or (10, 15), is its 11th to 15th step;
-    `every` so many steps another such window follows; None profiles none but those asked for while it runs (touch the
+    another such window follows `every` so many steps; None profiles only windows requested while it runs (touch the
     file ``record.now`` in the run). The profiler warms up for `warmup` steps before each. The trace marks optimizer
     step N as ``ProfilerStep#N``, counted from 0, or from `first_step`, the optimizer steps done before.
 
-    `memory`, `stacks` and `shapes` (by default on the CPU only) say what the trace holds beside times; `snapshot` adds
-    the CUDA allocator's history of each window. `manifest` goes into ``run.json`` (strategy, mesh, model, arguments),
-    secrets redacted. `device` is cuda or cpu, by default cuda where there is one. Traces are written to `scratch`
-    first, where given; those of a run take `disk_budget_bytes` at most: the oldest windows but the first give way.
-    One rank `leads`, by default rank 0: it writes the manifest and answers requests. Of a first step that is under way
-    when this begins (`mid_step`), the time is left out.
+    `memory`, `stacks` and `shapes` (by default on the CPU only) add to the trace; `snapshot` adds the CUDA
+    allocator's history of each window. `manifest` goes into ``run.json`` (strategy, mesh, model, arguments), secrets
+    redacted. `device` is cuda or cpu, by default cuda where there is one. Traces are written to `scratch`
+    first, where given; those of a run take `disk_budget_bytes` at most: the oldest windows except the first
+    are removed. One rank `leads`, by default rank 0: it writes the manifest and answers requests. `mid_step`: the first
+    step has begun already, so its time is not logged.
 
-    Nothing that fails in here raises: it is said once on stderr, and that part of the recording ends.
+    Failures never raise: one line on stderr reports it, and that part of the recording ends.
 
         with Recorder("runs/today", steps="10:15") as recorder:
             for batch in batches:
@@ -50,7 +50,7 @@ class Recorder:
                 …
                 recorder.step(metrics={"loss": loss.item()}, tokens=batch.numel() * world_size)
 
-    Raises ValueError for `steps` that make no sense.
+    Raises ValueError for invalid `steps`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Recorder:
         self._windows, self._length = _windows(steps, every, first_step)
         self._warmup = warmup
         self._disk_budget_bytes = disk_budget_bytes
-        # On a GPU the collectives' kernels tell their sizes; on the CPU only the shapes of ops do.
+        # On a GPU the collectives' kernels carry their sizes; on the CPU only the shapes of ops do.
         shapes = self._device == "cpu" if shapes is None else shapes
         scratch_folder = Path(scratch) if scratch is not None else None
         options = ProfilingOptions(self._device, memory, stacks, shapes, snapshot, warmup, scratch_folder)
@@ -114,7 +114,7 @@ class Recorder:
         with self._guard("metrics are not recorded"):
             path = self.folder / conventions.rank_file(self.rank, conventions.METRICS_SUFFIX)
             self._metrics = MetricsLog(path, first_step=self._first_step)
-        with self._guard("windows cannot be asked for"):
+        with self._guard("windows cannot be requested"):
             self._requests = WindowRequests(
                 self.folder, self._windows, length=self._length, warmup=self._warmup, leads=self._leads
             )
@@ -129,12 +129,12 @@ class Recorder:
         self._profiler.stop(self._step)
         self._profiler.finish()
         if self._metrics is not None:
-            with self._guard("the metrics log was not finished"):
+            with self._guard("the metrics log is incomplete"):
                 self._metrics.close()
             self._metrics = None
 
     def describe(self, more: Mapping[str, Any]) -> None:
-        """Add to ``run.json`` what became known in training, secrets redacted. The leading rank writes it."""
+        """Add to ``run.json`` what became known during training, secrets redacted. The leading rank writes it."""
         if self._manifest is not None:
             with self._guard("the manifest was not written"):
                 self._manifest.describe(more)
@@ -142,7 +142,7 @@ class Recorder:
     def span(self, phase: str) -> contextlib.AbstractContextManager[Any]:
         """Mark a block as a phase of the step, one of `conventions.PHASES`, in the trace.
 
-        The time in ``data`` is also in the metrics, as what the step waited for its data.
+        The time in ``data`` is also in the metrics, as the step's data wait.
         """
         span: contextlib.AbstractContextManager[Any] = record_function(conventions.span_name(phase))
         return self._timed_data_wait(span) if phase == conventions.DATA else span
@@ -158,7 +158,7 @@ class Recorder:
             yield
 
     def add_data_wait(self, wait_ns: int) -> None:
-        """Add to the time that the present step waited for its data."""
+        """Add to the current step's data wait."""
         self._data_wait_ns = (self._data_wait_ns or 0) + wait_ns
 
     def step(
@@ -167,8 +167,8 @@ class Recorder:
         """End an optimizer step: log its metrics and move the profiler on.
 
         `tokens`, those of all ranks in this step, become tokens_per_second. A metric may be a function: it is called
-        at the end of the next step, or of the recording. Writing a trace counts to no step's time. After the `last`
-        step of a training none begins, so the trace shows none.
+        at the end of the next step, or of the recording. Writing a trace counts in no step's time. No further
+        step is marked in the trace after the `last` one.
         """
         row = self._row(tokens)
         if self._metrics is not None:
@@ -182,7 +182,7 @@ class Recorder:
         self._began_ns, self._began_cpu_ns = time.perf_counter_ns(), time.process_time_ns()
 
     def end_window(self, why: str) -> None:
-        """End the window that is being recorded, if there is one, before its time, and say why."""
+        """End the window that is being recorded early, if there is one, and report why."""
         self._profiler.stop(self._step, why)
 
     def _row(self, tokens: int | None) -> dict[str, Number]:
@@ -199,11 +199,11 @@ class Recorder:
 
     def _poll_requests(self) -> None:
         if self._requests is not None and self._profiler.idle:
-            with self._guard("a window that was asked for is not recorded"):
+            with self._guard("a requested window is not recorded"):
                 self._requests.poll(self._step, self.step_time_ns)
 
     def _on_written(self, window: Window, steps: int) -> None:
-        """Make room where traces take too much, and say in the manifest what there is."""
+        """Remove old windows beyond the disk budget, and list the rest in the manifest."""
         if self._manifest is not None:
             budget_bytes = self._disk_budget_bytes
             removed = trace_writer.prune(self.folder, budget_bytes) if budget_bytes is not None else []
@@ -220,7 +220,7 @@ class Recorder:
     def _guard(self, what: str, give_up: Callable[[], None] | None = None) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
             atomic_files.report_failure(f"rank {self.rank}: {what}", error)
             if give_up is not None:
                 give_up()
@@ -230,7 +230,7 @@ class Recorder:
 
 
 def _windows(steps: str | tuple[int, int] | None, every: int | None, first_step: int) -> tuple[WindowSchedule, int]:
-    """Return the windows of a run, and how long one is that is asked for."""
+    """Return the window schedule of a run, and the length of a requested window."""
     first, end = parse_steps(steps or DEFAULT_STEPS) if not isinstance(steps, tuple) else steps
     if steps is None:
         return WindowSchedule(None), end - first

@@ -1,4 +1,4 @@
-"""Secrets kept out of what is written: values under telling names, values that look like keys, logins in URLs."""
+"""Redact secrets before anything is written: values under secret names, values that look like keys, logins in URLs."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Training steps counted from what optimizers do, where nobody says where a step ends."""
+"""Training steps inferred from optimizer steps, where the script does not mark them."""
 
-_PATIENCE = 8  # steps of others after which an optimizer that never stepped counts no more
+_PATIENCE = 8  # steps of other optimizers after which one that never stepped is ignored
 
 
 class StepCounter:
@@ -29,19 +29,19 @@ class StepCounter:
         self._waiting = False
 
     def add_optimizer(self, optimizer: int, elements: int) -> None:
-        """Take note of an optimizer of parameters with so many elements."""
+        """Add an optimizer whose parameters have this many elements."""
         self._elements[optimizer] = elements
         if self._leader is None or elements > self._elements[self._leader]:
             self._set_leader(optimizer)
 
     def nested_step(self, optimizer: int) -> None:
-        """Take note that an optimizer stepped as a part of another's step, which is no step of its own."""
+        """Record a step of an optimizer inside another's step; it does not count by itself."""
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     def step(self, optimizer: int) -> int:
-        """Take note of an optimizer's step and return how many training steps ended with it.
+        """Record an optimizer's step and return how many training steps ended with it.
 
-        That is 0 or 1; more only where it took until now to see that earlier ones had ended.
+        That is 0 or 1; more only where earlier ends are recognized late.
         """
         if optimizer not in self._elements:
             self.add_optimizer(optimizer, 0)
@@ -49,7 +49,7 @@ class StepCounter:
         self._first = optimizer if self._first is None else self._first
         ended = self._replace_idle_leader()
         if optimizer == self._leader:
-            ended += self._end()  # those it waited for did not come
+            ended += self._end()  # the optimizers it expected did not step
             unseen = [other for other in self._elements if other not in self._steps]
             self._expected = self._followed if self._steps[optimizer] > 1 else unseen
             self._followed = []
@@ -64,7 +64,7 @@ class StepCounter:
         return ended
 
     def _replace_idle_leader(self) -> int:
-        """Take another leader where the present one never steps; return how many steps the new one has ended before."""
+        """Replace a leader that never steps; return how many steps the new one has already ended."""
         assert self._leader is not None
         if self._leader in self._steps or sum(self._steps.values()) < _PATIENCE:
             return 0

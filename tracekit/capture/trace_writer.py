@@ -1,4 +1,4 @@
-"""Traces compressed and brought to their place beside the training, not in its way."""
+"""Compress traces and move them into the run on a background thread."""
 
 import contextlib
 import queue
@@ -15,10 +15,10 @@ _MAX_PENDING = 2
 
 
 class BackgroundWriter:
-    """Does pieces of work one after the other on a thread of its own, which lives while there are any.
+    """Runs tasks one after the other on a thread of its own, which lives while there are any.
 
-    `submit` says whether there was room: what writes more slowly than windows come is not piled up. What raises is
-    complained of, and never reaches the training.
+    `busy` limits the queue where writing is slower than recording. A task that raises is reported on stderr and never
+    reaches the training.
     """
 
     def __init__(self) -> None:
@@ -28,23 +28,23 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Return whether there is no room for another piece of work."""
+        """Return whether the queue is full."""
         return self._work.unfinished_tasks >= _MAX_PENDING
 
     def submit(self, what: str, work: Callable[[], None]) -> None:
-        """Do `work` soon; `what` is how a failure of it is told ("the trace was not written")."""
+        """Run `work` soon; `what` describes its failure ("the trace was not written")."""
         self._work.put((what, work))
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name="tracekit-writer")
                 try:
                     self._thread.start()
-                except RuntimeError:  # the interpreter is ending and starts no thread any more
+                except RuntimeError:  # the interpreter is shutting down and starts no more threads
                     self._thread = None
                     self._serve()
 
     def finish(self) -> None:
-        """Wait until all is done."""
+        """Wait until all tasks are done."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -59,14 +59,14 @@ class BackgroundWriter:
                     return
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+            except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
                 atomic_files.report_failure(what, error)
             finally:
                 self._work.task_done()
 
 
 def prune(run: Path, budget_bytes: int) -> list[int]:
-    """Remove the oldest windows of a run, but not the first and the newest, until it fits; return their numbers."""
+    """Remove the oldest windows of a run except the first and the newest, until it fits; return their numbers."""
     folders = dict(sorted(_window_folders(run)))
     removed: list[int] = []
     while len(folders) > 1 and _size_bytes([run, *folders.values()]) > budget_bytes:

@@ -1,4 +1,4 @@
-"""Windows of steps profiled on one rank: when the profiler warms up, starts, marks steps, ends, and what it leaves."""
+"""Profile windows of steps on one rank: warm-up, start, step marks, stop, and the files that are written."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ from tracekit.capture.window_schedule import Window, WindowSchedule
 _MIN_FREE_BYTES = 1 << 30  # in scratch, for a trace that is not compressed yet
 
 OnWritten = Callable[[Window, int], None]
-"""Called with a window that is written and the number of its steps that were recorded, on any thread."""
+"""Called on any thread with a written window and the number of its recorded steps."""
 
 
 @dataclass(frozen=True)
 class ProfilingOptions:
-    """What a window's trace holds beside times, on which device, and where it is written before it is compressed."""
+    """What a window's trace contains in addition to times, the device, and the folder before compression."""
 
     device: str
     memory: bool
@@ -35,7 +35,7 @@ class ProfilingOptions:
 class WindowProfiler:
     """Profiles windows of steps into the folder of a run.
 
-    Nothing that fails in here raises: it is said once on stderr, and that window is not recorded.
+    Failures never raise: one line on stderr reports it, and that window is not recorded.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WindowProfiler:
         self._writer = BackgroundWriter()
         self._session: ProfilerSession | None = None
         self._window: Window | None = None
-        self._failed_first_step = -1  # the first step of the last window that could not be recorded
+        self._failed_first_step = -1  # of the last window that could not be recorded
 
     @property
     def idle(self) -> bool:
@@ -57,12 +57,12 @@ class WindowProfiler:
         return self._window is None
 
     def begin(self, step: int) -> None:
-        """Warm the profiler up, start it or mark the step that begins, whichever is due."""
+        """Warm the profiler up, start it or mark the beginning step, whichever is due."""
         window = self._window or self._windows.upcoming(step)
         if window is None or step < window.first - self._options.warmup or window.first == self._failed_first_step:
             return
         if self._session is None and step > window.first:
-            return  # it began before this rank knew of it
+            return  # it began before this rank read the request
         with self._guard(f"steps {window.first}:{window.end} are not recorded"):
             self._advance(window, step)
 
@@ -72,7 +72,7 @@ class WindowProfiler:
             self.stop(step + 1)
 
     def stop(self, step: int, why: str | None = None) -> None:
-        """End the window before its time, where there is one, and write what it holds. `step` is not over."""
+        """End the current window early, if there is one, and write what it recorded. `step` has not ended."""
         session, window = self._session, self._window
         self._session = self._window = None
         if session is None or window is None:
@@ -94,7 +94,7 @@ class WindowProfiler:
         self._window = window
         if self._session is None:
             if self._writer.busy:
-                raise RuntimeError("earlier windows are still being written; record them farther apart")
+                raise RuntimeError("earlier windows are still being written; record windows farther apart")
             options = self._options
             self._session = ProfilerSession(
                 device=options.device, memory=options.memory, stacks=options.stacks, shapes=options.shapes
@@ -109,7 +109,7 @@ class WindowProfiler:
             self._session.mark(step)
 
     def _write_window(self, session: ProfilerSession, window: Window, steps: int) -> None:
-        """Write the trace of a window; have it compressed and put in its place while the training goes on."""
+        """Write the trace of a window; it is compressed and moved into the run while the training continues."""
         folder = self._folder / conventions.window_folder(window.number) if window.number else self._folder
         if self._options.snapshot and self._options.device == "cuda":
             memory_snapshot.end(folder / conventions.rank_file(self._rank, conventions.MEMORY_SNAPSHOT_SUFFIX))
@@ -123,7 +123,7 @@ class WindowProfiler:
         self._writer.submit(f"rank {self._rank}: {trace.name} was not written", put)
 
     def _write_trace(self, session: ProfilerSession, window: Window, folder: Path) -> Path:
-        """Write the trace as it is, on local disk if there is room: torch writes it once, there is no second try."""
+        """Write the uncompressed trace, on local disk if there is space: torch can export it only once."""
         name = atomic_files.uncompressed_name(self._rank, window.number)
         scratch = self._options.scratch
         if scratch is not None and _has_room(scratch):
@@ -139,7 +139,7 @@ class WindowProfiler:
     def _guard(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
             atomic_files.report_failure(f"rank {self._rank}: {what}", error)
             self._drop_window()
 

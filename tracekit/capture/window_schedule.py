@@ -1,4 +1,4 @@
-"""Which steps of a training are profiled: one window, windows at a distance, windows asked for while it runs."""
+"""Which steps of a training are profiled: one window, periodic windows, windows requested while it runs."""
 
 import re
 from typing import NamedTuple
@@ -16,15 +16,15 @@ class Window(NamedTuple):
 
 
 class WindowSchedule:
-    """The windows of a run, the same on every rank that is told the same.
+    """The windows of a run; equal arguments and requests give equal windows on every rank.
 
     `first` and `end` are the first window (half-open, counted from 0), None if there is none; with `every`, one of that
-    length follows each `every` steps. Windows never overlap: one asked for in between, by `ask`, must leave room.
+    length follows each `every` steps. Windows never overlap: a requested one must fit in between.
 
-    >>> windows = Windows(10, 15, every=100)
+    >>> windows = WindowSchedule(10, 15, every=100)
     >>> windows.upcoming(12), windows.upcoming(15)
     (Window(number=0, first=10, end=15), Window(number=1, first=110, end=115))
-    >>> windows.ask(50, 52)
+    >>> windows.request(50, 52)
     True
     >>> windows.upcoming(15), windows.upcoming(60)
     (Window(number=1, first=50, end=52), Window(number=2, first=110, end=115))
@@ -32,15 +32,15 @@ class WindowSchedule:
 
     def __init__(self, first: int | None, end: int = 0, *, every: int | None = None) -> None:
         if first is not None and not 0 <= first < end:
-            raise ValueError(f"steps {first}:{end} are none: the first must come before the end, as in 10:15")
+            raise ValueError(f"steps {first}:{end} are empty: the first must be less than the end, as in 10:15")
         self._first, self._every = first, every if first is not None else None
         self._length = end - first if first is not None else 0
         if self._every is not None and self._every < self._length:
-            raise ValueError(f"every {every} steps is too often for windows of {self._length} steps")
+            raise ValueError(f"a window every {every} steps is too often for windows of {self._length} steps")
         self._requested: list[tuple[int, int]] = []
 
     def upcoming(self, step: int) -> Window | None:
-        """Return the window that holds `step`, else the next one; None if there is none to come."""
+        """Return the window that contains `step`, else the next one; None if there are no more."""
         spans = [span for span in (self._regular(step), *self._requested) if span is not None and span[1] > step]
         if not spans:
             return None
@@ -72,7 +72,7 @@ class WindowSchedule:
             first = max(blocking_ends) + margin
 
     def _regular(self, step: int) -> tuple[int, int] | None:
-        """Return the regular window that holds `step` or is the next."""
+        """Return the periodic window that contains `step`, or the next one."""
         if self._first is None:
             return None
         repeats = 0
@@ -94,15 +94,15 @@ class WindowSchedule:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """Return the half-open span of steps that a text such as ``10:15`` names. Raises ValueError if it names none.
+    """Parse a half-open range of steps such as ``10:15``. Raises ValueError for anything else.
 
     >>> parse_steps("10:15")
     (10, 15)
     """
     match = _SPAN.fullmatch(text)
     if not match or max(len(number) for number in match.groups()) > _MOST_DIGITS:
-        raise ValueError(f"{text!r} is no span of steps: say FIRST:END, as in 10:15 for steps 10 to 14")
+        raise ValueError(f"{text!r} is not a range of steps: use FIRST:END, such as 10:15 for steps 10 to 14")
     first, end = (int(number) for number in match.groups())
     if first >= end:
-        raise ValueError(f"{text!r} holds no step: END is not part of it, so 10:11 is step 10 alone")
+        raise ValueError(f"{text!r} is empty: END is excluded, so 10:11 is step 10 alone")
     return first, end

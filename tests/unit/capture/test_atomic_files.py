@@ -63,4 +63,4 @@ def test_compressing_removes_the_plain_file(tmp_path: Path) -> None:
 
 def test_a_complaint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     atomic_files.report_failure("the trace was not written", OSError("no\nspace"))
-    assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training goes on\n")
+    assert capsys.readouterr().err == ("tracekit: the trace was not written: OSError: no space; training continues\n")

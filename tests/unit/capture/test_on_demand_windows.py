@@ -63,7 +63,7 @@ def test_a_rank_that_comes_too_late_says_so_and_keeps_the_numbers(tmp_path: Path
     late_looking = requests(tmp_path, late, leads=False)
     (tmp_path / conventions.NOW_FILE).touch()
     requests(tmp_path, leading, leads=True).poll(0, STEP_NS)
-    with pytest.raises(ValueError, match="steps 9:14 were asked for and cannot be recorded any more at step 12"):
+    with pytest.raises(ValueError, match="steps 9:14 were requested, but step 12 is too late to record them"):
         late_looking.poll(12, STEP_NS)
     assert late.request(100, 105)
     assert late.upcoming(50) == Window(1, 100, 105)

@@ -176,7 +176,7 @@ def test_what_cannot_be_recorded_is_said_in_one_line_and_the_training_goes_on(
     assert len(complaints) == 2
     assert "metrics are not recorded" in complaints[0]
     assert "rank00000.pt.trace.json.gz was not written" in complaints[1]
-    assert all(line.endswith("training goes on") for line in complaints)
+    assert all(line.endswith("training continues") for line in complaints)
 
 
 def test_the_oldest_windows_but_the_first_give_way_to_the_disk_budget(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Saves and loads of checkpoints taken apart into stages, in the log and in the trace; nothing about them changes."""
+"""Record checkpoint saves and loads stage by stage, in the log and in the trace, without changing them."""

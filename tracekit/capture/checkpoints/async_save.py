@@ -1,4 +1,4 @@
-"""Saves by ``dcp.async_save``: what blocks training, and what goes on in a thread or process until all is written."""
+"""Saves by ``dcp.async_save``: the part that blocks training, and the rest on a background thread or process."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from tracekit.capture.checkpoints.recording import guarded
 
 _here = threading.local()
 _DAEMON_FILE = "_async_process_executor.py"  # of torch
-_LAUNCH, _WRITING = "create_checkpoint_daemon_process", "write_data"  # what torch's log calls it
+_LAUNCH, _WRITING = "create_checkpoint_daemon_process", "write_data"  # names in torch's log
 _MOST_FRAMES = 12
 
 
@@ -52,7 +52,7 @@ class BackgroundSave:
         self._finished = False
 
     def attach(self, running: Operation, window: contextlib.ExitStack) -> None:
-        """Follow an async_save on the thread that called it, and lay hold of the one that will do the work."""
+        """Record an async_save on the calling thread, and link it to the executor that will do the work."""
         self._before = io_counters.read(threading.get_native_id())
         self._start_ns = running.start_ns
         dcp.listen(running, window)
@@ -62,7 +62,7 @@ class BackgroundSave:
             window.enter_context(replaced_for_all(executor, "execute_save", _linked_execute_save))
 
     def watch_futures(self, response: Any) -> None:
-        """Wait, without blocking, for the futures that async_save returned."""
+        """Add callbacks to the futures that async_save returned."""
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
             self._staging_ns.append(time.time_ns())
@@ -70,7 +70,7 @@ class BackgroundSave:
         getattr(response, "upload_completion", response).add_done_callback(guarded(self._complete))
 
     def hand_over(self, lines: list[Row]) -> None:
-        """Have lines of the training thread written by the one that saves, or now, if there is nothing left to do."""
+        """Let the saving thread write the training thread's lines; write them now if it has finished."""
         with self._lock:
             self._pending_lines += lines
             is_over = self._finished
@@ -84,7 +84,7 @@ class BackgroundSave:
             self.entry.write(lines)
 
     def bind(self, running: Operation, executor: Any, staged: Any) -> None:
-        """Let what an executor of torch's is given next be done as this save's; count what was staged."""
+        """Link the next task of torch's executor to this save; count what was staged."""
         if isinstance(staged, dict):
             running.count(conventions.STAGE, tensor_bytes(staged), None)
         pool = executor._executor
@@ -117,7 +117,7 @@ class BackgroundSave:
     def _staged(self, _: "Future[None]") -> None:
         self._staging_ns.append(time.time_ns())
         staged_by = self.entry.on_worker(conventions.THREAD)
-        # Where it is done already, this is called at once, by the thread that asked for it.
+        # If staging has finished already, the thread that adds the callback calls it at once.
         self._staging_entry = replace(staged_by, thread=None) if staged_by.thread == self.entry.thread else staged_by
 
     def _complete(self, future: "Future[Any]") -> None:
@@ -152,7 +152,7 @@ class BackgroundSave:
 
 
 def _listen_on_this_thread(window: contextlib.ExitStack, function: str, callback: Callable[[], None]) -> None:
-    """Call `heed` where torch's log tells of `function` on this thread, until `window` closes."""
+    """Call `callback` for torch's log messages about `function` on this thread, until `window` closes."""
     from torch.distributed.checkpoint.logger import _dcp_logger
 
     own = threading.get_ident()
@@ -168,7 +168,7 @@ def current_background_save() -> BackgroundSave | None:
 
 
 def in_daemon() -> bool:
-    """Return whether the calling function saves on behalf of a training process, in the process torch made for it."""
+    """Return whether this is the process that torch started to save for a training process."""
     frame, left = sys._getframe(1), _MOST_FRAMES
     while frame is not None and left:
         if frame.f_code.co_name == "_execute_save" and frame.f_code.co_filename.endswith(_DAEMON_FILE):
@@ -178,9 +178,9 @@ def in_daemon() -> bool:
 
 
 def tensor_bytes(value: Any, limit_bytes: int | None = None, limit_items: int = 1 << 20) -> int:
-    """Return the bytes of the tensors in nested dicts, lists, tuples and modules, as far as this process holds them.
+    """Return the bytes of the tensors in nested dicts, lists, tuples and modules, counting this process's parts only.
 
-    Stops once `most_bytes` are found, or `most_items` were looked at.
+    Stops at `limit_bytes`, or after `limit_items` items.
     """
     total_bytes, visited, pending = 0, 0, [value]
     while pending and visited < limit_items and (limit_bytes is None or total_bytes < limit_bytes):
@@ -224,7 +224,7 @@ def _executors() -> Iterator[type]:
             yield executor
 
 
-# In the process that torch makes to save -----------------------------------------------------------------------------
+# The process that torch starts to save ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ def _replaced_main(serve: Callable[..., None]) -> Iterator[None]:
 
     name = "_checkpointing_subprocess"
     original = vars(_AsyncCheckpointProcess).get(name)
-    # If that process did not find this module it could not save.
+    # A process that cannot import this module could not save.
     if original is None or not _children_find_tracekit():
         yield
         return
@@ -246,7 +246,7 @@ def _replaced_main(serve: Callable[..., None]) -> Iterator[None]:
 
 
 def _children_find_tracekit() -> bool:
-    """Return whether a new Python finds tracekit: by our sys.path, which it gets, or as `tracekit record` has it."""
+    """Return whether a child process can import tracekit: by our sys.path, or as `tracekit record` injects it."""
     root = Path(__file__).resolve().parents[3]
     if any(Path(entry or ".").resolve() == root for entry in sys.path):
         return True

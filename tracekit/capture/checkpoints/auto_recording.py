@@ -1,8 +1,8 @@
-"""The saves and loads of a script that knows nothing of this: its calls into torch and safetensors, recorded.
+"""Record the saves and loads of an unchanged script: its calls into torch and safetensors.
 
-One entry point for each library, to be called once the script has imported it; none imports what the script did not.
-A replaced function keeps signature, docstring and name, passes on what it is given and what comes of it, and records
-only where `folder` returns a folder. Deprecated functions (`save_state_dict`, `load_state_dict`) are left alone.
+One entry point per library, to be called once the script has imported it; none imports more than the script did. A
+wrapped function has the same signature, docstring, name and result, and records only where `folder` returns a folder.
+Deprecated functions (`save_state_dict`, `load_state_dict`) are not wrapped.
 """
 
 import functools
@@ -32,8 +32,8 @@ def watch_torch_files(
 ) -> None:
     """Record ``torch.save`` and ``torch.load`` from now on, where `folder` returns a run's folder, as `rank`.
 
-    `step` returns the optimizer steps done, or None. Calling it again exchanges the three. What
-    `tracekit.capture.checkpoints.single_file` holds too small is not logged.
+    `step` returns the optimizer steps done, or None. Calling it again replaces the three. Saves and
+    loads below the limits of `tracekit.capture.checkpoints.single_file` are not logged.
     """
     import torch.serialization
 
@@ -71,7 +71,7 @@ def watch_distributed_checkpoints(
 
 
 def _replace(package: str, module: ModuleType, name: str, wrap: Callable[..., Any]) -> None:
-    """Put a wrapped function in the place of a module's, and wherever its package holds it too."""
+    """Replace a module's function by a wrapped one, also wherever its package has imported it."""
     original = getattr(module, name, None)
     if original is None or hasattr(original, _MARK):
         return
@@ -111,14 +111,14 @@ def _recording_in_background(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _folder(library: str) -> Path | None:
-    """Return where a call on this thread is to be recorded; None where it is not."""
+    """Return the folder to record a call on this thread into; None where it is not recorded."""
     try:
-        # What a save calls to save is part of it.
+        # A save inside another save is part of it.
         if operation.current() is not None:
             return None
         background = current_background_save()
         return _contexts[library].folder() if background is None else background.entry.folder
-    except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+    except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
         recording.report_once(error)
         return None
 
@@ -157,14 +157,14 @@ def _begin_dcp_load(watch: RunContext, folder: Path, args: tuple[Any, ...], kwar
 
 
 class _AsyncRecording:
-    """The recording of an async_save on the thread that calls it, with what goes on elsewhere."""
+    """The recording of an async_save on the calling thread, and its background part."""
 
     def __init__(self, recording: Recording, background: BackgroundSave) -> None:
         self.background = background
         self._recording = recording
 
     def end(self, *, failed: bool) -> None:
-        """End the part that training waited for."""
+        """End the blocking part."""
         self._recording.end(failed=failed)
 
 
@@ -203,7 +203,7 @@ def _entry(watch: RunContext, folder: Path, kind: str, call: str, path: str | No
 
 
 def _path(args: tuple[Any, ...], kwargs: dict[str, Any], storage: str) -> str | None:
-    # Long ago the storage was the second argument, and torch still takes it.
+    # In old versions the storage was the second argument, and torch still accepts that.
     owner = kwargs.get(storage) or (args[1] if len(args) > 1 else None)
     path = kwargs.get("checkpoint_id") or getattr(owner, "path", None) or getattr(owner, "checkpoint_id", None)
     return None if path is None else str(path)

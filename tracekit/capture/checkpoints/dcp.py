@@ -1,9 +1,8 @@
-"""A distributed-checkpoint save or load taken apart: where its time goes on this rank, in the log and in the trace.
+"""Where the time of a distributed-checkpoint save or load goes on this rank, for the log and the trace.
 
-torch tells by its own log when a save plans, writes and finishes, and nothing of what happens inside its writing. So
-for the time of a save, and only for it, the writer's streams, the planner's `resolve_data` and `os.fsync` are timed
-on the threads that save; for a load, the reader's streams and what the planner does with what they give. Nothing else
-changes: the files are those that would be written without.
+torch's own log reports when a save plans, writes and finishes, but not what happens inside writing. So during a save,
+and only then, the writer's streams, the planner's `resolve_data` and `os.fsync` are timed on the saving threads;
+during a load, the reader's streams and the planner's methods. Nothing else changes: the files are the same.
 """
 
 import contextlib
@@ -38,10 +37,10 @@ def record_save(
 
     Adds one line per stage to the rank's checkpoint log in `folder`, in the format that `tracekit.conventions`
     documents, and to a trace being recorded the spans ``tracekit::checkpoint`` and ``tracekit::checkpoint.<stage>``
-    of the stages that are one stretch of time (plan, wait, finish, and each fsync). What the block does before the
-    save, such as gathering the state, counts as plan, what it does after as wait. `writer` is a FileSystemWriter or
-    another with a file system of its kind under `fs`; of any other, all of its writing counts as write. A save that
-    raises leaves no lines. Say ``blocking=False`` on a thread that training does not wait for.
+    of the contiguous stages (plan, wait, finish, and each fsync). What the block does before the save, such as
+    gathering the state, counts as plan; what it does after it, as wait. `writer` is a FileSystemWriter or
+    another with a file system of its kind under `fs`; with any other, all of its work counts as write. A save
+    that raises logs nothing. Pass ``blocking=False`` on a thread that training does not wait for.
 
         writer, planner = FileSystemWriter(path), DefaultSavePlanner()
         with record_save(run, writer, planner, checkpoint="step-100", step=100):
@@ -101,8 +100,10 @@ def record_load(
 
 
 def listen(running: Operation, window: contextlib.ExitStack) -> None:
-    """Follow torch's own log of what a save or load does, until `window` closes."""
-    from torch.distributed.checkpoint.logger import _dcp_logger  # a costly import; whoever saves has paid for it
+    """Listen to torch's log of a save or load, until `window` closes."""
+    from torch.distributed.checkpoint.logger import (
+        _dcp_logger,
+    )  # a slow import, but a saving process has done it already
 
     handler = LogListener({function for function, _ in running.transitions}, running.on_log_event)
     _dcp_logger.addHandler(handler)
@@ -110,7 +111,7 @@ def listen(running: Operation, window: contextlib.ExitStack) -> None:
 
 
 class LogListener(logging.Handler):
-    """Gives those lines of torch's checkpoint log that tell of `functions` to `heed`: function and event."""
+    """Calls `callback` with function and event of each message about `functions` in torch's checkpoint log."""
 
     def __init__(self, functions: Container[str], callback: Callable[[str, str], None]) -> None:
         super().__init__(logging.DEBUG)
@@ -118,7 +119,7 @@ class LogListener(logging.Handler):
         self._callback = recording.guarded(callback)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Heed one line, without a lock: torch writes two for each tensor, which say nothing to us."""
+        """Handle one message, without a lock: torch logs two irrelevant ones per tensor."""
         message = record.msg
         if isinstance(message, dict) and message.get("func_name") in self._functions:
             self._callback(message["func_name"], str(message.get("event")))
@@ -126,7 +127,7 @@ class LogListener(logging.Handler):
 
 
 def attach_save(running: Operation, window: contextlib.ExitStack) -> None:
-    """Time a ``dcp.save`` whose writer torch makes or is given."""
+    """Time a ``dcp.save``, whoever creates its writer."""
     from torch.distributed.checkpoint import state_dict_saver
 
     running.worker_stage = conventions.WRITE
@@ -137,7 +138,7 @@ def attach_save(running: Operation, window: contextlib.ExitStack) -> None:
 
 
 def attach_load(running: Operation, window: contextlib.ExitStack) -> None:
-    """Time a ``dcp.load`` whose reader torch makes or is given."""
+    """Time a ``dcp.load``, whoever creates its reader."""
     from torch.distributed.checkpoint import state_dict_loader
 
     listen(running, window)
@@ -153,7 +154,7 @@ _storage_callbacks: dict[int, Callable[[Any], None]] = {}
 def _on_storage_setup(
     window: contextlib.ExitStack, module: Any, running: Operation, callback: Callable[[Any], None]
 ) -> None:
-    """Give `take` the storage that the module sets up on the thread of the operation."""
+    """Call `callback` with the storage that the module sets up on the operation's thread."""
     _storage_callbacks[id(running)] = recording.guarded(callback)
     window.callback(_storage_callbacks.pop, id(running))
     window.enter_context(replaced_for_all(module, "_storage_setup", _reported_storage_setup))
@@ -175,7 +176,7 @@ def _finishing_load(original: Callable[..., Any]) -> Callable[..., Any]:
         loaded = original(*args, **kwargs)
         running = operation.current()
         if running is not None:
-            running.switch(conventions.FINISH)  # objects take what was loaded for them
+            running.switch(conventions.FINISH)  # stateful objects load their state
         return loaded
 
     return load_state_dict

@@ -1,4 +1,4 @@
-"""Which of the files that a save wrote were on the disk, as far as a system call can promise, when it ended."""
+"""Which files of a save were durable when it ended, as far as a system call can guarantee."""
 
 import os
 from collections.abc import Callable
@@ -10,23 +10,23 @@ _Key = tuple[int, int]
 
 @dataclass
 class File:
-    """One file being written: whether the stream still holds bytes back, and whether all else was synced."""
+    """One file being written: whether its stream has unflushed bytes, and whether all others were synced."""
 
     unflushed: bool = False
     synced: bool = True
     has_unflushed: Callable[[], bool] | None = None
-    """Tells it better than `held_back` does, where the stream can be asked."""
+    """More exact than `unflushed`, where the stream can report it."""
 
     def write(self) -> None:
-        """Take note of a write to the stream."""
+        """Record a write to the stream."""
         self.unflushed, self.synced = True, False
 
     def flush(self) -> None:
-        """Take note that the stream handed all that it held to the system."""
+        """Record that the stream has flushed all its bytes."""
         self.unflushed = False
 
     def sync(self) -> None:
-        """Take note of a sync: what the stream holds back at that moment is not part of it."""
+        """Record a sync, which does not include unflushed bytes."""
         self.synced = not (self.unflushed if self.has_unflushed is None else self.has_unflushed())
 
 
@@ -47,11 +47,11 @@ class WrittenFiles:
         return self._files.setdefault(key, File())
 
     def add_unsynced(self) -> None:
-        """Take note of a file that nobody syncs."""
+        """Add a file that is never synced."""
         self._files[0, -len(self._files)] = File(synced=False)
 
     def sync(self, descriptor: int | None) -> None:
-        """Take note that a descriptor was synced; None is every file."""
+        """Record the sync of a descriptor; None is every file."""
         if descriptor is None:
             for file in self._files.values():
                 file.sync()
@@ -63,7 +63,7 @@ class WrittenFiles:
         file.sync()
 
     def durable(self) -> bool | None:
-        """Return whether every file was synced after its last byte; None where not all were seen, or none was."""
+        """Return whether every file was synced after its last byte; None where that is unknown."""
         if self._unidentified or not self._files:
             return None
         return all(file.synced for file in self._files.values())

@@ -1,6 +1,6 @@
-"""What the system counts of I/O and of waiting for a processor, before and after a save or load.
+"""The system's counters of I/O and of CPU scheduling delay, before and after a save or load.
 
-Linux tells it under /proc. What is not there, or not readable, is None.
+Linux reports them under /proc. A counter that is missing or unreadable is None.
 """
 
 import os
@@ -33,7 +33,7 @@ class Counters:
     storage_read_bytes: int | None
 
     def until(self, later: "Counters") -> Change:
-        """Return the fields of the log: levels before and after, and what the rest has grown by."""
+        """Return the fields of the log: levels before and after, and the increase of the counters."""
         return {
             "dirty_before_bytes": self.dirty_bytes,
             "dirty_after_bytes": later.dirty_bytes,
@@ -55,7 +55,7 @@ def read(thread: int, proc: str = _PROC) -> Counters:
     own = _values(_OWN_IO, _text(f"{proc}/self/io"))
     cpu_ns, run_delay_ns = _schedule(_text(f"{proc}/self/task/{thread}/schedstat"))
     if thread == threading.get_native_id():
-        cpu_ns = time.thread_time_ns()  # the same clock, but to the moment: Linux keeps the other up by ticks
+        cpu_ns = time.thread_time_ns()  # the same clock, but exact: Linux updates the other once per tick
     return Counters(
         thread=thread,
         dirty_bytes=_scaled(pages.get("Dirty"), 1024),
@@ -70,13 +70,13 @@ def read(thread: int, proc: str = _PROC) -> Counters:
 
 
 def read_processor_time(thread: int) -> Counters:
-    """Read no more than the processor time of this thread, which takes no file and never waits for Python's lock."""
+    """Read only this thread's CPU time, which opens no file and never waits for the GIL."""
     unread = dict.fromkeys(field.name for field in fields(Counters))
     return Counters(**unread | {"thread": thread, "cpu_ns": time.thread_time_ns()})  # type: ignore[arg-type]
 
 
 def _text(path: str) -> bytes:
-    # os.open costs half of what open does, and this runs twice in each save.
+    # os.open costs half as much as open, and this runs twice per save.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

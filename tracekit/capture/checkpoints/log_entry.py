@@ -1,4 +1,4 @@
-"""The lines of one save or load in a rank's checkpoint log, and what they say alike."""
+"""The lines of one save or load in a rank's checkpoint log, and their common fields."""
 
 import collections
 import os
@@ -19,7 +19,7 @@ _PLAIN = {"bytes": None, "files": None, "calls": None}
 
 @dataclass(frozen=True)
 class Entry:
-    """What all lines of one operation say alike; `worker` is one of `conventions.WORKERS`, `thread` a native id."""
+    """The common fields of all lines of one operation; `worker` is in `conventions.WORKERS`, `thread` a native id."""
 
     folder: Path
     rank: int
@@ -32,11 +32,11 @@ class Entry:
     thread: int | None = field(default_factory=threading.get_native_id)
 
     def on_worker(self, worker: str) -> "Entry":
-        """Return the same of the calling thread, which is a `worker`."""
+        """Return the entry for the calling thread, which is a `worker`."""
         return replace(self, worker=worker, thread=threading.get_native_id())
 
     def line(self, stage: str, start_ns: int, dur_ns: int, *, blocking: bool, **more: Any) -> Row:
-        """Return one line. Everything but times and stage may be left out, and is null then."""
+        """Return one line. All fields but times and stage default to null."""
         row = {"stage": stage, "start_ns": start_ns, "dur_ns": max(0, dur_ns), **_PLAIN, **more}
         return self.lines([row], blocking=blocking)[0]
 
@@ -67,7 +67,7 @@ def _other_fields(row: Row) -> Row:
 
 
 def with_counters(row: Row, durable: bool | None, before: Counters, after: Counters) -> Row:
-    """Return the row of an operation as a whole with what else is told of that."""
+    """Return an operation's total row with durability and counters added."""
     return {**row, "durable": durable, **before.until(after)}
 
 
@@ -78,10 +78,10 @@ _uses_lock = threading.Lock()
 
 
 def checkpoint_name(path: str | None, operation: str) -> str:
-    """Return a name for what is saved or loaded at `path`, the same on every rank that does the same.
+    """Return a name for what is saved or loaded at `path`, the same on every rank.
 
-    The last two parts of the path tell checkpoints apart that each hold a file of the same name. Where the same is
-    saved again, its name gets a number: ``run/latest``, then ``run/latest#2``.
+    It is the last two parts of the path, since checkpoints often contain files of the same name. A repeated name gets
+    a number: ``run/latest``, then ``run/latest#2``.
     """
     parts = [part for part in re.split(r"[/\\]+", path or "") if part not in ("", ".")]
     name = "/".join(parts[-2:]) or "memory"

@@ -1,4 +1,4 @@
-"""One save or load on one rank: which stage each of its threads is in, moment by moment, and what it has moved."""
+"""One save or load on one rank: the stage of each of its threads at any moment, and the bytes moved."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ from tracekit.capture.checkpoints.spans import span
 from tracekit.capture.checkpoints.stages import Stage, StageClock, apportion
 from tracekit.capture.checkpoints.thread_sampling import ThreadSampler
 
-AT_WORK = "at work"  # the part in which threads take turns at several stages, each by its own clock
+AT_WORK = "at work"  # the part in which several threads go through stages, each with its own clock
 
 Row = dict[str, Any]
 Transitions = Mapping[tuple[str, str], Stage]
@@ -20,10 +20,10 @@ Transitions = Mapping[tuple[str, str], Stage]
 
 @dataclass(frozen=True)
 class OperationKind:
-    """How one kind of operation goes: the stages that torch's own log tells, by function and event.
+    """The course of one kind of operation: the stages in torch's own log, by function and event.
 
-    `first` is the stage that it begins in; None in `turns` ends the stages. Files opened outside of the work hold
-    metadata and are charged to `aside` as a whole.
+    It begins in `first_stage`; None in `transitions` ends the stages. Files opened outside of the work contain metadata
+    and count in `metadata_stage` as a whole.
     """
 
     first_stage: str
@@ -70,7 +70,7 @@ _COUNTED_IN_TOTAL = (conventions.WRITE, conventions.READ, conventions.FINISH, co
 class Operation:
     """One operation, from the moment this is made to `stop`, both on the thread that it runs on.
 
-    `step` returns the optimizer steps done, or None. `worker_stage` is the stage that a thread at work begins in.
+    `step` returns the optimizer steps done, or None. A thread at work begins in `worker_stage`.
     """
 
     def __init__(self, kind: OperationKind, step: Callable[[], int | None], *, worker_stage: str = "") -> None:
@@ -98,16 +98,16 @@ class Operation:
 
     @property
     def transitions(self) -> Transitions:
-        """Return what torch's log says that matters to it, and the stage from then on."""
+        """Return the relevant events of torch's log, and the stage that each begins."""
         return self._kind.transitions
 
     @property
     def metadata_stage(self) -> str:
-        """Return the stage that files of metadata are charged to."""
+        """Return the stage that metadata files count in."""
         return self._kind.metadata_stage
 
     def on_log_event(self, function: str, event: str) -> None:
-        """Take note of what torch's log says; what other threads do is not of this operation."""
+        """Handle an event of torch's log; other threads' events belong to other operations."""
         if self._on_own_thread() and (function, event) in self._kind.transitions:
             self.switch(self._kind.transitions[function, event])
 
@@ -124,7 +124,7 @@ class Operation:
             self._workers[self._thread].switch(None)
 
     def close_span(self) -> None:
-        """End the span of the present stage, if it has one."""
+        """End the span of the current stage, if it has one."""
         if self._span is not None:
             self._span.__exit__(None, None, None)
             self._span = None
@@ -135,19 +135,19 @@ class Operation:
         self.sampler.sample()
 
     def includes_this_thread(self) -> bool:
-        """Return whether the calling thread has a part in this operation."""
+        """Return whether the calling thread takes part in this operation."""
         return self._on_own_thread() or threading.get_ident() in self._workers
 
     @contextlib.contextmanager
     def syncing(self, descriptor: int | None) -> Iterator[None]:
-        """Charge the block, which syncs one file (None: all) on a thread of this operation, to fsync."""
+        """Count the block, which syncs one file (None: all) on a thread of this operation, as fsync."""
         with self.thread_clock().inside(conventions.FSYNC), span(conventions.FSYNC):
             yield
         self.files.sync(descriptor)
         self.count(conventions.FSYNC, None, 1, 1 if descriptor is None else None)
 
     def thread_clock(self) -> StageClock:
-        """Return the clock of the calling thread, which is at work for this operation from now on."""
+        """Return the clock of the calling thread, which takes part in this operation from now on."""
         thread = threading.get_ident()
         if thread == self._thread and self._clock.stage != AT_WORK:
             return self._clock
@@ -159,7 +159,7 @@ class Operation:
         return clock
 
     def count(self, stage: str, size_bytes: int | None, files: int | None, calls: int | None = None) -> None:
-        """Add to what `stage` has moved."""
+        """Add to the counts of `stage`."""
         self._counts.add(stage, size_bytes, files, calls)
         if stage in _COUNTED_IN_TOTAL:
             self._counts.add(conventions.TOTAL, size_bytes, files, calls)
@@ -228,7 +228,7 @@ _running_lock = threading.Lock()
 
 @contextlib.contextmanager
 def running(operation: Operation) -> Iterator[None]:
-    """Let `operation` be the one that the calling thread is in."""
+    """Make `operation` the calling thread's current one."""
     _here.operation = operation
     with _running_lock:
         _running.append(operation)
@@ -241,7 +241,7 @@ def running(operation: Operation) -> Iterator[None]:
 
 
 def current() -> Operation | None:
-    """Return the operation that the calling thread is in or has a part in; None outside of all."""
+    """Return the operation that the calling thread runs or takes part in; None if there is none."""
     own: Operation | None = getattr(_here, "operation", None)
     if own is not None or not _running:
         return own

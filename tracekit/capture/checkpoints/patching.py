@@ -1,4 +1,4 @@
-"""Attributes of others replaced for a time, and given back as they were."""
+"""Patch attributes of other objects temporarily, and restore them."""
 
 import contextlib
 import functools
@@ -12,7 +12,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    """Give one object, not its class, a wrapped method for the time of the block, if it lets us."""
+    """Wrap a method of one object, not of its class, for the block, if the object allows it."""
     original = getattr(owner, name, None)
     own = getattr(owner, "__dict__", {}).get(name)
     wrapped = wrap(original) if callable(original) else None
@@ -22,7 +22,7 @@ def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     try:
         yield
     finally:
-        # Somebody else may have put theirs there meanwhile.
+        # It may have been replaced again meanwhile.
         if owner.__dict__.get(name) is wrapped:
             if own is None:
                 delattr(owner, name)
@@ -32,10 +32,10 @@ def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_for_all(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    """Give a module or class a wrapped function as long as any such block is entered, on whatever thread.
+    """Wrap a function of a module or class while at least one thread is in such a block.
 
-    `wrap` gets the function as it was; it must be the same for each block of an owner and name. What `owner` lacks is
-    left alone.
+    `wrap` gets the original function; it must be the same for each block of an owner and name. A name that `owner`
+    lacks is ignored.
     """
     if not callable(getattr(owner, name, None)):
         yield

@@ -1,4 +1,4 @@
-"""A recording around a call that saves or loads: begun, ended and logged so that none of it can reach the caller."""
+"""Record a call that saves or loads: begin, end and log it so that no failure can reach the caller."""
 
 import contextlib
 import functools
@@ -24,22 +24,22 @@ HandOver = Callable[[list[Row]], None]
 
 @dataclass
 class Recording:
-    """One operation being recorded on the thread that made this.
+    """One operation being recorded on the thread that created this.
 
-    `conclude` is called when it is over and has not failed, and returns what its lines say alike, or None for no lines.
-    With `hand_over`, the lines are given to that and not written: where another thread has begun to save, whatever
-    lets go of Python's lock waits for it. So of the counters only the processor time is read then.
+    `make_entry` is called after success and returns the lines' common fields, or None for no lines. With `hand_over`,
+    the lines are passed to that and not written: where another thread is saving, any call that releases the GIL waits
+    for it. So of the counters only the CPU time is read then.
     """
 
     operation: Operation
     before: Counters
     window: contextlib.ExitStack
     make_entry: MakeEntry
-    blocking: bool | None = None  # None: as it turns out
+    blocking: bool | None = None  # None: determined by sampling
     hand_over: HandOver | None = None
 
     def end(self, *, failed: bool) -> None:
-        """End it; write its lines unless the call failed. Raises what goes wrong, after all is given back."""
+        """End it; write its lines unless the call failed. All patches are removed even where this raises."""
         try:
             self.operation.stop()
             blocking = self.operation.sampler.blocked() if self.blocking is None else self.blocking
@@ -64,7 +64,7 @@ def begin(
     blocking: bool | None = None,
     hand_over: HandOver | None = None,
 ) -> Recording:
-    """Begin to record what the calling thread does from now on. Nothing stays replaced if this raises."""
+    """Begin to record the calling thread. No patch stays if this raises."""
     before = io_counters.read(threading.get_native_id())
     with contextlib.ExitStack() as window:
         window.enter_context(span())
@@ -78,14 +78,14 @@ def begin(
 
 
 class Endable(Protocol):
-    """What is told when the call that it records has ended."""
+    """A recording that is ended when its call has ended."""
 
     def end(self, *, failed: bool) -> None:
         """End the recording; `failed` where the call raised."""
 
 
 class RecordedCall(contextlib.AbstractContextManager["RecordedCall"]):
-    """Records the block where `begin` returns a recording. What fails in that is said once, and never raised."""
+    """Records the block if `begin` returns a recording. Failures are reported once, and never raised."""
 
     def __init__(self, begin: Callable[[], "Endable | None"]) -> None:
         self._begin = begin
@@ -94,7 +94,7 @@ class RecordedCall(contextlib.AbstractContextManager["RecordedCall"]):
     def __enter__(self) -> "RecordedCall":  # noqa: PYI034 typing.Self is not in Python 3.10
         try:
             self.recording = self._begin()
-        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
             report_once(error)
         return self
 
@@ -105,7 +105,7 @@ class RecordedCall(contextlib.AbstractContextManager["RecordedCall"]):
             return
         try:
             self.recording.end(failed=kind is not None)
-        except Exception as failure:  # noqa: BLE001 whatever fails here, the training goes on
+        except Exception as failure:  # noqa: BLE001 whatever fails here, the training continues
             report_once(failure)
 
 
@@ -113,13 +113,13 @@ _reported: set[str] = set()
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` made harmless: what it raises is said on stderr the first time, and None returned."""
+    """Wrap a function so that it never raises: an error is reported on stderr once, and None is returned."""
 
     @functools.wraps(function)
     def harmless(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 whatever fails here, the training goes on
+        except Exception as error:  # noqa: BLE001 whatever fails here, the training continues
             report_once(error)
         return None
 
@@ -127,7 +127,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def report_once(error: Exception) -> None:
-    """Say that recording failed, each of the ways it can but once."""
+    """Report that recording failed, each kind of failure once."""
     what = "the checkpoint log was not written" if isinstance(error, OSError) else "a checkpoint was not recorded"
     if what not in _reported:
         _reported.add(what)

@@ -1,7 +1,7 @@
 """Saves and loads of single files: `torch.save`, `torch.load`, `safetensors.torch.save_file`, `load_file`.
 
-Scripts call these for a few bytes as well, and into memory. Logged is what moves `LEAST_BYTES` or takes `LEAST_NS`, be
-it to a file or to memory; of what looks smaller beforehand only the time is taken, so it has one stage, no counters.
+Scripts call these for a few bytes as well, and to memory. Calls that move `MIN_BYTES` or take `MIN_NS` are logged; of
+calls that look smaller in advance only the time is measured, so they have one stage and no counters.
 """
 
 import io
@@ -25,14 +25,14 @@ from tracekit.capture.checkpoints.recording import Attach, Endable
 
 MIN_BYTES = 1 << 20
 MIN_NS = 10_000_000
-_MOST_ITEMS = 10_000  # looked at to tell whether something is large
+_MOST_ITEMS = 10_000  # inspected to decide whether an object is large
 
 _SAFE_LOAD = OperationKind(conventions.READ, {}, conventions.PLAN)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Whom a recording asks: for the run's folder (None: not recorded), the rank, the optimizer steps done or None."""
+    """Callables that return the run's folder (None: not recorded), the rank, and the optimizer steps done or None."""
 
     folder: Callable[[], Path | None]
     rank: Callable[[], int]
@@ -108,7 +108,7 @@ def _begin(call: _Call, watch: RunContext, make_entry: Callable[[Operation], Ent
 
 
 class _SmallTransfer:
-    """A save or load that looks too small for the log; it gets lines only if it proves not to be."""
+    """A save or load that looks too small for the log; it gets lines only if it turns out large or slow."""
 
     def __init__(self, kind: _Call, watch: RunContext, folder: Path, target: Any, before_bytes: int) -> None:
         self._kind = kind
@@ -119,7 +119,7 @@ class _SmallTransfer:
         self._start_ns = time.time_ns()
 
     def end(self, *, failed: bool) -> None:
-        """Write a line for the stage it is taken for, and one for the total, if it was not small."""
+        """Write one line for its only stage and one for the total, if it was not small."""
         elapsed_ns = time.time_ns() - self._start_ns
         found = None if failed else _size_bytes(self._target)
         size_bytes = None if found is None else found - self._before_bytes
@@ -127,7 +127,7 @@ class _SmallTransfer:
             return
         entry = _entry(self._kind, self._watch, self._folder, self._target)
         moved = {"bytes": size_bytes, "files": 0 if isinstance(self._target, io.BytesIO) else 1}
-        # It was not watched: only where it runs tells whether training waited.
+        # Without sampling, only the thread it ran on shows whether training waited.
         entry.write(
             [
                 entry.line(stage, self._start_ns, elapsed_ns, blocking=entry.worker == conventions.MAIN, **moved)
@@ -160,7 +160,7 @@ def _path(target: Any) -> str | None:
 
 
 def _size_bytes(target: Any) -> int | None:
-    """Return the size of a file, or of what was written to memory; None where it is neither, or not there."""
+    """Return the size of a file or memory buffer; None for anything else, or a missing file."""
     if type(target) is io.BytesIO:
         return target.getbuffer().nbytes
     try:
@@ -187,7 +187,7 @@ def _timed_writing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attach_nothing(_: Operation, window: ExitStack) -> None:
-    """Time nothing: what C++ does there is one stage."""
+    """Time nothing: C++ does all the work in one stage."""
 
 
 _TORCH_SAVE = _Call(conventions.SAVE, conventions.TORCH_SAVE, operation.FILE_SAVE, conventions.WRITE, torch_zip.attach)

@@ -7,13 +7,13 @@ import torch
 
 from tracekit import conventions
 
-_ON_DEMAND = "KINETO_USE_DAEMON" in os.environ  # a profile may begin that Python hears nothing of
+_ON_DEMAND = "KINETO_USE_DAEMON" in os.environ  # a profile may begin without Python's knowledge
 
 
 def span(stage: str = "") -> contextlib.AbstractContextManager[object]:
     """Return the span of a stage, "" being the whole, around a block; nothing where no profile is recorded.
 
-    A span takes tens of microseconds and lets go of Python's lock, for which a thread that saves is waiting.
+    A span takes tens of microseconds and releases the GIL, for which a saving thread may be waiting.
     """
     if not (torch.autograd.profiler._is_profiler_enabled or _ON_DEMAND):
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Time shared out among stages, so that each moment belongs to exactly one."""
+"""Divide time among stages, so that each moment belongs to exactly one."""
 
 import contextlib
 import time
@@ -8,10 +8,10 @@ Stage = str | None
 
 
 class StageClock:
-    """The time of one thread, each nanosecond charged to the `stage` it is in; None is no stage.
+    """The time of one thread, each nanosecond counted in its current `stage`; None is no stage.
 
-    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. `came_from` is
-    for whoever switches to a stage and back. It is asked several times a tensor: a call less is what keeps it cheap.
+    `spent_ns` and `first_ns` give by stage the time spent there and the Unix time of the first entry. Callers
+    that switch to a stage and back use `previous_stage`: it runs several times per tensor, so each call counts.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -23,7 +23,7 @@ class StageClock:
         self.first_ns: dict[Stage, int] = {stage: self._since_ns}
 
     def switch(self, stage: Stage) -> None:
-        """Leave the present stage for `stage`."""
+        """Leave the current stage for `stage`."""
         now_ns = time.time_ns()
         # The system's clock may be set back; a stage never lasts less than no time.
         if now_ns > self._since_ns:
@@ -35,17 +35,17 @@ class StageClock:
             self.first_ns[stage] = now_ns
 
     def enter(self, stage: Stage) -> None:
-        """Charge what follows to `stage`, until `leave`."""
+        """Count what follows in `stage`, until `leave`."""
         self._outer.append(self.stage)
         self.switch(stage)
 
     def leave(self) -> None:
-        """Go on with the stage before the last `enter`."""
+        """Return to the stage before the last `enter`."""
         self.switch(self._outer.pop())
 
     @contextlib.contextmanager
     def inside(self, stage: Stage) -> Iterator[None]:
-        """Charge the block to `stage`, then go on with the present one."""
+        """Count the block in `stage`, then return to the current one."""
         self.enter(stage)
         try:
             yield
@@ -53,13 +53,13 @@ class StageClock:
             self.leave()
 
     def stop(self) -> int:
-        """Charge what is due and return the time, Unix ns."""
+        """Count the time until now, and return now, in Unix ns."""
         self.switch(self.stage)
         return self._since_ns
 
 
 def apportion(duration_ns: int, clocks: Iterable[StageClock]) -> dict[str, tuple[int, int]]:
-    """Divide a time among the stages that several threads went through at once, as the threads' own time divides.
+    """Divide a time among the stages of concurrent threads, in proportion to the threads' own time in each.
 
     Returns by stage the Unix time of its first entry and its share, in ns; the shares sum to `duration_ns` at most.
     """

@@ -16,11 +16,11 @@ from tracekit.capture.checkpoints.timed_streams import StreamTransfer, timed_rea
 
 
 def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: Any) -> None:
-    """Time a storage writer until `window` closes: its streams, and what it asks the planner for."""
+    """Time a storage writer until `window` closes: its streams, and its requests to the planner."""
     if hasattr(getattr(writer, "fs", None), "create_stream"):
         operation.worker_stage = conventions.STAGE
         paired = str(getattr(getattr(writer, "serialization_format", None), "name", "TORCH_SAVE")) != "SAFETENSORS"
-        timed = functools.partial(_timed_create_stream, operation, paired_tells=paired)
+        timed = functools.partial(_timed_create_stream, operation, tells_twice=paired)
         window.enter_context(replaced(writer.fs, "create_stream", timed))
 
     def with_timed_planner(write_data: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +38,7 @@ def attach_writer(operation: Operation, window: contextlib.ExitStack, writer: An
 
 
 def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: Any) -> None:
-    """Time a storage reader until `window` closes: its streams, and what its planner takes from it."""
+    """Time a storage reader until `window` closes: its streams, and its planner's methods."""
     operation.worker_stage = conventions.READ
     if hasattr(getattr(reader, "fs", None), "create_stream"):
         window.enter_context(replaced(reader.fs, "create_stream", functools.partial(_timed_read_stream, operation)))
@@ -60,7 +60,7 @@ def attach_reader(operation: Operation, window: contextlib.ExitStack, reader: An
 
 
 def _checkpoint_bytes(reader: Any) -> int | None:
-    """Return the bytes of all shards by the metadata that a reader was given; None where it holds none of the kind."""
+    """Return the bytes of all shards by the reader's metadata; None where the metadata lacks lengths."""
     shards = getattr(reader, "storage_data", None)
     lengths = [getattr(info, "length", None) for info in shards.values()] if isinstance(shards, dict) else []
     known = [length for length in lengths if isinstance(length, int)]
@@ -72,28 +72,28 @@ def _planner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _timed_create_stream(
-    operation: Operation, create_stream: Callable[..., Any], *, paired_tells: bool
+    operation: Operation, create_stream: Callable[..., Any], *, tells_twice: bool
 ) -> Callable[..., Any]:
     @contextlib.contextmanager
     def create(*args: Any, **kwargs: Any) -> Iterator[Any]:
         clock = operation.thread_clock()
-        # The metadata file belongs to finish as a whole, the shards are taken apart.
+        # The metadata file counts in finish as a whole; shards are split into stages.
         stage = operation.metadata_stage if clock.stage == operation.metadata_stage else conventions.WRITE
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            transfer = StreamTransfer(clock, stage, operation.files.open(raw), paired_tells)
-            # Between two items torch fetches the next; each ends with the second of two questions for the position.
+            transfer = StreamTransfer(clock, stage, operation.files.open(raw), tells_twice)
+            # Between two items torch fetches the next; each item ends with the second of two calls of tell().
             timed = timed_writer(raw, transfer)
             if isinstance(timed, io.BufferedWriter):
-                # What it still holds must fail here as it would have in the stream that it stands for.
+                # Flushing the rest must fail here, as it would in the wrapped stream.
                 stream.enter_context(contextlib.closing(timed))
             yield timed
             with clock.inside(stage):
                 stream.close()
             transfer.file.flush()
         if stage == conventions.WRITE:
-            clock.switch(None)  # until there is another item: a thread may be done and wait for the others
+            clock.switch(None)  # until the next item: a thread may have finished and wait for the others
         operation.count(stage, transfer.moved_bytes, 1, transfer.calls)
 
     return create
@@ -106,7 +106,7 @@ def _timed_resolve_data(
     def resolve(write_item: Any) -> Any:
         clock = operation.thread_clock()
         outer = clock.stage
-        if outer == conventions.STAGE:  # as it is between the items of a file
+        if outer == conventions.STAGE:  # the stage between the items of a file
             data = resolve_data(write_item)
         else:
             clock.switch(conventions.STAGE)
@@ -131,18 +131,18 @@ def _timed_read_stream(operation: Operation, create_stream: Callable[..., Any]) 
         with contextlib.ExitStack() as stream:
             with clock.inside(stage):
                 raw = stream.enter_context(create_stream(*args, **kwargs))
-            moving = StreamTransfer(clock, stage, File())
+            transfer = StreamTransfer(clock, stage, File())
             with clock.inside(between):
-                yield timed_reader(raw, moving)
+                yield timed_reader(raw, transfer)
             with clock.inside(stage):
                 stream.close()
-        operation.count(stage, moving.moved_bytes, 1, moving.calls)
+        operation.count(stage, transfer.moved_bytes, 1, transfer.calls)
 
     return create
 
 
 class _CopyTimer:
-    """A load planner whose handing out of a target, up to its commit, is copying; one per reading of data."""
+    """Times a load planner: from handing out a target to its commit counts as copy; one per call of read_data."""
 
     def __init__(self, operation: Operation) -> None:
         self._operation = operation

@@ -1,19 +1,19 @@
-"""Whether the training thread waited for what another thread did: told by looking at it now and then."""
+"""Sample the training thread's stack to decide whether it waited for another thread."""
 
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 
-# A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside of one of these.
+# A thread that waits for another one (Thread.join, Future.result, Queue.get) is inside one of these.
 _WAITING = ("wait", "join", "acquire")
 _JOINING = "_wait_for_tstate_lock"  # which `is_alive` calls as well
 
 
 class ThreadSampler:
-    """Looks at the training thread, taken to be the main one, from the thread that made this.
+    """Samples the training thread, assumed to be the main thread, from the thread that created this.
 
-    `step` returns the optimizer steps done, or None where nobody counts them.
+    `step` returns the optimizer steps done, or None where they are not counted.
     """
 
     def __init__(self, step: Callable[[], int | None]) -> None:
@@ -25,7 +25,7 @@ class ThreadSampler:
         self._samples = 0
 
     def sample(self) -> None:
-        """Look once. Costs microseconds, and nothing on the training thread itself."""
+        """Take one sample. Costs microseconds, and nothing on the training thread itself."""
         if not self._is_other or not self._always_waited:
             return
         frame = sys._current_frames().get(self._training or 0)
@@ -33,7 +33,7 @@ class ThreadSampler:
         self._always_waited = frame is not None and _waits(frame)
 
     def blocked(self) -> bool:
-        """Return whether training waited from the first look to the last and finished no step meanwhile."""
+        """Return whether training waited in every sample and finished no step meanwhile."""
         return not self._is_other or (self._always_waited and self._samples > 0 and self._count_steps() == self.step)
 
 

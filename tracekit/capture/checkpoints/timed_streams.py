@@ -1,7 +1,7 @@
-"""Streams that say to a clock when they move bytes.
+"""Streams that report to a clock when they move bytes.
 
-A checkpoint is written in dozens of small pieces a tensor. So of a plain file what lies under Python's buffer is timed,
-the moving of bytes to and from the system, and not each piece; of other streams all that is asked of them.
+A checkpoint is written in dozens of small pieces per tensor. So for a plain file only the calls below Python's buffer
+are timed, which move bytes to and from the system; for other streams, every call.
 """
 
 import io
@@ -15,15 +15,15 @@ from tracekit.capture.checkpoints.stages import StageClock
 
 @dataclass
 class StreamTransfer:
-    """What one stream moves: charged to `stage` of `clock`, counted in bytes and calls.
+    """The transfers of one stream: counted in `stage` of `clock`, and in bytes and calls.
 
-    Who writes asks for the position when an item begins, and with `paired_tells` also when it ends.
+    The writer calls tell() when an item begins, and with `tells_twice` also when it ends.
     """
 
     clock: StageClock
     stage: str
     file: File
-    paired_tells: bool = False
+    tells_twice: bool = False
     moved_bytes: int = 0
     calls: int = 0
 
@@ -33,14 +33,14 @@ class StreamTransfer:
         self.calls += 1
 
     def on_tell(self) -> None:
-        """Take note that somebody asked for the position: of a shard, what follows belongs to another stage."""
+        """Handle a call of tell(): in a shard it begins another stage."""
         if self.stage == conventions.WRITE:
-            ends = self.paired_tells and self.clock.stage == conventions.SERIALIZE
+            ends = self.tells_twice and self.clock.stage == conventions.SERIALIZE
             self.clock.switch(conventions.STAGE if ends else conventions.SERIALIZE)
 
 
 def timed_writer(raw: Any, transfer: StreamTransfer) -> Any:
-    """Return a stream that writes to `raw`; what its caller does to an item is charged to serialize."""
+    """Return a stream that writes to `raw`; the caller's work on an item counts in serialize."""
     return _FileWriter(raw, transfer) if _is_plain(raw, io.BufferedWriter) else _ProxyWriter(raw, transfer)
 
 
@@ -60,81 +60,81 @@ def _buffer_bytes(stream: Any) -> int:
 
 
 class _Raw(io.FileIO):
-    """The file of another stream, which goes on to own it."""
+    """The file of another stream, which still owns it."""
 
-    def __init__(self, stream: Any, mode: str, moving: StreamTransfer) -> None:
+    def __init__(self, stream: Any, mode: str, transfer: StreamTransfer) -> None:
         super().__init__(stream.fileno(), mode, closefd=False)
         self.name = stream.name
-        self._moving = moving
+        self._transfer = transfer
 
 
 class _RawWriter(_Raw):
-    def __init__(self, stream: Any, moving: StreamTransfer) -> None:
-        super().__init__(stream, "wb", moving)
+    def __init__(self, stream: Any, transfer: StreamTransfer) -> None:
+        super().__init__(stream, "wb", transfer)
 
     def write(self, data: Any) -> int:
-        moving = self._moving
-        clock = moving.clock
+        transfer = self._transfer
+        clock = transfer.clock
         outer = clock.stage
-        clock.switch(moving.stage)
+        clock.switch(transfer.stage)
         try:
             written = super().write(data)
         finally:
             clock.switch(outer)
-        moving.moved_bytes += written or 0
-        moving.calls += 1
-        moving.file.synced = False
+        transfer.moved_bytes += written or 0
+        transfer.calls += 1
+        transfer.file.synced = False
         return written
 
 
 class _RawReader(_Raw):
-    def __init__(self, stream: Any, moving: StreamTransfer) -> None:
-        super().__init__(stream, "rb", moving)
+    def __init__(self, stream: Any, transfer: StreamTransfer) -> None:
+        super().__init__(stream, "rb", transfer)
 
     def readinto(self, buffer: Any) -> int:
-        moving = self._moving
-        moving.clock.enter(moving.stage)
+        transfer = self._transfer
+        transfer.clock.enter(transfer.stage)
         try:
             count = super().readinto(buffer)
         finally:
-            moving.clock.leave()
-        moving.add(count or 0)
+            transfer.clock.leave()
+        transfer.add(count or 0)
         return count
 
     def readall(self) -> bytes:
-        moving = self._moving
-        with moving.clock.inside(moving.stage):
+        transfer = self._transfer
+        with transfer.clock.inside(transfer.stage):
             data = super().readall()
-        moving.add(len(data))
+        transfer.add(len(data))
         return data
 
 
 class _FileWriter(io.BufferedWriter):
     """Python's buffer over a file of another stream."""
 
-    def __init__(self, stream: Any, moving: StreamTransfer) -> None:
-        super().__init__(_RawWriter(stream, moving), _buffer_bytes(stream))
-        self._moving = moving
-        moving.file.has_unflushed = self.has_unflushed
+    def __init__(self, stream: Any, transfer: StreamTransfer) -> None:
+        super().__init__(_RawWriter(stream, transfer), _buffer_bytes(stream))
+        self._transfer = transfer
+        transfer.file.has_unflushed = self.has_unflushed
 
     def has_unflushed(self) -> bool:
-        """Return whether it has bytes that the system was not given yet."""
+        """Return whether it has unflushed bytes."""
         return not self.closed and super().tell() != self.raw.tell()
 
     def tell(self) -> int:
-        self._moving.on_tell()
+        self._transfer.on_tell()
         return super().tell()
 
 
 class _ProxyStream:
-    def __init__(self, raw: Any, moving: StreamTransfer) -> None:
+    def __init__(self, raw: Any, transfer: StreamTransfer) -> None:
         self._raw = raw
-        self._moving = moving
+        self._transfer = transfer
 
     def close(self) -> None:
-        with self._moving.clock.inside(self._moving.stage):
+        with self._transfer.clock.inside(self._transfer.stage):
             self._raw.close()
-        self._moving.file.flush()
+        self._transfer.file.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._raw, name)
@@ -142,35 +142,35 @@ class _ProxyStream:
 
 class _ProxyWriter(_ProxyStream):
     def write(self, data: Any) -> Any:
-        moving = self._moving
-        moving.clock.enter(moving.stage)
+        transfer = self._transfer
+        transfer.clock.enter(transfer.stage)
         try:
             written = self._raw.write(data)
         finally:
-            moving.clock.leave()
-        moving.file.write()
-        moving.add(len(data.encode()) if isinstance(data, str) else memoryview(data).nbytes)  # JSON is text
+            transfer.clock.leave()
+        transfer.file.write()
+        transfer.add(len(data.encode()) if isinstance(data, str) else memoryview(data).nbytes)  # JSON is text
         return written
 
     def tell(self) -> Any:
-        self._moving.on_tell()
+        self._transfer.on_tell()
         return self._raw.tell()
 
     def flush(self) -> None:
-        with self._moving.clock.inside(self._moving.stage):
+        with self._transfer.clock.inside(self._transfer.stage):
             self._raw.flush()
-        self._moving.file.flush()
+        self._transfer.file.flush()
 
 
 class _ProxyReader(_ProxyStream):
     def read(self, *args: Any) -> Any:
-        with self._moving.clock.inside(self._moving.stage):
+        with self._transfer.clock.inside(self._transfer.stage):
             data = self._raw.read(*args)
-        self._moving.add(len(data or b""))
+        self._transfer.add(len(data or b""))
         return data
 
     def readinto(self, buffer: Any) -> Any:
-        with self._moving.clock.inside(self._moving.stage):
+        with self._transfer.clock.inside(self._transfer.stage):
             count = self._raw.readinto(buffer)
-        self._moving.add(count or 0)
+        self._transfer.add(count or 0)
         return count

@@ -1,4 +1,4 @@
-"""Files by `torch.save` and `torch.load`: their reading and writing, which C++ does, told apart from pickling."""
+"""Files of `torch.save` and `torch.load`: separate reading and writing, which C++ does, from pickling."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tracekit import conventions
 from tracekit.capture.checkpoints.operation import Operation, current
 from tracekit.capture.checkpoints.patching import replaced_for_all
 
-_PICKLE = "data.pkl"  # the first record; storages follow, each fetched from its device just before
+_PICKLE = "data.pkl"  # the first record; storages follow, each copied from its device just before
 
 
 def attach(running: Operation, window: contextlib.ExitStack) -> None:
@@ -51,7 +51,7 @@ def _timed_open(
 
 
 class _Opener:
-    """Stands for one of torch's own, which are entered for the file and left to close it."""
+    """Wraps one of torch's context managers that open and close the file."""
 
     def __init__(self, raw: Any, operation: Operation, stage: str, timed: Callable[[Any, Operation], Any]) -> None:
         self._raw = raw

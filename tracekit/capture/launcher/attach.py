@@ -1,4 +1,4 @@
-"""A window asked of a training that is being recorded, from outside."""
+"""Request a window from a training that is being recorded, from another process."""
 
 import json
 import sys
@@ -14,12 +14,12 @@ _ANSWER_S = 60.0
 
 
 def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
-    """Ask for a window of so many steps, wait until it is written, and say what there is; return the exit code.
+    """Request a window of so many steps, wait until it is written, and report it; return the exit code.
 
-    2 where the run is not being recorded, 1 where the training ended before the window was.
+    2 where the run is not being recorded, 1 where the training ended before the window was recorded.
     """
     if not _is_live(run):
-        sys.stderr.write(f"tracekit: {run}: no training is being recorded there now; start one by tracekit record\n")
+        sys.stderr.write(f"tracekit: {run}: no training is being recorded there; start one with tracekit record\n")
         return 2
     before = _windows(run)
     now = run / conventions.NOW_FILE
@@ -31,7 +31,7 @@ def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
     while _is_live(run):
         if now.exists() and time.time() - now.stat().st_mtime > _ANSWER_S:
             sys.stderr.write(
-                f"tracekit: no rank has answered for {_ANSWER_S:.0f} s; a window comes with its next steps\n"
+                f"tracekit: no rank has answered for {_ANSWER_S:.0f} s; the window follows with its next steps\n"
             )
             return 1
         if not now.exists() and len(_windows(run)) > len(before):
@@ -50,7 +50,7 @@ def attach(run: Path, *, steps: "int | None", quiet: bool) -> int:
 
 
 def _is_live(run: Path) -> bool:
-    """Return whether a rank's metrics log is open: it bears its final name once the training has ended."""
+    """Return whether a rank's metrics log is open: it gets its final name when the training ends."""
     suffix = conventions.METRICS_SUFFIX + conventions.PARTIAL_SUFFIX
     return any(run.glob(f"rank*{suffix}"))
 

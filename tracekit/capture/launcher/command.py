@@ -22,8 +22,8 @@ _EXAMPLES = """
 examples:
   tracekit record -- torchrun --nproc-per-node 8 train.py
   tracekit record --steps 100:105 --ranks 0,8 --out runs/today -- srun python train.py
-  tracekit record --steps 100:103 --every 5000 -- torchrun train.py    # again and again over a long run
-  tracekit record --attach runs/today                                  # now, in a run that is being recorded
+  tracekit record --steps 100:103 --every 5000 -- torchrun train.py    # periodically, in a long run
+  tracekit record --attach runs/today                                  # now, from a run that is being recorded
 """
 
 
@@ -34,13 +34,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def record(words: list[str], *, program: str) -> int:
-    """Record the command that the words of a command line name; return its exit code (2 for words of no sense)."""
+    """Record the command that the command line names; return its exit code (2 for an invalid command line)."""
     parser = _parser(program)
     options = parser.parse_args(words)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.attach is not None:
         if command:
-            parser.error("--attach asks a training that runs already: name no command")
+            parser.error("--attach requests a window from a running training: it takes no command")
         return attach.attach(Path(options.attach), steps=_count(parser, options.steps), quiet=options.quiet)
     if not command:
         parser.error(f"no command to record: {program} -- torchrun … train.py")
@@ -69,8 +69,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
         usage=f"{program} [options] -- COMMAND…\n       {program} --attach RUN [--steps N]",
-        description="Record a training as it is: its command after --, unchanged. Its output, exit code and signals "
-        "stay its own, and what fails in recording never stops it.",
+        description="Record a training without changing it: put its command after --. Its output, exit code and "
+        "signals stay the same, and a failure of the recorder never stops it.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -83,18 +83,34 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     add("--every", type=_positive, metavar="N", help="profile such a window again every N steps")
     add("--ranks", type=_ranks, metavar="0,1|all", help="ranks to record [default: all]")
-    add("--warmup", type=_natural, default=2, metavar="N", help="steps the profiler warms up for [default: 2]")
-    add("--out", type=Path, metavar="RUN", help="folder of the run [default: runs/ and the job or the time]")
-    add("--stacks", action="store_true", help="Python stacks too: traces grow tenfold, and the steps take longer")
-    add("--shapes", action="store_true", default=None, help="shapes of operators too, as on the CPU by default")
-    add("--no-memory", action="store_false", dest="memory", help="no allocator events")
-    add("--memory-snapshot", action="store_true", help="the CUDA allocator's history of each window too")
-    add("--tokens-per-step", type=_positive, metavar="N", help="tokens of all ranks a step, for tokens a second")
-    add("--disk-budget", type=_size, default=10 * GIBIBYTE, metavar="SIZE", help="most that traces take [10GiB]")
-    add("--scratch", type=Path, metavar="DIR", help="local folder where traces wait to be compressed [the system's]")
-    add("--signal", type=_signal, metavar="NAME", help="a signal to this command, such as USR2, that asks for a window")
-    add("--attach", metavar="RUN", help="ask a run that is being recorded for a window now: --steps is its length")
-    add("--quiet", action="store_true", help="say nothing at the end")
+    add("--warmup", type=_natural, default=2, metavar="N", help="profiler warm-up steps before a window [default: 2]")
+    add("--out", type=Path, metavar="RUN", help="folder of the run [default: runs/ and the job id or the time]")
+    add("--stacks", action="store_true", help="record Python stacks: traces grow tenfold, and steps take longer")
+    add("--shapes", action="store_true", default=None, help="record operator shapes, the default on the CPU")
+    add("--no-memory", action="store_false", dest="memory", help="record no allocator events")
+    add("--memory-snapshot", action="store_true", help="record the CUDA allocator's history of each window")
+    add(
+        "--tokens-per-step",
+        type=_positive,
+        metavar="N",
+        help="tokens of all ranks per step, to report tokens per second",
+    )
+    add(
+        "--disk-budget",
+        type=_size,
+        default=10 * GIBIBYTE,
+        metavar="SIZE",
+        help="disk space that traces may take [10GiB]",
+    )
+    add(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="local folder for uncompressed traces [the system's temporary folder]",
+    )
+    add("--signal", type=_signal, metavar="NAME", help="a signal to this command, such as USR2, that requests a window")
+    add("--attach", metavar="RUN", help="request a window now from a run that is being recorded: --steps is its length")
+    add("--quiet", action="store_true", help="print no report at the end")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -107,7 +123,7 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
         except ValueError as error:
             parser.error(f"--steps: {error}")
     elif options.every is not None:
-        parser.error("--every repeats a window: name it by --steps FIRST:END")
+        parser.error("--every repeats a window: give it with --steps FIRST:END")
     out = options.out or Path("runs", _name())
     if out.is_file():
         parser.error(f"--out {out}: is a file; name a folder for the run")
@@ -130,7 +146,7 @@ def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> S
 
 
 def _name() -> str:
-    """Return a name that the launchers of one job on several nodes share, where there is a scheduler to tell it."""
+    """Return a name that one job's launchers on several nodes share, if a scheduler provides a job id."""
     job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
     if job is not None:
         return "job-" + re.sub(r"[^\w.-]+", "-", job)
@@ -145,13 +161,13 @@ def _count(parser: argparse.ArgumentParser, steps: "str | None") -> "int | None"
 
 def _natural(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps")
     return int(text)
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
     return int(text)
 
 
@@ -159,19 +175,19 @@ def _ranks(text: str) -> "tuple[int, ...] | None":
     if text == "all":
         return None
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} names no ranks: say all, or numbers as in 0,1")
+        raise argparse.ArgumentTypeError(f"{text!r} names no ranks: use all, or numbers such as 0,1")
     return tuple(sorted({int(rank) for rank in text.split(",")}))
 
 
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: say 500MB or 10GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use 500MB or 10GiB")
     return int(float(match[1]) * _FACTORS[match[2].upper()])
 
 
 def _signal(text: str) -> int:
     name = text.upper().removeprefix("SIG")
     if name not in ("USR1", "USR2", "HUP", "WINCH"):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: say USR1, USR2, HUP or WINCH")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: use USR1, USR2, HUP or WINCH")
     return int(getattr(signal, f"SIG{name}"))

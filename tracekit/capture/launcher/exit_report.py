@@ -1,4 +1,4 @@
-"""What is said when a recorded command has ended: what there is, what is missing and why, and what to type next."""
+"""The report at the end of a recorded command: what was recorded, what is missing and why, and what to run next."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ _NEEDED_TO_CHECK = ("polars", "msgspec", "rich")
 
 @dataclass(frozen=True)
 class Note:
-    """What one recorded process said of itself."""
+    """What one recorded process reported."""
 
     folder: Path
     rank: int
@@ -31,7 +31,7 @@ class Note:
 
 
 def report(settings: Settings, *, code: int, quiet: bool) -> None:
-    """Bring what is left to its place; say what was recorded on this node and what to do with it."""
+    """Move remaining traces into the run; report what was recorded on this node and what to run next."""
     notes, failed = read_notes(Path(settings.notes))
     for note in notes:
         merge.finish(Path(settings.scratch), note.folder, note.rank)
@@ -45,7 +45,7 @@ def report(settings: Settings, *, code: int, quiet: bool) -> None:
 
 
 def read_notes(folder: Path) -> tuple[list[Note], int]:
-    """Return what the recorded processes of a command have said so far, and how many could not begin and said so."""
+    """Return the notes of a command's recorded processes, and how many reported that they could not begin."""
     notes, failed = [], 0
     for path in sorted(folder.glob("*.json")):
         note = json.loads(path.read_text(encoding="utf-8"))
@@ -57,18 +57,18 @@ def read_notes(folder: Path) -> tuple[list[Note], int]:
 
 
 def request_window(settings: Settings) -> None:
-    """Ask the trainings that run now for a window."""
+    """Request a window from the running trainings."""
     for folder in {note.folder for note in read_notes(Path(settings.notes))[0] if not note.ended}:
         (folder / conventions.NOW_FILE).touch()
 
 
 def has_analysis() -> bool:
-    """Return whether runs can be checked by this Python."""
+    """Return whether this Python can check runs."""
     return all(importlib.util.find_spec(name) for name in _NEEDED_TO_CHECK)
 
 
 def print_check(folder: Path) -> None:
-    """Print what ``tracekit check`` says of a run, on stderr: stdout is the training's."""
+    """Print the output of ``tracekit check`` on stderr: stdout is the training's."""
     sys.stderr.flush()
     check = [sys.executable, "-m", "tracekit", "check", str(folder), "--fail-on", "never"]
     subprocess.run(check, stdout=sys.stderr, check=False)  # noqa: S603 a folder of our own choosing
@@ -87,7 +87,7 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
         return
     _print(f"recorded {_named_ranks(traced)} in {path}")
     if min(note.rank for note in notes) > min(settings.ranks or (0,)):
-        return  # the rank that leads is on another node, where the rest is said
+        return  # the leading rank is on another node, which reports the rest
     if code == 0:
         _wait_for_traces(folder, set(range(notes[0].world_size) if settings.ranks is None else settings.ranks))
     if has_analysis():
@@ -98,11 +98,11 @@ def _report_run(folder: Path, notes: list[Note], settings: Settings, *, code: in
 def _nothing_recorded(settings: Settings, code: int) -> str:
     if code:
         how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        return f"nothing was recorded: the command {how} before a torch optimizer took a step in it"
+        return f"nothing was recorded: the command {how} before a torch optimizer took a step"
     if settings.ranks is not None:
         return f"nothing was recorded: no torch optimizer took a step on ranks {', '.join(map(str, settings.ranks))}"
     return (
-        "nothing was recorded: no torch optimizer took a step in it, or its launcher did not pass PYTHONPATH and "
+        "nothing was recorded: no torch optimizer took a step, or the launcher did not pass PYTHONPATH and "
         f"{conventions.RECORD_VARIABLE} on"
     )
 
@@ -110,10 +110,10 @@ def _nothing_recorded(settings: Settings, code: int) -> str:
 def _nothing_profiled(settings: Settings, notes: list[Note]) -> str:
     steps = max(note.steps for note in notes)
     if settings.steps is None:
-        return "no window was asked for: nothing was profiled"
+        return "no window was requested: nothing was profiled"
     first, end = parse_steps(settings.steps)
     if steps > first:
-        return f"steps {first} to {min(end, steps) - 1} were not recorded whole: nothing was profiled"
+        return f"steps {first} to {min(end, steps) - 1} were not recorded completely: nothing was profiled"
     fitting = f"; try --steps {max(1, steps // 2)}:{steps}" if steps > 1 else ""
     return f"the training ended after {steps} steps, before step {first}: nothing was profiled{fitting}"
 
@@ -124,7 +124,7 @@ def _traced_ranks(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def _wait_for_traces(folder: Path, ranks: "set[int]") -> None:
-    """Wait a while for what other nodes bring."""
+    """Wait for other nodes' traces, up to a limit."""
     deadline = time.monotonic() + _OTHERS_WAIT_S
     while time.monotonic() < deadline and len(_traced_ranks(folder, ranks)) < len(ranks):
         time.sleep(0.2)

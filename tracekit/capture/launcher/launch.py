@@ -1,4 +1,4 @@
-"""A command run so that each Python of it records itself; all else about it stays its own.
+"""Run a command so that each of its Python processes records itself; nothing else about it changes.
 
 Needs the standard library only.
 """
@@ -38,10 +38,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run(command: list[str], settings: Settings, *, on_signal: "int | None" = None, quiet: bool = False) -> int:
-    """Run `command`, its trainings recorded as `settings` say, and return its exit code.
+    """Run `command`, recorded as `settings` say, and return its exit code.
 
-    The folders for notes and for traces that wait are made here, and gone in the end. A command that a signal ended
-    ends this process by the same one. `on_signal` is a signal that asks for a window instead of reaching the command.
+    The folders for notes and uncompressed traces are created here, and removed at the end. A signal that ends the
+    command ends this process too. The signal `on_signal` requests a window instead of reaching the command.
     """
     with _folders(settings) as placed:
         try:
@@ -55,27 +55,27 @@ def run(command: list[str], settings: Settings, *, on_signal: "int | None" = Non
         except KeyboardInterrupt:
             pass
         except Exception as error:  # noqa: BLE001 what the command did is not to be hidden by what we say of it
-            sys.stderr.write(f"tracekit: cannot say what was recorded: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"tracekit: cannot report what was recorded: {type(error).__name__}: {error}\n")
     if code < 0:
         _die_of(-code)
     return code
 
 
 def new_name() -> str:
-    """Return a name for one start of a command."""
+    """Return a unique name for one start of a command."""
     return uuid.uuid4().hex[:12]
 
 
 @contextlib.contextmanager
 def _folders(settings: Settings) -> Iterator[Settings]:
-    """Give the settings with a folder for notes and one for traces to wait in, both gone in the end if empty."""
+    """Yield the settings with a notes and a scratch folder; both are removed at the end if empty."""
     parent = Path(settings.scratch) if settings.scratch else Path(tempfile.gettempdir())
     try:
         parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="tracekit-", dir=parent))
     except OSError as error:
         sys.stderr.write(
-            f"tracekit: --scratch {parent} cannot be written ({error.strerror}); the run's folder serves\n"
+            f"tracekit: --scratch {parent} cannot be written ({error.strerror}); using a folder next to the run\n"
         )
         folder = Path(settings.out + ".scratch")
         with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ def _folders(settings: Settings) -> Iterator[Settings]:
     finally:
         shutil.rmtree(notes, ignore_errors=True)
         with contextlib.suppress(OSError):
-            folder.rmdir()  # what could not be brought to its place stays
+            folder.rmdir()  # traces that could not be moved stay
 
 
 def environment(settings: Settings) -> dict[str, str]:
@@ -102,7 +102,7 @@ def environment(settings: Settings) -> dict[str, str]:
 
 
 def _resolved(command: list[str]) -> list[str]:
-    """Return the command with its program found: beside our own Python too, as torchrun often is on no path."""
+    """Return the command with its program resolved: also next to our own Python, as torchrun is often not on PATH."""
     program = command[0]
     if program.endswith(".py") and Path(program).is_file() and not os.access(program, os.X_OK):
         return [sys.executable, *command]
@@ -124,25 +124,25 @@ def _run(
                 continue
             if signal_info.si_signo == on_signal:
                 request_window()
-            elif signal_info.si_code <= 0:  # from a process; what comes from the terminal reached the command as well
+            elif signal_info.si_code <= 0:  # from a process; signals from the terminal reach the command directly
                 with contextlib.suppress(ProcessLookupError):
                     child.send_signal(signal_info.si_signo)
         return int(child.returncode)
     finally:
         while signal.sigtimedwait(_WATCHED, 0):
-            pass  # what came too late for the command is not for us
+            pass  # signals that came too late for the command are not for us
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_if_alone(mask: "set[int | signal.Signals]") -> None:
-    """Give the new process the signal mask that we were started with, and have it die with us."""
+    """Give the new process our original signal mask, and make it die with us."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _die_of(number: int) -> None:
-    """End this process by a signal, as the command ended, without a core of ours."""
+    """End this process by the signal that ended the command, without a core dump."""
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(ValueError, OSError):

@@ -1,4 +1,4 @@
-"""The files of one run brought together: from other nodes, or out of a scratch folder that outlived its training."""
+"""Merge the files of one run: from other nodes, or from a scratch folder that outlived its training."""
 
 import re
 import shutil
@@ -8,27 +8,26 @@ from tracekit import conventions
 from tracekit.capture import atomic_files, folder_claim
 
 _UNCOMPRESSED = re.compile(r"rank(\d{5,})\.window(\d{3,})\.json")
-# What died in the middle of its writing is no file of the run, but a log is good up to its last line.
+# A partial file was never completed and does not belong to the run, but a log is valid up to its last line.
 _RUN_FILES = re.compile(r"rank\d{5,}\.(?!.*\.partial$)|rank\d{5,}\.metrics\.jsonl\.partial$|run\.json$|\.training$")
 
 
 def merge_parts(run: Path, parts: list[Path]) -> int:
     """Move the files of the same run that lie in `parts` into `run`; return how many were moved.
 
-    Traces that were not compressed yet are. Raises ValueError where a part is of another training or holds a file
-    that is there already and differs, OSError where one cannot be read or moved; nothing is moved before all is known
-    to fit.
+    Uncompressed traces are compressed. Raises ValueError where a part belongs to another training or contains a file
+    that exists in the run already, OSError where one cannot be read or moved. All checks precede the first move.
     """
     moves: dict[Path, Path] = {}
     names = {name for name in (folder_claim.owner(run), *map(folder_claim.owner, parts)) if name is not None}
     if len(names) > 1:
-        raise ValueError(f"{run} and its parts are of different trainings: nothing was moved")
+        raise ValueError(f"{run} and its parts belong to different trainings: nothing was moved")
     for part in parts:
         if not part.is_dir():
             raise ValueError(f"{part}: no such folder; check the path")
         files = [path for path in sorted(part.rglob("*")) if path.is_file() and _RUN_FILES.match(path.name)]
         if not files:
-            raise ValueError(f"{part}: no file of a run in it (rank….pt.trace.json.gz, run.json); nothing was moved")
+            raise ValueError(f"{part}: contains no file of a run (rank….pt.trace.json.gz, run.json); nothing was moved")
         for path in files:
             target = run / _path_in_run(path.relative_to(part))
             existing = moves.get(target, target)
@@ -43,7 +42,7 @@ def merge_parts(run: Path, parts: list[Path]) -> int:
 
 
 def finish(scratch: Path, run: Path, rank: int) -> list[Path]:
-    """Bring a rank's traces that wait in `scratch` into `run`, and return where they are now."""
+    """Move a rank's uncompressed traces from `scratch` into `run`, and return their new paths."""
     moved = []
     for path in sorted(scratch.glob(conventions.rank_file(rank, ".window*.json"))):
         target = run / _path_in_run(Path(path.name))

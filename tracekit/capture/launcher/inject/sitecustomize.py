@@ -31,7 +31,7 @@ class _Wait:
         self.modules = set(modules)
 
     def find_spec(self, name, path=None, target=None):
-        """Return where the module is, with its loading to be told."""
+        """Return the module's spec, whose loader reports when the module is loaded."""
         if name not in self.modules:
             return None
         self.modules.discard(name)
