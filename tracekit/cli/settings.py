@@ -1,6 +1,6 @@
-"""Settings: which rules run, with which thresholds, which findings are ignored and why, and what fails a check.
+"""Settings: the rules that run, their thresholds, ignored findings with reasons, and what fails a check.
 
-They stand in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml:
+They are in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml:
 
     [tool.tracekit]
     fail_on = "warning"
@@ -19,13 +19,17 @@ They stand in ``tracekit.toml``, or under ``[tool.tracekit]`` in pyproject.toml:
 
 import dataclasses
 import difflib
-import math
+import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
+
+import msgspec
+from msgspec import Meta
 
 from tracekit.errors import ConfigError
 from tracekit.regression import budgets, metrics
@@ -39,21 +43,43 @@ NEVER = "never"
 
 Threshold: TypeAlias = bool | int | float | str
 Catalog: TypeAlias = Sequence[type[Rule]]
-"""The rules that settings can speak of."""
+"""The rules that settings can name."""
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+FiniteNumber = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+NonBlankText = Annotated[str, Meta(pattern=r"\S")]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Ignore:
-    """A finding that somebody decided to live with: by rule code, rule name, family (``COMM``) or finding id."""
+class Ignore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A finding to ignore: by rule code, rule name, family (``COMM``) or finding id; through the day `until`."""
 
-    code: str
-    reason: str
+    code: NonBlankText
+    reason: NonBlankText
     until: date | None = None
+
+
+class BaselineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table ``baseline`` of a settings file."""
+
+    metrics: tuple[str, ...] | None = None
+    min_change_ratio: Ratio = Thresholds.min_change_ratio
+    confidence: Annotated[float, Meta(ge=0.5, lt=1)] = Thresholds.confidence
+
+
+class SettingsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A settings file as it is written."""
+
+    fail_on: str = Severity.ERROR.label
+    select: tuple[str, ...] = ()
+    ignore: tuple[Ignore, ...] = ()
+    rules: dict[str, object] = {}
+    baseline: BaselineTable = BaselineTable()
+    budget: dict[str, object] = {}
 
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What a check is set to. `fail_on` None fails on nothing; an empty `select` selects every rule."""
+    """The resolved settings of a check. `fail_on` None: findings never fail it; empty `select`: all rules run."""
 
     path: str = ""
     fail_on: Severity | None = Severity.ERROR
@@ -104,7 +130,7 @@ def read(path: Path, catalog: Catalog) -> CheckSettings:
     section = _section(path, table)
     if path.name == PROJECT_FILE and section is None:
         raise ConfigError(f"{path}: there is no [tool.tracekit] in it")
-    return _Reader(path, catalog).config(section or {})
+    return _resolved(path, _convert(section or {}, SettingsFile, str(path)), catalog)
 
 
 def parse_fail_on(text: str) -> Severity | None:
@@ -123,10 +149,10 @@ def with_settings(config: CheckSettings, settings: Iterable[str], catalog: Catal
         code, has_field, key = name.strip().partition(".")
         if not (has_value and has_field):
             raise ConfigError(f"--set {setting}: expected CODE.field=value, such as COMM001.max_exposed_ratio=0.3")
-        rule, key = _rule(code, catalog, f"--set {setting}"), key.strip()
-        kind = _field_type(rule, key, f"--set {setting}")
-        value = _from_text(text.strip(), kind)
-        thresholds.setdefault(rule.code, {})[key] = _checked(value, kind, key, f"--set {setting}")
+        where = f"--set {setting}"
+        rule = _rule(code, catalog, where)
+        values = _thresholds(rule, {key.strip(): text.strip()}, where, is_text=True)
+        thresholds.setdefault(rule.code, {}).update(values)
     return replace(config, thresholds=thresholds)
 
 
@@ -190,125 +216,7 @@ def _until(day: date | None) -> str:
     return f" until {day}" if day else ""
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Turns one file's table into a Config; every complaint begins with the file and the key."""
-
-    path: Path
-    catalog: Catalog
-
-    def config(self, table: Mapping[str, object]) -> CheckSettings:
-        known: dict[str, Callable[[object], object]] = {
-            "fail_on": self._fail_on,
-            "select": self._select,
-            "ignore": self._ignores,
-            "rules": self._thresholds,
-            "baseline": self._against,
-            "budget": self._budgets,
-        }
-        for key in table:
-            if key not in known:
-                raise ConfigError(f"{self.path}: {key} is no setting: {_suggestion(known, key)}")
-        found = {key: known[key](value) for key, value in table.items()}
-        if "rules" in found:
-            found["thresholds"] = found.pop("rules")
-        return CheckSettings(path=str(self.path), **found)  # type: ignore[arg-type]  # each reader returns its field's type
-
-    def _fail_on(self, value: object) -> Severity | None:
-        try:
-            return parse_fail_on(value if isinstance(value, str) else repr(value))
-        except ConfigError as error:
-            raise ConfigError(f"{self.path}: fail_on: {error}") from None
-
-    def _select(self, value: object) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{self.path}: select: expected a list of rule codes or names, not {value!r}")
-        for item in value:
-            self._known(item, "select")
-        return tuple(value)
-
-    def _ignores(self, value: object) -> tuple[Ignore, ...]:
-        if not isinstance(value, list):
-            raise ConfigError(f'{self.path}: ignore: expected a list of {{code = "…", reason = "…"}}, not {value!r}')
-        return tuple(self._one_ignore(item, f"ignore[{number}]") for number, item in enumerate(value))
-
-    def _one_ignore(self, value: object, key: str) -> Ignore:
-        names = [item.name for item in dataclasses.fields(Ignore)]
-        if not isinstance(value, dict):
-            raise ConfigError(f'{self.path}: {key}: expected {{code = "…", reason = "…"}}, not {value!r}')
-        for name in value:
-            if name not in names:
-                raise ConfigError(f"{self.path}: {key}: {name} is no key of an ignore: {_suggestion(names, name)}")
-        for name in ("code", "reason"):
-            if not isinstance(value.get(name), str) or not value[name].strip():
-                raise ConfigError(f"{self.path}: {key}: {name} is required, as text that is not empty")
-        self._known(value["code"].partition("-")[0] if "-" in value["code"] else value["code"], key, value["code"])
-        return Ignore(value["code"], value["reason"].strip(), self._date(value.get("until"), f"{key}.until"))
-
-    def _against(self, value: object) -> Thresholds:
-        names = [item.name for item in dataclasses.fields(Thresholds)]
-        if not isinstance(value, dict):
-            raise ConfigError(f"{self.path}: baseline: expected a table of {', '.join(names)}, not {value!r}")
-        for key in value:
-            if key not in names:
-                raise ConfigError(f"{self.path}: baseline: {key} is no setting: {_suggestion(names, key)}")
-        given = dict(value)
-        if "metrics" in given:
-            given["metrics"] = self._metrics(given["metrics"])
-        if "min_change_ratio" in given:
-            given["min_change_ratio"] = _checked(
-                given["min_change_ratio"], float, "min_change_ratio", f"{self.path}: baseline"
-            )
-        if "confidence" in given:
-            given["confidence"] = _checked(given["confidence"], float, "confidence", f"{self.path}: baseline")
-            if not 0.5 <= given["confidence"] < 1:
-                raise ConfigError(f"{self.path}: baseline: confidence: expected 0.5 to below 1, not {value!r}")
-        return Thresholds(**given)
-
-    def _metrics(self, value: object) -> tuple[str, ...]:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{self.path}: baseline.metrics: expected a list of metrics, not {value!r}")
-        try:
-            return tuple(metrics.find(item, metrics.compared_metrics()).key for item in value)
-        except ConfigError as error:
-            raise ConfigError(f"{self.path}: baseline.metrics: {error}") from None
-
-    def _budgets(self, value: object) -> Budgets:
-        try:
-            return budgets.parse(value)
-        except ConfigError as error:
-            raise ConfigError(f"{self.path}: budget: {error}") from None
-
-    def _date(self, value: object, key: str) -> date | None:
-        if isinstance(value, str):
-            try:
-                return date.fromisoformat(value)
-            except ValueError:
-                pass
-        if isinstance(value, datetime):
-            return value.date()
-        if value is None or isinstance(value, date):
-            return value
-        raise ConfigError(f"{self.path}: {key}: expected a date such as 2027-01-31, not {value!r}")
-
-    def _thresholds(self, value: object) -> dict[str, dict[str, Threshold]]:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{self.path}: rules: expected tables such as [rules.COMM001], not {value!r}")
-        thresholds: dict[str, dict[str, Threshold]] = {}
-        for code, settings in value.items():
-            where = f"{self.path}: rules.{code}"
-            rule = _rule(code, self.catalog, where)
-            if not isinstance(settings, dict):
-                raise ConfigError(f"{where}: expected a table of thresholds, not {settings!r}")
-            for key, given in settings.items():
-                kind = _field_type(rule, key, where)
-                thresholds.setdefault(rule.code, {})[key] = _checked(given, kind, key, where)
-        return thresholds
-
-    def _known(self, pattern: str, key: str, whole: str = "") -> None:
-        if not any(_matches(name, rule) for name in {pattern, whole or pattern} for rule in self.catalog):
-            names = _suggestion(_patterns(self.catalog), pattern)
-            raise ConfigError(f"{self.path}: {key}: no rule is called {whole or pattern!r}: {names}")
+# Reading a file -----------------------------------------------------------------------------------------------------
 
 
 def _parse(path: Path) -> dict[str, object]:
@@ -328,6 +236,115 @@ def _section(path: Path, table: Mapping[str, object]) -> Mapping[str, object] | 
     if section is not None and not isinstance(section, dict):
         raise ConfigError(f"{path}: tool.tracekit: expected a table, not {section!r}")
     return section
+
+
+def _resolved(path: Path, file: SettingsFile, catalog: Catalog) -> CheckSettings:
+    for pattern in file.select:
+        _require_rule(pattern, catalog, f"{path}: select")
+    for number, ignore in enumerate(file.ignore):
+        _require_rule(ignore.code, catalog, f"{path}: ignore[{number}]")
+    thresholds: dict[str, dict[str, Threshold]] = {}
+    for code, table in file.rules.items():
+        rule = _rule(code, catalog, f"{path}: rules.{code}")
+        thresholds.setdefault(rule.code, {}).update(_thresholds(rule, table, f"{path}: rules.{code}"))
+    try:
+        fail_on = _located("fail_on", parse_fail_on, file.fail_on)
+        budget = _located("budget", budgets.parse, file.budget)
+        baseline = _located("baseline.metrics", _baseline_thresholds, file.baseline)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return CheckSettings(str(path), fail_on, file.select, thresholds, file.ignore, baseline, budget)
+
+
+def _baseline_thresholds(table: BaselineTable) -> Thresholds:
+    known = metrics.compared_metrics()
+    keys = None if table.metrics is None else tuple(metrics.find(name, known).key for name in table.metrics)
+    return Thresholds(keys, table.min_change_ratio, table.confidence)
+
+
+def _located(key: str, parse: Callable[[Any], T], value: object) -> T:
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _thresholds(rule: type[Rule], table: object, where: str, *, is_text: bool = False) -> dict[str, Threshold]:
+    """Return the thresholds in a table of one rule; those of the command line are text."""
+    fields = [(item.name, _threshold_type(item), item.default) for item in dataclasses.fields(rule)]
+    if not fields:
+        raise ConfigError(f"{where}: {rule.code} has no thresholds to set")
+    kind = msgspec.defstruct(rule.code, fields, forbid_unknown_fields=True)
+    converted = _convert(table, kind, where, strict=not is_text)
+    return {name: getattr(converted, name) for name in cast("dict[str, object]", table)}
+
+
+def _threshold_type(threshold: "dataclasses.Field[Any]") -> Any:
+    kind = type(threshold.default)
+    return kind if kind is not float else Ratio if threshold.name.endswith("_ratio") else FiniteNumber
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+_TABLES: Mapping[str, type[msgspec.Struct]] = {"ignore": Ignore, "baseline": BaselineTable}
+_EXPECTED = {
+    "float": "a number",
+    "int": "an integer",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+    "date": "a date such as 2027-01-31",
+}
+
+
+def _convert(value: object, kind: type[T], where: str, *, strict: bool = True) -> T:
+    """Return a value as a type. Raises ConfigError that names the key and what is expected there."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        problem, _, location = str(error).partition(" - at `$")
+        key = location.rstrip("`").lstrip(".")
+        table = _TABLES.get(key.partition("[")[0], kind if not key else None)
+        names = getattr(table, "__struct_fields__", ())
+        message = _message(problem, key, _value_at(value, key), names)
+        raise ConfigError(f"{where}: {key}{': ' * bool(key)}{message}") from None
+
+
+def _message(problem: str, key: str, value: object, names: Sequence[str]) -> str:
+    """Return an error of msgspec in terms of TOML; `names` are the keys of the table at this place."""
+    quoted = re.findall(r"`([^`]*)`", problem)
+    if "unknown field" in problem:
+        return f"unknown key {quoted[0]!r}: {_suggestion(names, quoted[0])}"
+    if "missing required field" in problem:
+        return f"{quoted[0]} is required"
+    expected = quoted[0].partition(" |")[0] if quoted else "date"
+    text = _EXPECTED.get(expected, expected)
+    if "matching regex" in problem:
+        text = "text that is not blank"
+    elif bound := re.search(r"` ([<>]=?) (\S+)$", problem):
+        text = "a finite number" if "e+" in bound[2] else f"a number {bound[1]} {bound[2]}"
+        text = "a ratio from 0 to 1" if key.endswith("_ratio") else text
+    elif expected == "object" and names:
+        text = f"a table of {', '.join(names)}"
+    return f"expected {text}, not {value!r}"
+
+
+def _value_at(value: Any, key: str) -> object:
+    """Return the value of a key such as ``ignore[0].until``."""
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", key):
+        value = value[name or int(index)]
+    return value
+
+
+# Rules by name ------------------------------------------------------------------------------------------------------
+
+
+def _require_rule(pattern: str, catalog: Catalog, where: str) -> None:
+    """Raise ConfigError if no rule has this code, name or family, or the code of this finding id."""
+    patterns = {pattern, pattern.partition("-")[0]}
+    if not any(_matches(name, rule) for name in patterns for rule in catalog):
+        raise ConfigError(f"{where}: no rule is called {pattern!r}: {_suggestion(_patterns(catalog), pattern)}")
 
 
 def _matches(pattern: str, rule: type[Rule]) -> bool:
@@ -353,39 +370,7 @@ def _rule(pattern: str, catalog: Catalog, where: str = "") -> type[Rule]:
     raise ConfigError(f"{start}no rule is called {pattern!r}: {_suggestion(_names(catalog), pattern)}")
 
 
-def _field_type(rule: type[Rule], key: str, where: str) -> type:
-    defaults = {item.name: item.default for item in dataclasses.fields(rule)}
-    if not defaults:
-        raise ConfigError(f"{where}: {rule.code} has no thresholds to set")
-    if key not in defaults:
-        raise ConfigError(f"{where}: {key} is no threshold of {rule.code}: {_suggestion(defaults, key)}")
-    return type(defaults[key])
-
-
-def _from_text(text: str, kind: type) -> object:
-    """Return the text of a --set as the type of its field where it can be read so, else as it stands."""
-    if kind is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    try:
-        return kind(text)
-    except ValueError:
-        return text
-
-
-def _checked(value: object, kind: type, key: str, where: str) -> Threshold:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not kind or not isinstance(value, bool | int | float | str):
-        raise ConfigError(f"{where}: {key}: expected {_KINDS[kind]}, not {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{where}: {key}: expected a finite number, not {value!r}")
-    if key.endswith("_ratio") and isinstance(value, float) and not 0 <= value <= 1:
-        raise ConfigError(f"{where}: {key}: expected a ratio from 0 to 1, not {value!r}")
-    return value
-
-
-_MOST_LISTED = 12  # only of rules are there more
-_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+_MAX_LISTED = 12  # more are listed by `tracekit rules`
 
 
 def _suggestion(names: Iterable[str], given: str) -> str:
@@ -393,4 +378,4 @@ def _suggestion(names: Iterable[str], given: str) -> str:
     close = difflib.get_close_matches(given, known, n=1) or [name for name in known if name.lower() == given.lower()]
     if close:
         return f"did you mean {close[0]}?"
-    return f"expected one of {', '.join(known)}" if len(known) <= _MOST_LISTED else "tracekit rules lists them all"
+    return f"expected one of {', '.join(known)}" if len(known) <= _MAX_LISTED else "tracekit rules lists them all"

@@ -73,35 +73,62 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "unknown key": ('fail_an = "error"', "fail_an is no setting: did you mean fail_on?"),
+    "unknown key": ('fail_an = "error"', "unknown key 'fail_an': did you mean fail_on?"),
     "severity": ('fail_on = "warnings"', "fail_on: 'warnings' is no severity: did you mean warning?"),
-    "severity type": ("fail_on = 3", "fail_on: '3' is no severity"),
+    "severity type": ("fail_on = 3", "fail_on: expected text, not 3"),
     "select type": ('select = "BOOT001"', "select: expected a list"),
     "select unknown": ('select = ["BOOT01"]', "select: no rule is called 'BOOT01': did you mean BOOT001?"),
-    "rules type": ("rules = 3", "rules: expected tables"),
+    "rules type": ("rules = 3", "rules: expected a table, not 3"),
     "rule unknown": ("[rules.slow-stat]\nx = 1", "no rule is called 'slow-stat': did you mean slow-start?"),
     "rule family": ("[rules.BOOT]\nx = 1", "BOOT is a family of rules: name one of BOOT001, BOOT002"),
-    "rule type": ("[rules]\nBOOT001 = 3", "rules.BOOT001: expected a table of thresholds, not 3"),
+    "rule type": (
+        "[rules]\nBOOT001 = 3",
+        "rules.BOOT001: expected a table of max_start_ratio, min_steps, strict, phase, not 3",
+    ),
     "threshold unknown": (
         "[rules.BOOT001]\nmax_start = 1",
-        "max_start is no threshold of BOOT001: did you mean max_start_ratio?",
+        "rules.BOOT001: unknown key 'max_start': did you mean max_start_ratio?",
     ),
     "threshold of none": ("[rules.BOOT002]\nx = 1", "BOOT002 has no thresholds"),
-    "float": ('[rules.BOOT001]\nmax_start_ratio = "0.2"', "max_start_ratio: expected a number, not '0.2'"),
+    "float": (
+        '[rules.BOOT001]\nmax_start_ratio = "0.2"',
+        "max_start_ratio: expected a number, not '0.2'",
+    ),
     "float from bool": ("[rules.BOOT001]\nmax_start_ratio = true", "max_start_ratio: expected a number, not True"),
     "ratio": ("[rules.BOOT001]\nmax_start_ratio = 20.0", "max_start_ratio: expected a ratio from 0 to 1, not 20.0"),
-    "not a number": ("[rules.BOOT001]\nmax_start_ratio = nan", "max_start_ratio: expected a finite number"),
-    "int": ("[rules.BOOT001]\nmin_steps = 2.5", "min_steps: expected a whole number, not 2.5"),
-    "int from bool": ("[rules.BOOT001]\nmin_steps = true", "min_steps: expected a whole number, not True"),
+    "not a number": (
+        "[rules.BOOT001]\nmax_start_ratio = nan",
+        "max_start_ratio: expected a ratio from 0 to 1, not nan",
+    ),
+    "int": ("[rules.BOOT001]\nmin_steps = 2.5", "min_steps: expected an integer, not 2.5"),
+    "int from bool": ("[rules.BOOT001]\nmin_steps = true", "min_steps: expected an integer, not True"),
     "bool": ("[rules.BOOT001]\nstrict = 1", "strict: expected true or false, not 1"),
     "text": ("[rules.BOOT001]\nphase = 1", "phase: expected text, not 1"),
     "ignore type": ('ignore = "BOOT001"', "ignore: expected a list"),
-    "ignore item": ('ignore = ["BOOT001"]', "ignore[0]: expected {code"),
-    "ignore reason": ('ignore = [{code = "BOOT001"}]', "ignore[0]: reason is required"),
-    "ignore blank": ('ignore = [{code = "BOOT001", reason = " "}]', "ignore[0]: reason is required"),
+    "ignore item": ('ignore = ["BOOT001"]', "ignore[0]: expected a table of code, reason, until, not 'BOOT001'"),
+    "ignore reason": (
+        'ignore = [{code = "BOOT001"}]',
+        "ignore[0]: reason is required",
+    ),
+    "ignore blank": (
+        'ignore = [{code = "BOOT001", reason = " "}]',
+        "ignore[0].reason: expected text that is not blank, not ' '",
+    ),
     "ignore code": ('ignore = [{code = "BOOT9", reason = "x"}]', "ignore[0]: no rule is called 'BOOT9'"),
-    "ignore key": ('ignore = [{code = "BOOT001", reasn = "x"}]', "reasn is no key of an ignore: did you mean reason?"),
+    "ignore key": (
+        'ignore = [{code = "BOOT001", reasn = "x"}]',
+        "ignore[0]: unknown key 'reasn': did you mean reason?",
+    ),
     "ignore date": ('ignore = [{code = "BOOT001", reason = "x", until = "soon"}]', "ignore[0].until: expected a date"),
+    "baseline key": ("[baseline]\nmetric = []", "baseline: unknown key 'metric': did you mean metrics?"),
+    "baseline ratio": (
+        "[baseline]\nmin_change_ratio = 3.0",
+        "baseline.min_change_ratio: expected a ratio from 0 to 1, not 3.0",
+    ),
+    "baseline metric": ('[baseline]\nmetrics = ["step_tim"]', "baseline.metrics: "),
+    "budget": ("[budget]\nstep_time = -1", "budget: step_time: "),
+    "select item": ("select = [1]", "select[0]: expected text, not 1"),
+    "date type": ('ignore = [{code = "BOOT001", reason = "x", until = 3}]', "ignore[0].until: expected a date"),
     "toml": ("fail_on = ", "is not valid TOML"),
 }
 
@@ -156,9 +183,9 @@ def test_settings_given_by_hand_win_over_the_file(tmp_path: Path) -> None:
         ("BOOT001.min_steps", "expected CODE.field=value"),
         ("BOOT1.min_steps=3", "no rule is called 'BOOT1'"),
         ("BOOT001.min_step=3", "did you mean min_steps?"),
-        ("BOOT001.min_steps=3.5", "expected a whole number, not '3.5'"),
+        ("BOOT001.min_steps=3.5", "expected an integer, not '3.5'"),
         ("BOOT001.strict=maybe", "expected true or false, not 'maybe'"),
-        ("BOOT001.max_start_ratio=inf", "expected a finite number"),
+        ("BOOT001.max_start_ratio=inf", "expected a ratio from 0 to 1, not 'inf'"),
     ],
 )
 def test_settings_given_by_hand_are_checked_too(setting: str, expected: str) -> None:
