@@ -1,4 +1,4 @@
-"""What a recorded run's saves tell for planning: size per parameter, bandwidth that storage really gave, interval."""
+"""Inputs for checkpoint planning from recorded saves: size per parameter, storage bandwidth, interval."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,11 @@ _MOVED = (conventions.WRITE, conventions.FSYNC)
 
 @dataclass(frozen=True)
 class PlanningInputs:
-    """Medians over a run's saves. Of a save the time is that of its slowest rank; None where nothing tells it.
+    """Medians over a run's saves. The time of a save is that of its slowest rank; None where unknown.
 
-    A save is all that is written after one step, in however many files: that is what a checkpoint to plan for is.
-    `write_bytes_per_second` is of all ranks together, bytes over the time in writes and syncs: what storage gave, not
-    what the page cache took. `is_durable`: whether each file was synced, so that this is true.
+    A save is everything written after one step, in any number of files: the unit of checkpoint planning.
+    `write_bytes_per_second` is of all ranks together: bytes over the time in writes and syncs, so storage speed, not
+    page-cache speed. `is_durable`: each file was synced, so that this holds.
     """
 
     saves: int
@@ -39,7 +39,7 @@ class PlanningInputs:
 
 
 def planning_inputs(run: Run) -> PlanningInputs:
-    """Return what the run's checkpoint logs, metrics and manifest tell. Raises InputError where no save is recorded."""
+    """Return planning inputs from the run's checkpoint logs, metrics and manifest. Raises InputError without saves."""
     saves = _by_save(run.run_table(of_saves.stages).with_columns(of_saves.save_without_step("save")))
     if saves.is_empty():
         raise InputError(f"{run.path}: no save is recorded there; record a run that saves (docs/record.md)")
@@ -71,7 +71,7 @@ def _step_times(trace: Trace) -> pl.DataFrame:
 
 
 def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per save: bytes, bandwidths of all ranks and of the slowest, time blocked."""
+    """Return one row per save: bytes, bandwidths of all ranks and of the slowest, blocked time."""
     stage, dur_ns, size = pl.col("stage"), pl.col("dur_ns"), pl.col("bytes")
     save = ["step", "save_without_step"]
     by_file = stages.group_by(*save, "rank", "checkpoint").agg(

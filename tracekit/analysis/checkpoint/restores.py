@@ -1,4 +1,4 @@
-"""The loads of a run: how long training waited for them, and how often the same bytes were read."""
+"""Checkpoint loads of a run: how long training waited, and read amplification."""
 
 import polars as pl
 
@@ -15,11 +15,11 @@ _FILE_CALLS = (conventions.TORCH_LOAD, conventions.SAFETENSORS_LOAD)
 
 
 def restores(run: Run) -> pl.DataFrame:
-    """Return the loads of a run, each on all its ranks; one row per load, in order of time. Columns COLUMNS.
+    """Return the loads of a run, each over all its ranks; one row per load, in order of time. Columns COLUMNS.
 
-    `rank` is the one that takes longest, `dur_ns` its time. `unique_bytes` are those of the checkpoint: of one file
-    what a rank reads of it at most, else what its metadata says; null where neither is known. `amplification` is what
-    all ranks read by that.
+    `rank` is the slowest, `dur_ns` its time. `unique_bytes` is the size of the checkpoint: for a single file the most
+    that a rank reads of it, else the size in its metadata; null where neither is known. `amplification` is what all
+    ranks read over that.
     """
     lines = run.table(save_stages.loads)
     lines = lines.unique(lines.columns[1:], keep="first", maintain_order=True)

@@ -1,4 +1,4 @@
-"""Checkpoint saves: what each stage took on each rank, and which spans of a trace are saves."""
+"""Checkpoint saves: the time of each stage on each rank, and which spans of a trace are saves."""
 
 from collections.abc import Iterator
 
@@ -44,32 +44,31 @@ _FSYNC_FUNCTION = r"\bfsync\b"
 def saves(trace: Trace) -> pl.DataFrame:
     """Return the stages of this rank's saves from the checkpoint log.
 
-    Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log holds the whole run, so every
-    window of a rank tells the same.
+    Columns COLUMNS of `schema.CHECKPOINTS`; one row per save, worker and stage. The log covers the whole run, so every
+    window of a rank returns the same rows.
     """
     return trace.checkpoints.filter(pl.col("operation") == conventions.SAVE).select(*COLUMNS)
 
 
 def loads(trace: Trace) -> pl.DataFrame:
-    """Return the stages of this rank's loads, as `saves` does those of its saves."""
+    """Return the stages of this rank's loads, with the columns of `saves`."""
     return trace.checkpoints.filter(pl.col("operation") == conventions.LOAD).select(*COLUMNS)
 
 
 def step_times(trace: Trace) -> pl.DataFrame:
-    """Return the time of each step by the metrics log. Columns step, step_time_ns; one row per step."""
+    """Return the step times of the metrics log. Columns step, step_time_ns; one row per step."""
     return trace.metrics.filter(pl.col("name") == conventions.STEP_TIME_METRIC).select(
         "step", pl.col("value").alias("step_time_ns")
     )
 
 
 def save_spans(trace: Trace) -> pl.DataFrame:
-    """Return the spans of the trace that are saves: the recorder's own, and others known by their names.
+    """Return the spans of the trace that are saves: the recorder's own, and others recognized by name.
 
-    Columns SPAN_COLUMNS; one row per stretch of time that the host spends in saves, named after the span that begins
-    it. `step` is the one in whose host window the stretch begins; null outside of steps. Of what happens inside a trace
-    tells: copies from the device (`copied_ns`, and `pageable_bytes` of those into pageable memory) and the device's
-    idle time, null on a CPU run; collectives; and, null in traces without stacks, Python's writing and fsync.
-    Serializing it never tells.
+    Columns SPAN_COLUMNS; one row per span of time that the host spends in saves, named after its first slice. `step` is
+    the step in whose host window it begins; null outside steps. The trace shows copies from the device (`copied_ns`,
+    and `pageable_bytes` of those into pageable memory) and idle time of the device, both null on a CPU run;
+    collectives; and Python's write and fsync calls, null in traces without stacks. It never shows serialization.
     """
     name, kind = pl.col("name"), pl.col("kind")
     found = trace.ops.filter(
@@ -91,7 +90,7 @@ def save_spans(trace: Trace) -> pl.DataFrame:
 
 
 def _inside(trace: Trace, spans: Spans) -> Iterator[pl.Series]:
-    """Yield what happens inside of each span, the last columns of SPAN_COLUMNS."""
+    """Yield what happens inside each span, the last columns of SPAN_COLUMNS."""
     work, name, kind = trace.activities, pl.col("name"), pl.col("kind")
     from_device = work.filter((kind == "memcpy") & name.str.contains("DtoH", literal=True))
     pageable = from_device.filter(name.str.contains("Pageable", literal=True))

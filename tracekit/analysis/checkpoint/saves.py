@@ -1,7 +1,7 @@
-"""The saves of a run, each on all its ranks: two clocks, how often, what storage gave, what the next step lost.
+"""Checkpoint saves of a run over all ranks: blocked and written time, interval, bandwidth, effect on later steps.
 
-Two clocks, both told: the time that training was blocked, and the time until all was written and synced. Durations of a
-save are the longest over its ranks, as MLPerf has it: an average hides the one that everybody waits for.
+Both times are reported: how long training was blocked, and how long until everything was written and synced. The
+duration of a save is the longest over its ranks, as in MLPerf: an average hides the rank that all others wait for.
 """
 
 import numpy as np
@@ -23,10 +23,10 @@ RANK_COLUMNS = {
 
 
 def stages(run: Run) -> pl.DataFrame:
-    """Return what the log says of all saves, once, with the files of one save told as one.
+    """Return the log lines of all saves, without duplicates, with the files of one save grouped.
 
-    Columns save, window, rank and those of `checkpoint.saves`; one row per line of the log. A save by torch.save or
-    safetensors is all that is written after one step into one folder.
+    Columns save, window, rank and those of `save_stages.saves`; one row per line of the log. A save by torch.save or
+    safetensors is everything written after one step into one folder.
     """
     lines = run.table(save_stages.saves)
     # The log lies beside every window of a rank.
@@ -40,12 +40,12 @@ def stages(run: Run) -> pl.DataFrame:
 
 
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return both clocks of each save on each rank; one row per save and rank, in order of time. Columns CLOCKS.
+    """Return the times of each save on each rank; one row per save and rank, in order of time. Columns RANK_COLUMNS.
 
-    `blocked_ns` is what the training thread lost and `told_ns` what the stages of it sum to; `written_ns` runs to the
-    end of all work, and `durable_ns` is the same where every file was synced after its last byte. `storage_ns` is the
-    time in writing and syncing and `storage_bytes_per_s` the rate of both together: null where nothing was synced,
-    since a page cache takes bytes faster than storage does.
+    `blocked_ns` is the blocked time of the training thread, and `stages_ns` the sum of its stages; `written_ns` runs to
+    the end of all work, and `durable_ns` is the same where every file was synced after its last byte. `storage_ns` is
+    the time in writing and syncing and `storage_bytes_per_s` their combined rate: null where nothing was synced, since
+    a page cache is faster than storage.
     """
     lines = run.run_table(stages)
     if lines.is_empty():
@@ -91,12 +91,12 @@ def by_save(run: Run) -> pl.DataFrame:
     """Return the saves of a run; one row per save, in order of time.
 
     Columns save, step, start_ns, ranks, background, blocked_ns, written_ns, durable, durable_ns, bytes (the longest
-    and, of bytes, the sum over ranks), bytes_per_s (all bytes by the longest time in writing and syncing; null where
-    not all ranks synced), interval_steps and interval_ns (training from one save to the next), overhead_ratio (blocked,
-    of that and itself), next_step_extra_ns (how much longer the next step took than the median step), start_interval_ns
-    (from the start of the previous save), slack_ns (from the end of the previous save's work) and previous_written_ns
-    (how long that work took). The previous save is the last background save of a background save, else the last
-    blocking one.
+    over ranks and, of bytes, the sum), bytes_per_s (all bytes over the longest time in writing and syncing; null where
+    not all ranks synced), interval_steps and interval_ns (training between saves), overhead_ratio (blocked over blocked
+    and interval), next_step_extra_ns (how much longer the next step took than the median step), start_interval_ns (from
+    the start of the previous save), slack_ns (from the end of the previous save's work) and previous_written_ns (how
+    long that work took). The previous save is the last background save of a background save, else the last blocking
+    one.
     """
     rank_rows = run.run_table(by_rank)
     durable = pl.col("durable").all(ignore_nulls=False)
@@ -136,12 +136,12 @@ def by_save(run: Run) -> pl.DataFrame:
 
 
 def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
-    """Return what training lost to all that was saved after one step; one row per step, in order of time.
+    """Return the cost of all saves after one step together; one row per step, in order of time.
 
-    Takes rows of `each`, and `clocks`. Columns step, save (the one that blocked longest), start_ns, interval_steps,
-    interval_ns, saves (how many), blocked_ns (of the rank that all of them together blocked longest) and overhead_ratio
-    (of that). So a small save beside a large one does not pass for half of all saves. Saves of which no step is known
-    are each by itself.
+    Takes rows of `by_save`, and `by_rank`. Columns step, save (that blocked longest), start_ns, interval_steps,
+    interval_ns, saves (how many), blocked_ns (of the rank that all of them blocked longest) and overhead_ratio (of
+    that). A small save next to a large one thus does not count as half of all saves. Saves without a step number are
+    separate.
     """
     blocked_ns, interval_ns = pl.col("blocked_ns"), pl.col("interval_ns")
     often = some.select("interval_steps", "interval_ns").unique()
@@ -153,7 +153,7 @@ def by_training_step(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 
 def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
-    """Return the columns of `together` but for those of the interval."""
+    """Return the columns of `by_training_step` except those of the interval."""
     blocked_ns, one = pl.col("blocked_ns"), ["step", "save_without_step"]
     table = some.with_columns(save_without_step("save"))
     # Ranks that save each for itself do so at one time: their times do not add up.
@@ -168,15 +168,15 @@ def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
 
 
 def save_without_step(name: str) -> pl.Expr:
-    """Return, to group by beside the step, what tells saves apart of which no step is known: the column `name`."""
+    """Return a grouping key next to the step that identifies saves without a step number: the column `name`."""
     return pl.when(pl.col("step").is_null()).then(name).alias("save_without_step")
 
 
 def duplicate_files(run: Run) -> pl.DataFrame:
     """Return the files that several ranks wrote in one save; one row per save and path, in order of time.
 
-    Columns save, path, step, window, rank (the one that took longest), start_ns, dur_ns, ranks, bytes (of all) and
-    repeated_bytes (of all but one).
+    Columns save, path, step, window, rank (the slowest), start_ns, dur_ns, ranks, bytes (of all) and repeated_bytes (of
+    all but one).
     """
     whole = (pl.col("stage") == conventions.TOTAL) & pl.col("call").is_in(_FILE_CALLS) & pl.col("path").is_not_null()
     written = run.run_table(stages).filter(whole).sort("dur_ns", "rank", descending=[True, False])
@@ -198,13 +198,13 @@ def duplicate_files(run: Run) -> pl.DataFrame:
 
 
 def background_slowdown(run: Run) -> pl.DataFrame:
-    """Return what training lost beside each save in the background; one row per such save and rank with a metrics log.
+    """Return the training time lost during each background save; one row per save and rank with a metrics log.
 
-    Columns save, rank, window, step, start_ns, dur_ns (of the save), worker (thread or process; null: not known),
-    steps (that ran beside it), plain_ns (the median step of that rank otherwise), lost_ns, python_ns (of the save in
-    plan, staging and serializing, which hold Python's lock most of the time), waited_ratio (of that time, in which the
-    training thread neither ran nor could have) and delayed_ratio (in which it could have and got no processor); null
-    where the log has no such counters.
+    Columns save, rank, window, step, start_ns, dur_ns (of the save), worker (thread or process; null: unknown), steps
+    (that ran during it), baseline_step_ns (the median step of that rank otherwise), lost_ns, python_ns (of the save in
+    plan, staging and serializing, which mostly hold the GIL), waited_ratio (share of that time in which the training
+    thread was neither running nor runnable) and delayed_ratio (runnable without a processor); null where the log has no
+    such counters.
     """
     lines, table = run.run_table(stages), run.run_table(by_rank).filter("background")
     if table.is_empty():
@@ -212,17 +212,17 @@ def background_slowdown(run: Run) -> pl.DataFrame:
     stage = pl.col("stage")
     spent = pl.col("dur_ns").filter(stage.is_in(_PYTHON) & ~pl.col("blocking")).sum()
     counted = stage == conventions.COMPLETE
-    said = lines.group_by("save", "rank").agg(
+    counters = lines.group_by("save", "rank").agg(
         spent.alias("python_ns"),
         pl.col("worker").filter(~pl.col("blocking")).drop_nulls().unique().sort().first(),
         *(pl.col(name).filter(counted).first() for name in ("cpu_ns", "run_delay_ns")),
         pl.col("dur_ns").filter(counted).first().alias("wall_ns"),
     )
     wall, cpu, delay = pl.col("wall_ns"), pl.col("cpu_ns"), pl.col("run_delay_ns")
-    beside = _concurrent_steps(run, table)
+    slowdowns = _concurrent_steps(run, table)
     return (
-        table.join(said, on=["save", "rank"], how="left", maintain_order="left")
-        .join(beside, on=["save", "rank"], how="inner", maintain_order="left")
+        table.join(counters, on=["save", "rank"], how="left", maintain_order="left")
+        .join(slowdowns, on=["save", "rank"], how="inner", maintain_order="left")
         .with_columns(
             ((wall - cpu - delay) / wall).clip(0, 1).alias("waited_ratio"),
             (delay / wall).clip(0, 1).alias("delayed_ratio"),
@@ -246,7 +246,7 @@ _CONCURRENT_STEP_COLUMNS = {
 
 
 def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
-    """Return, per background save and rank, the steps that ran while it did, and what they took more than others."""
+    """Return, per background save and rank, the steps that ran during it and their extra time."""
     times = run.table(save_stages.step_times).unique(["rank", "step"], keep="first").drop_nulls().sort("rank", "step")
     by_rank = times.partition_by("rank", as_dict=True)
     counted = table.drop_nulls("step").group_by("rank", maintain_order=True)
@@ -255,7 +255,7 @@ def _concurrent_steps(run: Run, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.DataFrame:
-    """Return `_beside` of one rank, by its background saves and its steps in order."""
+    """Return `_concurrent_steps` of one rank, from its background saves and its steps in order."""
     step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
     saved = own["step"].to_numpy()
     # The steps after a save begin where it lets training go on; nobody logs their start.
@@ -283,16 +283,16 @@ def _step_times(run: Run) -> pl.DataFrame:
 
 
 def _median_step_ns(run: Run, table: pl.DataFrame) -> float | None:
-    """Return the median time of the steps without a save, of the slowest rank; None where not known."""
+    """Return the median time of the steps without a save, of the slowest rank; None where unknown."""
     plain = _step_times(run).filter(~pl.col("step").is_in((table["step"].drop_nulls() - 1).to_list()))
     median = plain["step_time_ns"].median()
     return None if median is None else float(str(median))
 
 
 def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
-    """Return the steps from one save to the next; of a single one, those of this run before it; None where not known.
+    """Return the steps between saves; for a single save, those of this run before it; None where unknown.
 
-    A run that was resumed begins at another step than 0.
+    A resumed run begins at another step than 0.
     """
     steps = table["step"].drop_nulls().unique().sort()
     begun = int(str(times["step"].min() or 0))
@@ -301,7 +301,7 @@ def _interval_steps(table: pl.DataFrame, times: pl.DataFrame) -> float | None:
 
 
 def _interval_ns(after_steps: pl.DataFrame, steps: float | None, plain_ns: float | None) -> int | None:
-    """Return the training time between saves, by steps or else by the clock; None where not known."""
+    """Return the training time between saves, from steps or else from the clock; None where unknown."""
     if plain_ns and steps:
         return round(steps * plain_ns)
     between = (after_steps["start_ns"].diff() - after_steps["blocked_ns"].shift()).drop_nulls()

@@ -1,9 +1,9 @@
-"""What a save is made of on the way that everybody waits for, by class of stall.
+"""The critical path of a save across ranks, by class of stall.
 
-Ranks meet after planning, after writing and at the end. Between two meetings each works by itself and the slowest is
-what the others wait for, so of each such leg the stages of the rank with most work of its own count; waiting is no
-work. What is left of the time is waiting that nobody's work explains: up to the time that a rank was ready to run and
-did not, lack of processors, and beyond that the meetings themselves.
+Ranks synchronize after planning, after writing and at the end. Between two synchronizations each works by itself and
+the others wait for the slowest, so each such leg consists of the stages of the rank with most work of its own; waiting
+is not work. The remaining time is waiting that no rank's work explains: lack of processors, up to the time in which a
+rank was runnable but not running, and beyond that the synchronizations themselves.
 """
 
 from collections.abc import Iterator
@@ -55,11 +55,11 @@ _WAITED_RATIO = 0.5
 
 
 def parts(run: Run) -> pl.DataFrame:
-    """Return what each save is made of; one row per save, clock and kind, the largest first. Columns COLUMNS.
+    """Return the parts of each save; one row per save, clock and kind, the largest first. Columns COLUMNS.
 
-    `clock` is BLOCKED for what the training thread did, BACKGROUND for the rest. `rank` and `stage` are those with most
-    of that kind; `whole_ns` is the longest total over ranks and `ratio` the kind's share of it. `envelope_ratio` is the
-    share of what was written that is no tensor, and `bytes` what that rank wrote. With many small tensors, planning
+    `clock` is BLOCKED for the training thread, BACKGROUND for the rest. `rank` and `stage` are those with most of that
+    kind; `whole_ns` is the longest total over ranks and `ratio` the kind's share of it. `envelope_ratio` is the share
+    of the written bytes that is not tensor data, and `bytes` what that rank wrote. With many small tensors, planning
     and waiting count as serializing: both grow with their number.
     """
     lines = run.run_table(saves.stages)
@@ -82,7 +82,7 @@ def parts(run: Run) -> pl.DataFrame:
 
 
 def dominant(run: Run) -> pl.DataFrame:
-    """Return the class of each save's stall: of `parts`, the largest row of each save and clock."""
+    """Return the dominant class of each save's stall: the largest row of `parts` per save and clock."""
     largest = run.run_table(parts)
     return largest.unique(["save", "clock"], keep="first", maintain_order=True)
 
@@ -137,7 +137,7 @@ def _parts(own: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def critical_path(own: pl.DataFrame) -> pl.DataFrame:
-    """Return the stages that one save's length is made of: of each leg, those of the rank with most work.
+    """Return the stages on the critical path of one save: in each leg, those of the rank with most work.
 
     `own` has columns rank, stage, dur_ns; adds leg and leg_ns, the work of that rank in it.
     """
@@ -149,20 +149,20 @@ def critical_path(own: pl.DataFrame) -> pl.DataFrame:
 
 
 def _excess_ns(own: pl.DataFrame, rank: Any) -> int:
-    """Return what the slowest rank's writing and syncing takes beyond what its bytes and files take on the others.
+    """Return the slowest rank's extra time in writing and syncing over what others take for as many bytes and files.
 
-    Normalised, since ranks need not write alike: under ZeRO-1 the first of the data-parallel ranks writes a third more.
+    Normalized, since ranks may write different amounts: under ZeRO-1 the first data-parallel rank writes a third more.
     """
     excess_ns = 0.0
     took_ns = 0
     for stage, per in ((conventions.WRITE, "bytes"), (conventions.FSYNC, "files")):
         rows = own.filter((pl.col("stage") == stage) & (pl.col(per) > 0))
-        mine, others = rows.filter(pl.col("rank") == rank), rows.filter(pl.col("rank") != rank)
-        if mine.is_empty() or others.is_empty():
+        rank_rows, others = rows.filter(pl.col("rank") == rank), rows.filter(pl.col("rank") != rank)
+        if rank_rows.is_empty() or others.is_empty():
             continue
         usual = (others["dur_ns"] / others[per]).median()
-        took_ns += mine["dur_ns"][0]
-        excess_ns += mine["dur_ns"][0] - mine[per][0] * float(str(usual))
+        took_ns += rank_rows["dur_ns"][0]
+        excess_ns += rank_rows["dur_ns"][0] - rank_rows[per][0] * float(str(usual))
     waits = own.filter((pl.col("stage") == conventions.WAIT) & (pl.col("rank") != rank))
     waited_ns = max(waits["dur_ns"].to_list(), default=0)
     straggles = excess_ns > _STRAGGLER_RATIO * took_ns and waited_ns > _WAITED_RATIO * excess_ns

@@ -1,4 +1,4 @@
-"""Plain steps: those in which no rank saves a checkpoint. Saves are judged by rules of their own."""
+"""Steps without saves: those in which no rank saves a checkpoint. Saves have rules of their own."""
 
 import polars as pl
 
@@ -13,7 +13,7 @@ PLACE = ("window", "rank", "step", "device")
 
 
 def steps(run: Run) -> pl.DataFrame:
-    """Return the breakdown of the plain steps: columns window, rank and those of `breakdown.by_step`.
+    """Return the breakdown of the steps without saves: columns window, rank and those of `breakdown.by_step`.
 
     A trace without marked steps is one step, null.
     """
@@ -21,13 +21,13 @@ def steps(run: Run) -> pl.DataFrame:
 
 
 def without_saves(run: Run, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows, with columns window and step, that do not lie in a step in which some rank saves."""
+    """Return the rows (with columns window and step) of steps in which no rank saves."""
     saving = run.table(save_stages.save_spans).select("window", "step")
     return rows.join(saving, on=["window", "step"], how="anti", nulls_equal=True, maintain_order="left")
 
 
 def losses(run: Run, rows: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Return what each marked plain step loses: the sum of `column` of `rows`, in ns, at its place, 0 where none is.
+    """Return the loss of each marked step without saves: the sum of `column` of `rows`, in ns, 0 where there are none.
 
     Columns PLACE, start_ns, duration_ns, lost_ns, lost_ratio (of the step); one row per step, rank and device.
     """

@@ -1,4 +1,4 @@
-"""Collectives that could have been one: launched one after the other with nothing computed for them in between."""
+"""Bursts of collectives that could be merged into one: launched back to back, without compute in between."""
 
 import numpy as np
 import polars as pl
@@ -19,24 +19,26 @@ _ALIKE = ("lane", "op", "group", "dtype")
 
 
 def bursts(trace: Trace) -> pl.DataFrame:
-    """Return the collectives of training with those that they could have been one with.
+    """Return the collectives of training, each with the burst and pool that it belongs to.
 
-    Columns step, device, phase, unit, lane, op, group, group_size, dtype, bytes, burst, position and count (in it),
-    pool, activity_id, start_ns, dur_ns, exposed_ns (of it, while nothing computed), burst_exposed_ns (of the whole
-    burst, from its first start to its last end); one row per collective. A burst are collectives of one lane, op, group
-    and type that the host launched with no other compute or collective in between: all of its data was ready when the
-    first was launched. A pool are the gradient reductions of one backward pass of one op, group and type, which a
-    larger bucket would join; null for other collectives.
+    Columns step, device, phase, unit, lane, op, group, group_size, dtype, bytes, burst, position and count (in the
+    burst), pool, activity_id, start_ns, dur_ns, exposed_ns (of the collective), burst_exposed_ns (of the burst, from
+    its first start to its last end); one row per collective. A burst: collectives of one lane, op, group and type that
+    the host launched without other compute or collectives in between, so that all data was ready at the first launch. A
+    pool: the gradient reductions of one backward pass, op, group and type, which a larger bucket would merge; null for
+    other collectives.
     """
     parts = [pl.DataFrame(schema=COLUMNS)]
     pooled = _pools(trace)
     for device in breakdown.devices(trace):
-        found = _launched_together(trace, device)
-        if found.is_empty():
+        together = _launched_together(trace, device)
+        if together.is_empty():
             continue
         compute, _, _ = breakdown.busy(trace, device)
-        told = found.join(pooled, on="activity_id", how="left", maintain_order="left").sort("start_ns", "activity_id")
-        parts.append(_with_exposed(told, compute).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+        calls = together.join(pooled, on="activity_id", how="left", maintain_order="left").sort(
+            "start_ns", "activity_id"
+        )
+        parts.append(_with_exposed(calls, compute).select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
     return pl.concat(parts)
 
 
@@ -44,13 +46,13 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
     work = launches.work(trace, device).filter(
         pl.col("kind").is_in(["compute", "communication"]), pl.col("phase").ne_missing(conventions.CHECKPOINT)
     )
-    told = trace.collectives.select(
+    messages = trace.collectives.select(
         pl.col("activity_id").alias("id"), "op", "group", "group_size", "dtype",
         pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
     ).unique("id")  # fmt: skip
     # What prepares or follows a collective on its own lane is no compute that it waits for.
     others = work.filter((pl.col("kind") == "compute") & (pl.col("role") != "communication"))
-    calls = work.filter(pl.col("kind") == "communication").join(told, on="id", how="left", maintain_order="left")
+    calls = work.filter(pl.col("kind") == "communication").join(messages, on="id", how="left", maintain_order="left")
     at_ns = pl.coalesce("launched_ns", "start_ns").alias("at_ns")
     calls = calls.with_columns(at_ns).sort("at_ns", "id")
     before = np.searchsorted(np.sort(others.select(at_ns).to_series().to_numpy()), calls["at_ns"].to_numpy())
@@ -73,7 +75,7 @@ def _pools(trace: Trace) -> pl.DataFrame:
 
 
 def _with_exposed(calls: pl.DataFrame, compute: intervals.Spans) -> pl.DataFrame:
-    """Return the collectives with how long nothing computed during each, and during its burst."""
+    """Return the collectives with the exposed time of each, and of its burst."""
     spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     whole = calls.select(

@@ -1,4 +1,4 @@
-"""Collectives across ranks: who came last, who waited how long, how fast the data then moved."""
+"""Collectives across ranks: arrival times, waiting time of each rank, bandwidth of the transfer."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,7 @@ _WHICH = (
 _WHAT = (
     Column("op", _TEXT, "", "all_reduce, all_gather, reduce_scatter, broadcast or another."),
     Column("group", _TEXT, "", "Process group; null where not known."),
-    Column("group_size", _INT, "", "Ranks in the group; where no trace tells, as many as ever came together."),
+    Column("group_size", _INT, "", "Ranks in the group; where unknown, the most that ever joined one collective."),
     Column("seq", _INT, "", "Sequence number within the group; null in most traces."),
     Column("dtype", _TEXT, "", "Element type; null where not known."),
     Column("bytes", _INT, "bytes", "Size as nccl-tests counts it: the whole, the larger of sent and received."),
@@ -47,7 +47,7 @@ _WHAT = (
     Column("unit", _TEXT, "", "FSDP unit (layer) by its module path; null outside FSDP's spans."),
 )
 _HOW = (
-    Column("residual_ns", _INT, "ns", "How well its ranks' clocks agree, at worst; nothing below it is told."),
+    Column("residual_ns", _INT, "ns", "Clock error between its ranks, at worst; smaller differences are not reported."),
     Column("matched_by", _TEXT, "", "seq (sequence number) or order: how the calls of the ranks were matched."),
 )
 
@@ -89,13 +89,13 @@ WAITS = Table(
 
 
 def instances(run: Run) -> pl.DataFrame:
-    """Return the collectives of the run that several ranks recorded; ask for it by ``run.run_table(instances)``.
+    """Return the collectives that several ranks recorded; use ``run.run_table(instances)``.
 
     Columns as INSTANCES; one row per window and instance. Times are on the run's clock. An arrival is the start of the
-    kernel, or of the gloo slice. last_rank is null where it came less than residual_ns (the greatest of its ranks')
-    after the next to last. transfer_ns is from the last arrival to the median end; it, last_rank and the bandwidths are
-    null where a rank of the group has no trace, and a bandwidth where the transfer is no longer than the residual.
-    bytes is the size that nccl-tests calls so.
+    kernel, or of the gloo slice. last_rank is null where the last two arrivals differ by less than residual_ns (the
+    largest of its ranks'). transfer_ns is from the last arrival to the median end; it, last_rank and the bandwidths are
+    null where a rank of the group has no trace, and a bandwidth also where the transfer is not longer than the
+    residual. bytes is the size as nccl-tests counts it.
     """
     found = run.run_table(waits)
     if found.is_empty():
@@ -118,11 +118,11 @@ def instances(run: Run) -> pl.DataFrame:
     )
     whole = pl.col("ranks").list.len() == pl.col("group_size")
     transfer_ns = (pl.col("end_ns") - pl.col("last_arrival_ns")).clip(0)
-    told = pl.col("lead_ns") >= pl.col("residual_ns")
+    is_significant = pl.col("lead_ns") >= pl.col("residual_ns")
     return (
         table.with_columns(
-            pl.when(whole & told).then("latest").alias("last_rank"),
-            pl.when(told).then("latest").alias("last_known_rank"),
+            pl.when(whole & is_significant).then("latest").alias("last_rank"),
+            pl.when(is_significant).then("latest").alias("last_known_rank"),
             pl.when(whole).then(transfer_ns).alias("transfer_ns"),
         )
         .with_columns(
@@ -137,11 +137,11 @@ def instances(run: Run) -> pl.DataFrame:
 
 
 def waits(run: Run) -> pl.DataFrame:
-    """Return what each rank did in each collective that several ranks recorded; ask by ``run.run_table(waits)``.
+    """Return the part of each rank in each collective that several ranks recorded; use ``run.run_table(waits)``.
 
-    Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last one known, or
-    until it leaves; 0 where that is less than the residual, below which nothing is told. Where a rank of the group has
-    no trace, it waited at least so long.
+    Columns as WAITS; one row per window, instance and rank. A rank waits from its arrival to the last known arrival, or
+    until it leaves; 0 where that is less than the residual, which is within clock error. Where a rank of the group has
+    no trace, the wait is a lower bound.
     """
     calls = run.run_table(collective_matching.matched_calls).drop_nulls("instance")
     clocks = run.offsets.select("window", "rank", "residual_ns")
@@ -168,22 +168,22 @@ def waits(run: Run) -> pl.DataFrame:
 
 
 def by_collective(run: Run) -> pl.DataFrame:
-    """Return how long each rank waited in which kind of collective.
+    """Return how long each rank waited in each kind of collective.
 
     Columns op, group, rank, calls, communication_ns, wait_ns, came_last (how often the others waited for it),
     transfer_ns, bytes, bus_bytes_per_s, residual_ns; one row per op, group and rank. transfer_ns and bytes add up over
-    the collectives of which size and transfer are known; bus_bytes_per_s is theirs, all taken together. The three are
-    null where these last no longer than the residual on average.
+    the collectives with known size and transfer; bus_bytes_per_s is their average. The three are null where the mean
+    transfer is not longer than the residual.
     """
     sized = pl.col("transfer_ns").is_not_null() & pl.col("bytes").is_not_null() & bus_factor().is_not_null()
-    told = run.run_table(instances).select(
+    transfers = run.run_table(instances).select(
         *_KEY,
         "last_rank",
         pl.when(sized).then("transfer_ns").alias("transfer_ns"),
-        pl.when(sized).then("bytes").alias("told_bytes"),
+        pl.when(sized).then("bytes").alias("sized_bytes"),
         pl.when(sized).then(pl.col("bytes") * bus_factor()).alias("bus_bytes"),
     )
-    rows = run.run_table(waits).join(told, on=_KEY)
+    rows = run.run_table(waits).join(transfers, on=_KEY)
     return (
         rows.group_by("op", "group", "rank")
         .agg(
@@ -192,19 +192,21 @@ def by_collective(run: Run) -> pl.DataFrame:
             pl.col("wait_ns").sum(),
             (pl.col("last_rank") == pl.col("rank")).sum().cast(pl.Int64).alias("came_last"),
             pl.col("transfer_ns").sum(),
-            pl.col("told_bytes").sum().alias("bytes"),
+            pl.col("sized_bytes").sum().alias("bytes"),
             (pl.col("bus_bytes").sum() * _SECOND_NS / pl.col("transfer_ns").sum()).alias("bus_bytes_per_s"),
             pl.col("residual_ns").max(),
             pl.col("transfer_ns").mean().alias("mean_ns"),
         )
-        .with_columns(pl.when(pl.col("mean_ns") > pl.col("residual_ns")).then(name).alias(name) for name in _TOLD)
+        .with_columns(
+            pl.when(pl.col("mean_ns") > pl.col("residual_ns")).then(name).alias(name) for name in _TRANSFER_COLUMNS
+        )
         .drop("mean_ns")
         .sort("op", "group", "rank")
     )
 
 
 def bus_factor() -> pl.Expr:
-    """Return what bus bandwidth is of algorithm bandwidth, from columns op and group_size; null where not defined."""
+    """Return bus bandwidth over algorithm bandwidth, from columns op and group_size; null where undefined."""
     constant, per_rank = (
         pl.col("op").replace_strict({op: f[i] for op, f in BUS_FACTORS.items()}, default=None, return_dtype=pl.Float64)
         for i in (0, 1)
@@ -212,4 +214,4 @@ def bus_factor() -> pl.Expr:
     return constant + per_rank / pl.col("group_size")
 
 
-_TOLD = ("transfer_ns", "bytes", "bus_bytes_per_s")
+_TRANSFER_COLUMNS = ("transfer_ns", "bytes", "bus_bytes_per_s")

@@ -1,4 +1,4 @@
-"""Why no collective runs: each communication gap split among causes, whose times sum to it exactly."""
+"""Causes of communication gaps: each gap is split among causes, whose times sum to it exactly."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,16 +36,16 @@ _NEVER = np.iinfo(np.int64).min // 2
 
 @memoize
 def gap_causes(trace: Trace) -> pl.DataFrame:
-    """Return the pieces of each communication gap with the cause of each; of a gap they tile it, so they sum to it.
+    """Return the pieces of each communication gap with their causes; the pieces of a gap sum to it.
 
     Columns gap, device, step, phase, unit, collective_id (as `gaps.communication_gaps`), cause, detail, activity_id and
-    name (the preparation, or the compute waited for; null where none), evidence, confidence, start_ns, dur_ns; one row
-    per piece. Causes: `host` (what is to run next had not been launched; detail: what the host did, `hosts.DOINGS`),
-    `preparation` and `contention` (work that prepares the collective: its own time, and what that takes longer than
-    alone while other lanes compute; detail of the former no_sample_alone where that cannot be told apart), `compute`,
-    `copy` (launched, but what it waits for still ran), `unknown`. Another collective or a peer cannot cause such a
-    gap: while they are waited for a collective runs. Evidence: launch_time, adjacent (it began within 20 µs of the end
-    of what it is said to wait for), lane_order, span, running (it ran, and the collective reduces what is computed).
+    name (of the preparation, or of the awaited compute; null where none), evidence, confidence, start_ns, dur_ns; one
+    row per piece. Causes: `host` (the next work had not been launched; detail: the host's state,
+    `host_state.HOST_STATES`), `preparation` (kernels that prepare the collective) and `contention` (their slowdown by
+    concurrent compute; detail no_sample_alone where the two cannot be separated), `compute`, `copy` (launched, but the
+    awaited work still ran), `unknown`. Another collective or a peer cannot cause such a gap: while they are awaited, a
+    collective runs. Evidence: launch_time, adjacent (started within 20 µs of the end of the awaited work), lane_order,
+    span, running (the work ran, and the collective reduces computed data).
     """
     found = gaps.communication_gaps(trace)
     parts = [
@@ -56,7 +56,7 @@ def gap_causes(trace: Trace) -> pl.DataFrame:
 
 
 def first_match(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
-    """Return, as indices into CAUSES and EVIDENCES, what the first rule that holds says; unknown where none does."""
+    """Return cause and evidence of the first condition that holds, as indices into CAUSES, EVIDENCES; else unknown."""
     cause = np.full(len(rules[0][0]), CAUSES.index(UNKNOWN), np.int64)
     evidence = np.full(len(cause), EVIDENCES.index(NONE), np.int64)
     for holds, of, by in reversed(rules):
@@ -65,13 +65,13 @@ def first_match(*rules: tuple[Flags, str, str]) -> tuple[Ints, Ints]:
 
 
 def label_column(cause: Ints, of: tuple[str, ...], name: str) -> pl.Series:
-    """Return indices into `of` as a column of text, null where -1."""
+    """Return indices into `of` as a text column, null where -1."""
     index = pl.Series(name, cause, pl.Int64)
     return pl.Series(name, of, pl.String).gather(index.set(index < 0, None))
 
 
 def merge_adjacent(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """Return pieces with those joined that follow each other and agree in `by`."""
+    """Return pieces with adjacent ones merged that agree in `by`."""
     if frame.is_empty():
         return frame
     run = pl.struct(by).rle_id().alias("_run")
@@ -92,7 +92,7 @@ class ActivitySpans:
 
     @classmethod
     def of(cls, work: pl.DataFrame) -> "ActivitySpans":
-        """Return the work as arrays; a launch that is not known was long ago."""
+        """Return the work as arrays; an unknown launch is taken to be long ago."""
         return cls(
             work["id"].to_numpy().astype(np.int64),
             intervals.from_columns(work["start_ns"], work["dur_ns"]),
@@ -105,17 +105,17 @@ class ActivitySpans:
         return np.argsort(self.spans[:, 1], kind="stable").astype(np.int64)
 
     def ended_until(self, at_ns: Ints) -> Ints:
-        """Return the row that ended last, at or before each moment; -1 for none."""
+        """Return the row that ended last at or before each time; -1 for none."""
         last = sweep_line.last_until(self.spans[self.by_end, 1], at_ns)
         return sweep_line.at(self.by_end, last, -1)
 
 
 @dataclass(frozen=True)
 class _Items:
-    """What has to run, one after the other, before a gap is closed: its preparation and the collective. By gap, start.
+    """The work that must run in order before a gap ends: preparation, then the collective. By gap and start.
 
-    `producer_end_ns` is the end of the work that an item waited for as far as can be told, `near` whether it began
-    right after that.
+    `producer_end_ns` is the end of the work that an item waited for, as far as is known; `near`: the item started right
+    after it.
     """
 
     gap: Ints
@@ -127,7 +127,7 @@ class _Items:
 
 
 class _Splitter:
-    """One device's communication gaps and what is needed to say why they are there."""
+    """The communication gaps of one device, and the data to find their causes."""
 
     def __init__(self, trace: Trace, device: int | None, found: pl.DataFrame) -> None:
         self.trace, self.device, self.found = trace, device, found
@@ -193,7 +193,7 @@ class _Splitter:
         return (~gathers).to_numpy()
 
     def _causes(self, pieces: Pieces, items: _Items) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return cause, detail, evidence (indices) and the compute waited for, of each piece without preparation."""
+        """Return cause, detail, evidence (indices) and the awaited compute of each piece, preparation excluded."""
         at = pieces.start_ns
         wide = int((self.gaps[:, 1] - self.gaps[:, 0]).max()) + 2
         first_ns = self.gaps[:, 0]
@@ -207,12 +207,12 @@ class _Splitter:
         waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
         if self.device is None:
             waits |= ~is_launched
-        told = launched != _NEVER
+        is_known = launched != _NEVER
         cause, evidence = first_match(
             (waits & (computing >= 0), COMPUTE, ADJACENT),
             (waits & (copying >= 0), COPY, ADJACENT),
             (~is_launched, HOST, LAUNCH_TIME),
-            (waits & told & self._next_is_late(at), HOST, LAUNCH_TIME),
+            (waits & is_known & self._next_is_late(at), HOST, LAUNCH_TIME),
         )
         weak = np.isin(cause, [CAUSES.index(COMPUTE), CAUSES.index(COPY)]) & ~items.near[nxt]
         evidence = np.where(weak, EVIDENCES.index(RUNNING), evidence)
@@ -222,34 +222,34 @@ class _Splitter:
         return cause, detail, evidence, which
 
     def _next_is_late(self, at: Ints) -> Flags:
-        """Return at which moments the next compute to start had not been launched."""
+        """Return at which times the next compute had not been launched."""
         following = np.searchsorted(self.compute.spans[:, 0], at, side="right")
         known = np.where(following < len(self.compute.id), following, -1)
         return sweep_line.at(self.compute.launched_ns, known, _NEVER) > at
 
     def _inflation(self) -> tuple[Spans, Ints]:
-        """Return the spans of preparation, and when in each the time begins by which it takes longer than alone."""
+        """Return the preparation spans, and the time in each at which its solo duration is exceeded."""
         spans = intervals.from_columns(self.prepared["start_ns"], self.prepared["dur_ns"])
         alone = pl.col("alone_ns")
         inflated = pl.when(pl.col("overlapped_ns") > 0).then((pl.col("dur_ns") - alone).clip(0)).fill_null(0)
         return spans, spans[:, 1] - self.prepared.select(inflated.alias("ns"))["ns"].to_numpy()
 
-    def _prepare(self, pieces: Pieces, spans: Spans, inflated_ns: Ints, told: tuple[Ints, Ints, Ints, Ints]) -> None:
-        """Write into what was told which pieces are preparation of the collective that closes their gap."""
-        cause, detail, evidence, which = told
+    def _prepare(self, pieces: Pieces, spans: Spans, inflated_ns: Ints, labels: tuple[Ints, Ints, Ints, Ints]) -> None:
+        """Mark in `labels` the pieces that are preparation of the collective that ends their gap."""
+        cause, detail, evidence, which = labels
         row = sweep_line.running(spans, pieces.start_ns)
-        mine = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.of)
-        inflated = mine & (pieces.start_ns >= sweep_line.at(inflated_ns, row, 0))
-        cause[mine] = CAUSES.index(PREPARATION)
+        prepares = (row >= 0) & (sweep_line.at(self.prepared["row"].to_numpy().astype(np.int64), row, -1) == pieces.of)
+        inflated = prepares & (pieces.start_ns >= sweep_line.at(inflated_ns, row, 0))
+        cause[prepares] = CAUSES.index(PREPARATION)
         cause[inflated] = CAUSES.index(CONTENTION)
         by_span = (self.prepared["evidence"] == "span").to_numpy().astype(np.int64)
-        evidence[mine] = np.where(
-            sweep_line.at(by_span, row, 0)[mine] > 0, EVIDENCES.index(SPAN), EVIDENCES.index(LANE_ORDER)
+        evidence[prepares] = np.where(
+            sweep_line.at(by_span, row, 0)[prepares] > 0, EVIDENCES.index(SPAN), EVIDENCES.index(LANE_ORDER)
         )
         unsampled = self.prepared.select((pl.col("overlapped_ns") > 0) & pl.col("alone_ns").is_null()).to_series()
         no_sample = sweep_line.at(unsampled.to_numpy().astype(np.int64), row, 0) > 0
-        detail[mine] = np.where(no_sample, _NO_SAMPLE, -1)[mine]
-        which[mine] = sweep_line.at(self.prepared["id"].to_numpy().astype(np.int64), row, -1)[mine]
+        detail[prepares] = np.where(no_sample, _NO_SAMPLE, -1)[prepares]
+        which[prepares] = sweep_line.at(self.prepared["id"].to_numpy().astype(np.int64), row, -1)[prepares]
 
     def _table(self, pieces: Pieces, cause: Ints, detail: Ints, evidence: Ints, which: Ints) -> pl.DataFrame:
         place = self.found.select("gap", "device", "step", "phase", "unit", "collective_id")

@@ -1,4 +1,4 @@
-"""Collectives of training, saves left out: how much of them no compute hides, and how much of that is waiting."""
+"""Exposed communication of training, saves excluded: transfer and waiting that no compute hides."""
 
 import polars as pl
 
@@ -21,21 +21,21 @@ _OF = ("window", "rank", "device")
 
 
 def exposed(trace: Trace) -> pl.DataFrame:
-    """Return every communication activity of training with the part of it during which its device computed nothing.
+    """Return every communication activity of training with its exposed time.
 
     Columns activity_id, step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity.
-    Where several run at once, each counts the same exposed moment, so sums over activities may exceed the breakdown's.
+    Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
     work = _of_training(trace)
     known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
     parts = []
     for device in breakdown.devices(trace):
         compute, _, _ = breakdown.busy(trace, device)
-        mine = work.filter(pl.col("device").eq_missing(device))
-        spans = intervals.from_columns(mine["start_ns"], mine["dur_ns"])
+        calls = work.filter(pl.col("device").eq_missing(device))
+        spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
         hidden = pl.Series("hidden", intervals.coverage(spans, compute), pl.Int64)
         parts.append(
-            mine.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns"))
+            calls.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns"))
             .join(known, on="id", how="left", maintain_order="left")
             .rename({"id": "activity_id"})
         )
@@ -44,10 +44,10 @@ def exposed(trace: Trace) -> pl.DataFrame:
 
 
 def exposed_transfers(run: Run) -> pl.DataFrame:
-    """Return `exposed` for the whole run, less the time in which a collective waits for another rank; by ``across``.
+    """Return `exposed` for the whole run without the time waiting for other ranks; use ``run.run_table``.
 
-    Columns window, rank, those of `exposed`, waited_ns (from its start until the last known rank has come, whether
-    anything hides it or not); exposed_ns is that of the rest.
+    Columns window, rank, those of `exposed`, waited_ns (from its start to the last known arrival, hidden or not);
+    exposed_ns is that of the rest.
     """
     waits = run.run_table(collective_instances.waits).select(
         "window", "rank", "activity_id", pl.col("wait_ns").alias("waited_ns")
@@ -61,18 +61,18 @@ def exposed_transfers(run: Run) -> pl.DataFrame:
     calls = calls.with_columns(pl.min_horizontal(pl.col("waited_ns").fill_null(0), "dur_ns").alias("waited_ns"))
     alone = _exposed_spans(run)
     parts = []
-    for place, mine in calls.partition_by(_OF, as_dict=True).items():
-        own_ns = intervals.coverage(transfer_spans(mine), _spans(alone.get(place)))
-        parts.append(mine.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
+    for place, device_calls in calls.partition_by(_OF, as_dict=True).items():
+        own_ns = intervals.coverage(transfer_spans(device_calls), _spans(alone.get(place)))
+        parts.append(device_calls.with_columns(pl.Series("exposed_ns", own_ns, pl.Int64)))
     return pl.concat(parts) if parts else calls
 
 
 def exposed_by_step(run: Run) -> pl.DataFrame:
-    """Return the breakdown of each step with its exposed communication in two: transfer and waiting; by ``across``.
+    """Return the breakdown of each step with exposed communication split into transfer and waiting; a run table.
 
     Columns STEP_COLUMNS: exposed_ns, in which no compute runs and some collective has all its ranks, and waited_ns, in
-    which every collective that runs waits for a rank; they sum to exposed_communication_ns. What waits cannot be told
-    of, for want of traces or clocks, counts as exposed_ns.
+    which every running collective waits for a rank; they sum to exposed_communication_ns. Where traces or clocks are
+    missing, waiting cannot be separated and counts as exposed_ns.
     """
     calls = run.run_table(exposed_transfers).partition_by(_OF, as_dict=True)
     saves = run.table(save_collectives).partition_by(_OF, as_dict=True)
@@ -91,10 +91,10 @@ def exposed_by_step(run: Run) -> pl.DataFrame:
 
 
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return how much of each rank's communication in steps is hidden, moves unhidden or waits; by ``run.run_table``.
+    """Return each rank's communication in steps: hidden, exposed transfer and exposed waiting; use ``run.run_table``.
 
-    Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (something
-    computes meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Of several devices all are summed.
+    Columns rank, duration_ns (of its steps), communication_ns and its parts, which sum to it: hidden_ns (compute runs
+    meanwhile), exposed_ns and waited_ns (as `exposed_by_step`). Several devices are summed.
     """
     steps = run.run_table(exposed_by_step)
     sums = steps.group_by("rank").agg(
@@ -106,11 +106,11 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 
 def spread(run: Run) -> pl.DataFrame:
-    """Return each rank's steps beside those of the other ranks; ask by ``run.run_table``.
+    """Compare each rank's steps with those of the other ranks; use ``run.run_table``.
 
     Columns window, step, rank, start_ns, duration_ns (of its slowest device), median_ns (over ranks), longer_ratio
-    (by how much of that it takes longer than the median), exposed_ratio and waited_ratio (shares of the step in which
-    communication moves unhidden, and waits for a rank); one row per step and rank.
+    (duration over that median, less 1), exposed_ratio and waited_ratio (exposed transfer and waiting as shares of the
+    step); one row per step and rank.
     """
     slowest = pl.col("duration_ns").arg_max()
     steps = run.run_table(exposed_by_step).drop_nulls("step").filter(pl.col("duration_ns") > 0)
@@ -146,7 +146,7 @@ def _exposed_spans(run: Run) -> dict[tuple[object, ...], pl.DataFrame]:
 
 
 def transfer_spans(calls: pl.DataFrame) -> intervals.Spans:
-    """Return when each collective of a table with waited_ns has all its known ranks; as many spans as rows."""
+    """Return when each collective (a table with waited_ns) has all its known ranks; one span per row."""
     return intervals.from_columns(calls["start_ns"] + calls["waited_ns"], calls["dur_ns"] - calls["waited_ns"])
 
 

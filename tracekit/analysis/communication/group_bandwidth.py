@@ -1,4 +1,4 @@
-"""How fast each process group moves data: beside groups that do the same, and from step to step."""
+"""Transfer times of each process group: compared with similar groups, and from step to step."""
 
 import polars as pl
 
@@ -13,18 +13,18 @@ AXIS_COLUMNS = {"group": pl.String, "axis": pl.String, "group_ranks": pl.List(pl
 EXPOSED_COLUMNS = {"activity_id": pl.Int64, "exposed_ns": pl.Int64}
 _GROUP = ("window", "group", "members")
 _WHAT = ("op", "dtype", "bytes", "nth")
-_LARGE = 0.25  # of the largest message of the group: what is smaller tells of latency, not of the link
+_LARGE = 0.25  # of the group's largest message: smaller ones measure latency, not bandwidth
 
 
 def group_axes(trace: Trace) -> pl.DataFrame:
-    """Return what the program called each process group. Columns group, axis, group_ranks; one row per group."""
+    """Return the program's name of each process group. Columns group, axis, group_ranks; one row per group."""
     return trace.groups.unique("group", keep="first").select(
         "group", pl.col("description").alias("axis"), pl.col("ranks").alias("group_ranks")
     )
 
 
 def exposed_times(trace: Trace) -> pl.DataFrame:
-    """Return for how long nothing computed beside each collective. Columns activity_id, exposed_ns; one row each."""
+    """Return the exposed time of each collective. Columns activity_id, exposed_ns; one row each."""
     lanes = trace.lanes.select("lane", "device")
     calls = trace.activities.filter(pl.col("kind") == "communication").join(lanes, on="lane", maintain_order="left")
     return exposure.with_exposure(trace, calls).select(pl.col("id").alias("activity_id"), "exposed_ns")
@@ -35,12 +35,12 @@ FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times)
 
 
 def transfers(run: Run) -> pl.DataFrame:
-    """Return how long each group took to move the data of each collective, at most; ask by ``run.run_table``.
+    """Return an upper bound of each group's transfer time in each collective; use ``run.run_table``.
 
-    Columns window, group, members, axis, group_size, ranks (those that have a trace), step, op, dtype, bytes, nth (of
-    its op, type and size in the step and group), transfer_ns, exposed_ns (the longest over ranks), start_ns, dur_ns,
-    rank and activity_id (of the rank that waited least); one row per collective of a step. transfer_ns is the shortest
-    over ranks of the time from the last known arrival to the end: ranks without a trace may still have come later.
+    Columns window, group, members, axis, group_size, ranks (with a trace), step, op, dtype, bytes, nth (of its op, type
+    and size in the step and group), transfer_ns, exposed_ns (the longest over ranks), start_ns, dur_ns, rank and
+    activity_id (of the rank that waited least); one row per collective of a step. transfer_ns is the shortest time over
+    ranks from the last known arrival to the end: a rank without a trace may have arrived later.
     """
     waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     one = [*_GROUP, "step", *_WHAT]
@@ -80,12 +80,12 @@ def transfers(run: Run) -> pl.DataFrame:
 
 
 def group_comparison(run: Run) -> pl.DataFrame:
-    """Return how long groups take beside others of their axis and size at the same collective of the same step.
+    """Compare each group with others of its axis and size at the same collective of the same step.
 
     Columns window, group, members, axis, group_size, ranks, step, groups (how many were compared), ratio (median over
-    collectives of its time over that of the others), transfer_ns and usual_ns (sums), bus_bytes (what nccl-tests counts
-    for bus bandwidth), exposed_ns, extra_ns (what of the difference no compute hides), group_ranks (all of the group,
-    null where not told); one row per group and step. Only messages of a quarter of the group's largest and up count.
+    collectives of its time over the others'), transfer_ns and usual_ns (sums: its own, the others'), bus_bytes (as
+    nccl-tests counts bus bandwidth), exposed_ns, extra_ns (the exposed part of the difference), group_ranks (null where
+    unknown); one row per group and step. Only messages of at least a quarter of the group's largest count.
     """
     place = ["window", "axis", "group_size", "step", *_WHAT]
     each = (
@@ -98,9 +98,9 @@ def group_comparison(run: Run) -> pl.DataFrame:
 
 
 def step_comparison(run: Run) -> pl.DataFrame:
-    """Return how long each group's collectives take in each step beside what they take in the median step.
+    """Compare each group's collectives in each step with the same collectives in the median step.
 
-    Columns as `beside_groups`, without groups; one row per group and step.
+    Columns as `group_comparison`, without groups; one row per group and step.
     """
     usual = pl.col("transfer_ns").median().over(*_GROUP, *_WHAT).cast(pl.Int64)
     each = _large(run.run_table(transfers)).with_columns(usual.alias("usual_ns"))
@@ -108,27 +108,28 @@ def step_comparison(run: Run) -> pl.DataFrame:
 
 
 def step_variation(run: Run) -> pl.DataFrame:
-    """Return how far a group's collectives vary from step to step beyond what all of a step have in common.
+    """Return how much a group's collectives vary from step to step, beyond variation common to the whole step.
 
-    Columns window, group, members, spread_ratio (median over collectives of the distance between the quartiles of its
-    times, as a share of their median); one row per group.
+    Columns window, group, members, spread_ratio (median over collectives of the interquartile range of its times over
+    their median); one row per group.
     """
     usual = pl.col("transfer_ns").median()
     each = _large(run.run_table(transfers)).with_columns(usual.over(*_GROUP, *_WHAT).alias("usual_ns"))
     level = (pl.col("transfer_ns") / pl.col("usual_ns")).median().over(*_GROUP, "step")
-    freed = each.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
+    normalized = each.with_columns((pl.col("transfer_ns") / level).alias("freed_ns"))
     times = pl.col("freed_ns")
     between = times.quantile(0.75, "linear") - times.quantile(0.25, "linear")
-    by_place = freed.group_by(*_GROUP, *_WHAT).agg((between / times.median()).alias("spread_ratio"))
+    by_place = normalized.group_by(*_GROUP, *_WHAT).agg((between / times.median()).alias("spread_ratio"))
     return by_place.group_by(_GROUP).agg(pl.col("spread_ratio").median())
 
 
 def first_slow_step(levels: list[float], *, least: float, share: float) -> int | None:
-    """Return the index of the step from which on a group is slow; None where there is none, or only one step after.
+    """Return the index of the step from which a group stays slow; None if there is none, or only one later step.
 
-    It is the first from which `share` of the levels are `least` times the median of those before, and none before is.
+    It is the first from which `share` of the levels are at least `least` times the median of the earlier ones, and no
+    earlier level is.
 
-    >>> since([1.0, 1.1, 2.6, 2.5], least=1.5, share=0.75)
+    >>> first_slow_step([1.0, 1.1, 2.6, 2.5], least=1.5, share=0.75)
     2
     """
     for first in range(1, len(levels) - 1):

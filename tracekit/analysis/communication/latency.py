@@ -1,4 +1,4 @@
-"""What a collective costs however small it is: latency and bandwidth of each group, fitted to the run's own times."""
+"""Latency and bandwidth of each process group, fitted to the run's collectives."""
 
 from typing import NamedTuple
 
@@ -22,31 +22,30 @@ _Floats = npt.NDArray[np.float64]
 
 
 class RingModel(NamedTuple):
-    """A ring's time: hops times `hop_ns`, and the bytes that each rank sends over `bytes_per_ns`."""
+    """The time of a ring: hops times `hop_ns`, plus the bytes that each rank sends over `bytes_per_ns`."""
 
     hop_ns: float
     bytes_per_ns: float
 
 
 def by_group(run: Run) -> pl.DataFrame:
-    """Return latency and bandwidth of each group's ring collectives; ask by ``run.run_table``.
+    """Return latency and bandwidth of each group's ring collectives; use ``run.run_table``.
 
-    Columns group, group_size, hop_ns (latency of one of the ring's hops), bytes_per_ns (what a rank sends), is_fitted
-    (null hop_ns where not: sizes are too close together, or on no line), size_ratio (largest over smallest size that a
-    hop sends), sizes (how many distinct sizes); one row per group. A ring of n ranks sends bytes·(n-1)/n in n-1 hops
-    for an all-gather or reduce-scatter, and twice both for an all-reduce (nccl-tests). The
-    median time of each op and size counts: of those that follow another in a burst, where there are any, since only the
-    first of a burst waits for ranks, and of them those beside which nothing computed; else the lower quartile, from the
-    arrival of the last known rank.
+    Columns group, group_size, hop_ns (latency of one hop of the ring), bytes_per_ns (sent by each rank), is_fitted
+    (hop_ns is null if not: sizes are too close together, or not on a line), size_ratio (largest over smallest size that
+    a hop sends), sizes (how many distinct sizes); one row per group. A ring of n ranks sends bytes·(n-1)/n in n-1 hops
+    for an all-gather or reduce-scatter, and twice both for an all-reduce (nccl-tests). The fit uses the median time of
+    each op and size: of collectives that follow another in a burst, because only the first of a burst waits for ranks,
+    and of those the ones without concurrent compute; else the lower quartile, from the last known arrival.
     """
     points = _points(run)
     rows = []
-    for (group, size), mine in points.group_by("group", "group_size", maintain_order=True):
-        found = fit(*(mine[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
-        ends = (None, None) if found is None else found
-        each = mine["sent_bytes"] / mine["hops"]
+    for (group, size), group_points in points.group_by("group", "group_size", maintain_order=True):
+        model = fit(*(group_points[name].to_numpy().astype(np.float64) for name in ("hops", "sent_bytes", "took_ns")))
+        ends = (None, None) if model is None else model
+        each = group_points["sent_bytes"] / group_points["hops"]
         size_ratio = each.max() / each.min()  # type: ignore[operator]
-        rows.append((group, size, *ends, found is not None, size_ratio, mine.height))
+        rows.append((group, size, *ends, model is not None, size_ratio, group_points.height))
     return pl.DataFrame(rows, schema=COLUMNS, orient="row")
 
 
@@ -62,12 +61,12 @@ def ring_bytes() -> pl.Expr:
 
 
 def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel | None:
-    """Return the line through times by relative least squares; None where the sizes don't tell latency from bandwidth.
+    """Fit the ring model by relative least squares; None where sizes are too close to separate latency and bandwidth.
 
-    Neither part may be negative; latency is at most what the quickest collective takes.
+    Neither part may be negative; latency is at most the duration of the fastest collective.
 
-    >>> fitted(np.array([7.0, 7.0]), np.array([1e6, 9e6]), np.array([7e3 + 1e5, 7e3 + 9e5]))
-    Line(hop_ns=1000.0, bytes_per_ns=10.0)
+    >>> fit(np.array([7.0, 7.0]), np.array([1e6, 9e6]), np.array([7e3 + 1e5, 7e3 + 9e5]))
+    RingModel(hop_ns=1000.0, bytes_per_ns=10.0)
     """
     known = (hop_count > 0) & (took_ns > 0) & (sent_bytes > 0)
     hop_count, sent_bytes, took_ns = hop_count[known], sent_bytes[known], took_ns[known]
@@ -86,7 +85,7 @@ def fit(hop_count: _Floats, sent_bytes: _Floats, took_ns: _Floats) -> RingModel 
 
 
 def _points(run: Run) -> pl.DataFrame:
-    """Return the typical time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
+    """Return the median time of each group, op and size: columns group, group_size, hops, sent_bytes, took_ns."""
     waits = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "wait_ns")
     place = ["window", "rank", "activity_id"]
     calls = (

@@ -1,4 +1,4 @@
-"""Work held up by the order in which it was launched, or by another collective of its communicator."""
+"""Kernels delayed by the launch order of other streams, or by another collective of their communicator."""
 
 import numpy as np
 import polars as pl
@@ -25,12 +25,12 @@ _NEVER = np.iinfo(np.int64).min // 2
 
 @memoize
 def delayed_kernels(trace: Trace) -> pl.DataFrame:
-    """Return the kernels that were held up although their lane was free and they had been launched.
+    """Return the kernels that started late although they were launched and their lane was free.
 
-    Columns device, step, phase, unit, lane, activity_id, name, kind, ready_ns (when it could have begun: launched, all
-    launched before it on its lane done), start_ns, dur_ns, held_ns, behind_id, behind_name, by: `launch order` where it
-    begins right when work launched earlier on another lane does (within 20 µs, and runs beside that), `communicator`
-    where a collective begins right when another of its group on another lane ends. One row per kernel held.
+    Columns device, step, phase, unit, lane, activity_id, name, kind, ready_ns (launched, and all earlier work of its
+    lane done), start_ns, dur_ns, delay_ns, blocker_id, blocker_name, reason: `launch order` where it starts within 20
+    µs of the start of earlier-launched work on another lane and overlaps it, `communicator` where a collective starts
+    right when another of its group on another lane ends. One row per delayed kernel.
     """
     parts = [pl.DataFrame(schema=DELAY_COLUMNS)]
     for queue in _queues(trace):
@@ -43,11 +43,11 @@ def delayed_kernels(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def launch_order(trace: Trace) -> pl.DataFrame:
-    """Return how often kernels could have begun before others that were launched earlier on other lanes, and did.
+    """Return how often kernels could overtake kernels launched earlier on other lanes, and how often they did.
 
-    Columns device, step, chances (kernels that could: their lane was free, they were launched, and an earlier one on
-    another lane began only later), overtaken (those that began more than 20 µs before it), held (those that began
-    right with it), held_ns (how long these were held up while nothing of their kind ran). One row per device and step.
+    Columns device, step, overtake_chances (launched kernels with a free lane, while an earlier one on another lane had
+    not started), overtakes (those that started more than 20 µs before it), delayed (those that started right with it),
+    delay_ns (their delay while no work of their kind ran). One row per device and step.
     """
     parts = [pl.DataFrame(schema=ORDER_COLUMNS)]
     for queue in _queues(trace):
@@ -71,7 +71,7 @@ def _queues(trace: Trace) -> "list[_Queue]":
 
 
 class _Queue:
-    """One device's kernels in the order in which the host launched them."""
+    """The kernels of one device in launch order."""
 
     def __init__(self, trace: Trace, device: int) -> None:
         kernels = launches.work(trace, device).filter(
@@ -94,15 +94,15 @@ class _Queue:
 
     @property
     def latest_ns(self) -> Ints:
-        """Return when the last of the earlier ones on other lanes began."""
+        """Return when the last of the earlier-launched kernels on other lanes started."""
         return sweep_line.at(self.spans[:, 0], self.latest, _NEVER)
 
     def overtakes(self) -> tuple[Flags, Flags]:
-        """Return which kernels could begin before an earlier one on another lane, and which did."""
+        """Return which kernels could start before an earlier-launched one on another lane, and which did."""
         return self.latest_ns > self.ready_ns + NEAR_NS, self.spans[:, 0] < self.latest_ns - NEAR_NS
 
     def by_order(self) -> tuple[Ints, Ints]:
-        """Return the kernels that began right when an earlier one on another lane did, and beside it, and which."""
+        """Return the kernels that started together with an earlier-launched one on another lane, and that one."""
         could, _ = self.overtakes()
         after_ns = self.spans[:, 0] - self.latest_ns
         runs_on = sweep_line.at(self.spans[:, 1], self.latest, _NEVER) > self.spans[:, 0] + NEAR_NS
@@ -110,15 +110,15 @@ class _Queue:
         return rows, self.latest[rows]
 
     def by_communicator(self, trace: Trace) -> tuple[Ints, Ints]:
-        """Return the collectives that began right when another of their group on another lane ended, and which."""
+        """Return the collectives that started right after another of their group on another lane, and that one."""
         groups = trace.collectives.select(pl.col("activity_id").alias("id"), "group", "op").unique("id")
-        told = self.work.select("id").join(groups, on="id", how="left", maintain_order="left")
-        rows = np.flatnonzero(~self.computes & told["group"].is_not_null().to_numpy())
-        group = told["group"].rank("dense").fill_null(0).to_numpy()[rows]
+        calls = self.work.select("id").join(groups, on="id", how="left", maintain_order="left")
+        rows = np.flatnonzero(~self.computes & calls["group"].is_not_null().to_numpy())
+        group = calls["group"].rank("dense").fill_null(0).to_numpy()[rows]
         order = rows[np.lexsort((self.spans[rows, 0], group))]
-        same = told["group"].rank("dense").fill_null(0).to_numpy()[order]
+        same = calls["group"].rank("dense").fill_null(0).to_numpy()[order]
         first, then = order[:-1], order[1:]
-        ready_ns = np.maximum(self.ready_ns, self._produced_ns(told["op"]))
+        ready_ns = np.maximum(self.ready_ns, self._produced_ns(calls["op"]))
         waits = (
             (same[:-1] == same[1:])
             & (self.lane[first] != self.lane[then])
@@ -129,7 +129,7 @@ class _Queue:
         return then[waits], first[waits]
 
     def _produced_ns(self, op: pl.Series) -> Ints:
-        """Return the end of the compute launched before each collective that reduces what is computed."""
+        """Return the end of the compute launched before each reducing collective."""
         gathers = (
             op.fill_null("").str.contains("gather|broadcast") & ~op.fill_null("").str.contains("reduce")
         ).to_numpy()
@@ -137,17 +137,17 @@ class _Queue:
         return np.where(gathers, _NEVER, before)
 
     def idle_ns(self, rows: Ints) -> Ints:
-        """Return, at each of `rows`, how long it was held up while nothing of its kind ran; 0 elsewhere."""
-        found = np.zeros(len(self.lane), np.int64)
+        """Return, at each of `rows`, its delay while no work of its kind ran; 0 elsewhere."""
+        delays = np.zeros(len(self.lane), np.int64)
         waits = np.stack((self.ready_ns[rows], self.spans[rows, 0]), axis=1)
         for computes in (True, False):
-            mine = self.computes[rows] == computes
-            busy = intervals.coverage(waits[mine], self.spans[self.computes == computes])
-            found[rows[mine]] = waits[mine, 1] - waits[mine, 0] - busy
-        return found
+            same_kind = self.computes[rows] == computes
+            busy = intervals.coverage(waits[same_kind], self.spans[self.computes == computes])
+            delays[rows[same_kind]] = waits[same_kind, 1] - waits[same_kind, 0] - busy
+        return delays
 
     def delay_table(self, rows: Ints, behind: Ints, by: str) -> pl.DataFrame:
-        """Return the table of what was held up."""
+        """Return the delayed kernels `rows` with their blockers, as a table."""
         earlier = self.work[behind].select(pl.col("id").alias("blocker_id"), pl.col("name").alias("blocker_name"))
         frame = self.work[rows].rename({"id": "activity_id"})
         return frame.with_columns(
@@ -159,13 +159,13 @@ class _Queue:
 
 
 def _before(values: Ints) -> Ints:
-    """Return the greatest of the values before each."""
+    """Return the largest of the values before each."""
     reached = np.maximum.accumulate(np.concatenate((np.array([_NEVER]), values)))
     return np.asarray(reached[:-1], np.int64)
 
 
 def _latest(values: Ints) -> Ints:
-    """Return where the greatest of the values before each stands; -1 for none."""
+    """Return the row of the largest value before each; -1 for none."""
     if not len(values):
         return values
     reached = np.maximum.accumulate(values)

@@ -1,4 +1,4 @@
-"""What the collectives of a run move: how fast each message went, and each kind of message added up."""
+"""Messages of a run: bandwidth of each collective, and totals by kind of message."""
 
 import polars as pl
 
@@ -25,12 +25,12 @@ _PLACE = ["window", "rank", "activity_id"]
 
 
 def speeds(run: Run) -> pl.DataFrame:
-    """Return how fast each message of known size moved; ask by ``run.run_table``.
+    """Return the bandwidth of each message of known size; use ``run.run_table``.
 
-    Columns SPEED_COLUMNS; one row per collective. Where every rank of the group has a trace, they are those of
-    `instances.instances`: size over the time from the last arrival to the end (is_whole), and nothing is told of
-    transfers no longer than the clocks' residual. Where ranks are missing, the time on the rank that waited least
-    counts, so that the message moved at least so fast. bus_bytes_per_s is what nccl-tests calls bus bandwidth.
+    Columns SPEED_COLUMNS; one row per collective. Where every rank of the group has a trace (is_whole), as
+    `collective_instances.instances`: size over the time from the last arrival to the end; transfers not longer than the
+    clocks' residual are left out. Where ranks are missing, the time on the rank that waited least gives a lower bound.
+    bus_bytes_per_s is nccl-tests' bus bandwidth.
     """
     found = run.run_table(collective_instances.instances)
     named = (
@@ -60,11 +60,10 @@ def speeds(run: Run) -> pl.DataFrame:
 
 
 def by_kind(run: Run) -> pl.DataFrame:
-    """Return the collectives added up by op, group, element type and size, most time first; ask by ``run.run_table``.
+    """Return totals of collectives by op, group, element type and size, most time first; use ``run.run_table``.
 
-    Columns KIND_COLUMNS: ranks (that have a trace of it), calls and total_ns (of all ranks), p50_ns (of one call),
-    waited_ns (until the last known rank came), exposed_ns (while its device computed nothing; of several at once each
-    counts it), and the medians of `speeds`.
+    Columns KIND_COLUMNS: ranks (with a trace of it), calls and total_ns (of all ranks), p50_ns (of one call), waited_ns
+    (until the last known arrival), exposed_ns (concurrent collectives each count it), and the medians of `speeds`.
     """
     waits = run.run_table(collective_instances.waits).select(*_PLACE, "wait_ns").unique(_PLACE)
     named = run.table(group_bandwidth.group_axes).select("group", "axis").unique("group", keep="first")
@@ -85,12 +84,12 @@ def by_kind(run: Run) -> pl.DataFrame:
         )
     )
     kind = ["op", "group", "group_size", "bytes"]
-    told = run.run_table(speeds).group_by(kind).agg(
+    rates = run.run_table(speeds).group_by(kind).agg(
         pl.col("algorithm_bytes_per_s", "bus_bytes_per_s").median(), pl.col("is_whole").all()
     )  # fmt: skip
     return (
         sums.join(named, on="group", how="left", maintain_order="left")
-        .join(told, on=kind, how="left", nulls_equal=True, maintain_order="left")
+        .join(rates, on=kind, how="left", nulls_equal=True, maintain_order="left")
         .select(pl.col(name).cast(dtype) for name, dtype in KIND_COLUMNS.items())
         .sort("total_ns", descending=True, maintain_order=True)
     )

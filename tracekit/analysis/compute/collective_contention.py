@@ -1,4 +1,4 @@
-"""How much longer collectives take while compute runs beside them, by bus bandwidth at the same size."""
+"""Slowdown of collectives by concurrent compute, from bus bandwidth at the same size."""
 
 import numpy as np
 import polars as pl
@@ -21,13 +21,13 @@ _MIXED = -1
 
 
 def calls(trace: Trace) -> pl.DataFrame:
-    """Return the collectives on devices with what ran beside each, and how long compute waited for it.
+    """Return the collectives on devices with their concurrent work, and how long compute waited for each.
 
     Columns activity_id, device, lane, step, phase, unit, name, op, group, group_size, dtype, bytes (the larger of sent
-    and received), start_ns, dur_ns, compute_ns (of it beside compute), others (which other kinds ran beside it most of
-    the time, as bits of `overlap.KINDS`; -1 where one did so in part), chain (number of the gap in communication after
-    which it came without a further gap, preparation and up to 20 µs being none; -1 before the first), waited_ns (how
-    long nothing computed for want of it). One row per collective; empty on a CPU run.
+    and received), start_ns, dur_ns, compute_ns (overlapped by compute), others (other kinds that overlapped it most of
+    the time, as bits of `concurrency.KINDS`; -1 where one did in part), chain (number of the last communication gap
+    before it, not counting preparation and gaps up to 20 µs; -1 before the first), waited_ns (how long compute was idle
+    because of it). One row per collective; empty on a CPU run.
     """
     waits = (
         compute_gap_causes.compute_gap_causes(trace)
@@ -47,17 +47,17 @@ def calls(trace: Trace) -> pl.DataFrame:
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
     parts = [pl.DataFrame(schema=CALL_COLUMNS)]
-    for here in concurrency.device_work(trace):
-        mine = np.flatnonzero(here.kind == KINDS.index(COMMUNICATION))
-        quiet = long_gaps.filter(pl.col("device") == here.device)["start_ns"].sort().to_numpy()
-        starts = here.spans[mine, 0]
-        told = here.work[mine].rename({"id": "activity_id"}).drop("bytes")
+    for device in concurrency.device_work(trace):
+        rows = np.flatnonzero(device.kind == KINDS.index(COMMUNICATION))
+        quiet = long_gaps.filter(pl.col("device") == device.device)["start_ns"].sort().to_numpy()
+        starts = device.spans[rows, 0]
+        work = device.work[rows].rename({"id": "activity_id"}).drop("bytes")
         parts.append(
-            told.join(messages, on="activity_id", how="left", maintain_order="left")
+            work.join(messages, on="activity_id", how="left", maintain_order="left")
             .join(waits, left_on="activity_id", right_on="collective_id", how="left", maintain_order="left")
             .with_columns(
-                pl.Series("compute_ns", here.concurrent_ns[mine, KINDS.index(COMPUTE)]),
-                pl.Series("others", _others(here, mine)),
+                pl.Series("compute_ns", device.concurrent_ns[rows, KINDS.index(COMPUTE)]),
+                pl.Series("others", _others(device, rows)),
                 pl.Series("chain", np.searchsorted(quiet, starts, side="right") - 1),
                 pl.col("waited_ns").fill_null(0),
             )
@@ -74,13 +74,14 @@ COLUMNS = {
 
 
 def compared_calls(run: Run) -> pl.DataFrame:
-    """Return the collectives of all ranks, each against the same alone; ask by ``run.run_table``.
+    """Compare the collectives of all ranks with the same collectives without concurrent compute.
 
-    Columns window, rank, instance (below 0 where no other rank is known to share it), CALL_COLUMNS', transfer_ns (from
-    the arrival of the last known rank, its duration on that rank), whole (every rank of the group has a trace),
-    alone_ns (the median transfer of the same op, group, dtype and size that compute left alone, in the same step if
-    there is one: of such beside which the same other kinds ran, else of any), excess_ns, judged (whether there is such
-    a sample), alone, beside. What ran beside it is told by the rank that came last. One row per call.
+    Use ``run.run_table``. Columns window, rank, instance (below 0 where no other rank is known to share it),
+    CALL_COLUMNS', transfer_ns (from the last known arrival: its duration on that rank), whole (every rank of the group
+    has a trace), alone_ns (the median transfer of the same op, group, dtype and size without concurrent compute, in the
+    same step if there is one; with the same other kinds overlapping if there are such, else any), excess_ns, judged
+    (whether there is such a sample), alone, concurrent. The rank that arrived last defines the concurrent work. One row
+    per call.
     """
     found = _with_transfer(run)
     if found.is_empty():
@@ -93,21 +94,21 @@ def compared_calls(run: Run) -> pl.DataFrame:
 
 
 def _compared(one: pl.DataFrame) -> pl.DataFrame:
-    """Return each instance, told by the rank that came last, against the same alone."""
+    """Compare each instance, as the last-arriving rank recorded it, with the same collective alone."""
     dur, by, others = (one[name].to_numpy() for name in ("dur_ns", "compute_ns", "others"))
     sized = one["bytes"].is_not_null().to_numpy()
     apart = sized & (by <= concurrency.ALONE_RATIO * dur)
     concurrent = sized & (others != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
     alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
-    told = slowdown.compare_with_alone(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, concurrent=concurrent)
+    exact = slowdown.compare_with_alone(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, concurrent=concurrent)
     # Another collective beside the sample can only have slowed it: against such, too little is told.
-    least = slowdown.compare_with_alone(_same(one, *_MESSAGE), step, dur, alone=apart, concurrent=concurrent)
-    judged = told.judged & sized & (others != _MIXED) & ~alone
-    rest = least.judged & sized & (others == 0) & ~apart & ~judged
+    lower_bound = slowdown.compare_with_alone(_same(one, *_MESSAGE), step, dur, alone=apart, concurrent=concurrent)
+    judged = exact.judged & sized & (others != _MIXED) & ~alone
+    rest = lower_bound.judged & sized & (others == 0) & ~apart & ~judged
     return one.select(
         "window", "instance", "dur_ns", "compute_ns",
-        pl.Series("alone_ns", np.where(rest, least.alone_ns, told.alone_ns).round()),
-        pl.Series("excess_ns", np.where(judged, told.excess_ns, np.where(rest, least.excess_ns, 0)).round()),
+        pl.Series("alone_ns", np.where(rest, lower_bound.alone_ns, exact.alone_ns).round()),
+        pl.Series("excess_ns", np.where(judged, exact.excess_ns, np.where(rest, lower_bound.excess_ns, 0)).round()),
         pl.Series("judged", judged | rest),
         pl.Series("alone", alone),
         pl.Series("concurrent", concurrent),
@@ -122,11 +123,11 @@ def _same(calls: pl.DataFrame, *names: str) -> Ints:
 
 
 def by_step(run: Run) -> pl.DataFrame:
-    """Return the same as `contention.by_step` for collectives beside compute, and what compute waited for it.
+    """Return `contention.by_step` for collectives with concurrent compute, and the compute that waited.
 
-    Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (what the time together that has no sample alone would
-    have lost at the slowdown of the rest of the rank), waited_ns (how much of both made compute wait, within each chain
-    of collectives without a gap: no wait is saved before the loss). Ask by ``run.run_table``.
+    Use ``run.run_table``. Columns window, rank, `contention.STEP_COLUMNS`', inferred_ns (the estimated loss of
+    overlapped time without a solo sample, at the slowdown of the rest of the rank), waited_ns (the part of both losses
+    that delayed compute, within each chain of collectives without a gap: a loss can only delay later compute).
     """
     found = _inferred(run.run_table(compared_calls)).sort("window", "rank", "start_ns")
     place, chain = ["window", "rank", "device", "step", "phase", "unit"], ["window", "rank", "device", "chain"]
@@ -174,17 +175,17 @@ def _inferred(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def all_pairs(run: Run) -> pl.DataFrame:
-    """Return `contention.pairs` with collectives beside compute among them; ask by ``run.run_table``."""
+    """Return `contention.pairs` including collectives with concurrent compute; use ``run.run_table``."""
     found = pl.concat([run.run_table(contention.pairs), contention.pool_pairs(run.run_table(by_step))])
     return found.sort("rank", "device", "kind", "concurrent_kind")
 
 
 def bandwidths(run: Run) -> pl.DataFrame:
-    """Return the bus bandwidth of collectives of one kind and size, alone and beside compute; ask by ``run.run_table``.
+    """Return the bus bandwidth of collectives by kind and size, alone and with concurrent compute.
 
-    Columns op, group, group_size, dtype, bytes, alone_calls, beside_calls, alone_ns, beside_ns (median transfers),
-    alone_bus_bytes_per_s, beside_bus_bytes_per_s (as nccl-tests counts it; null where the op is not known), whole. One
-    row per kind and size, the one with most time first.
+    Use ``run.run_table``. Columns op, group, group_size, dtype, bytes, alone_calls, concurrent_calls, alone_ns,
+    concurrent_ns (median transfers), alone_bus_bytes_per_s, concurrent_bus_bytes_per_s (as nccl-tests counts it; null
+    for unknown ops), whole. One row per kind and size, the one with most time first.
     """
     found = run.run_table(compared_calls).unique(["window", "instance"])
     transfer = pl.col("transfer_ns")
@@ -205,7 +206,7 @@ _CASES = ("alone", "concurrent")
 
 
 def _with_transfer(run: Run) -> pl.DataFrame:
-    """Return the calls of all ranks with their instance; one that no other rank is known to share is its own."""
+    """Return the calls of all ranks with their instance; a call known on one rank only is its own instance."""
     known = run.run_table(collective_instances.waits).select("window", "rank", "activity_id", "instance")
     known = known.unique(["window", "rank", "activity_id"])
     found = run.table(calls).join(known, on=["window", "rank", "activity_id"], how="left", maintain_order="left")

@@ -1,4 +1,4 @@
-"""Why nothing computes: each compute gap split among causes, tied to the gap in communication that it comes from."""
+"""Causes of compute gaps: each gap is split among causes, linked to the communication gap that caused it."""
 
 from typing import NamedTuple
 
@@ -44,31 +44,31 @@ _NEVER = np.iinfo(np.int64).min // 2
 
 @memoize
 def compute_gap_causes(trace: Trace) -> pl.DataFrame:
-    """Return the pieces of each compute gap with the cause of each; of a gap they tile it, so they sum to it.
+    """Return the pieces of each compute gap with their causes; the pieces of a gap sum to it.
 
     Columns gap, device, step, phase, unit, activity_id (as `gaps.compute_gaps`), cause, detail, communication_gap
-    (number of the gap in communication whose cause this one inherits), collective_id and collective_start_ns (the
-    collective that ran, or whose gap it is), evidence, confidence, start_ns, dur_ns; one row per piece. Until the last
-    collective within a gap has ended, what computes next is taken to wait for it, if by then it had been launched or
-    starts within 20 µs: `collective` while one runs, else what the gap in communication has for its cause. The rest is
-    `host` while the next compute is not launched (detail: what the host did), `copy` while one runs, else `unknown`.
-    Where the host waits for the device while a collective runs, that is the cause (detail synchronize).
+    (number of the communication gap whose cause the piece inherits), collective_id and collective_start_ns (the
+    collective that ran, or that ends that gap), evidence, confidence, start_ns, dur_ns; one row per piece. Until the
+    last collective within a gap ends, the next compute is taken to wait for it, if it had been launched by then or
+    starts within 20 µs: `collective` while one runs, else the cause of the communication gap. The rest is `host` while
+    the next compute is not launched (detail: the host's state), `copy` while one runs, else `unknown`. Where the host
+    synchronizes with the device while a collective runs, the cause is that collective (detail synchronize).
     """
     found, before = gaps.compute_gaps(trace), communication_gap_causes.gap_causes(trace)
     parts = [pl.DataFrame(schema=COLUMNS)]
     for device in breakdown.devices(trace):
         here = pl.col("device").eq_missing(pl.lit(device, pl.Int64))
-        mine = found.filter(here)
-        if mine.height:
-            parts.append(_split(trace, device, mine, before.filter(here).sort("start_ns")))
+        device_gaps = found.filter(here)
+        if device_gaps.height:
+            parts.append(_split(trace, device, device_gaps, before.filter(here).sort("start_ns")))
     return pl.concat(parts)
 
 
 def compute_gap_causes_across(run: Run) -> pl.DataFrame:
-    """Return `compute_gap_causes` of all ranks with waiting for peers told apart; ask by ``run.run_table``.
+    """Return `compute_gap_causes` of all ranks with waiting for peers separated; use ``run.run_table``.
 
-    Columns window, rank, COLUMNS', peer_rank (who came last of the ranks that have a trace; null where not known). The
-    time of a collective until that rank came becomes cause `peer`, evidence instances; the rest stays `collective`.
+    Columns window, rank, COLUMNS', peer_rank (the last arrival among ranks with a trace; null where unknown). The time
+    of a collective until that rank arrived becomes cause `peer`, evidence instances; the rest stays `collective`.
     """
     pieces = run.table(compute_gap_causes)
     key = ["window", "instance"]
@@ -79,14 +79,14 @@ def compute_gap_causes_across(run: Run) -> pl.DataFrame:
     joined = pieces.join(waits, on=["window", "rank", "collective_id"], how="left", maintain_order="left")
     last_ns = pl.col("collective_start_ns") + pl.col("wait_ns").fill_null(0)
     peer_ns = pl.when(pl.col("cause") == COLLECTIVE).then((last_ns - pl.col("start_ns")).clip(0)).fill_null(0)
-    told = joined.with_columns(pl.min_horizontal(peer_ns, "dur_ns").alias("peer_ns"))
-    waiting = told.filter(pl.col("peer_ns") > 0).with_columns(
+    pieces_with_wait = joined.with_columns(pl.min_horizontal(peer_ns, "dur_ns").alias("peer_ns"))
+    waiting = pieces_with_wait.filter(pl.col("peer_ns") > 0).with_columns(
         pl.col("peer_ns").alias("dur_ns"),
         pl.lit(PEER).alias("cause"),
         pl.lit(INSTANCES).alias("evidence"),
         pl.lit(communication_gap_causes.CONFIDENCES[INSTANCES]).alias("confidence"),
     )
-    rest = told.with_columns(
+    rest = pieces_with_wait.with_columns(
         pl.col("start_ns") + pl.col("peer_ns"),
         pl.col("dur_ns") - pl.col("peer_ns"),
         pl.lit(None, pl.Int64).alias("peer_rank"),
@@ -100,9 +100,9 @@ def chains(trace: Trace) -> pl.DataFrame:
 
     Columns communication_gap, device, step, phase, unit, collective_id, start_ns, dur_ns, host_ns, preparation_ns,
     contention_ns, compute_ns, copy_ns, unknown_ns (its causes; they sum to dur_ns), waited_ns; one row per gap.
-    waited_ns is how long nothing computed for want of its collective or of those that follow without a further gap
-    (such as the next all-gather on the communicator; up to 20 µs between them are the device's own), and within the gap
-    itself: what removing the gap can save at most is the smaller of the two.
+    waited_ns is the idle time of compute that waited for the gap's collective, for those that follow without a further
+    gap (such as the next all-gather on the communicator; up to 20 µs between them is launch latency of the device), and
+    within the gap itself. Removing the gap saves at most the smaller of dur_ns and waited_ns.
     """
     pieces = communication_gap_causes.gap_causes(trace)
     place = ["device", "step", "phase", "unit", "collective_id"]
@@ -136,11 +136,11 @@ def chains(trace: Trace) -> pl.DataFrame:
 
 
 def chains_by_unit(trace: Trace) -> pl.DataFrame:
-    """Return the chains of each unit: what keeps its collectives waiting, and what compute waits for that.
+    """Return the chains of each unit: the causes that delay its collectives, and the compute that waits.
 
     Columns device, step, phase, unit, gaps, dur_ns, host_ns, preparation_ns, contention_ns, compute_ns, copy_ns,
-    unknown_ns, waited_ns (sums over the unit's gaps in communication, as `chains`) and lost_ns (the smaller of each
-    gap and what compute waited for it, summed: what the gaps cost at most). One row per device, step, phase and unit.
+    unknown_ns, waited_ns (sums over the unit's communication gaps, as `chains`) and lost_ns (the sum of the smaller of
+    each gap and its wait: an upper bound of the cost). One row per device, step, phase and unit.
     """
     lost_ns = pl.min_horizontal("dur_ns", "waited_ns").sum().alias("lost_ns")
     sums = [name for name in CHAIN_COLUMNS if name.endswith("_ns") and name != "start_ns"]
@@ -152,7 +152,7 @@ def chains_by_unit(trace: Trace) -> pl.DataFrame:
 
 
 class _Wait(NamedTuple):
-    """What the compute that closes each gap waited for: when it had been launched, and the collective, if any."""
+    """When the compute that ends each gap was launched, and the collective that it waited for, if any."""
 
     launched_ns: Ints
     call: Ints
@@ -197,9 +197,9 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     inherits = waits & (call < 0) & (gap >= 0)
     is_host = cause == CAUSES.index(HOST)
     synced = ~waits & (cause == CAUSES.index(COLLECTIVE)) & host_state.is_synchronizing(doing)
-    told = _told(found, pieces, cause, evidence, np.where(is_host | synced, doing, -1))
+    labelled = _label_table(found, pieces, cause, evidence, np.where(is_host | synced, doing, -1))
     own = np.where(cause == CAUSES.index(COLLECTIVE), call, -1)
-    return _named(told, calls, own, before, np.where(inherits, gap, -1))
+    return _named(labelled, calls, own, before, np.where(inherits, gap, -1))
 
 
 _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
@@ -217,7 +217,7 @@ def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: ActivitySpans, idle: 
     return _Wait(launched_ns, np.where(awaited, call, -1), np.where(awaited, end_ns, _NEVER), near)
 
 
-def _told(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, detail: Ints) -> pl.DataFrame:
+def _label_table(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, detail: Ints) -> pl.DataFrame:
     place = found.select("gap", "device", "step", "phase", "unit", "activity_id")
     return place[pieces.of].with_columns(
         communication_gap_causes.label_column(cause, CAUSES, "cause"),
@@ -228,8 +228,8 @@ def _told(found: pl.DataFrame, pieces: Pieces, cause: Ints, evidence: Ints, deta
     )
 
 
-def _named(told: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
-    """Return the pieces with the collective that ran, or the cause inherited from a gap in communication."""
+def _named(labelled: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.DataFrame, gap: Ints) -> pl.DataFrame:
+    """Return the pieces with the running collective, or the cause inherited from a communication gap."""
     rows = pl.int_range(pl.len()).cast(pl.Int64)
     inherited = before.select(
         rows.alias("_row"), pl.col("gap").alias("communication_gap"), pl.col("collective_id").alias("_id"),
@@ -237,7 +237,7 @@ def _named(told: pl.DataFrame, calls: ActivitySpans, call: Ints, before: pl.Data
     )  # fmt: skip
     index = pl.Series("_row", gap, pl.Int64)
     ran = pl.Series("collective_id", sweep_line.at(calls.id, call, -1), pl.Int64)
-    joined = told.with_columns(index.set(index < 0, None), ran.set(ran < 0, None)).join(
+    joined = labelled.with_columns(index.set(index < 0, None), ran.set(ran < 0, None)).join(
         inherited, on="_row", how="left", maintain_order="left"
     )
     has = pl.col("_row").is_not_null()

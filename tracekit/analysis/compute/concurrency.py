@@ -1,4 +1,4 @@
-"""What ran beside each piece of a device's work, and which pieces are the same kernel."""
+"""Concurrency on a device: the kinds of work that overlap each kernel, and which kernels are the same."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class DeviceWork:
 
 @memoize
 def device_work(trace: Trace) -> tuple[DeviceWork, ...]:
-    """Return the work of each device; nothing for a CPU run, whose lanes are threads that wait for each other."""
+    """Return the work of each device; empty for a CPU run, whose lanes are threads that wait for each other."""
     return tuple(_of_device(trace, device) for device in breakdown.devices(trace) if device is not None)
 
 
@@ -69,34 +69,34 @@ def _kinds(work: pl.DataFrame, prepares: pl.Series) -> Ints:
 
 
 def _concurrent(spans: Spans, kind: Ints, lane: Ints) -> npt.NDArray[np.int64]:
-    """Return how long each kind ran beside each span; of its own kind, on other lanes."""
-    beside = np.zeros((len(spans), len(KINDS)), np.int64)
+    """Return how long each kind overlapped each span; of its own kind, only other lanes count."""
+    concurrent_ns = np.zeros((len(spans), len(KINDS)), np.int64)
     for each in np.unique(kind):
-        mine = kind == each
-        others = np.flatnonzero(~mine)
-        beside[others, each] = intervals.coverage(spans[others], spans[mine])
-        lanes = np.unique(lane[mine])
+        of_kind = kind == each
+        others = np.flatnonzero(~of_kind)
+        concurrent_ns[others, each] = intervals.coverage(spans[others], spans[of_kind])
+        lanes = np.unique(lane[of_kind])
         for own in lanes if len(lanes) > 1 else ():
-            here = np.flatnonzero(mine & (lane == own))
-            beside[here, each] = intervals.coverage(spans[here], spans[mine & (lane != own)])
-    return beside
+            here = np.flatnonzero(of_kind & (lane == own))
+            concurrent_ns[here, each] = intervals.coverage(spans[here], spans[of_kind & (lane != own)])
+    return concurrent_ns
 
 
 def _kernel_ids(trace: Trace, work: pl.DataFrame) -> npt.NDArray[np.uint64]:
     own = trace.ops.select(pl.col("id").alias("parent_id"), "shapes").unique("parent_id")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), "parent_id").unique("launch_id")
-    told = (
+    shapes = (
         work.select("launch_id")
         .join(calls, on="launch_id", how="left", maintain_order="left")
         .join(own, on="parent_id", how="left", maintain_order="left")
     )
     plain = work.select(pl.struct("name", "grid", "block", "bytes").hash(seed=0)).to_series().to_numpy()
-    shaped = told.select(pl.col("shapes").hash(seed=0)).to_series().to_numpy()
-    return np.where(told["shapes"].is_not_null().to_numpy(), plain ^ shaped, _in_context(plain, work))
+    shaped = shapes.select(pl.col("shapes").hash(seed=0)).to_series().to_numpy()
+    return np.where(shapes["shapes"].is_not_null().to_numpy(), plain ^ shaped, _in_context(plain, work))
 
 
 def _in_context(plain: npt.NDArray[np.uint64], work: pl.DataFrame) -> npt.NDArray[np.uint64]:
-    """Return what tells products of one grid apart by where they stand: after attention, before the next norm."""
+    """Return kernel hashes mixed with their neighbours', which separates GEMMs of one grid by position."""
     mixed = plain.copy()
     lane = work["lane"].to_numpy()
     for each in np.unique(lane):

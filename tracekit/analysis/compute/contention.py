@@ -1,7 +1,7 @@
-"""Contention on a device: how much longer each kind of work takes while another kind runs, and what that costs.
+"""Contention on a device: the slowdown of each kind of work by each other kind, and its cost.
 
-The same kernel is compared with itself, alone against beside others, and, where it ran alone in it, within one step:
-so neither sizes nor a clock that changes get into the comparison. Collectives are `collective_contention`'s.
+A kernel is compared with itself, alone and with concurrent work, within one step where possible, so that neither sizes
+nor changing clock rates affect the result. For collectives see `collective_contention`.
 """
 
 import numpy as np
@@ -53,41 +53,41 @@ RECORD = f"record steps with {ALONE}; and record_shapes=True, so that products o
 
 @memoize
 def by_step(trace: Trace) -> pl.DataFrame:
-    """Return how long each kind of work ran beside another in each step and unit, and how much longer it took for that.
+    """Return how long each kind of work overlapped another in each step and unit, and the resulting loss.
 
-    Columns device, step, phase, unit, of, beside, calls, overlapped_ns (time of `of` during which `beside` ran on other
-    lanes), judged_calls and judged_ns (the part of it that ran beside nothing else, or beside the same other kinds as
-    its sample, and that has a sample alone), lost_ns (how much longer that took than alone; below 0 where less). One
-    row per step, phase, unit and pair of `PAIRS` that overlapped at all; empty on a CPU run.
+    Columns device, step, phase, unit, kind, concurrent_kind, calls, overlapped_ns (time of `kind` with
+    `concurrent_kind` running on other lanes), judged_calls and judged_ns (the part with a solo sample, and with no
+    other overlap than the sample's), lost_ns (its extra time over running alone; below 0 where it was faster). One row
+    per step, phase, unit and pair of `PAIRS` that overlapped; empty on a CPU run.
     """
     parts = [pl.DataFrame(schema=STEP_COLUMNS)]
-    for rows, here, of, beside in _all_compared(trace):
-        parts.append(_summed(rows, here, of, beside))
+    for rows, device, kind, concurrent_kind in _all_compared(trace):
+        parts.append(_summed(rows, device, kind, concurrent_kind))
     return pl.concat(parts)
 
 
 @memoize
 def by_kernel(trace: Trace) -> pl.DataFrame:
-    """Return how much longer each kernel takes beside another kind of work than alone.
+    """Return the slowdown of each kernel by each concurrent kind of work.
 
-    Columns device, of, beside, name, grid, block, calls, alone_calls, alone_ns (median), beside_calls, beside_ns
-    (median of what ran beside for at least half of its time), overlapped_ns, lost_ns, slowdown (its time together over
-    the time the same work takes alone), and step, lane, start_ns, dur_ns of the call that lost most. One row per kernel
-    and pair with samples both alone and beside, the costliest first.
+    Columns device, kind, concurrent_kind, name, grid, block, calls, alone_calls, alone_ns (median), concurrent_calls,
+    concurrent_ns (median of calls overlapped for at least half of their time), overlapped_ns, lost_ns, slowdown
+    (overlapped time over the time the same work takes alone), and step, lane, start_ns, dur_ns of the call that lost
+    most. One row per kernel and pair with both samples, the largest loss first.
     """
     parts = [pl.DataFrame(schema=KERNEL_COLUMNS)]
-    for rows, here, of, beside in _all_compared(trace):
-        parts.append(_of_kernels(rows, here, of, beside))
+    for rows, device, kind, concurrent_kind in _all_compared(trace):
+        parts.append(_of_kernels(rows, device, kind, concurrent_kind))
     return pl.concat(parts).sort("lost_ns", descending=True)
 
 
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the preparation of collectives on devices, how long compute held it up, and what waited for that.
+    """Return the preparation of collectives on devices, its slowdown by compute, and the compute that waited.
 
-    Columns step, device, phase, unit, lane, name, grid, start_ns, dur_ns, alone_ns (what the same kernel takes alone),
+    Columns step, device, phase, unit, lane, name, grid, start_ns, dur_ns, alone_ns (solo duration of the same kernel),
     sample (alone; scaled from another grid; null: none), overlapped_ns, collective_id (which it prepares),
-    communication_gap (that it lies in, null where none), gap_ns, contention_ns (of that gap) and waited_ns (how long
-    nothing computed for want of what the gap delayed). One row per activity; those of a gap share its last three.
+    communication_gap (that contains it, null where none), gap_ns, contention_ns (of that gap) and waited_ns (how long
+    compute was idle because of the gap). One row per activity; those of a gap share the last three.
     """
     chains = compute_gap_causes.chains(trace).select(
         "collective_id", "communication_gap", pl.col("dur_ns").alias("gap_ns"), "contention_ns", "waited_ns"
@@ -101,11 +101,11 @@ def preparation(trace: Trace) -> pl.DataFrame:
 
 
 def pairs(run: Run) -> pl.DataFrame:
-    """Return each pair of kinds of work by rank: how much slower the one is beside the other; ask by ``run.run_table``.
+    """Return the slowdown of each kind of work by each concurrent kind, by rank; use ``run.run_table``.
 
-    Columns rank, device, of, beside, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (a 95% interval: percentile
-    bootstrap over steps and units; null for fewer than six), unknown (why it cannot be told; null where it can) and
-    to_record (what to record then). One row per rank, device and pair of `PAIRS` that overlapped.
+    Columns rank, device, kind, concurrent_kind, overlapped_ns, judged_ns, lost_ns, slowdown, low, high (95% interval:
+    percentile bootstrap over steps and units; null for fewer than six), unknown (why there is no result; null where
+    there is one) and to_record (what to record then). One row per rank, device and overlapping pair of `PAIRS`.
     """
     return pool_pairs(run.table(by_step))
 
@@ -115,10 +115,12 @@ def pool_pairs(steps: pl.DataFrame) -> pl.DataFrame:
     rows = []
     for place, own in steps.group_by("rank", "device", "kind", "concurrent_kind", maintain_order=True):
         judged = own.filter(pl.col("judged_ns") > 0)
-        told = slowdown.pooled_slowdown(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
+        estimate = (
+            slowdown.pooled_slowdown(judged["judged_ns"], judged["lost_ns"]) if judged.height else (None, None, None)
+        )
         sums = [int(own[name].sum()) for name in ("overlapped_ns", "judged_ns", "lost_ns")]
         unknown = (None, None) if judged.height else (NO_SAMPLE, ALONE)
-        rows.append((*place, *sums, *told, *unknown))
+        rows.append((*place, *sums, *estimate, *unknown))
     return pl.DataFrame(rows, schema=PAIR_COLUMNS, orient="row").sort("rank", "device", "kind", "concurrent_kind")
 
 
@@ -137,21 +139,26 @@ def device_count(trace: Trace) -> pl.DataFrame:
 
 
 class _PairRows:
-    """Work of one kind that ran beside another, or is the same as some that did: places in Residents, compared."""
+    """Work of one kind that overlapped another kind, or is the same as such work: rows of DeviceWork, compared."""
 
-    def __init__(self, here: DeviceWork, row: Ints, by: int) -> None:
-        others = [kind for kind in range(len(KINDS)) if kind != by]
-        dur_ns = here.dur_ns[row]
-        near = here.concurrent_ns[row][:, others]
-        beside_others = near >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
-        plain = (beside_others | (near <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
+    def __init__(self, device: DeviceWork, row: Ints, concurrent_kind: int) -> None:
+        others = [kind for kind in range(len(KINDS)) if kind != concurrent_kind]
+        dur_ns = device.dur_ns[row]
+        other_ns = device.concurrent_ns[row][:, others]
+        beside_others = other_ns >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
+        plain = (beside_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
         pattern = beside_others @ (1 << np.arange(len(others)))
-        _, kernel = np.unique(here.kernel[row], return_inverse=True)
-        self.row, self.dur_ns, self.concurrent_ns, self.plain = row, dur_ns, here.concurrent_ns[row, by], plain
+        _, kernel = np.unique(device.kernel[row], return_inverse=True)
+        self.row, self.dur_ns, self.concurrent_ns, self.plain = (
+            row,
+            dur_ns,
+            device.concurrent_ns[row, concurrent_kind],
+            plain,
+        )
         self.key: Ints = (kernel * (1 << len(others)) + pattern).astype(np.int64)
         self.alone: Flags = plain & (self.concurrent_ns <= concurrency.ALONE_RATIO * dur_ns)
         self.concurrent: Flags = plain & (self.concurrent_ns >= concurrency.CONCURRENT_RATIO * dur_ns)
-        step = here.work["step"].fill_null(-1).to_numpy()[row]
+        step = device.work["step"].fill_null(-1).to_numpy()[row]
         self.comparison = slowdown.compare_with_alone(
             self.key, step, dur_ns, alone=self.alone, concurrent=self.concurrent
         )
@@ -160,24 +167,28 @@ class _PairRows:
 
 @memoize
 def _all_compared(trace: Trace) -> list[tuple[_PairRows, DeviceWork, str, str]]:
-    made = [(here, *pair, _compared(here, *pair)) for here in concurrency.device_work(trace) for pair in PAIRS]
-    return [(rows, here, of, beside) for here, of, beside, rows in made if rows is not None]
+    compared = [
+        (device, *pair, _compared(device, *pair)) for device in concurrency.device_work(trace) for pair in PAIRS
+    ]
+    return [
+        (rows, device, kind, concurrent_kind) for device, kind, concurrent_kind, rows in compared if rows is not None
+    ]
 
 
-def _compared(here: DeviceWork, of: str, beside: str) -> _PairRows | None:
-    """Return the work of one kind that matters to a pair; None where it never ran beside the other."""
-    by = KINDS.index(beside)
-    mine = here.kind == KINDS.index(of)
-    touched = mine & (here.concurrent_ns[:, by] > 0)
+def _compared(device: DeviceWork, kind: str, concurrent_kind: str) -> _PairRows | None:
+    """Return the work of one kind that matters to a pair; None where the two never overlapped."""
+    by = KINDS.index(concurrent_kind)
+    is_kind = device.kind == KINDS.index(kind)
+    touched = is_kind & (device.concurrent_ns[:, by] > 0)
     if not touched.any():
         return None
-    return _PairRows(here, np.flatnonzero(mine & np.isin(here.kernel, np.unique(here.kernel[touched]))), by)
+    return _PairRows(device, np.flatnonzero(is_kind & np.isin(device.kernel, np.unique(device.kernel[touched]))), by)
 
 
-def _summed(rows: _PairRows, here: DeviceWork, of: str, beside: str) -> pl.DataFrame:
+def _summed(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind: str) -> pl.DataFrame:
     touched = np.flatnonzero(rows.concurrent_ns > 0)
     judged = rows.judged[touched]
-    place = here.work.select("device", "step", "phase", "unit")[rows.row[touched]]
+    place = device.work.select("device", "step", "phase", "unit")[rows.row[touched]]
     sums = (
         place.with_columns(
             pl.Series("overlapped_ns", rows.concurrent_ns[touched]),
@@ -187,20 +198,22 @@ def _summed(rows: _PairRows, here: DeviceWork, of: str, beside: str) -> pl.DataF
         )
         .group_by("device", "step", "phase", "unit", maintain_order=True)
         .agg(pl.len().alias("calls"), pl.col("overlapped_ns", "judged_calls", "judged_ns", "lost_ns").sum())
-        .with_columns(pl.lit(of).alias("kind"), pl.lit(beside).alias("concurrent_kind"), pl.col("lost_ns").round())
+        .with_columns(
+            pl.lit(kind).alias("kind"), pl.lit(concurrent_kind).alias("concurrent_kind"), pl.col("lost_ns").round()
+        )
     )
     return sums.select(pl.col(name).cast(dtype) for name, dtype in STEP_COLUMNS.items())
 
 
-def _of_kernels(rows: _PairRows, here: DeviceWork, of: str, beside: str) -> pl.DataFrame:
+def _of_kernels(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind: str) -> pl.DataFrame:
     used = np.flatnonzero(rows.judged | (rows.alone & np.isin(rows.key, np.unique(rows.key[rows.judged]))))
-    judged, ran_beside = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.concurrent)[used])
+    judged, was_concurrent = pl.Series(rows.judged[used]), pl.Series((rows.judged & rows.concurrent)[used])
     dur, costliest = pl.col("dur_ns"), pl.col("excess_ns").arg_max()
-    told = here.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns")[rows.row[used]]
+    work = device.work.select("device", "name", "grid", "block", "step", "lane", "start_ns", "dur_ns")[rows.row[used]]
     sums = (
-        told.with_columns(
+        work.with_columns(
             judged.alias("judged"),
-            ran_beside.alias("ran_beside"),
+            was_concurrent.alias("ran_beside"),
             pl.Series("key", rows.key[used]),
             pl.Series("by_ns", rows.concurrent_ns[used]),
             pl.Series("excess_ns", np.where(rows.judged[used], rows.comparison.excess_ns[used], 0.0)),
@@ -217,7 +230,7 @@ def _of_kernels(rows: _PairRows, here: DeviceWork, of: str, beside: str) -> pl.D
             pl.col("excess_ns").sum().round().alias("lost_ns"),
             pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),
         )
-        .with_columns(pl.lit(of).alias("kind"), pl.lit(beside).alias("concurrent_kind"))
+        .with_columns(pl.lit(kind).alias("kind"), pl.lit(concurrent_kind).alias("concurrent_kind"))
     )
     together, lost = pl.col("overlapped_ns"), pl.col("lost_ns")
     ratio = together / pl.max_horizontal(together - lost, together / 50, 1)

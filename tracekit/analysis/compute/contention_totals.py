@@ -1,4 +1,4 @@
-"""Contention of all kinds of work together: by phase, and the moments that lost most to it."""
+"""Contention totals over all kinds of work: by phase, and the calls that lost most."""
 
 import polars as pl
 
@@ -24,10 +24,10 @@ MAX_CALLS = 100
 
 
 def by_phase(run: Run) -> pl.DataFrame:
-    """Return how long each kind of work of a rank ran beside another in each phase, and what it lost by that.
+    """Return how long each kind of work of a rank overlapped another in each phase, and the loss.
 
-    Columns PHASE_COLUMNS, as those of `contention.by_step`, collectives beside compute among them; summed over steps,
-    units, devices and windows. Ask by ``run.run_table``.
+    Columns PHASE_COLUMNS, as `contention.by_step`, including collectives with concurrent compute; summed over steps,
+    units, devices and windows. Use ``run.run_table``.
     """
     key = ["rank", "phase", "kind", "concurrent_kind"]
     both = pl.concat(
@@ -39,11 +39,11 @@ def by_phase(run: Run) -> pl.DataFrame:
 
 
 def costliest_calls(run: Run) -> pl.DataFrame:
-    """Return the calls that took most longer beside other work than alone, at most MOST; ask by ``run.run_table``.
+    """Return the calls with the largest loss to concurrent work, at most MAX_CALLS; use ``run.run_table``.
 
-    Columns MOMENT_COLUMNS: of and beside (kinds of `overlap.KINDS`), lost_ns (its duration less alone_ns, what the same
-    work takes alone), start_ns (on the clock of the rank's trace). Of each kernel that computes the costliest call
-    counts; of what prepares collectives each; of collectives each once, on the rank that waited least.
+    Columns CALL_COLUMNS: kind and concurrent_kind (of `concurrency.KINDS`), lost_ns (duration less alone_ns, the solo
+    duration of the same work), start_ns (on the clock of the rank's trace). Of each compute kernel only the costliest
+    call counts; each preparation kernel counts; each collective counts once, on the rank that waited least.
     """
     prepared = run.table(contention.preparation).drop_nulls("alone_ns")
     prepared = prepared.filter(pl.col("overlapped_ns") * 2 > pl.col("dur_ns")).with_columns(

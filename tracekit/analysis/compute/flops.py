@@ -1,4 +1,4 @@
-"""How much a step computes, whatever time that takes: floating-point operations, from the shapes of ops."""
+"""Floating-point operations of a step, computed from the shapes of ops."""
 
 import json
 import math
@@ -23,11 +23,11 @@ Shape = Sequence[int]
 
 
 def flops(trace: Trace) -> pl.DataFrame:
-    """Return the floating-point operations of each step in matrix products and attention, saves left out.
+    """Return the floating-point operations of each step in matrix products and attention, saves excluded.
 
-    Columns step, phase, name, flops; one row per step, phase and op. A product of an m by k and a k by n matrix has
-    2 m n k. Nothing where the profiler recorded no shapes. Elementwise work, which moves more than it computes, is left
-    out, and so is what a compiled graph fuses.
+    Columns step, phase, name, flops; one row per step, phase and op. A product of an m by k and a k by n matrix has 2 m
+    n k. Empty where the profiler recorded no shapes. Elementwise (memory-bound) work and fused ops of compiled graphs
+    are not counted.
     """
     rows = trace.ops.filter(
         pl.col("shapes").is_not_null(),
@@ -46,11 +46,11 @@ def flops(trace: Trace) -> pl.DataFrame:
 
 def _of_op(name: str, shapes: str) -> float:
     try:
-        told = json.loads(shapes)
+        dims = json.loads(shapes)
         if name in _MATRICES:
-            return _of_product(*told[_MATRICES[name] : _MATRICES[name] + 2])
+            return _of_product(*dims[_MATRICES[name] : _MATRICES[name] + 2])
         first = 1 if _BACKWARD in name else 0
-        once = _of_attention(*told[first : first + 2])
+        once = _of_attention(*dims[first : first + 2])
         return once * _BACKWARD_RATIO if first else once
     except (ValueError, TypeError, IndexError):
         return 0.0  # shapes that are not those of the op

@@ -1,4 +1,4 @@
-"""What ran on the devices, by name, launching op, shapes, unit and more; on a CPU run, what its threads computed."""
+"""Device activities by name, launching op, shapes, unit and more; on a CPU run, the compute of its threads."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ KEYS = ("name", "op", "shapes", "unit", "phase", "span", "step", "device", "stre
 def kernels(
     run: Run, by: Sequence[str] = ("name",), *, on_progress: Callable[[Source], None] | None = None
 ) -> pl.DataFrame:
-    """Return the activities of a run added up by kind and `by` (of KEYS), most total time first.
+    """Return the activities of a run summed by kind and `by` (of KEYS), most total time first.
 
     Columns by, kind, `totals.MEASURES` and time_ratio: total_ns over the device time of all ranks, first activity to
-    last. Kernels that run at once on two streams both count. `op` and `shapes` are of the innermost op around the
-    launch. One row per combination; names are never cut, joined or left out. Raises ConfigError on an unknown key.
+    last. Concurrent kernels on two streams both count. `op` and `shapes` are of the innermost op around the launch. One
+    row per combination; names are never cut or merged. Raises ConfigError on an unknown key.
     """
     totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
@@ -36,12 +36,12 @@ def kernels(
 
 
 def launch_delays(run: Run, by: Sequence[str] = ("name",)) -> pl.DataFrame:
-    """Return how long after their launch the activities of `kernels` began.
+    """Return the time from launch to start of the activities of `kernels`.
 
-    Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: from the end of the
-    runtime call that launched one to its start, the median and the 95th percentile. Short delays say that the device
-    waited for the host; long ones, that work stood in the queue. One row per combination of which a launch is known;
-    empty on a CPU run. Raises ConfigError on an unknown key.
+    Columns by, kind, launched (how many have a recorded launch), delay_p50_ns and delay_p95_ns: median and 95th
+    percentile of the time from the end of the launching runtime call to the start. Short delays mean that the device
+    waited for the host, long ones that work was queued. One row per combination with a known launch; empty on a CPU
+    run. Raises ConfigError on an unknown key.
     """
     totals.require_known("--by", by, KEYS)
     keys = tuple(dict.fromkeys((*by, "kind")))
@@ -101,7 +101,7 @@ def _described(trace: Trace, keys: Sequence[str]) -> pl.DataFrame:
 
 
 def launching_op_columns(trace: Trace, columns: Sequence[str]) -> list[pl.Series]:
-    """Return, for each activity, columns of the innermost op around its launch, named op_…; null where not known."""
+    """Return, for each activity, columns of the innermost op around its launch, named op_…; null where unknown."""
     ops = trace.ops
     found = innermost_op(trace)
     picked = ops[pl.Series(np.maximum(found, 0))] if ops.height else ops.clear()

@@ -1,4 +1,4 @@
-"""Forward work that runs again in backward: activation checkpointing, what it takes and what memory it saves."""
+"""Activation checkpointing: forward work that runs again in backward, its time and the memory it saves."""
 
 import numpy as np
 import polars as pl
@@ -27,14 +27,14 @@ _GATHERS = r"gather|unshard|pre_forward|pre_backward"
 
 
 def regions(trace: Trace) -> pl.DataFrame:
-    """Return each stretch of a backward pass in which a checkpointed part of the model runs forward again.
+    """Return each part of a backward pass in which a checkpointed part of the model runs forward again.
 
-    Columns step, device, backward (pass of the step), region (ops.id of the slice around it), unit, evidence
-    (checkpoint_node: under CheckpointFunctionBackward; forward_ops: ops that no derivative calls, under a node of
-    autograd, as without reentrance), kernels, start_ns and dur_ns (from its first to its last kernel), compute_ns (of
-    its kernels, each by itself), activation_bytes (allocated and not freed by the host thread in the region, without
+    Columns step, device, backward (pass of the step), region (ops.id of the enclosing slice), unit, evidence
+    (checkpoint_node: under CheckpointFunctionBackward; forward_ops: ops that no derivative calls, under an autograd
+    node, as in the non-reentrant variant), kernels, start_ns and dur_ns (from its first to its last kernel), compute_ns
+    (sum over its kernels), activation_bytes (allocated and not freed by the host thread in the region, without
     all-gather buffers: about the activations that the part would keep from forward to backward; null without memory
-    events); one row per region. Empty on a CPU run, where compute is not told by kernels.
+    events); one row per region. Empty on a CPU run, which has no kernels.
     """
     if not trace.on_device or trace.ops.is_empty():
         return pl.DataFrame(schema=COLUMNS)
@@ -55,7 +55,7 @@ def regions(trace: Trace) -> pl.DataFrame:
 
 
 def recomputed_activities(trace: Trace) -> pl.DataFrame:
-    """Return the compute that runs again in backward, of a CPU run too.
+    """Return the compute that runs again in backward, also of a CPU run.
 
     Columns those of activities, device, region, evidence, from_ns and until_ns (when the host was in the region); one
     row per activity. Without columns where there is none.
@@ -81,16 +81,16 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     launch = np.where(launch < len(parent), launch, -1)
     region = np.where(launch >= 0, around[np.maximum(launch, 0)], -1)
     at_ns = np.where(launch >= 0, ops["start_ns"].to_numpy()[np.maximum(launch, 0)], 0)
-    held = np.maximum(region, 0)
-    reentrant = (region >= 0) & checkpoint[held]
-    mine = reentrant | ((region >= 0) & (at_ns <= last_ns[held]))
+    inside = np.maximum(region, 0)
+    reentrant = (region >= 0) & checkpoint[inside]
+    is_recomputed = reentrant | ((region >= 0) & (at_ns <= last_ns[inside]))
     # The host leaves the region of a checkpoint's node with its last launch there: what follows is the node's own.
-    told = trace.activities.with_columns(
+    marked = trace.activities.with_columns(
         pl.Series("region", region), pl.Series("at_ns", at_ns), pl.Series("reentrant", reentrant)
-    ).filter(pl.Series(mine) & (pl.col("kind") == "compute"))
+    ).filter(pl.Series(is_recomputed) & (pl.col("kind") == "compute"))
     from_ns = ops.select(pl.col("id").alias("region"), pl.col("start_ns").alias("from_ns"))
     return (
-        told.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
+        marked.join(trace.lanes.select("lane", "device"), on="lane", maintain_order="left")
         .join(from_ns, on="region", how="left", maintain_order="left")
         .with_columns(
             pl.when("reentrant").then(pl.lit(CHECKPOINT_NODE)).otherwise(pl.lit(FORWARD_OPS)).alias("evidence"),
@@ -109,7 +109,7 @@ def _in_passes(found: pl.DataFrame, trace: Trace) -> pl.DataFrame:
 
 
 def _allocated(found: pl.DataFrame, trace: Trace) -> pl.Series:
-    """Return what was allocated and not freed while the host was in each region."""
+    """Return the bytes allocated and not freed while the host was in each region."""
     span = pl.col("span").fill_null("")
     events = trace.allocations.filter(pl.col("device").is_not_null(), ~span.str.contains(_GATHERS)).sort("at_ns")
     if events.is_empty():

@@ -1,4 +1,4 @@
-"""How much slower the same work goes beside other work than alone: matched within a step, pooled, with an interval."""
+"""Slowdown of work by concurrent work: matched with the same work alone in a step, pooled, with an interval."""
 
 from dataclasses import dataclass
 
@@ -20,11 +20,11 @@ _FAR_OUT = 3.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """Samples set against the same work alone; arrays as the samples come.
+    """Samples compared with the same work alone; arrays in the order of the samples.
 
-    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where `judged` does not hold:
-    nowhere alone, or its durations spread too much to be the same work. `excess_ns` is what a sample took longer;
-    values far out (Tukey: three interquartile ranges beyond the quartiles of what ran beside) count as that fence.
+    `alone_ns` is the median of the same work alone in the same step, else in any; 0 where not `judged`: never alone, or
+    durations vary too much to be the same work. `excess_ns` is the extra time of a sample; outliers (Tukey: three
+    interquartile ranges beyond the quartiles of concurrent samples) are clipped to that fence.
     """
 
     alone_ns: Floats
@@ -33,7 +33,7 @@ class Comparison:
 
 
 def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, concurrent: Flags) -> Comparison:
-    """Compare samples of equal `key`: those that ran `alone` against all others; `concurrent` are those that count."""
+    """Compare samples of equal `key`: those that ran `alone` with all others; `concurrent` define the outlier fence."""
     _, key = np.unique(key, return_inverse=True)
     _, place = np.unique(key * (int(step.max(initial=0)) + 2) + step + 1, return_inverse=True)
     count = int(key.max(initial=-1)) + 1
@@ -45,19 +45,22 @@ def compare_with_alone(key: Ints, step: Ints, dur_ns: Ints, *, alone: Flags, con
     with np.errstate(invalid="ignore"):
         alike = high - low <= MAX_SPREAD
         fence = high_concurrent + _FAR_OUT * (high_concurrent - low_concurrent)
-        held = np.fmin(dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns))
+        clipped_ns = np.fmin(
+            dur_ns.astype(np.float64), np.fmax(np.where(np.isnan(fence), np.inf, fence)[key], alone_ns)
+        )
     judged = alike[key]
     return Comparison(
-        np.where(judged, alone_ns, 0.0), np.where(judged & ~alone, held - alone_ns, 0.0), np.asarray(judged, np.bool_)
+        np.where(judged, alone_ns, 0.0),
+        np.where(judged & ~alone, clipped_ns - alone_ns, 0.0),
+        np.asarray(judged, np.bool_),
     )
 
 
 def pooled_slowdown(overlapped_ns: npt.ArrayLike, excess_ns: npt.ArrayLike) -> tuple[float, float | None, float | None]:
-    """Return how many times as long work takes beside other work as alone, and a 95% interval of that.
+    """Return overlapped time over the time of the same work alone, and its 95% interval.
 
-    Of blocks (steps of ranks and units) that overlapped for so long, and took so much longer: the time spent together,
-    over the time that the same work takes alone. The interval is a percentile bootstrap over the blocks; null for
-    fewer than six.
+    The samples are blocks (steps of ranks and units) with their overlapped time and excess. The interval is a
+    percentile bootstrap over the blocks; null for fewer than six.
     """
     together, excess = np.asarray(overlapped_ns, np.float64), np.asarray(excess_ns, np.float64)
     slowdown = _ratio(together.sum(), excess.sum())
@@ -76,7 +79,7 @@ def _ratio(together: npt.ArrayLike, excess: npt.ArrayLike) -> Floats:
 
 
 def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tuple[Floats, Floats, Floats]:
-    """Return the quartiles of the values of each key (the outer ones outwards, of two middles the lower); NaN: none."""
+    """Return the quartiles of each key's values (outer ones rounded outwards, the lower median); NaN: none."""
     rows = np.flatnonzero(which)
     rows = rows[np.lexsort((values[rows], key[rows]))]
     many = np.bincount(key[rows], minlength=count)
@@ -84,6 +87,6 @@ def _quartiles(key: Ints, values: Ints | Floats, which: Flags, count: int) -> tu
     found = []
     for quarter in (1, 2, 3):
         at = first + (np.maximum(many - 1, 0) * quarter + (3 if quarter == 3 else 0)) // 4
-        taken = values[rows[np.minimum(at, len(rows) - 1)]] if len(rows) else np.zeros(count)
-        found.append(np.where(many > 0, taken, np.nan))
+        quartile = values[rows[np.minimum(at, len(rows) - 1)]] if len(rows) else np.zeros(count)
+        found.append(np.where(many > 0, quartile, np.nan))
     return found[0], found[1], found[2]

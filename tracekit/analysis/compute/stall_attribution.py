@@ -1,4 +1,4 @@
-"""Standing still: how long no collective runs on each rank, and how long nothing computes, added up by cause."""
+"""Stall attribution: time without collectives and time without compute on each rank, summed by cause."""
 
 import polars as pl
 
@@ -16,16 +16,16 @@ _PLACE = ("device", "step", "phase", "cause", "detail")
 
 
 def communication_gap_time(trace: Trace) -> pl.DataFrame:
-    """Return `causes.gap_causes` added up. Columns device, step, phase, cause, detail, pieces, dur_ns."""
+    """Return communication gaps summed. Columns device, step, phase, cause, detail, pieces, dur_ns."""
     return _summed(communication_gap_causes.gap_causes(trace), _PLACE)
 
 
 def by_cause(run: Run) -> pl.DataFrame:
-    """Return how long each rank stood still in each step, by what and why; ask by ``run.run_table``.
+    """Return how long each rank stalled in each step, by kind of gap and cause; use ``run.run_table``.
 
-    Columns COLUMNS; `of` is communication (gaps in which no collective runs although more of the phase are to come:
-    `gaps.communication_gaps`) or compute (those in which nothing computes: `gaps.compute_gaps`, waiting for peers told
-    apart). One row per device, step, phase, of, cause and detail. The causes of one `of` sum to its gaps, exactly.
+    Columns COLUMNS; `gap_kind` is communication (no collective runs although more of the phase follow:
+    `gaps.communication_gaps`) or compute (no compute: `gaps.compute_gaps`, with waiting for peers separated). One row
+    per device, step, phase, gap_kind, cause and detail. The causes of one kind sum to its gaps exactly.
     """
     place = ("window", "rank", *_PLACE)
     quiet = run.table(communication_gap_time).with_columns(gap_kind=pl.lit(COMMUNICATION))
@@ -37,12 +37,12 @@ def by_cause(run: Run) -> pl.DataFrame:
 
 
 def by_rank(run: Run) -> pl.DataFrame:
-    """Return `by_cause` over all steps: columns rank, of, cause, pieces, dur_ns; ask by ``run.run_table``."""
+    """Return `by_cause` over all steps: columns rank, gap_kind, cause, pieces, dur_ns; use ``run.run_table``."""
     return _of_ranks(run.run_table(by_cause))
 
 
 def idle_by_rank(run: Run) -> pl.DataFrame:
-    """Return the part of `by_rank` in which nothing computes, which asks for less; ask by ``run.run_table``."""
+    """Return the compute part of `by_rank`, which needs fewer facts; use ``run.run_table``."""
     pieces = run.run_table(compute_gap_causes.compute_gap_causes_across)
     return _of_ranks(pieces.with_columns(gap_kind=pl.lit(COMPUTE), pieces=pl.lit(1, pl.Int64)))
 

@@ -1,4 +1,4 @@
-"""Durations added up by name and other keys: over steps, ranks and windows, with exact percentiles and rank spread."""
+"""Durations summed by name and other keys, over steps, ranks and windows: exact percentiles and rank spread."""
 
 from collections.abc import Sequence
 
@@ -23,12 +23,12 @@ def collect_durations(work: pl.DataFrame, keys: Sequence[str], sums: Sequence[st
 def merge_durations(
     parts: pl.DataFrame, keys: Sequence[str], *, ranks: Sequence[int], sums: Sequence[str] = ()
 ) -> pl.DataFrame:
-    """Return what `collected` found on several traces as one row per combination of keys, most total time first.
+    """Merge the tables that `collect_durations` returned: one row per combination of keys, most total time first.
 
     `parts` has columns window and rank too; `rank` may be one of the keys. Columns keys, MEASURES and `sums`: count,
-    total_ns, mean_ns (rounded), p50_ns, p95_ns (the shortest duration that at least 50 and 95% do not exceed: always
-    one that occurred), max_ns, spread_ratio (most total time on a rank less the least, over the mean of `ranks`; a rank
-    without any counts as 0), most_rank (the rank with most). The last two are null where there is one rank only.
+    total_ns, mean_ns (rounded), p50_ns, p95_ns (the shortest recorded duration that at least 50 and 95% do not exceed),
+    max_ns, spread_ratio (largest less smallest total over ranks, over the mean of `ranks`; a rank without any counts as
+    0), most_rank (the rank with the largest total). The last two are null for a single rank.
     """
     ordered = pl.col("dur_ns").sort()
     merged = (
@@ -56,7 +56,7 @@ _SHARES = (("p50_ns", 0.5), ("p95_ns", 0.95))
 
 
 def require_known(option: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ConfigError where an option names nothing, or what is not `known`."""
+    """Raise ConfigError where an option has no names, or one that is not `known`."""
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None or not names:
         raise ConfigError(f"{option} {unknown or ''}: expected some of {', '.join(known)}".replace(" :", ":"))

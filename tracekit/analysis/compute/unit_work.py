@@ -1,4 +1,4 @@
-"""What each unit's work takes in each step, and what work there is: where a change of a run lies."""
+"""Work of each unit and step, and totals of work by name: to locate what changed between runs."""
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,11 @@ FLOPS, SENT, ALLOCATED, SAVE = "flops", "sent", "allocated", "save"
 
 
 def unit_samples(trace: Trace) -> pl.DataFrame:
-    """Return what the work of each FSDP unit takes in each step.
+    """Return the time of each FSDP unit's work in each step.
 
-    Columns unit, step, metric, value; one row per unit, step and metric: `compute_ns`, the time in which any of the
-    unit's compute ran, and `exposed_communication_ns`, that in which its communication ran and no compute of the rank,
-    of any unit, did. A unit's work is that of FSDP's own spans, and of forward and backward where these are told apart.
+    Columns unit, step, metric, value; one row per unit, step and metric: `compute_ns`, in which any compute of the unit
+    ran, and `exposed_communication_ns`, in which its communication ran and no compute of the rank. A unit's work is
+    that of FSDP's own spans, and of forward and backward where these are known.
     """
     work = trace.activities.filter(
         pl.col("unit").is_not_null(), pl.col("step").is_not_null(), pl.col("kind").is_in(("compute", "communication"))
@@ -40,37 +40,38 @@ def unit_samples(trace: Trace) -> pl.DataFrame:
     metric = pl.when(pl.col("kind") == "compute").then(pl.lit("compute_ns")).otherwise(
         pl.lit("exposed_communication_ns")
     )  # fmt: skip
-    told = keys.with_columns(metric.alias("metric"), pl.Series("value", sums, pl.Float64))
-    return told.select(pl.col(name).cast(dtype) for name, dtype in UNIT_COLUMNS.items()).sort("unit", "metric", "step")
+    samples = keys.with_columns(metric.alias("metric"), pl.Series("value", sums, pl.Float64))
+    return samples.select(pl.col(name).cast(dtype) for name, dtype in UNIT_COLUMNS.items()).sort(
+        "unit", "metric", "step"
+    )
 
 
 def work(trace: Trace) -> pl.DataFrame:
-    """Return what the rank does in a typical step, by name, saves left out.
+    """Return the rank's work in the median step by name, saves excluded.
 
-    Columns kind, phase, name, amount; one row per kind, phase and name. Of activities (compute, communication, memcpy,
-    memset) the amount is their time in ns, by the name of the activity; of kind `flops` the operations of
-    `arithmetic.flops`, by op; of kind `sent` the bytes that collectives send, by their op; of kind `allocated` the
-    bytes taken of the memory that the trace's work lies in, by unit ('' where not known). It is the median over all
-    steps, 0 in a step without it.
+    Columns kind, phase, name, amount; one row per kind, phase and name. For activities (compute, communication, memcpy,
+    memset) the amount is time in ns, by activity name; for `flops` the operations of `flops.flops`, by op; for `sent`
+    the bytes that collectives send, by op; for `allocated` the bytes allocated in the memory of the trace's work, by
+    unit ('' where unknown). It is the median over all steps, 0 in a step without it.
     """
-    told = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
-    done = trace.activities.filter(told)
+    in_training = pl.col("step").is_not_null() & pl.col("phase").ne_missing(conventions.CHECKPOINT)
+    activities = trace.activities.filter(in_training)
     sent = trace.collectives.select(pl.col("activity_id").alias("id"), "op", "sent_bytes").join(
-        done.select("id", "step", "phase"), on="id"
+        activities.select("id", "step", "phase"), on="id"
     )
-    taken = trace.allocations.filter(told, allocations.of_training(trace), pl.col("delta_bytes") > 0)
-    taken = taken.filter(~allocations.in_collectives(trace, taken["at_ns"]))
+    allocated = trace.allocations.filter(in_training, allocations.of_training(trace), pl.col("delta_bytes") > 0)
+    allocated = allocated.filter(~allocations.in_collectives(trace, allocated["at_ns"]))
     computed = flops.flops(trace)
     parts = [
         computed.select(
             pl.lit(FLOPS).alias("kind"), "phase", "name", "step", pl.col("flops").cast(pl.Int64).alias("amount")
         ),
-        done.select("kind", "phase", "name", "step", pl.col("dur_ns").alias("amount")),
+        activities.select("kind", "phase", "name", "step", pl.col("dur_ns").alias("amount")),
         sent.select(
             pl.lit(SENT).alias("kind"), "phase", pl.col("op").alias("name"), "step",
             pl.col("sent_bytes").alias("amount"),
         ),
-        taken.select(
+        allocated.select(
             pl.lit(ALLOCATED).alias("kind"), "phase", pl.col("unit").alias("name"), "step",
             pl.col("delta_bytes").alias("amount"),
         ),
@@ -79,9 +80,9 @@ def work(trace: Trace) -> pl.DataFrame:
 
 
 def save_work(trace: Trace) -> pl.DataFrame:
-    """Return what the rank does in a typical save that blocks training, stage by stage. Columns as `work`, kind `save`.
+    """Return the stages of the rank's median blocking save. Columns as `work`, kind `save`.
 
-    The amount is in ns, the median over the saves; all that is saved after one step is one.
+    The amount is in ns, the median over saves; everything saved after one step is one save.
     """
     rows = trace.checkpoints.filter(
         pl.col("operation") == conventions.SAVE, "blocking", pl.col("stage") != conventions.TOTAL

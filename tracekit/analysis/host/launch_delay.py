@@ -1,4 +1,4 @@
-"""How late the host is: gaps in compute that it causes, what it does in them, and which come back in every step."""
+"""Launch delay: compute gaps caused by the host, its state in them, and reads of device values."""
 
 import polars as pl
 
@@ -20,12 +20,12 @@ _KEY = ("gap", "detail")
 
 
 def host_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the time in gaps in compute that the host causes, by what it did.
+    """Return the time of compute gaps that the host causes, by its state.
 
-    Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth
-    (which of that name in its step it is, from 0, so that a place can be found again in other steps), detail
-    (`hosts.DOINGS`), synced (whether the device ran dry while the host waited for it, rate limiters apart), start_ns
-    (of the first piece), dur_ns; one row per gap and detail.
+    Columns gap, device, step, phase, unit (as `gaps.compute_gaps`), name (of the compute that ends the gap), nth (its
+    number among those of that name in its step, from 0, to find the same place in other steps), detail
+    (`host_state.HOST_STATES`), synced (the device became idle while the host waited for it, rate limiters excluded),
+    start_ns (of the first piece), dur_ns; one row per gap and detail.
     """
     pieces = compute_gap_causes.compute_gap_causes(trace)
     late = pieces.filter(pl.col("cause") == communication_gap_causes.HOST)
@@ -50,7 +50,7 @@ def host_gaps(trace: Trace) -> pl.DataFrame:
 
 
 def device_reads(trace: Trace) -> pl.DataFrame:
-    """Return the ops of forward and backward that read a value from the device onto the host, such as aten::item.
+    """Return the ops of forward and backward that read a device value onto the host, such as aten::item.
 
     Columns step, phase, unit, name, start_ns, dur_ns; one row per outermost such op of a thread that launches work.
     """
@@ -64,7 +64,7 @@ def device_reads(trace: Trace) -> pl.DataFrame:
 
 
 def _places(trace: Trace) -> pl.DataFrame:
-    """Return which of its name in its step each compute activity is."""
+    """Return the number of each compute activity among those of its name in its step."""
     parts = [
         launches.work(trace, device)
         .filter(pl.col("kind") == "compute")

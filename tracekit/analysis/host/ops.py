@@ -1,4 +1,4 @@
-"""What ran on the host's threads, by name, shapes, unit and more: in all, by itself, and on the device for it."""
+"""Host slices by name, shapes, unit and more: total time, self time, and device time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ def ops(
     *,
     on_progress: Callable[[Source], None] | None = None,
 ) -> pl.DataFrame:
-    """Return the host slices of `kinds` added up by kind and `by` (of KEYS), most time by themselves first.
+    """Return the host slices of `kinds` summed by kind and `by` (of KEYS), most self time first.
 
-    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio. self_ns is the time in no slice inside, of any
-    kind, so that self times add up to the time spent; total_ns counts a slice inside another of its name twice.
-    device_ns is that of the activities that the op itself launched; null where none of the run's traces has a device.
-    self_ratio is self_ns over that of all recorded slices. Raises ConfigError on an unknown key or kind.
+    Columns by, kind, `totals.MEASURES`, self_ns, device_ns, self_ratio. self_ns excludes nested slices of any kind, so
+    that self times add up to the time spent; total_ns counts a slice nested in another of its name twice. device_ns is
+    the time of the activities that the op itself launched; null where none of the run's traces has a device. self_ratio
+    is self_ns over that of all recorded slices. Raises ConfigError on an unknown key or kind.
     """
     totals.require_known("--by", by, KEYS)
     totals.require_known("--kind", kinds, KINDS)
@@ -43,9 +43,9 @@ def ops(
 
 
 def self_times(slices: pl.DataFrame) -> pl.Series:
-    """Return, for each row of an ops table, its duration less the time that slices inside it cover, in ns.
+    """Return, for each row of an ops table, its duration without nested slices, in ns.
 
-    The rows are numbered by `id` from 0. Slices inside that overlap each other count once.
+    The rows are numbered by `id` from 0. Nested slices that overlap each other count once.
     """
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     covered = (
@@ -89,5 +89,5 @@ def _collected(keys: tuple[str, ...], kinds: tuple[str, ...]) -> Fact:
 
 
 def _whole(trace: Trace) -> pl.DataFrame:
-    """Return the trace's self time in all. Columns self_ns, on_device; one row."""
+    """Return the trace's total self time. Columns self_ns, on_device; one row."""
     return pl.DataFrame({"self_ns": [self_times(trace.ops).sum()], "on_device": [trace.on_device]})

@@ -1,4 +1,4 @@
-"""Where in the program something happened: Python functions that ran meanwhile, where the trace recorded stacks."""
+"""Code locations: the Python functions that ran meanwhile, where the trace recorded stacks."""
 
 import numpy as np
 import polars as pl
@@ -12,11 +12,11 @@ _NAME = r"^(?<file>.+\.py)\((?<line>\d+)\): (?<function>.+)$"
 
 
 def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
-    """Return the Python functions that ran while what `evidence` shows was done or launched, the longest first.
+    """Return the Python functions that ran while the work in `evidence` was done or launched, the longest first.
 
     `evidence` has columns start_ns and dur_ns, on the clock of the trace. Columns file, line, function, inside_ns; one
-    row per function. A function's time holds that of those it calls, and it comes before them. No rows where the trace
-    has no stacks.
+    row per function. The time of a function includes its callees, and it comes before them. No rows where the trace has
+    no stacks.
     """
     empty = pl.DataFrame(schema=COLUMNS)
     python = trace.ops.lazy().filter(pl.col("kind") == "python").select("id", "name", "start_ns", "dur_ns")
@@ -38,7 +38,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
 
 
 def _on_host(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
-    """Return when the host did what the evidence shows: for work of a device, when it launched that work."""
+    """Return when the host did the work in the evidence: for device work, when it launched that work."""
     rows = evidence.select("start_ns", "dur_ns").drop_nulls()
     if trace.on_device:
         work = trace.activities.select("start_ns", "dur_ns", "launch_id")

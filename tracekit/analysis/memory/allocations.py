@@ -1,7 +1,7 @@
-"""Where memory goes: how long each block lives, what is held over time, at the peak, and how much comes and goes.
+"""Memory allocations: block lifetimes, usage over time, owners at the peak, allocation churn.
 
-All of it from the profiler's `[memory]` events, which give the size of blocks, not of requests. The device is null for
-host memory.
+All from the profiler's `[memory]` events, which give block sizes, not request sizes. The device is null for host
+memory.
 """
 
 import numpy as np
@@ -45,12 +45,12 @@ _UNSPLIT_BYTES = 1 << 20
 
 
 def blocks(trace: Trace) -> pl.DataFrame:
-    """Return the blocks that were allocated or freed, each allocation with its free, matched by address.
+    """Return the blocks that were allocated or freed, each allocation matched with its free by address.
 
     Columns device, address, bytes, start_ns, end_ns, lifetime_ns, start_event, end_event (rows of the allocations
-    table), op (the one that wanted it), step, phase, unit, span, op_id, end_step, freed; one row per block. The start
-    is null for one from before the window, the end for one that outlives it. One that ends unfreed was followed by
-    another at its address: its free went unseen. Old traces without addresses have none.
+    table), op (that requested it), step, phase, unit, span, op_id, end_step, freed; one row per block. The start is
+    null for a block from before the window, the end for one that outlives it. A block that ends unfreed was followed by
+    another at its address: its free was not recorded. Old traces without addresses have none.
     """
     events = trace.allocations.with_row_index("event").filter(pl.col("address").is_not_null())
     found = match_blocks(events)
@@ -61,22 +61,22 @@ def blocks(trace: Trace) -> pl.DataFrame:
 
 
 def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
-    """Return the blocks of `events`, rows of the allocations table with their number in it as the column event.
+    """Return the blocks of `events`, rows of the allocations table with their number as the column event.
 
-    Columns as `blocks`, in no order, and without op.
+    Columns as `blocks` without op, unordered.
     """
     # One address after the other, each with its events in time.
-    told = events.sort("device", "address", "event")
+    ordered = events.sort("device", "address", "event")
     here = (pl.col("address").shift(-1) == pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
     after = {name: pl.when(here).then(pl.col(name).shift(-1)) for name in ("event", "at_ns", "step")}
-    told = told.with_columns(
+    ordered = ordered.with_columns(
         end_event=after["event"], end_ns=after["at_ns"], end_step=after["step"],
         taken=pl.col("delta_bytes") > 0,
         freed=here & (pl.col("delta_bytes").shift(-1) < 0),
         known=here.shift(1, fill_value=False) & (pl.col("delta_bytes").shift(1) > 0),
     )  # fmt: skip
-    whole = told.filter("taken").with_columns(start_event="event", start_ns="at_ns")
-    before = told.filter(~pl.col("taken") & ~pl.col("known")).select(
+    whole = ordered.filter("taken").with_columns(start_event="event", start_ns="at_ns")
+    before = ordered.filter(~pl.col("taken") & ~pl.col("known")).select(
         "device", "address", "delta_bytes", end_event="event", end_ns="at_ns", end_step="step", freed=pl.lit(value=True)
     )
     return pl.concat([whole, before], how="diagonal").with_columns(
@@ -85,38 +85,38 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def live(trace: Trace) -> pl.DataFrame:
-    """Return how many bytes are held after each event.
+    """Return how many bytes are allocated after each event.
 
-    Columns device, event, at_ns, step, phase, unit, live_bytes, reserved_bytes, slack_bytes (reserved less held) and
-    total; one row per event. Where the trace states totals (`total`), the first one is the base and every later one is
-    met; elsewhere what is held from before the window is only known as far as it is freed in it.
+    Columns device, event, at_ns, step, phase, unit, live_bytes, reserved_bytes, slack_bytes (reserved but not
+    allocated) and total; one row per event. Where the trace states totals (`total`), the first one is the base, and
+    deltas reproduce the later ones; elsewhere memory from before the window is only known as far as it is freed in it.
     """
-    told = trace.allocations.with_row_index("event")
+    events = trace.allocations.with_row_index("event")
     device = pl.col("device")
-    moved = pl.col("delta_bytes").cum_sum().over(device)
+    balance = pl.col("delta_bytes").cum_sum().over(device)
     stated = pl.col("allocated_bytes").is_not_null().all().over(device)
     base = (pl.col("allocated_bytes") - pl.col("delta_bytes")).first().over(device)
-    least = (-moved.min().over(device)).clip(lower_bound=0)
-    live_bytes = moved + pl.when(stated).then(base).otherwise(least)
+    least = (-balance.min().over(device)).clip(lower_bound=0)
+    live_bytes = balance + pl.when(stated).then(base).otherwise(least)
     # 0 stands for an allocator that keeps no count of what it reserves, as that of the host.
     reserved = pl.when(pl.col("reserved_bytes") > 0).then("reserved_bytes")
-    wide = told.with_columns(
+    wide = events.with_columns(
         live_bytes=live_bytes, total=stated, reserved_bytes=reserved, slack_bytes=reserved - live_bytes
     )
     return wide.select(pl.col(name).cast(dtype) for name, dtype in LIVE_COLUMNS.items())
 
 
 def at_peak(trace: Trace) -> pl.DataFrame:
-    """Return who holds what at the moment at which most is held.
+    """Return the owners of memory at the peak.
 
-    Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the one whose
-    gradient it computes), stack (likewise the innermost place in code that is not torch's; both only where Python's
-    stacks were recorded), step, count, bytes, peak_ratio (of the peak); one row for each device and owner, largest
-    first. Without an op: what was there before the window, its count null where some of it is
-    never seen; bytes of a device add up to its peak.
+    Columns device, at_ns, peak_bytes, op, phase, unit, module (innermost around the op, or around the forward op whose
+    gradient it computes), stack (likewise the innermost code location outside torch; both only with recorded Python
+    stacks), step, count, bytes, peak_ratio (of the peak); one row per device and owner, largest first. A row without an
+    op is memory from before the window; its count is null where some of it never appears. The bytes of a device add up
+    to its peak.
     """
-    held = live(trace)
-    peaks = held.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
+    usage = live(trace)
+    peaks = usage.filter(pl.col("live_bytes") == pl.col("live_bytes").max().over("device")).unique(
         "device", keep="first", maintain_order=True
     )
     moments = peaks.select("device", "event", "at_ns", "live_bytes")
@@ -125,20 +125,19 @@ def at_peak(trace: Trace) -> pl.DataFrame:
 
 
 def peaks(trace: Trace) -> pl.DataFrame:
-    """Return the most that was held and reserved, beside what the device has.
+    """Return peak allocated and reserved memory, and the memory of the device.
 
-    Columns device, peak_allocated_bytes, peak_reserved_bytes, memory_bytes (of the device), headroom_bytes (what was
-    never reserved of it), slack_bytes (reserved but not held when most was held); one row per device, null for the
-    host.
+    Columns device, peak_allocated_bytes, peak_reserved_bytes, memory_bytes (of the device), headroom_bytes (never
+    reserved), slack_bytes (reserved but not allocated at the allocated peak); one row per device, null for the host.
     """
-    held = live(trace).group_by("device")
-    top = held.agg(
+    usage = live(trace).group_by("device")
+    top = usage.agg(
         peak_allocated_bytes=pl.col("live_bytes").max(),
         peak_reserved_bytes=pl.col("reserved_bytes").max(),
         slack_bytes=pl.col("slack_bytes").get(pl.col("live_bytes").arg_max()),
     )
-    told = trace.header.get("deviceProperties")
-    devices = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    properties = trace.header.get("deviceProperties")
+    devices = [each for each in properties if isinstance(each, dict)] if isinstance(properties, list) else []
     sizes = {each.get("id"): each.get("totalGlobalMem") for each in devices}
     memory = pl.DataFrame(
         [(number, size) for number, size in sizes.items() if isinstance(number, int) and isinstance(size, int)],
@@ -152,17 +151,17 @@ def peaks(trace: Trace) -> pl.DataFrame:
 
 
 def churn(trace: Trace) -> pl.DataFrame:
-    """Return how much comes and goes in each step.
+    """Return how much is allocated in each step.
 
-    Columns step, device, count and bytes (of allocations), peak_bytes (most held in the step), churn_ratio (bytes over
-    peak), distinct_sizes; one row per step and device.
+    Columns step, device, count and bytes (of allocations), peak_bytes (of the step), churn_ratio (bytes over peak),
+    distinct_sizes; one row per step and device.
     """
-    held = live(trace).drop_nulls("step").group_by("step", "device").agg(peak_bytes=pl.col("live_bytes").max())
-    taken = trace.allocations.filter(pl.col("delta_bytes") > 0).drop_nulls("step")
-    sums = taken.group_by("step", "device").agg(
+    usage = live(trace).drop_nulls("step").group_by("step", "device").agg(peak_bytes=pl.col("live_bytes").max())
+    allocated = trace.allocations.filter(pl.col("delta_bytes") > 0).drop_nulls("step")
+    sums = allocated.group_by("step", "device").agg(
         count=pl.len(), bytes=pl.col("delta_bytes").sum(), distinct_sizes=pl.col("delta_bytes").n_unique()
     )
-    wide = held.join(sums, on=["step", "device"], how="left", nulls_equal=True)
+    wide = usage.join(sums, on=["step", "device"], how="left", nulls_equal=True)
     wide = wide.with_columns(pl.col("count", "bytes", "distinct_sizes").fill_null(0)).with_columns(
         churn_ratio=pl.when(pl.col("peak_bytes") > 0).then(pl.col("bytes") / pl.col("peak_bytes"))
     )
@@ -170,11 +169,11 @@ def churn(trace: Trace) -> pl.DataFrame:
 
 
 def new_sizes(trace: Trace) -> pl.DataFrame:
-    """Return the blocks of 1 MiB and more of sizes that no earlier step of the trace took, nor on a device near ones.
+    """Return the allocations of at least 1 MiB whose size no earlier step of the trace allocated.
 
-    Columns step, device, start_ns, dur_ns (0: a moment), bytes, phase, unit; one row per allocation. Of the memory that
-    the trace's work lies in; those of saves and of the backend inside its collectives are left out. The first step is
-    not told: to it all sizes are new. On a device, a size within 1 MiB of another may be of the same request.
+    Columns step, device, start_ns, dur_ns (0), bytes, phase, unit; one row per allocation. Only memory of the trace's
+    work; allocations of saves and of the backend inside its collectives are left out, and so is the first step, where
+    all sizes are new. On a device, sizes within 1 MiB of each other count as one: they may be of the same request.
     """
     large = trace.allocations.filter(
         of_training(trace), pl.col("delta_bytes") >= 1 << 20, pl.col("step").is_not_null(),
@@ -194,7 +193,7 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
 
 
 def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
-    """Return, for each size in order, the first step that took one at most so much smaller or larger."""
+    """Return, for each size in order, the first step with a size within `near_bytes` of it."""
     size, first = sizes["delta_bytes"].to_numpy(), sizes["first"].to_numpy()
     begin = np.searchsorted(size, size - near_bytes)
     past = np.searchsorted(size, size + near_bytes, side="right")
@@ -202,23 +201,23 @@ def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
 
 
 def in_collectives(trace: Trace, at_ns: pl.Series) -> pl.Series:
-    """Return which moments lie inside a call of a collective: what is allocated there is the backend's own."""
+    """Return which times lie inside a collective call: the backend's own allocations."""
     calls = trace.ops.filter(pl.col("name").str.starts_with("c10d::"))
     moments = np.stack((at_ns.to_numpy(), at_ns.to_numpy() + 1), axis=1)
     return pl.Series(intervals.coverage(moments, intervals.from_columns(calls["start_ns"], calls["dur_ns"])) > 0)
 
 
 def of_training(trace: Trace) -> pl.Expr:
-    """Return which rows are of the memory that the trace's work lies in: the devices', on a CPU run the host's."""
+    """Return which rows are memory of the trace's work: on devices, or on the host of a CPU run."""
     return pl.col("device").is_not_null() if trace.on_device else pl.col("device").is_null()
 
 
 def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_bytes: int) -> pl.DataFrame:
-    told = trace.allocations.with_row_index("event").filter(
+    events = trace.allocations.with_row_index("event").filter(
         pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("address").is_not_null()
     )
-    last = told.filter(pl.col("event") <= event).group_by("address").last()
-    first = told.filter(pl.col("event") > event).group_by("address").first()
+    last = events.filter(pl.col("event") <= event).group_by("address").last()
+    first = events.filter(pl.col("event") > event).group_by("address").first()
     # What is freed later and came up never before was there before the window.
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)

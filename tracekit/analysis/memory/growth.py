@@ -1,4 +1,4 @@
-"""Whether memory grows from step to step: a robust slope with its confidence interval."""
+"""Memory growth from step to step: a robust slope with its confidence interval."""
 
 import math
 
@@ -22,19 +22,19 @@ _EVENTS, _METRICS = "events", "metrics"
 
 
 def growth(trace: Trace) -> pl.DataFrame:
-    """Return how much more is held after each step than after the one before.
+    """Return the growth of allocated memory per step.
 
     Columns device, source (events: of the allocator in the trace; metrics: the log of every step), steps, first_step,
     last_step, first_bytes, last_bytes, slope_bytes (per step: the median over all pairs of steps), low_bytes and
-    high_bytes (its 99% confidence interval), spread_bytes (how far apart the middle half of the steps lies when that
-    growth is taken off); one row per device and source with at least 5 steps. Steady growth has low_bytes above 0.
-    (Theil and Sen's slope with Kendall's interval; it does not mind that a fourth of the steps are odd.) Of the log the
-    first step is left out: it fills caches. On the host, what a collective's backend allocates and the profiler doesn't
-    see freed, on a thread of its own, is left out.
+    high_bytes (its 99% confidence interval), spread_bytes (interquartile range of the steps with that growth removed);
+    one row per device and source with at least 5 steps. Steady growth has low_bytes above 0. (Theil-Sen slope with
+    Kendall's interval: robust to a quarter of outlier steps.) The first step of the log fills caches and is left out.
+    On the host, allocations inside a collective whose free the profiler cannot see, on the backend's own thread, are
+    left out.
     """
-    held = allocations.live(trace).filter(allocations.of_training(trace))
-    held = held.with_columns(pl.col("live_bytes") - _unseen_frees(trace, held["event"])).drop_nulls("step")
-    ends = held.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
+    usage = allocations.live(trace).filter(allocations.of_training(trace))
+    usage = usage.with_columns(pl.col("live_bytes") - _unseen_frees(trace, usage["event"])).drop_nulls("step")
+    ends = usage.group_by("device", "step").agg(pl.col("live_bytes").last()).sort("device", "step")
     rows = [
         (device, _EVENTS, *_slope(part["step"], part["live_bytes"]))
         for (device,), part in ends.group_by("device", maintain_order=True)
@@ -48,7 +48,7 @@ def growth(trace: Trace) -> pl.DataFrame:
 
 
 def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:
-    """Return, for each event, the bytes on the host whose free the profiler could not see."""
+    """Return, for each event, the host bytes whose free the profiler could not see."""
     if trace.on_device:
         return pl.zeros(len(event), pl.Int64, eager=True)
     blocks = allocations.blocks(trace)
@@ -58,14 +58,14 @@ def _unseen_frees(trace: Trace, event: pl.Series) -> pl.Series:
     return pl.Series(so_far[np.searchsorted(lost["start_event"].to_numpy(), event.to_numpy(), side="right")])
 
 
-def _slope(steps: pl.Series, held: pl.Series) -> tuple[int, int, int, int, int, float, float, float, float]:
-    x, y = steps.to_numpy().astype(np.int64), held.to_numpy().astype(np.float64)
+def _slope(steps: pl.Series, used: pl.Series) -> tuple[int, int, int, int, int, float, float, float, float]:
+    x, y = steps.to_numpy().astype(np.int64), used.to_numpy().astype(np.float64)
     if len(x) > _MOST_STEPS:
         picked = np.linspace(0, len(x) - 1, _MOST_STEPS).astype(np.int64)
         x, y = x[picked], y[picked]
     slope, low, high = theil_sen(x, y)
     lower, upper = np.percentile(y - slope * x, (25, 75))
-    span = int(steps[0]), int(steps[-1]), int(held[0]), int(held[-1])
+    span = int(steps[0]), int(steps[-1]), int(used[0]), int(used[-1])
     return len(steps), *span, slope, low, high, float(upper - lower)
 
 

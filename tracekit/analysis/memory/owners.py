@@ -1,4 +1,4 @@
-"""Who wanted memory: the op that it was allocated for, and the module and the place in code around that op."""
+"""Owners of memory: the op that requested it, and the module and code location around that op."""
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ _DEEPEST = 2000
 
 
 def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
-    """Return, for ops that allocated, the name of the one that wanted it: columns op_id, op."""
+    """Return, for ops that allocated, the name of the requesting op: columns op_id, op."""
     ops = trace.ops.select("id", "name", "parent_id")
-    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
-    found = asked.with_columns(id="op_id").join(ops, on="id", how="left")
+    wanted = pl.DataFrame({"op_id": op_ids.drop_nulls().unique()})
+    found = wanted.with_columns(id="op_id").join(ops, on="id", how="left")
     above = ops.rename({"id": "parent_id", "name": "above", "parent_id": "further"})
     for _ in range(_MOST_CLIMBS):
         climbs = pl.col("name").is_in(_FOR_ANOTHER) & pl.col("parent_id").is_not_null()
@@ -41,13 +41,13 @@ def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
 
 
 def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
-    """Return, for ops, the innermost module and place in code around them: columns op_id, module, stack."""
+    """Return, for ops, the innermost module and code location around them: columns op_id, module, stack."""
     ops = trace.ops.sort("id")
-    asked = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
+    wanted = pl.DataFrame({"op_id": op_ids.drop_nulls().unique().sort()})
     python = pl.col("kind") == "python"
     names = ops.filter(python)["name"].unique()
     if names.is_empty():
-        return asked.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
+        return wanted.with_columns(module=pl.lit(None, pl.String), stack=pl.lit(None, pl.String))
     name = names.str
     own = names.filter(name.contains(r"\.py\(\d+\): ") & ~name.contains("^(torch/|<)|/torch/"))
     modules = names.filter(name.starts_with(_MODULE))
@@ -55,22 +55,22 @@ def code_locations(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
         module=python & pl.col("name").is_in(modules.implode()), stack=python & pl.col("name").is_in(own.implode())
     )
     ids, up = ops["id"].to_numpy(), _row_of(ops, "parent_id")
-    rows = np.minimum(np.searchsorted(ids, asked["op_id"].to_numpy()), len(ids) - 1)
+    rows = np.minimum(np.searchsorted(ids, wanted["op_id"].to_numpy()), len(ids) - 1)
     forward = _row_of(ops, "forward_id")[rows]
     found = {}
     for kind in ("module", "stack"):
         around, before = (_first_marked_ancestor(start, up, marks[kind].to_numpy()) for start in (rows, forward))
         row = np.where(around >= 0, around, before)
-        told = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
-        found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(told)).to_series()
-    return asked.with_columns(**found)
+        names_of_rows = ops["name"].gather(np.maximum(row, 0)).str.strip_prefix(_MODULE)
+        found[kind] = pl.select(pl.when(pl.Series(row >= 0)).then(names_of_rows)).to_series()
+    return wanted.with_columns(**found)
 
 
 def _row_of(ops: pl.DataFrame, column: str) -> Ints:
-    """Return the row of the op that each row of `ops`, sorted by id, names in a column; -1 for none."""
-    ids, asked = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
-    row = np.minimum(np.searchsorted(ids, asked), max(len(ids) - 1, 0))
-    return np.where((asked >= 0) & (ids[row] == asked), row, -1) if len(ids) else row
+    """Return, for each row of `ops`, the row of the op whose id a column holds; -1 for none. Sorted by id."""
+    ids, targets = ops["id"].to_numpy(), ops[column].fill_null(-1).to_numpy()
+    row = np.minimum(np.searchsorted(ids, targets), max(len(ids) - 1, 0))
+    return np.where((targets >= 0) & (ids[row] == targets), row, -1) if len(ids) else row
 
 
 def _first_marked_ancestor(
@@ -78,7 +78,7 @@ def _first_marked_ancestor(
     up: Ints,
     marked: np.ndarray[tuple[int], np.dtype[np.bool_]],
 ) -> Ints:
-    """Return, for each row, the first one from it upwards that is marked; -1 for none."""
+    """Return, for each row, itself or its first marked ancestor; -1 for none."""
     at = rows.copy()
     for _ in range(_DEEPEST):
         climbs = (at >= 0) & ~marked[at]

@@ -33,13 +33,13 @@ def files(run: Run) -> tuple[SnapshotFile, ...]:
 
 def first_files(run: Run) -> tuple[SnapshotFile, ...]:
     """Return the first snapshot files whose sizes add up to at most MAX_TOTAL_BYTES."""
-    taken, left = [], MAX_TOTAL_BYTES
+    chosen, remaining = [], MAX_TOTAL_BYTES
     for file in files(run):
-        left -= file.size_bytes
-        if left < 0:
+        remaining -= file.size_bytes
+        if remaining < 0:
             break
-        taken.append(file)
-    return tuple(taken)
+        chosen.append(file)
+    return tuple(chosen)
 
 
 def unreadable(run: Run) -> list[tuple[object, ...]]:

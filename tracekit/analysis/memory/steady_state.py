@@ -1,4 +1,4 @@
-"""What the allocator does in steady state: device mallocs and frees, and unit buffers that come and go."""
+"""The allocator in steady state: device allocation calls, retries, regrowth, and unit buffers."""
 
 import numpy as np
 import polars as pl
@@ -29,11 +29,11 @@ RETRY_COLUMNS = {"step": pl.Int64, "retries": pl.Int64, "step_time_ns": pl.Int64
 
 
 def device_calls(trace: Trace) -> pl.DataFrame:
-    """Return the runtime calls that take or return device or pinned memory, and for how long each stalled the devices.
+    """Return the runtime calls that allocate or free device or pinned memory, and the device stall of each.
 
     Columns step, name, start_ns, dur_ns (on the host), stalled_ns; one row per call. A call stalls the devices while
-    none of them works during the call, and from its end to the next work (or call) as far as they were busy during the
-    call: had there been no call, that work could have come earlier by the call's duration, and not by more.
+    none of them works during the call, and from its end to the next work (or call) for at most as long as they were
+    busy during the call: without the call, that work could have started earlier by the call's duration at most.
     """
     calls = _calls(trace)
     idle = _idle(trace)
@@ -42,27 +42,39 @@ def device_calls(trace: Trace) -> pl.DataFrame:
 
 
 def stalls(trace: Trace) -> pl.DataFrame:
-    """Return what such calls cost each step.
+    """Return the cost of such calls in each step.
 
     Columns step, device, start_ns, duration_ns (the step's device window), calls, host_ns (time in calls), stalled_ns
-    (time they stalled the devices, each moment once); one row per step and device. Where the trace marks no steps, its
-    second half is the window, so that what fills an empty cache is left out.
+    (device stall, each moment once); one row per step and device. Where the trace marks no steps, its second half is
+    the window, which leaves out the filling of an empty cache.
     """
     calls, idle = _calls(trace), _idle(trace)
     rows = []
     for step, device, start_ns, duration_ns in _windows(trace).iter_rows():
         end_ns = start_ns + duration_ns
-        mine = calls.filter(pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step)
-        stalled = intervals.intersect(_with_aftermath(mine, idle), idle)
-        rows.append((step, device, start_ns, duration_ns, mine.height, mine["dur_ns"].sum(), intervals.length(stalled)))
+        step_calls = calls.filter(
+            pl.col("start_ns").is_between(start_ns, end_ns) if step is None else pl.col("step") == step
+        )
+        stalled = intervals.intersect(_with_aftermath(step_calls, idle), idle)
+        rows.append(
+            (
+                step,
+                device,
+                start_ns,
+                duration_ns,
+                step_calls.height,
+                step_calls["dur_ns"].sum(),
+                intervals.length(stalled),
+            )
+        )
     return pl.DataFrame(rows, schema=STALL_COLUMNS, orient="row")
 
 
 def retries(trace: Trace) -> pl.DataFrame:
-    """Return the steps in which the allocator freed its cache and tried again, by the metrics log.
+    """Return the allocation retries of each step (cudaMalloc failed, cache flushed), from the metrics log.
 
-    Columns step, retries, step_time_ns; one row per step with its growth of the counter, 0 where it stood still. The
-    first step logged has none: what came before it is not known.
+    Columns step, retries, step_time_ns; one row per step with the growth of the counter. The first logged step has no
+    row, since the counter before it is unknown.
     """
     wide = trace.metrics.filter(
         pl.col("name").is_in([conventions.ALLOC_RETRIES_METRIC, conventions.STEP_TIME_METRIC])
@@ -78,20 +90,20 @@ def retries(trace: Trace) -> pl.DataFrame:
 
 
 def regrowth(trace: Trace) -> pl.DataFrame:
-    """Return the requests for which the allocator took memory of the device though as much was idle in its cache.
+    """Return the requests for which the allocator reserved device memory although its cache had enough idle bytes.
 
-    Columns step, device, start_ns, dur_ns (0: a moment), bytes (of the block), idle_bytes (reserved and not held
-    before), grown_bytes (taken of the device), stalled_ns (by the device call before it), reserved_bytes (after); one
-    row per request. The idle memory was in pieces too small, on another stream or in another pool.
+    Columns step, device, start_ns, dur_ns (0), bytes (of the block), idle_bytes (reserved and not allocated before),
+    grown_bytes (newly reserved), stalled_ns (by the device call before it), reserved_bytes (after); one row per
+    request. The idle memory was fragmented, on another stream or in another pool.
     """
     device = pl.col("device")
     idle_bytes = pl.col("slack_bytes").shift(1).over(device)
     grown_bytes = pl.col("reserved_bytes").diff().over(device)
-    told = allocations.live(trace).with_columns(
+    usage = allocations.live(trace).with_columns(
         trace.allocations["delta_bytes"].alias("bytes"), idle_bytes=idle_bytes, grown_bytes=grown_bytes,
         start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64),
     )  # fmt: skip
-    grew = told.filter(pl.col("bytes") > 0, pl.col("grown_bytes") > 0, pl.col("idle_bytes") >= pl.col("bytes"))
+    grew = usage.filter(pl.col("bytes") > 0, pl.col("grown_bytes") > 0, pl.col("idle_bytes") >= pl.col("bytes"))
     calls = device_calls(trace).select("stalled_ns", call_ns="start_ns").sort("call_ns")
     last = grew.sort("start_ns").join_asof(calls, left_on="start_ns", right_on="call_ns", tolerance=_CALL_AGO_NS)
     filled = last.with_columns(pl.col("stalled_ns").fill_null(0))
@@ -99,21 +111,20 @@ def regrowth(trace: Trace) -> pl.DataFrame:
 
 
 def unit_buffers(trace: Trace) -> pl.DataFrame:
-    """Return the allocations of at least 1 MiB made in FSDP's gather and reduce spans, not by the backend itself.
+    """Return the allocations of at least 1 MiB in FSDP's gather and reduce spans, except the backend's own.
 
-    Columns step, unit, span, start_ns, dur_ns (0: a moment), bytes; one row per allocation. Those of saves are
-    left out.
+    Columns step, unit, span, start_ns, dur_ns (0), bytes; one row per allocation. Those of saves are left out.
     """
     span = pl.col("span")
     # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).
     inside = allocations.in_collectives(trace, trace.allocations["at_ns"])
-    taken = trace.allocations.filter(~inside).filter(
+    allocated = trace.allocations.filter(~inside).filter(
         pl.col("delta_bytes") >= _MIB,
         pl.col("step").is_not_null(),
         pl.col("phase").ne_missing(conventions.CHECKPOINT),
         span.str.contains("all_gather|reduce|unshard|pre_forward|pre_backward|post_backward"),
     )
-    return taken.select(
+    return allocated.select(
         "step", "unit", "span", pl.col("at_ns").alias("start_ns"), pl.lit(0, pl.Int64).alias("dur_ns"),
         pl.col("delta_bytes").alias("bytes"),
     )  # fmt: skip
@@ -125,7 +136,7 @@ def _calls(trace: Trace) -> pl.DataFrame:
 
 
 def _idle(trace: Trace) -> Spans:
-    """Return the time between first and last activity in which no device works; none on a CPU run."""
+    """Return the time between first and last activity without device work; none on a CPU run."""
     if not trace.on_device:
         return intervals.EMPTY
     work = trace.activities
@@ -134,7 +145,7 @@ def _idle(trace: Trace) -> Spans:
 
 
 def _with_aftermath(calls: pl.DataFrame, idle: Spans) -> Spans:
-    """Return the span of each call, drawn out over the idle time right after it that the call explains."""
+    """Return the span of each call, extended over the idle time right after it that the call explains."""
     spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
     if not len(spans) or not len(idle):
         return spans

@@ -1,4 +1,4 @@
-"""What pictures of memory are drawn from: what is held over time and by whom, and how long blocks of a size live."""
+"""Data for memory charts: allocated bytes over time by owner, and block lifetimes by size."""
 
 import numpy as np
 import numpy.typing as npt
@@ -27,38 +27,40 @@ Ints = npt.NDArray[np.int64]
 
 
 def over_time(trace: Trace) -> pl.DataFrame:
-    """Return who holds how much over the window.
+    """Return the allocated bytes of each owner over the window.
 
-    Columns device, by (phase, unit or op), owner, at_ns, bytes, live_bytes (of all owners), reserved_bytes; one row per
-    device, kind of owner, moment and owner. There are 600 moments at most, the highest and the lowest of each span of
-    time, so that no peak is lost. An owner is who allocated; those beyond the nine largest are one, and so is what came
-    before the window. At each moment the owners of one kind add up to live_bytes.
+    Columns device, owner_kind (phase, unit or op), owner, at_ns, bytes, live_bytes (of all owners), reserved_bytes; one
+    row per device, kind of owner, time and owner. There are at most 600 times, the maximum and minimum of each time
+    span, so that no peak is lost. The owner is the allocating phase, unit or op; owners beyond the nine largest are
+    merged, and so is memory from before the window. At each time the owners of one kind add up to live_bytes.
     """
     return usage_by_owner(allocations.blocks(trace), allocations.live(trace), by=("phase", "unit", "op"))
 
 
 def lifetimes(trace: Trace) -> pl.DataFrame:
-    """Return how long blocks live, by their size.
+    """Return block lifetimes by size.
 
-    Columns device, low_bytes, high_bytes, low_ns, high_ns (null: of blocks that outlive the window), count, bytes, op
-    (the one with most of the bytes); one row per device and cell of the grid: sizes by powers of two, lifetimes by 1
-    and 3 times powers of ten. Blocks from before the window are left out.
+    Columns device, low_bytes, high_bytes, low_ns, high_ns (null: blocks that outlive the window), count, bytes, op
+    (with most of the bytes); one row per device and cell of the grid: sizes by powers of two, lifetimes by 1 and 3
+    times powers of ten. Blocks from before the window are left out.
     """
     return lifetime_histogram(allocations.blocks(trace))
 
 
 def usage_by_owner(blocks: pl.DataFrame, live: pl.DataFrame, *, by: tuple[str, ...]) -> pl.DataFrame:
-    """Return the table that `over_time` describes, of blocks and of what is held after each event."""
+    """Return the table of `over_time` from blocks and live bytes."""
     parts = [pl.DataFrame(schema=OWNER_COLUMNS)]
     for (device,), of_device in live.group_by("device", maintain_order=True):
         moments = _moments(of_device)
-        mine = blocks.filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("start_event").is_not_null())
-        parts += [_by_owner(mine, moments, kind) for kind in by]
+        device_blocks = blocks.filter(
+            pl.col("device").eq_missing(pl.lit(device, pl.Int64)), pl.col("start_event").is_not_null()
+        )
+        parts += [_by_owner(device_blocks, moments, kind) for kind in by]
     return pl.concat(parts)
 
 
 def lifetime_histogram(blocks: pl.DataFrame) -> pl.DataFrame:
-    """Return the table that `lifetimes` describes, of blocks."""
+    """Return the table of `lifetimes` from blocks."""
     known = blocks.filter(pl.col("start_event").is_not_null(), pl.col("bytes") > 0)
     size, lived = known["bytes"].to_numpy(), known["lifetime_ns"].fill_null(0).to_numpy()
     low_bytes, high_bytes = _cell(size, _SIZE_EDGES)
@@ -83,7 +85,7 @@ def _cell(values: Ints, edges: Ints) -> tuple[Ints, Ints]:
 
 
 def _moments(live: pl.DataFrame) -> pl.DataFrame:
-    """Return the highest and the lowest moment of each of so many equal spans of time, in order."""
+    """Return the maximum and minimum of live bytes in each of _SPANS equal time spans, in order."""
     span_ns = pl.col("at_ns").max() - pl.col("at_ns").min() + 1
     place = (pl.col("at_ns") - pl.col("at_ns").min()) * _SPANS // span_ns
     spans = live.with_columns(place=place).group_by("place")
@@ -98,11 +100,11 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
     owner = pl.col(owner_kind).fill_null(_NO_OWNER[owner_kind])
     named = blocks.with_columns(owner=pl.when(owner == "").then(pl.lit(_ROOT)).otherwise(owner))
     at = moments["event"].to_numpy().astype(np.int64)
-    held = {name: _live_bytes_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
-    largest = sorted(held, key=lambda name: -int(held[name].max(initial=0)))
-    shown = {str(name): held[name] for name in largest[:_MOST_OWNERS]}
+    bytes_of = {name: _live_bytes_at(part, at) for (name,), part in named.group_by("owner", maintain_order=True)}
+    largest = sorted(bytes_of, key=lambda name: -int(bytes_of[name].max(initial=0)))
+    shown = {str(name): bytes_of[name] for name in largest[:_MOST_OWNERS]}
     if largest[_MOST_OWNERS:]:
-        shown[OTHERS] = np.sum([held[name] for name in largest[_MOST_OWNERS:]], axis=0)
+        shown[OTHERS] = np.sum([bytes_of[name] for name in largest[_MOST_OWNERS:]], axis=0)
     live = moments["live_bytes"].to_numpy().astype(np.int64)
     rest = live - (np.sum(list(shown.values()), axis=0) if shown else 0)
     if rest.any() or not shown:
@@ -115,7 +117,7 @@ def _by_owner(blocks: pl.DataFrame, moments: pl.DataFrame, owner_kind: str) -> p
 
 
 def _live_bytes_at(blocks: pl.DataFrame, events: Ints) -> Ints:
-    """Return the bytes of these blocks that are held after each of `events`."""
+    """Return the bytes of these blocks that are allocated after each of `events`."""
     return _cumulative_bytes(blocks, "start_event", events) - _cumulative_bytes(
         blocks.filter("freed"), "end_event", events
     )

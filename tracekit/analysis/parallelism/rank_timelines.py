@@ -1,4 +1,4 @@
-"""Ranks beside each other on the run's clock: what each does, and for whom it waits."""
+"""Timelines of all ranks on the run's clock: the state of each rank, and the rank that it waits for."""
 
 import polars as pl
 
@@ -18,28 +18,27 @@ _KEY = ["window", "rank", "activity_id"]
 
 
 def states(run: Run) -> pl.DataFrame:
-    """Return what each rank does when, on the run's clock; ask by ``run.run_table``.
+    """Return the state of each rank over time, on the run's clock; use ``run.run_table``.
 
-    Columns COLUMNS; one row per span, disjoint on a device, by start. doing: compute; transfer (a collective runs that
-    nothing hides, and all its known ranks have come); waiting (all collectives that run wait for a rank); copy. What
-    lies between is idle. op and unit are those of the collective that began last; peer_rank is who came last to it,
-    null where not known.
+    Columns COLUMNS; one row per span, disjoint on a device, by start. state: compute; transfer (exposed communication
+    with all known ranks present); waiting (all running collectives wait for a rank); copy. The rest is idle. op and
+    unit are those of the collective that started last; peer_rank is its last arrival, null where unknown.
     """
     spans = run.table(breakdown.spans).partition_by(_OF, as_dict=True)
     calls = _calls(run).partition_by(_OF, as_dict=True)
     parts = [pl.DataFrame(schema=COLUMNS)]
-    for place, mine in spans.items():
+    for place, device_spans in spans.items():
         where = zip(_OF, place, strict=True)
-        told = _device_states(mine, calls.get(place)).with_columns(
+        labelled = _device_states(device_spans, calls.get(place)).with_columns(
             pl.lit(value, pl.Int64).alias(name) for name, value in where
         )
-        parts.append(told.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
+        parts.append(labelled.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
     shifted = alignment.on_run_clock(pl.concat(parts), run.offsets, ("start_ns",))
     return shifted.select(*COLUMNS).sort("window", "rank", "device", "start_ns")
 
 
 def within(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
-    """Return the doings that lie in a stretch of the run's clock (ns), clipped to it."""
+    """Return the states in a window of the run's clock (ns), clipped to it."""
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     inside = doings.filter(pl.col("start_ns") < window[1], end_ns > window[0])
     start_ns = pl.col("start_ns").clip(window[0])
@@ -47,10 +46,10 @@ def within(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
 
 
 def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
-    """Return how long each rank does what within a stretch of the run's clock (ns): the parts sum to its length.
+    """Return the time of each rank in each state within a window of the run's clock (ns); the parts sum to its length.
 
-    Columns rank, device, compute_ns, transfer_ns, waiting_ns, copy_ns, idle_ns, and by rank that is waited for
-    waiting_for_N_ns; waiting for a rank that is not known is in waiting_ns alone.
+    Columns rank, device, compute_ns, transfer_ns, waiting_ns, copy_ns, idle_ns, and waiting_for_N_ns for each awaited
+    rank; waiting for an unknown rank is in waiting_ns only.
     """
     of, inside = ["rank", "device"], within(doings, window)
     dur_ns, peer = pl.col("dur_ns"), pl.col("peer_rank")
@@ -64,10 +63,10 @@ def totals(doings: pl.DataFrame, window: intervals.Window) -> pl.DataFrame:
 
 
 def wait_times(run: Run) -> pl.DataFrame:
-    """Return how long each rank stood still for which other; ask by ``run.run_table``.
+    """Return how long each rank waited for each other rank; use ``run.run_table``.
 
-    Columns rank, peer_rank (who came last; null where that is not known), waited_ns: the doings of kind waiting, so
-    that no moment counts twice and what compute hides counts for nothing. One row per pair that occurs.
+    Columns rank, peer_rank (the last arrival; null where unknown), waited_ns: the states of kind waiting, so that
+    concurrent collectives count once and hidden waiting does not count. One row per pair that occurs.
     """
     waits = run.run_table(states).filter(pl.col("state") == WAITING)
     return waits.group_by("rank", "peer_rank").agg(pl.col("dur_ns").sum().alias("waited_ns")).sort("rank", "peer_rank")
@@ -85,7 +84,7 @@ def _calls(run: Run) -> pl.DataFrame:
 
 
 def _device_states(spans: pl.DataFrame, calls: pl.DataFrame | None) -> pl.DataFrame:
-    """Return the spans of one device with exposed communication in two, and what the collective is."""
+    """Return the spans of one device with exposed communication split, and what the collective is."""
     found = {part: _of(spans.filter(pl.col("part") == part)) for part in breakdown.PARTS}
     exposed = found[breakdown.EXPOSED_COMMUNICATION]
     none = intervals.from_columns([], [])

@@ -1,4 +1,4 @@
-"""Who waits for whom: what the other ranks lose in each step to the rank that comes last."""
+"""Stragglers: the time that other ranks lose in each step to the rank that arrives last."""
 
 import polars as pl
 
@@ -14,10 +14,10 @@ _ACTIVITY = ("window", "rank", "activity_id")
 
 
 def late_calls(run: Run) -> pl.DataFrame:
-    """Return the waiting of ranks in collectives for a rank that came later; ask by ``run.run_table``.
+    """Return the waits of ranks in collectives for a later arrival; use ``run.run_table``.
 
-    Columns window, rank, step, phase, unit, op, instance, late_rank (who came last of the ranks with a trace),
-    start_ns and dur_ns (on the clock of the rank's trace), wait_ns; one row per rank and collective it waited in.
+    Columns window, rank, step, phase, unit, op, instance, late_rank (the last arrival among ranks with a trace),
+    start_ns and dur_ns (on the clock of the rank's trace), wait_ns; one row per rank and collective in which it waited.
     """
     key = ["window", "instance"]
     last = run.run_table(collective_instances.instances).select(*key, pl.col("last_known_rank").alias("late_rank"))
@@ -29,15 +29,15 @@ def late_calls(run: Run) -> pl.DataFrame:
 
 
 def straggler_costs(run: Run) -> pl.DataFrame:
-    """Return what other ranks lose in each step to each rank that ever came last; ask by ``run.run_table``.
+    """Return the time that other ranks lose in each step to each rank that arrived last at least once.
 
-    Columns window, step, order (number of the step among those judged), late_rank, duration_ns (the median over ranks),
-    waited_ns (in collectives for it, hidden by compute or not: the median over the other ranks), idle_ns (the part of
-    it in which they compute nothing), lost_ns (the larger of idle_ns and of the smaller of waited_ns and of how much
-    longer than it they stand idle in collectives: those behind a hidden wait come late too; less what its own
-    collectives keep it longer than others' do, waiting apart: a link's fault), lost_ratio, share (of all
-    waiting in the step), late_calls and calls (collectives to which it came last, and all of the step), is_whole
-    (whether all ranks of those have a trace); one row per step and rank. Steps that save are left out.
+    Use ``run.run_table``. Columns window, step, order (number of the step among those judged), late_rank, duration_ns
+    (the median over ranks), waited_ns (in collectives for it, hidden or not: the median over the other ranks), idle_ns
+    (the part of it without compute), lost_ns, lost_ratio, share (of all waiting in the step), late_calls and calls
+    (collectives in which it arrived last, and all of the step), is_whole (all ranks of those have a trace); one row per
+    step and rank. lost_ns is the larger of idle_ns and of the smaller of waited_ns and the others' extra exposed
+    communication: ranks behind a hidden wait are delayed too. The rank's own extra transfer time, without waiting, is
+    subtracted: that is a slow link. Steps with saves are left out.
     """
     waits = run.run_table(late_calls)
     judged = steps(run)
@@ -49,8 +49,8 @@ def straggler_costs(run: Run) -> pl.DataFrame:
     late = judged.join(waits.select(pl.col("late_rank").unique()), how="cross").join(
         waited.select(*keys, "waited_ns", "share"), on=keys, how="left"
     )
-    for further in (idle, _exposed_longer(run), _calls(run)):
-        late = late.join(further, on=keys, how="left")
+    for columns in (idle, _exposed_longer(run), _calls(run)):
+        late = late.join(columns, on=keys, how="left")
     lost_ns = (
         pl.max_horizontal(pl.min_horizontal("waited_ns", "extra_idle_ns"), "idle_ns") - pl.col("own_transfer_excess_ns")
     ).clip(0)
@@ -70,7 +70,7 @@ def straggler_costs(run: Run) -> pl.DataFrame:
 
 
 def steps(run: Run) -> pl.DataFrame:
-    """Return the steps that save on no rank: window, step, duration_ns (median), ranks (how many), order (number)."""
+    """Return the steps without saves: window, step, duration_ns (median), ranks (how many), order (number)."""
     judged = (
         steps_without_saves.steps(run)
         .drop_nulls("step")
@@ -93,7 +93,7 @@ def _of_others(per_rank: pl.DataFrame, judged: pl.DataFrame) -> pl.DataFrame:
 
 
 def _idle(run: Run) -> pl.DataFrame:
-    """Return how long each rank computed nothing while it waited for another: columns late_rank, wait_ns and place."""
+    """Return each rank's idle time while it waited for another: columns late_rank, wait_ns, window, step, rank."""
     pieces = run.run_table(compute_gap_causes.compute_gap_causes_across).filter(
         pl.col("cause") == communication_gap_causes.PEER
     )
@@ -126,7 +126,7 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
 
 
 def _calls(run: Run) -> pl.DataFrame:
-    """Return for each step and rank to how many collectives it came last: late_calls, calls, is_whole."""
+    """Return in how many collectives each rank arrived last per step: late_calls, calls, is_whole."""
     found = run.run_table(collective_instances.instances).drop_nulls("step")
     whole = (pl.col("ranks").list.len() == pl.col("group_size")).all().over(_KEY)
     counted = found.with_columns(pl.len().cast(pl.Int64).over(_KEY).alias("calls"), whole.alias("is_whole"))

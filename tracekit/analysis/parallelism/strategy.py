@@ -1,4 +1,4 @@
-"""Which way of sharing out the training a trace shows, by the marks that each leaves."""
+"""The parallelism strategy of a trace, recognized by the annotations of its wrapper."""
 
 import polars as pl
 
@@ -28,10 +28,10 @@ def marks(trace: Trace) -> pl.DataFrame:
 
 
 def of_run(run: Run) -> str | None:
-    """Return the strategy that the manifest names, else the one whose wrapper left most marks; None where neither."""
-    told = run.manifest.get("strategy")
-    if told in _PREFIXES:
-        return str(told)
+    """Return the strategy in the manifest, else the one whose wrapper left most annotations; None where neither."""
+    stated = run.manifest.get("strategy")
+    if stated in _PREFIXES:
+        return str(stated)
     totals = run.table(marks).group_by("strategy").agg(pl.col("marks").sum())
     most = totals.sort("marks", "strategy", descending=[True, False])
     return None if most.is_empty() else str(most["strategy"][0])

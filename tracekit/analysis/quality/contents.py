@@ -1,4 +1,4 @@
-"""What each trace holds, and what was not recorded: what cannot be told without it, and how to record it."""
+"""Contents of each trace, and what was not recorded: the consequence, and how to record it."""
 
 import polars as pl
 
@@ -18,7 +18,7 @@ MISSING_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
 
 
 def contents(trace: Trace) -> pl.DataFrame:
-    """Return how much of what a trace holds. Columns COLUMNS; one row.
+    """Return how many rows of each kind a trace contains. Columns COLUMNS; one row.
 
     span_ns is from the first activity's start to the last one's end. Counts: activities, linked (with a launch), phased
     (launched in a known phase); ops, shaped (with input shapes), stacked (Python frames); collectives, sized, grouped
@@ -103,9 +103,9 @@ _LABELS = {
 
 
 def missing(run: Run) -> pl.DataFrame:
-    """Return what some ranks did not record at all; ask by ``run.run_table``.
+    """Return what some ranks did not record at all; use ``run.run_table``.
 
-    Columns missing, ranks (which lack it), consequence (what cannot be told), how_to_record (how to have it next time).
+    Columns missing, ranks (that lack it), consequence (what remains unknown), how_to_record.
     """
     table = run.table(contents)
     rows = []

@@ -1,4 +1,4 @@
-"""What makes the numbers of a trace doubtful, each with the share of time that it concerns."""
+"""Data-quality issues of a trace, each with the share of time that it affects."""
 
 import json
 import re
@@ -32,18 +32,18 @@ def data_quality(trace: Trace) -> pl.DataFrame:
 
 
 def versions(trace: Trace) -> pl.DataFrame:
-    """Return what the trace's header says of software and device: each must be the same on all ranks.
+    """Return the versions of software and device in the trace's header: each must be the same on all ranks.
 
     Columns name, value; one row per fact, such as cuda_driver_version, nccl_version, device.
     """
     header = trace.header
-    told = {name: value for name, value in header.items() if _VERSION.search(name)}
+    facts = {name: value for name, value in header.items() if _VERSION.search(name)}
     info = header.get("distributedInfo")
     if isinstance(info, Mapping):
-        told |= {name: info[name] for name in ("nccl_version", "backend") if info.get(name)}
+        facts |= {name: info[name] for name in ("nccl_version", "backend") if info.get(name)}
     if devices := _devices(header):
-        told["device"] = devices
-    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in sorted(told.items())]
+        facts["device"] = devices
+    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in sorted(facts.items())]
     return pl.DataFrame(rows, schema=VERSION_COLUMNS, orient="row")
 
 
@@ -114,9 +114,9 @@ def _overlaps(trace: Trace) -> Iterator[_Row]:
 
 
 def _dropped(trace: Trace) -> Iterator[_Row]:
-    """What the profiler itself says it lost, in the header's warnings."""
-    said = [str(line) for name in ("WARNING", "ERROR") for line in _listed(trace.header.get(name))]
-    lost = [match for line in said if (match := _DROPPED.search(line))]
+    """Records that the profiler reports as dropped, in the header's warnings."""
+    warnings = [str(line) for name in ("WARNING", "ERROR") for line in _listed(trace.header.get(name))]
+    lost = [match for line in warnings if (match := _DROPPED.search(line))]
     if not lost:
         return
     count = sum(int(match[1] or 0) for match in lost)

@@ -1,4 +1,4 @@
-"""The backward passes of a step, one for each micro-batch, and the gradients that each of them reduces."""
+"""The backward passes of each step, one per micro-batch, and the gradient reductions of each pass."""
 
 import polars as pl
 
@@ -24,7 +24,7 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
     """Return when the first work of each backward pass was launched.
 
     Columns device, step, backward (from 0 in each step), launched_ns; one row per pass. A pass ends where other compute
-    that is more than 5% of the step's was launched: the next forward pass. Steps whose phases are not known have none.
+    of more than 5% of the step's compute was launched: the next forward pass. Steps without known phases have no rows.
     """
     parts = [pl.DataFrame(schema=START_COLUMNS)]
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
@@ -46,40 +46,40 @@ def backward_starts(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def gradient_reductions(trace: Trace) -> pl.DataFrame:
-    """Return the collectives that reduce gradients, each with the backward pass that it belongs to.
+    """Return the collectives that reduce gradients, each with its backward pass.
 
-    Columns device, step, backward, backwards (passes of the step), lane, op, group, dtype, unit, bytes, activity_id,
-    start_ns, dur_ns, exposed_ns; one row per collective. They are all-reduces and reduce-scatters launched in backward
-    passes; what is also launched elsewhere with the same op, group and size reduces something else (activations under
-    tensor parallelism), and is left out.
+    Columns device, step, backward, backward_count (passes of the step), lane, op, group, dtype, unit, bytes,
+    activity_id, start_ns, dur_ns, exposed_ns; one row per collective. These are the all-reduces and reduce-scatters
+    launched in backward passes. A collective with the same op, group and size outside backward reduces activations
+    (tensor parallelism), so that kind is left out.
     """
-    found = backward_starts(trace)
-    if found.is_empty():
+    starts = backward_starts(trace)
+    if starts.is_empty():
         return pl.DataFrame(schema=REDUCTION_COLUMNS)
     calls = _reducing(trace)
     backward = pl.col("phase").eq_missing(conventions.BACKWARD)
     elsewhere = calls.filter(~backward & pl.col("phase").ne_missing(conventions.CHECKPOINT)).select(_KEY).unique()
-    mine = calls.filter(backward).join(elsewhere, on=_KEY, how="anti", nulls_equal=True).sort("launched_ns")
-    counts = found.group_by("device", "step").agg(pl.len().cast(pl.Int64).alias("backward_count"))
+    gradients = calls.filter(backward).join(elsewhere, on=_KEY, how="anti", nulls_equal=True).sort("launched_ns")
+    counts = starts.group_by("device", "step").agg(pl.len().cast(pl.Int64).alias("backward_count"))
     keyed = [pl.col("device").fill_null(-1).alias("_device")]
-    placed = mine.with_columns(keyed).join_asof(
-        found.with_columns(keyed).drop("device").sort("launched_ns"),
+    placed = gradients.with_columns(keyed).join_asof(
+        starts.with_columns(keyed).drop("device").sort("launched_ns"),
         on="launched_ns", by=["_device", "step"], check_sortedness=False,
     )  # fmt: skip
-    told = placed.drop_nulls("backward").join(counts, on=["device", "step"], how="left", nulls_equal=True)
-    return exposure.with_exposure(trace, told.sort("start_ns")).select(
+    in_pass = placed.drop_nulls("backward").join(counts, on=["device", "step"], how="left", nulls_equal=True)
+    return exposure.with_exposure(trace, in_pass.sort("start_ns")).select(
         pl.col(name).cast(dtype) for name, dtype in REDUCTION_COLUMNS.items()
     )
 
 
 def _reducing(trace: Trace) -> pl.DataFrame:
-    """Return the work of all devices that reduces, with what it carries."""
-    told = trace.collectives.filter(pl.col("op").is_in(REDUCING)).select(
+    """Return the all-reduces and reduce-scatters of all devices, with their messages."""
+    messages = trace.collectives.filter(pl.col("op").is_in(REDUCING)).select(
         pl.col("activity_id").alias("id"), "op", "group", "dtype",
         pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
     )  # fmt: skip
     work = pl.concat([launches.work(trace, device) for device in breakdown.devices(trace)])
-    calls = work.drop("bytes").join(told.rename({"message_bytes": "bytes"}), on="id", maintain_order="left")
+    calls = work.drop("bytes").join(messages.rename({"message_bytes": "bytes"}), on="id", maintain_order="left")
     return calls.drop_nulls("step").with_columns(
         pl.coalesce("launched_ns", "start_ns").alias("launched_ns"), pl.col("id").alias("activity_id")
     )

@@ -1,4 +1,4 @@
-"""What the time of a step goes into: compute, exposed communication, exposed copies, idle. The parts sum exactly."""
+"""Breakdown of step time: compute, exposed communication, exposed copies, idle. The parts sum exactly."""
 
 from typing import Any
 
@@ -31,10 +31,10 @@ SPAN_COLUMNS = {"device": _INT, "part": pl.String, "start_ns": _INT, "dur_ns": _
 
 
 def spans(trace: Trace) -> pl.DataFrame:
-    """Return when each device does which part of the breakdown: disjoint spans, by device, part and start.
+    """Return when each device is in which part of the breakdown: disjoint spans, by device, part and start.
 
-    Columns device, part (of PARTS; what lies between is idle), start_ns, dur_ns. Their coverage of a step's window is
-    what `by_step` says.
+    Columns device, part (of PARTS; the rest is idle), start_ns, dur_ns. `by_step` gives their coverage of each step's
+    window.
     """
     parts = []
     for device in devices(trace):
@@ -62,8 +62,8 @@ def by_step(trace: Trace) -> pl.DataFrame:
     device, windows = steps["device"].to_list(), steps.select("start_ns", "end_ns").to_numpy()
     terms = np.zeros((len(windows), len(_TERMS)), np.int64)
     for each in dict.fromkeys(device):
-        mine = np.array([other == each for other in device], np.bool_)
-        terms[mine] = _split(busy(trace, each), windows[mine])
+        on_device = np.array([other == each for other in device], np.bool_)
+        terms[on_device] = _split(busy(trace, each), windows[on_device])
     return _table(steps["step"].to_list(), device, windows, terms)
 
 
@@ -86,7 +86,7 @@ def by_rank(trace: Trace) -> pl.DataFrame:
 
 
 def devices(trace: Trace) -> tuple[int | None, ...]:
-    """Return the devices that did work, in order; (None,) on a CPU run, () where nothing ran."""
+    """Return the devices with activity, in order; (None,) on a CPU run, () where nothing ran."""
     device_of = _device_of(trace)
     used = {device_of[lane] for lane in np.unique(trace.activities["lane"]).tolist() if lane in device_of}
     return tuple(sorted(used, key=lambda device: -1 if device is None else device))
@@ -96,12 +96,12 @@ def busy(trace: Trace, device: int | None) -> tuple[Spans, Spans, Spans]:
     """Return the spans of compute, communication and copies on one device's lanes, each sorted and disjoint."""
     lanes = [lane for lane, its in _device_of(trace).items() if its == device]
     activities = trace.activities
-    mine = np.isin(activities["lane"].to_numpy(), lanes)
+    on_device = np.isin(activities["lane"].to_numpy(), lanes)
     spans = intervals.from_columns(activities["start_ns"], activities["dur_ns"])
     kind = {each: (activities["kind"] == each).to_numpy() for each in ("compute", "communication", *COPY_KINDS)}
     copies = np.logical_or.reduce([kind[each] for each in COPY_KINDS])
     compute, communication, copy = (
-        intervals.union(spans[mine & which]) for which in (kind["compute"], kind["communication"], copies)
+        intervals.union(spans[on_device & which]) for which in (kind["compute"], kind["communication"], copies)
     )
     return compute, communication, copy
 
@@ -114,7 +114,7 @@ _TERMS = ("compute_ns", "communication_ns", "copy_ns", "overlapped_ns", "exposed
 
 
 def _split(sets: tuple[Spans, Spans, Spans], windows: Spans) -> Spans:
-    """Return what the time of each window goes into, shape (windows, _TERMS)."""
+    """Return the breakdown of each window, shape (windows, _TERMS)."""
     compute, communication, copy = sets
     terms = (
         compute,

@@ -1,4 +1,4 @@
-"""What waits for what on a device: order of streams, launches, CUDA events, communicators, as told or as inferred."""
+"""Dependencies of device work: stream order, launches, CUDA events, communicators; recorded or inferred."""
 
 import numpy as np
 import polars as pl
@@ -28,7 +28,7 @@ DEPENDENCIES = Table(
         Column("waiting_id", _INT, "", "What waits: activities.id, or for how = sync ops.id of the call."),
         Column("awaited_id", _INT, "", "What it waits for: activities.id, or for how = launch ops.id of the call."),
         Column("kind", _TEXT, "", "launch, stream, event, sync, communicator or start_order."),
-        Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not told by the trace."),
+        Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not recorded."),
     ),
 )
 ITEM_COLUMNS = {
@@ -42,10 +42,10 @@ _NEVER = np.iinfo(np.int64).min // 2
 
 
 def dependencies(trace: Trace) -> pl.DataFrame:
-    """Return what each piece of a device's work waits for, and the host's calls that wait for work.
+    """Return the dependencies of each piece of device work, and of the host calls that wait for device work.
 
-    Columns as DEPENDENCIES; one row per wait. Empty on a CPU run. Where a trace lacks the waits of streams for events
-    they are inferred: see `tracekit.analysis.time.inferred_dependencies`.
+    Columns as DEPENDENCIES; one row per wait. Empty on a CPU run. Where a trace has no event waits of streams, they are
+    inferred: see `tracekit.analysis.time.inferred_dependencies`.
     """
     items = lane_items(trace)
     if items.is_empty():
@@ -75,24 +75,24 @@ def dependencies(trace: Trace) -> pl.DataFrame:
         },
         schema={"waiting_id": pl.Int64, "awaited": pl.Int64},
     )
-    told = calls.with_columns(
+    host_sync = calls.with_columns(
         pl.Series("awaited_id", work[calls["awaited"].to_numpy()], pl.Int64),
         kind=pl.lit(SYNC),
         inferred=pl.lit(False),
     ).filter(pl.col("awaited_id") >= 0)
     columns = list(DEPENDENCIES.schema)
-    every = pl.concat([launches.select(columns), between.select(columns), told.select(columns)])
+    every = pl.concat([launches.select(columns), between.select(columns), host_sync.select(columns)])
     return DEPENDENCIES.conform(every.unique(maintain_order=True))
 
 
 @memoize
 def lane_items(trace: Trace) -> pl.DataFrame:
-    """Return what a device's streams hold, in their order: activities, and waits for events where the trace tells them.
+    """Return the items on each device stream in order: activities, and recorded waits for events.
 
-    Columns item (number), is_wait, ref (activities.id, or ops.id of the call that let the stream wait), launch_id,
-    device, lane, kind, name, step, phase, unit, span, start_ns, end_ns (of a wait: of the call), launched_ns (start of
-    the launching call; the own start where not known), launched_reach_ns (the latest on the lane so far), previous (the
-    item before it on its lane; -1: none). Empty on a CPU run.
+    Columns item (number), is_wait, ref (activities.id, or ops.id of the wait call), launch_id, device, lane, kind,
+    name, step, phase, unit, span, start_ns, end_ns (of a wait: of the call), launched_ns (start of the launching call;
+    the item's own start where unknown), launched_reach_ns (the latest launched_ns on the lane so far), previous (the
+    previous item on the lane; -1: none). Empty on a CPU run.
     """
     lanes = trace.lanes.filter(pl.col("device").is_not_null()).select("lane", "device", "stream")
     calls = trace.ops.select(pl.col("id").alias("launch_id"), pl.col("start_ns").alias("called_ns"))
@@ -115,41 +115,43 @@ def lane_items(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def item_waits(trace: Trace) -> pl.DataFrame:
-    """Return the waits between items of different lanes, order of lanes apart.
+    """Return the waits between items of different lanes.
 
-    Columns waiting, awaited (items), lag_ns, how, inferred; one row per wait.
+    Columns waiting, awaited (items), lag_ns, kind, inferred; one row per wait.
     """
     items = lane_items(trace)
-    told = _event_waits(trace, items)
-    parts = [told] if told.height else [inferred_dependencies.event_waits(trace, items)]
+    recorded = _event_waits(trace, items)
+    parts = [recorded] if recorded.height else [inferred_dependencies.event_waits(trace, items)]
     parts += [inferred_dependencies.communicator_order(trace, items), inferred_dependencies.start_order(items)]
     return pl.concat([part.select(pl.col(n).cast(t) for n, t in WAIT_COLUMNS.items()) for part in parts])
 
 
 @memoize
 def completion_ns(trace: Trace) -> Ints:
-    """Return when each item had ended: work as recorded, a wait once what it waits for and its lane's work had."""
+    """Return when each item had completed: work as recorded, a wait once its event and its lane's earlier work had."""
     items, waits = lane_items(trace), item_waits(trace).filter(pl.col("kind") == EVENT)
     end = items["end_ns"].to_numpy().copy()
     is_wait, previous = items["is_wait"].to_numpy(), items["previous"].to_numpy()
     on_lane = np.flatnonzero(is_wait & (previous >= 0))
     waiting, awaited = waits["waiting"].to_numpy(), waits["awaited"].to_numpy()
-    told = is_wait[waiting]
-    waiting, awaited = (np.concatenate(each) for each in ((waiting[told], on_lane), (awaited[told], previous[on_lane])))
+    from_wait = is_wait[waiting]
+    waiting, awaited = (
+        np.concatenate(each) for each in ((waiting[from_wait], on_lane), (awaited[from_wait], previous[on_lane]))
+    )
     while (late := end[waiting] < end[awaited]).any():  # as often as waits wait for waits
         np.maximum.at(end, waiting[late], end[awaited[late]])
     return np.asarray(end, np.int64)
 
 
 def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
-    """Return the items that CUDA says each call of the host (ops.id) waited for."""
+    """Return the items that each host call (ops.id) waited for, from CUDA's synchronization records."""
     syncs = trace.syncs.filter(pl.col("kind").is_in(["event", "stream"])).drop_nulls("call_id")
     starts = trace.ops.select(pl.col("id").alias("at_id"), pl.col("start_ns").alias("at_ns"))
     at_id = pl.when(pl.col("kind") == "event").then("record_id").otherwise("call_id")
     stream = pl.when(pl.col("kind") == "event").then("awaited_stream").otherwise("stream")
-    asked = syncs.with_columns(at_id.alias("at_id"), stream.alias("stream")).join(starts, on="at_id")
+    requests = syncs.with_columns(at_id.alias("at_id"), stream.alias("stream")).join(starts, on="at_id")
     lanes = trace.lanes.select("lane", "device", "stream").drop_nulls()
-    placed = asked.join(lanes, on=["device", "stream"])
+    placed = requests.join(lanes, on=["device", "stream"])
     found = last_before(items, placed["lane"].to_numpy(), placed["at_ns"].to_numpy())
     waits: dict[int, list[int]] = {}
     for call, item in zip(placed["call_id"].to_list(), found.tolist(), strict=True):
@@ -159,12 +161,12 @@ def host_waits(trace: Trace, items: pl.DataFrame) -> dict[int, list[int]]:
 
 
 def last_before(items: pl.DataFrame, lane: Ints, at_ns: Ints) -> Ints:
-    """Return the last item that each lane had been given before each moment; -1 for none."""
+    """Return the last item launched on each lane before each time; -1 for none."""
     found = np.full(len(lane), -1, np.int64)
-    for (each,), mine in items.group_by("lane", maintain_order=True):
+    for (each,), lane_items in items.group_by("lane", maintain_order=True):
         rows = np.flatnonzero(lane == each)
-        last = np.searchsorted(mine["launched_reach_ns"].to_numpy(), at_ns[rows], side="left") - 1
-        found[rows] = np.where(last >= 0, mine["item"].to_numpy()[np.maximum(last, 0)], -1)
+        last = np.searchsorted(lane_items["launched_reach_ns"].to_numpy(), at_ns[rows], side="left") - 1
+        found[rows] = np.where(last >= 0, lane_items["item"].to_numpy()[np.maximum(last, 0)], -1)
     return found
 
 
@@ -183,7 +185,7 @@ def _stream_waits(trace: Trace, lanes: pl.DataFrame, calls: pl.DataFrame) -> pl.
 
 
 def _previous(items: pl.DataFrame) -> pl.Series:
-    """Return the item before each on its lane; of work that overlaps on one lane, the last that had ended."""
+    """Return the previous item on each item's lane; where work overlaps on one lane, the last that had ended."""
     lane, start, end = (items[name].to_numpy() for name in ("lane", "start_ns", "end_ns"))
     is_wait = items["is_wait"].to_numpy()
     count = len(items)
@@ -218,7 +220,7 @@ def _event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
 
 
 def _work_of(items: pl.DataFrame) -> Ints:
-    """Return for each item its activity; of a wait, the activity before it on its lane; -1: none."""
+    """Return the activity of each item; for a wait, the activity before it on its lane; -1: none."""
     has = ~items["is_wait"].to_numpy()
     at = np.where(has, np.arange(len(items)), -1)
     lane = items["lane"].to_numpy()
@@ -228,7 +230,7 @@ def _work_of(items: pl.DataFrame) -> Ints:
 
 
 def _between_work(waits: pl.DataFrame, items: pl.DataFrame, work: Ints) -> pl.DataFrame:
-    """Return waits between items as waits between activities: one that waits at a wait is the next on its lane."""
+    """Return waits between items as waits between activities: a waiting stream delays its next activity."""
     is_wait = items["is_wait"].to_numpy()
     ref, lane, count = items["ref"].to_numpy(), items["lane"].to_numpy(), len(items)
     following = np.where(is_wait, count, np.arange(count))

@@ -1,4 +1,4 @@
-"""Gaps: spans of a step in which no collective runs although more are to come, and in which nothing computes."""
+"""Gaps in a step: spans without a running collective while more are to follow, and spans without compute."""
 
 import numpy as np
 import polars as pl
@@ -22,11 +22,11 @@ COMPUTE_COLUMNS = {
 
 @memoize
 def communication_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the spans of a phase in which no collective runs on the device although more of the phase are to come.
+    """Return the spans of a phase in which no collective runs although more of the phase follow.
 
-    Columns gap (number in the trace), device, step, phase, unit, lane, collective_id, name, op (of the collective that
-    ends it: the next to start), start_ns, dur_ns; one row per gap. A phase begins with the first activity that was
-    launched in it; unknown phases and steps count as one each. What saves communicate closes no gap.
+    Columns gap (number in the trace), device, step, phase, unit, lane, collective_id, name, op (of the next collective,
+    which ends the gap), start_ns, dur_ns; one row per gap. A phase begins with the first activity launched in it;
+    unknown phases and steps count as one each. Collectives of saves end no gap.
     """
     parts = [pl.DataFrame(schema=COMMUNICATION_COLUMNS)]
     ops = trace.collectives.select(pl.col("activity_id").alias("collective_id"), "op").unique("collective_id")
@@ -43,10 +43,10 @@ def communication_gaps(trace: Trace) -> pl.DataFrame:
 
 @memoize
 def compute_gaps(trace: Trace) -> pl.DataFrame:
-    """Return the spans of each step's device window in which the device computes nothing.
+    """Return the spans of each step's device window without compute.
 
     Columns gap (number in the trace), device, step (of the window), phase, unit, lane, activity_id, name (of the
-    compute that ends it; null at the end of the trace), start_ns, dur_ns; one row per gap.
+    compute that ends the gap; null at the end of the trace), start_ns, dur_ns; one row per gap.
     """
     parts = [pl.DataFrame(schema=COMPUTE_COLUMNS)]
     windows = trace.steps.drop_nulls(["start_ns", "end_ns"])
@@ -57,7 +57,7 @@ def compute_gaps(trace: Trace) -> pl.DataFrame:
 
 
 def _closed(calls: pl.DataFrame, *, begun_ns: str) -> pl.DataFrame:
-    """Return each activity before which none of `calls` runs since `begun_ns`, with that span as start_ns, dur_ns."""
+    """Return each activity that ends a span without any of `calls` since `begun_ns`, with the span's times."""
     calls = calls.sort("start_ns", "id")
     end_ns = pl.col("start_ns") + pl.col("dur_ns")
     since_ns = pl.max_horizontal(end_ns.cum_max().shift(1), begun_ns)
@@ -69,7 +69,7 @@ def _closed(calls: pl.DataFrame, *, begun_ns: str) -> pl.DataFrame:
 
 
 def _idle(compute: pl.DataFrame, windows: pl.DataFrame, device: int | None) -> pl.DataFrame:
-    """Return the spans of the windows in which none of `compute` runs, with the compute that ends each."""
+    """Return the spans of the windows without any of `compute`, with the compute that ends each."""
     busy = intervals.union(intervals.from_columns(compute["start_ns"], compute["dur_ns"]))
     steps: list[int | None] = []
     found: list[Spans] = [intervals.EMPTY]

@@ -1,4 +1,4 @@
-"""What the host did at a moment: which of the known ways to be late."""
+"""The state of the host at a given time: synchronizing, loading data, in an op, in Python, and so on."""
 
 import numpy as np
 import polars as pl
@@ -33,10 +33,10 @@ _LOADER = r"^enumerate\(DataLoader\)"
 
 
 def state_at(trace: Trace, at_ns: Ints) -> Ints:
-    """Return what the threads that launch work did at each moment, as an index into DOINGS.
+    """Return the state of the threads that launch work at each time, as an index into HOST_STATES.
 
-    `op`: inside an op of the framework, `launch`: inside another runtime call, `python`: in none of what the profiler
-    records, so in Python or, where stacks say nothing, not running at all. Saves count on any thread that launches.
+    `op`: inside a framework op; `launch`: inside another runtime call; `python`: in nothing that the profiler records,
+    so in Python or, without stacks, possibly not running. A save on any launching thread counts.
     """
     found = np.full(len(at_ns), HOST_STATES.index(PYTHON), np.int64)
     for index, spans in reversed(list(enumerate(_spans(trace)))):
@@ -45,7 +45,7 @@ def state_at(trace: Trace, at_ns: Ints) -> Ints:
 
 
 def state_changes(trace: Trace) -> Ints:
-    """Return all moments at which the answer of `doing` may change."""
+    """Return all times at which `state_at` may change."""
     return np.concatenate([spans.ravel() for spans in _spans(trace)])
 
 
@@ -59,13 +59,13 @@ def launching_threads(trace: Trace) -> pl.DataFrame:
 
 
 def is_synchronizing(state: Ints) -> Flags:
-    """Return at which moments the host waited for the device."""
+    """Return at which times the host waited for the device."""
     return np.isin(state, [HOST_STATES.index(SYNCHRONIZE), HOST_STATES.index(RATE_LIMITER)])
 
 
 @memoize
 def _spans(trace: Trace) -> list[Spans]:
-    """Return when the launching threads did each of DOINGS but the last."""
+    """Return the spans of the launching threads in each of HOST_STATES but the last."""
     ops = trace.ops.join(launching_threads(trace), on="lane", how="semi")
     name, kind, phase = pl.col("name"), pl.col("kind"), pl.col("phase")
     is_call = kind == "runtime"

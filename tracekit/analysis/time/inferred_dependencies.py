@@ -1,7 +1,7 @@
-"""Waits that a trace does not tell, inferred from order and ends: events between streams, turns on a communicator.
+"""Waits missing from a trace, inferred from order and end times: events between streams, order on a communicator.
 
-A wait is inferred where work on one lane begins right after work on another has ended, though by launch and by its own
-lane it could have begun before; and where every member of such a class does at least as late.
+A wait is inferred where work on one lane starts right after work on another lane ends, although its launch and its own
+lane would have let it start earlier, and where every member of the same class starts no earlier.
 """
 
 from dataclasses import dataclass
@@ -27,25 +27,25 @@ _COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind"
 
 
 def event_waits(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the waits of streams for events, inferred. Columns waiting, awaited (items), lag_ns, how, inferred.
+    """Return the inferred event waits of streams. Columns waiting, awaited (items), lag_ns, kind, inferred.
 
-    Work is classed by name, lane, phase and what comes before it on its lane. A class waits for the work on another
-    lane that was launched last before it (or one, two, three before that), if none of the class began before that had
-    ended and at least two began right after, though they could have begun before; then all of the class wait. A class
-    of reductions waits for the compute launched before it if none began earlier: that is what it reduces. Other work
-    that began late, right after work on another lane, waits for that alone.
+    Work is classed by name, lane, phase and the kernel before it on its lane. A class waits for the work on another
+    lane that was launched last before it (or up to three earlier) if no member started before that work ended, and at
+    least two started right after it although they could have started earlier; then all members wait. A class of
+    reductions waits for the compute launched before it if no member started earlier: that compute produces its data.
+    Other work that started late, right after work on another lane, waits for that work alone.
     """
     work = items.filter(~pl.col("is_wait"))
     parts = [pl.DataFrame(schema=_COLUMNS)]
-    for (_,), mine in work.group_by("device", maintain_order=True):
-        if mine["lane"].n_unique() > 1:
-            parts.append(_of_device(trace, mine.sort("lane", "item")))
+    for (_,), device_work in work.group_by("device", maintain_order=True):
+        if device_work["lane"].n_unique() > 1:
+            parts.append(_of_device(trace, device_work.sort("lane", "item")))
     return pl.concat(parts)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of one device, by lane and order, as arrays; `late` is what could have begun before it did."""
+    """The work of one device by lane and order, as arrays; `late`: which could have started earlier."""
 
     item: Ints
     lane: Ints
@@ -59,16 +59,16 @@ class _Work:
     classes: int
 
     def launched_before(self, lane: int, back: int) -> Ints:
-        """Return the row on a lane that each was launched after, `back` before the last such; -1: none."""
+        """Return the last row on a lane launched before each row, or the one `back` rows earlier; -1: none."""
         rows = np.flatnonzero(self.lane == lane)
         reach = np.maximum.accumulate(self.launched[rows])
         at = np.searchsorted(reach, self.launched, side="left") - 1 - back
         return np.where((at >= 0) & (self.lane != lane), rows[np.maximum(at, 0)], -1)
 
 
-def _of_device(trace: Trace, mine: pl.DataFrame) -> pl.DataFrame:
-    work = _work(trace, mine)
-    main = _main_lane(mine)
+def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
+    work = _work(trace, device_work)
+    main = _main_lane(device_work)
     waiting: list[Ints] = []
     awaited: list[Ints] = []
     explained = np.zeros(len(work.item), bool)
@@ -95,49 +95,55 @@ def _of_device(trace: Trace, mine: pl.DataFrame) -> pl.DataFrame:
     return _waits(np.concatenate((*waiting, alone)), np.concatenate((*awaited, after)), "event")
 
 
-def _work(trace: Trace, mine: pl.DataFrame) -> _Work:
+def _work(trace: Trace, device_work: pl.DataFrame) -> _Work:
     before = pl.col("name").shift(1).over("lane")
-    place = mine.select(pl.struct("lane", "phase", "name", before.alias("before")).rank("dense")).to_series()
-    start, end, lane = (mine[name].to_numpy() for name in ("start_ns", "end_ns", "lane"))
-    launched = mine["launched_ns"].to_numpy()
+    work_class = device_work.select(
+        pl.struct("lane", "phase", "name", before.alias("before")).rank("dense")
+    ).to_series()
+    start, end, lane = (device_work[name].to_numpy() for name in ("start_ns", "end_ns", "lane"))
+    launched = device_work["launched_ns"].to_numpy()
     first = np.append(True, lane[1:] != lane[:-1])
     previous = np.where(first, _NEVER, np.append(_NEVER, end[:-1]))
-    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(mine))
+    could = np.maximum(np.maximum(previous, launched + _LAUNCH_NS), _others_start(device_work))
     late = start - could > SLACK_NS
     reducing = trace.collectives.filter(pl.col("op").is_in(["reduce_scatter", "all_reduce"]))["activity_id"]
-    code = place.to_numpy().astype(np.int64) - 1
+    code = work_class.to_numpy().astype(np.int64) - 1
     return _Work(
-        mine["item"].to_numpy(),
+        device_work["item"].to_numpy(),
         lane,
         start,
         end,
         launched,
         code,
-        late & mine["launch_id"].is_not_null().to_numpy(),
-        mine["ref"].is_in(reducing.implode()).to_numpy(),
-        (mine["kind"] == "communication").to_numpy(),
+        late & device_work["launch_id"].is_not_null().to_numpy(),
+        device_work["ref"].is_in(reducing.implode()).to_numpy(),
+        (device_work["kind"] == "communication").to_numpy(),
         int(code.max()) + 1,
     )
 
 
-def _others_start(mine: pl.DataFrame) -> Ints:
-    """Return when what was launched before each had started, where one queue feeds all lanes; else long ago."""
-    since = np.full(len(mine), _NEVER, np.int64)
-    turns = start_order(mine)
-    if turns.height:
-        at = np.zeros(int(mine["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
-        at[mine["item"].to_numpy()] = np.arange(len(mine))
-        since[at[turns["waiting"].to_numpy()]] = mine["start_ns"].to_numpy()[at[turns["awaited"].to_numpy()]]
+def _others_start(device_work: pl.DataFrame) -> Ints:
+    """Return when all work launched earlier had started, if one queue feeds all lanes; else a time long before."""
+    since = np.full(len(device_work), _NEVER, np.int64)
+    order = start_order(device_work)
+    if order.height:
+        at = np.zeros(int(device_work["item"].max() or 0) + 1, np.int64)  # type: ignore[arg-type]
+        at[device_work["item"].to_numpy()] = np.arange(len(device_work))
+        since[at[order["waiting"].to_numpy()]] = device_work["start_ns"].to_numpy()[at[order["awaited"].to_numpy()]]
     return since
 
 
-def _main_lane(mine: pl.DataFrame) -> int:
-    busy = mine.filter(pl.col("kind") == "compute").group_by("lane").agg((pl.col("end_ns") - pl.col("start_ns")).sum())
+def _main_lane(device_work: pl.DataFrame) -> int:
+    busy = (
+        device_work.filter(pl.col("kind") == "compute")
+        .group_by("lane")
+        .agg((pl.col("end_ns") - pl.col("start_ns")).sum())
+    )
     return int(busy.sort("end_ns", "lane")["lane"][-1]) if busy.height else -1
 
 
 def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
-    """Return late work, and the work on another lane right after whose end it began, if that was launched before."""
+    """Return late work, and the earlier-launched work on another lane right after whose end it started."""
     order = np.argsort(work.end, kind="stable")
     rows = np.flatnonzero(which)
     found = np.full(len(rows), -1, np.int64)
@@ -152,30 +158,32 @@ def _right_after(work: _Work, which: Flags) -> tuple[Ints, Ints]:
 
 
 def communicator_order(trace: Trace, items: pl.DataFrame) -> pl.DataFrame:
-    """Return the turns that collectives of one group take across lanes, in order of their launch; none if violated."""
+    """Return the waits between collectives of one group on different lanes, in launch order; none if violated."""
     calls = trace.collectives.select(pl.col("activity_id").alias("ref"), "group").drop_nulls().unique("ref")
-    mine = items.filter(~pl.col("is_wait")).join(calls, on="ref").sort("device", "group", "launched_ns", "start_ns")
+    calls_in_order = (
+        items.filter(~pl.col("is_wait")).join(calls, on="ref").sort("device", "group", "launched_ns", "start_ns")
+    )
     key = ["device", "group"]
-    pairs = mine.with_columns(
+    pairs = calls_in_order.with_columns(
         pl.col("item").shift(1).over(key).alias("awaited"),
         pl.col("lane").shift(1).over(key).alias("before_lane"),
         pl.col("end_ns").shift(1).over(key).alias("before_ns"),
     ).drop_nulls("awaited")
     across = pairs.filter(pl.col("lane") != pl.col("before_lane"))
     broken = across.filter(pl.col("start_ns") < pl.col("before_ns") - SLACK_NS).select(key).unique()
-    kept = across.join(broken, on=key, how="anti", maintain_order="left")
-    return _waits(kept["item"].to_numpy(), kept["awaited"].to_numpy(), "communicator")
+    in_order = across.join(broken, on=key, how="anti", maintain_order="left")
+    return _waits(in_order["item"].to_numpy(), in_order["awaited"].to_numpy(), "communicator")
 
 
 def start_order(items: pl.DataFrame) -> pl.DataFrame:
     """Return the order of starts over all lanes where one queue feeds them; else none.
 
-    It does where starts never leave the order of launches, and some work that had long been launched begins just when
-    what was launched before it on another lane has begun, and still runs: nothing else would have it begin then.
+    One queue feeds all lanes if starts never leave the launch order, and some work launched long before starts just
+    when the work launched before it on another lane starts and still runs: nothing else would delay it until then.
     """
     parts = [pl.DataFrame(schema=_COLUMNS)]
-    for (_,), mine in items.filter(~pl.col("is_wait")).group_by("device", maintain_order=True):
-        ordered = mine.sort("launched_ns", "start_ns", "item")
+    for (_,), device_work in items.filter(~pl.col("is_wait")).group_by("device", maintain_order=True):
+        ordered = device_work.sort("launched_ns", "start_ns", "item")
         item, lane, start, end, launched = (
             ordered[name].to_numpy() for name in ("item", "lane", "start_ns", "end_ns", "launched_ns")
         )

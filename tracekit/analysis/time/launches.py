@@ -1,4 +1,4 @@
-"""The work of a device with the time at which the host had launched it, and the preparation of each collective."""
+"""Device work with its launch times, and the preparation kernels of each collective."""
 
 import math
 
@@ -16,8 +16,8 @@ _KEY = ("step", "phase", "span", "unit")
 def work(trace: Trace, device: int | None) -> pl.DataFrame:
     """Return the activities of one device by start, with launched_ns, role and device.
 
-    launched_ns is the end of the runtime call that launched it, no later than its own start; on a CPU run the start of
-    the op that it is or that issued it; null where not known. role is its lane's.
+    launched_ns is the end of the launching runtime call, at most the activity's start; on a CPU run, the start of the
+    op that it is or that issued it; null where unknown. role is its lane's.
     """
     return _all_work(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
@@ -38,13 +38,13 @@ def _all_work(trace: Trace) -> pl.DataFrame:
 
 
 def preparation(trace: Trace, device: int | None) -> pl.DataFrame:
-    """Return the work that prepares a collective: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
+    """Return the preparation of collectives: columns of `work`, collective_id, evidence, alone_ns, overlapped_ns.
 
-    Work launched under the same span of a unit before the collective (evidence span), else what lies directly before it
-    on its communication lane (lane). overlapped_ns is how long other lanes computed meanwhile. alone_ns is the median
-    duration of the same kernel (name, grid, block; before collectives of the same size where no grid is known) that
-    compute left alone, null where there is none; sample says where it comes from: alone, or scaled from the same kernel
-    alone on another grid, by the number of its blocks.
+    Preparation is work launched under the same FSDP span as the collective and before it (evidence span), or work
+    directly before it on its communication lane (lane). overlapped_ns is the time in which other lanes computed.
+    alone_ns is the median duration of the same kernel (name, grid, block; by message size where the grid is unknown)
+    without concurrent compute, null where there is none. sample is its source: alone, or scaled from another grid by
+    the number of blocks.
     """
     return _all_preparation(trace).filter(pl.col("device").eq_missing(pl.lit(device, pl.Int64)))
 
@@ -72,9 +72,9 @@ def _prepares(work: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
 
 def _under_span(others: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     named = pl.col("span")
-    told = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
+    names = pl.concat([others["span"], calls["span"]]).drop_nulls().unique().to_frame()
     spans = named.is_in(
-        told.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
+        names.filter(named.str.contains(_SPANS_OF_COLLECTIVES) & ~named.str.contains(_NO_PREPARATION))["span"].implode()
     )
     keyed = [pl.col(name).cast(pl.String).fill_null("?").alias(f"_{name}") for name in _KEY]
     left = others.filter(spans).drop_nulls("launched_ns").with_columns(keyed).sort("launched_ns")
@@ -130,5 +130,5 @@ def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
 
 
 ALONE_RATIO = 0.05
-"""Work is alone with no more of its time beside others."""
+"""Work counts as alone if other work overlaps at most this share of its time."""
 _MANY_BLOCKS = 1024  # several for each multiprocessor: such a copy or cast is bound by memory and takes time by size

@@ -1,4 +1,4 @@
-"""The breakdown of a run in one row per rank, or per rank and step; and its clocks."""
+"""The breakdown of a run per rank, or per rank and step; and its clocks."""
 
 import polars as pl
 
@@ -20,9 +20,9 @@ COLUMNS = (
 
 
 def by_step(run: Run) -> pl.DataFrame:
-    """Return one row per rank and step, in that order. Columns are COLUMNS; `breakdown` says what they mean.
+    """Return one row per rank and step, in that order. Columns are COLUMNS; see `breakdown`.
 
-    Of a rank that drives several devices, the slowest counts.
+    For a rank with several devices, the slowest device counts.
     """
     return _slowest_device(run.table(breakdown.by_step)).select(COLUMNS).sort("rank", "step")
 
@@ -37,9 +37,9 @@ def by_rank(run: Run) -> pl.DataFrame:
 
 
 def by_clock(run: Run) -> pl.DataFrame:
-    """Return how far the clock of each trace was off: columns of OFFSETS that people read, one row per window and rank.
+    """Return the clock offset of each trace: the columns of OFFSETS for display, one row per window and rank.
 
-    `part` is there only where the ranks are on several clocks, `window` where there are several.
+    `part` is present only where the ranks are on several clocks, `window` where there are several.
     """
     found = run.offsets.drop("at_ns")
     return found.drop(name for name in ("window", "clock_domain") if found[name].n_unique() < 2)
@@ -62,7 +62,7 @@ def representative_step(steps: pl.DataFrame) -> dict[str, int | None] | None:
 
 
 def step_time_ns(run: Run) -> float | None:
-    """Return the median over steps of the slowest rank's device window, in ns: all ranks wait for that one.
+    """Return the median over steps of the slowest rank's device window, in ns: all ranks wait for that rank.
 
     None where no trace marks steps.
     """
@@ -77,7 +77,7 @@ def step_times(run: Run) -> pl.DataFrame:
 
 
 def exposed_communication_ratio(run: Run) -> float | None:
-    """Return the share of all ranks' time, steps where there are any, in communication that no compute hides.
+    """Return the exposed communication of all ranks as a share of their time, in steps where there are any.
 
     None where no time was traced.
     """

@@ -10,7 +10,7 @@ from tracekit.model import intervals
 from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 
-_ALONE, _BESIDE = 0.02, 0.9
+_ALONE, _OVERLAPPED = 0.02, 0.9
 """Shares of its time in which something runs beside work that counts as alone, and as beside."""
 _SAMPLES = 3
 _LEAST = 0.005
@@ -19,10 +19,10 @@ _KEY = ["rank", "kernel"]
 
 def uncontended_compute(graph: Graph) -> Graph:
     """Let compute take as long beside collectives as alone. Raises InsufficientDataError without samples of both."""
-    at, longer = compute_slowdowns(graph)
-    told = _compute_nodes(graph)
+    at, slowdown = compute_slowdowns(graph)
+    compute = _compute_nodes(graph)
     own = graph.own_ns.copy()
-    own[at] -= np.round(told["beside_ns"].to_numpy() * longer / (1 + longer)).astype(np.int64)
+    own[at] -= np.round(compute["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(np.int64)
     return replace(graph, own_ns=own)
 
 
@@ -34,10 +34,10 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     without gives the share. Raises InsufficientDataError without samples of both.
     """
     found = _compute_nodes(graph)
-    known = found.filter(pl.col("beside_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
+    known = found.filter(pl.col("overlap_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
     alone = known.group_by(_KEY).agg(pl.col("took_ns").median().alias("alone_ns"))
-    beside = found.filter(pl.col("beside_ns") >= _BESIDE * pl.col("took_ns"), ~pl.col("crowded"))
-    ratios = beside.join(alone, on=_KEY, nulls_equal=True).with_columns(
+    overlapped = found.filter(pl.col("overlap_ns") >= _OVERLAPPED * pl.col("took_ns"), ~pl.col("crowded"))
+    ratios = overlapped.join(alone, on=_KEY, nulls_equal=True).with_columns(
         (pl.col("took_ns") / pl.col("alone_ns") - 1).alias("longer")
     )
     if ratios.height < _SAMPLES:
@@ -47,16 +47,18 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["alone_ns"].to_numpy()))
     by_name = ratios.group_by("name").agg(pl.col("longer").median(), pl.len().alias("samples"))
     longer = pl.when(pl.col("samples") >= _SAMPLES).then("longer").fill_null(overall)
-    told = found.join(by_name, on="name", how="left", maintain_order="left").select(longer)["longer"].to_numpy()
-    return found["at"].to_numpy(), np.where(told < _LEAST, 0, told)
+    slowdown = found.join(by_name, on="name", how="left", maintain_order="left").select(longer)["longer"].to_numpy()
+    return found["at"].to_numpy(), np.where(slowdown < _LEAST, 0, slowdown)
 
 
 def preparation_slowdown(graph: Graph) -> float | None:
     """Return by which share preparation takes longer beside the main compute than alone; None where not known."""
-    told = _with_alone(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _BESIDE * pl.col("took_ns"))
-    if told.is_empty():
+    overlapped = (
+        _with_alone(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _OVERLAPPED * pl.col("took_ns"))
+    )
+    if overlapped.is_empty():
         return None
-    return max(0.0, float(told["took_ns"].to_numpy().sum() / max(1, told["alone"].to_numpy().sum()) - 1))
+    return max(0.0, float(overlapped["took_ns"].to_numpy().sum() / max(1, overlapped["alone"].to_numpy().sum()) - 1))
 
 
 def uncontended_collectives(graph: Graph) -> Graph:
@@ -66,21 +68,23 @@ def uncontended_collectives(graph: Graph) -> Graph:
     without samples of both.
     """
     found = _collective_nodes(graph)
-    share = pl.col("beside_ns") / pl.col("took_ns")
+    share = pl.col("overlap_ns") / pl.col("took_ns")
     alone = found.filter(share <= _ALONE)
-    beside = found.filter(share >= _BESIDE)
+    overlapped = found.filter(share >= _OVERLAPPED)
     same = ["op", "group", "bytes"]
-    ratios = _slowdowns(beside, alone, same)
+    ratios = _slowdowns(overlapped, alone, same)
     for other in (["op", "group_size"], ["group_size"]):
-        ratios = ratios if ratios.height >= _SAMPLES else _slowdowns(beside, alone, other)
+        ratios = ratios if ratios.height >= _SAMPLES else _slowdowns(overlapped, alone, other)
     if ratios.height < _SAMPLES:
         raise InsufficientDataError("no collective of one kind ran both beside compute and alone")
     by_op = ratios.group_by("op").agg(pl.col("longer").median(), pl.len().alias("samples"))
-    told = found.join(by_op, on="op", how="left", maintain_order="left")
-    longer = told["longer"].fill_null(float(ratios["longer"].median() or 0)).to_numpy()  # type: ignore[arg-type]
-    longer = np.where(longer < _LEAST, 0, longer)
+    calls = found.join(by_op, on="op", how="left", maintain_order="left")
+    slowdown = calls["longer"].fill_null(float(ratios["longer"].median() or 0)).to_numpy()  # type: ignore[arg-type]
+    slowdown = np.where(slowdown < _LEAST, 0, slowdown)
     own = graph.own_ns.copy()
-    own[told["done"].to_numpy()] -= np.round(told["beside_ns"].to_numpy() * longer / (1 + longer)).astype(np.int64)
+    own[calls["done"].to_numpy()] -= np.round(calls["overlap_ns"].to_numpy() * slowdown / (1 + slowdown)).astype(
+        np.int64
+    )
     return replace(graph, own_ns=own)
 
 
@@ -116,19 +120,19 @@ def _with_alone(graph: Graph) -> pl.DataFrame:
     lone = work.filter(pl.col("overlapped_ns") <= _ALONE * pl.col("took_ns"), pl.col("part_bytes") > 0)
     rates = lone.group_by("name").agg((pl.col("took_ns") / pl.col("part_bytes")).median().alias("ns_per_byte"))
     scaled = (pl.col("ns_per_byte") * pl.col("part_bytes")).round().cast(pl.Int64)
-    told = work.join(rates, on="name", how="left", maintain_order="left")
-    return told.with_columns(pl.coalesce("alone_ns", scaled).alias("alone"))
+    with_rates = work.join(rates, on="name", how="left", maintain_order="left")
+    return with_rates.with_columns(pl.coalesce("alone_ns", scaled).alias("alone"))
 
 
-def _slowdowns(beside: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.DataFrame:
+def _slowdowns(overlapped: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -> pl.DataFrame:
     per_byte = (pl.col("took_ns") / pl.col("bytes")).median().alias("alone_per_byte")
     rates = alone.filter(pl.col("bytes") > 0).group_by(same).agg(per_byte)
-    joined = beside.filter(pl.col("bytes") > 0).join(rates, on=same, nulls_equal=True)
+    joined = overlapped.filter(pl.col("bytes") > 0).join(rates, on=same, nulls_equal=True)
     return joined.with_columns((pl.col("took_ns") / pl.col("bytes") / pl.col("alone_per_byte") - 1).alias("longer"))
 
 
 def _compute_nodes(graph: Graph) -> pl.DataFrame:
-    """Return the compute of devices: at (node), _KEY, name, took_ns, beside_ns (of it beside collectives), crowded.
+    """Return the compute of devices: at (node), _KEY, name, took_ns, overlap_ns (of it beside collectives), crowded.
 
     Crowded is what preparation ran beside.
     """
@@ -140,14 +144,17 @@ def _compute_nodes(graph: Graph) -> pl.DataFrame:
             "the run was on the CPU, where nothing tells compute alone from compute beside others"
         )
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
-    calls, mine = frame["kind"] == "communication", (frame["kind"] == "compute") & ~prepares & (frame["took_ns"] > 0)
-    chosen = frame.filter(mine)
-    beside = overlapped_ns(frame, mine.to_numpy(), calls.to_numpy())
-    crowd = overlapped_ns(
-        frame, mine.to_numpy(), (prepares | (frame["kind"] == "compute") & ~_on_main(frame)).to_numpy()
+    calls, is_main_compute = (
+        frame["kind"] == "communication",
+        (frame["kind"] == "compute") & ~prepares & (frame["took_ns"] > 0),
+    )
+    chosen = frame.filter(is_main_compute)
+    overlap = overlapped_ns(frame, is_main_compute.to_numpy(), calls.to_numpy())
+    other_overlap = overlapped_ns(
+        frame, is_main_compute.to_numpy(), (prepares | (frame["kind"] == "compute") & ~_on_main(frame)).to_numpy()
     )
     return chosen.select(
-        "at", *_KEY, "name", "took_ns", pl.Series("beside_ns", beside), pl.Series("crowded", crowd > 0)
+        "at", *_KEY, "name", "took_ns", pl.Series("overlap_ns", overlap), pl.Series("crowded", other_overlap > 0)
     ).filter(pl.col("took_ns") > 0)
 
 
@@ -155,14 +162,14 @@ def _on_main(frame: pl.DataFrame) -> pl.Series:
     """Return what lies on the lane of each device that computes most."""
     busy = frame.filter(pl.col("kind") == "compute").group_by("rank", "device", "lane").agg(pl.col("took_ns").sum())
     main = busy.sort("took_ns", "lane", descending=[True, False]).unique(["rank", "device"], keep="first")
-    told = frame.join(
+    marked = frame.join(
         main.select("rank", "lane", main=pl.lit(True)), on=["rank", "lane"], how="left", maintain_order="left"
     )
-    return told["main"].fill_null(value=False)
+    return marked["main"].fill_null(value=False)
 
 
 def _collective_nodes(graph: Graph) -> pl.DataFrame:
-    """Return the collectives: done (node), op, group, group_size, bytes, took_ns, beside_ns (beside compute)."""
+    """Return the collectives: done (node), op, group, group_size, bytes, took_ns, overlap_ns (beside compute)."""
     if not graph.frame["device"].is_not_null().any():
         raise InsufficientDataError(
             "the run was on the CPU, where nothing tells collectives alone from those beside compute"
@@ -174,10 +181,10 @@ def _collective_nodes(graph: Graph) -> pl.DataFrame:
     compute = graph.frame.filter(pl.col("kind") == "compute").select("start_ns", "end_ns", "device", "rank")
     both = pl.concat([calls.select(compute.columns), compute])
     is_call = np.arange(len(both)) < len(calls)
-    beside = pl.Series("beside_ns", overlapped_ns(both, is_call, ~is_call))
-    each = calls.with_columns(beside).filter(pl.col("took_ns") > 0)
+    overlap = pl.Series("overlap_ns", overlapped_ns(both, is_call, ~is_call))
+    each = calls.with_columns(overlap).filter(pl.col("took_ns") > 0)
     return each.group_by("done", maintain_order=True).agg(
-        pl.col("op", "group", "group_size", "bytes", "took_ns").first(), pl.col("beside_ns").max()
+        pl.col("op", "group", "group_size", "bytes", "took_ns").first(), pl.col("overlap_ns").max()
     )
 
 

@@ -103,13 +103,20 @@ def _measured(graph: Graph) -> _Contention | None:
         compute_loss[at] = longer / (1 + longer)
     except InsufficientDataError:
         pass
-    told = contention_free.preparation_slowdown(graph)
-    crawl = told or 0.0
+    measured = contention_free.preparation_slowdown(graph)
+    slowdown = measured or 0.0
     if not compute_loss.any() and not prepares.any():
         return None
     place = graph.frame["rank"].fill_null(-1).to_numpy() * 4096 + graph.frame["device"].fill_null(-1).to_numpy() + 1
     return _Contention(
-        computes, prepares, carries, place, compute_loss, crawl / (1 + crawl), 1 / (1 + crawl), told is not None
+        computes,
+        prepares,
+        carries,
+        place,
+        compute_loss,
+        slowdown / (1 + slowdown),
+        1 / (1 + slowdown),
+        measured is not None,
     )
 
 
@@ -143,10 +150,10 @@ def _lost(graph: Graph, known: _Contention, played: Replay) -> _Lost:
         main, prepares, carries = (
             np.flatnonzero(here & which) for which in (known.main, known.prepares, known.communicates)
         )
-        beside_calls = intervals.coverage(spans[main], intervals.union(spans[carries])) / took[main]
-        share[main] = known.compute_loss[main] * beside_calls
+        in_calls = intervals.coverage(spans[main], intervals.union(spans[carries])) / took[main]
+        share[main] = known.compute_loss[main] * in_calls
         if len(prepares):
-            beside_main = intervals.coverage(spans[prepares], intervals.union(spans[main])) / took[prepares]
-            share[prepares] = known.preparation_loss * beside_main
+            in_main = intervals.coverage(spans[prepares], intervals.union(spans[main])) / took[prepares]
+            share[prepares] = known.preparation_loss * in_main
             yielded[main] = known.main_loss * intervals.coverage(spans[main], intervals.union(spans[prepares]))
     return _Lost(np.minimum(share, _MOST), yielded)

@@ -113,9 +113,9 @@ def graphs(run: Run) -> list[Graph]:
     nodes = alignment.on_run_clock(run.table(trace_graph.nodes), run.offsets, ("start_ns", "end_ns"))
     edges, windows = run.table(trace_graph.edges), run.table(trace_graph.windows)
     found = []
-    for (window,), mine in nodes.group_by("window", maintain_order=True):
+    for (window,), window_nodes in nodes.group_by("window", maintain_order=True):
         here = pl.col("window") == window
-        found.append(_graph(run, int(str(window)), mine, edges.filter(here), windows.filter(here)))
+        found.append(_graph(run, int(str(window)), window_nodes, edges.filter(here), windows.filter(here)))
     return found
 
 
@@ -281,9 +281,9 @@ def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.D
 
     A rank that came last only transfers, the others wait before.
     """
-    told = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
+    aligned = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
-    calls = calls.join(told.select("rank"), on="rank", how="semi")
+    calls = calls.join(aligned.select("rank"), on="rank", how="semi")
     several = calls.filter(pl.len().over("instance") > 1).select("rank", pl.col("activity_id").alias("ref"), "instance")
     work = placed.with_row_index("at").filter(pl.col("what") == WORK).select("at", "rank", "ref", "own_ns")
     parts = several.unique(["rank", "ref"], keep="first", maintain_order=True).join(work, on=["rank", "ref"])
@@ -299,15 +299,15 @@ def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.D
 
 
 def _parts(run: Run, window: int, frame: pl.DataFrame, done: Ints) -> pl.DataFrame:
-    told = run.table(collective_matching.calls).filter(pl.col("window") == window)
-    what = told.select(
+    calls = run.table(collective_matching.calls).filter(pl.col("window") == window)
+    messages = calls.select(
         "rank", pl.col("activity_id").alias("ref"), "op", "group", "members", "group_size", "bytes"
     ).unique(["rank", "ref"])
-    mine = frame.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("done", done)).filter(
-        pl.col("kind") == "communication"
-    )
-    return mine.select("at", "done", "rank", "ref", "step", "phase", "unit").join(
-        what, on=["rank", "ref"], how="left", maintain_order="left"
+    communication = frame.with_columns(
+        pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("done", done)
+    ).filter(pl.col("kind") == "communication")
+    return communication.select("at", "done", "rank", "ref", "step", "phase", "unit").join(
+        messages, on=["rank", "ref"], how="left", maintain_order="left"
     )
 
 

@@ -33,12 +33,12 @@ def prefetch_all_gathers(graph: Graph) -> Graph:
     all-gather waits for compute.
     """
     calls = _in_order(graph)
-    held = _delayed_all_gathers(graph, calls)
-    if held.is_empty():
+    delayed = _delayed_all_gathers(graph, calls)
+    if delayed.is_empty():
         raise InsufficientDataError("no all-gather is known to wait for compute")
-    moved = replace(graph, edges=_earlier(graph.edges, held))
+    moved = replace(graph, edges=_earlier(graph.edges, delayed))
     after = pl.concat([
-        held.select("at", pl.Series("after", _computed(graph, held["instead"].to_numpy()), pl.Int64)),
+        delayed.select("at", pl.Series("after", _computed(graph, delayed["instead"].to_numpy()), pl.Int64)),
         _reductions_after(graph, calls),
     ]).with_columns(held=pl.lit(True))  # fmt: skip
     return _in_turn(moved, _swapped(calls.join(after, on="at", how="left", maintain_order="left")))
@@ -73,10 +73,10 @@ def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     by_waiting = pl.DataFrame({"item": graph.edges.waiting[rows], "edge": rows, "awaited": on[rows]})
     gathers = calls.filter(pl.col("op") == _GATHER)
     before = _leading(graph, gathers["at"].to_numpy())
-    told = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
+    waits = before.join(by_waiting, on="item").sort("at", "awaited").unique("at", keep="last", maintain_order=True)
     begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
     numbered = calls.with_columns(begins.fill_null(value=False).cum_sum().over("rank", "step").alias("micro_batch"))
-    placed = told.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
+    placed = waits.join(numbered.select("at", "rank", "step", "turn", "micro_batch"), on="at").sort("rank", "turn")
     earlier = pl.col("awaited").shift(1).over("rank", "step", "micro_batch")
     return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
 
@@ -86,8 +86,8 @@ def _is_main(graph: Graph) -> Flags:
     busy = graph.frame.with_columns(pl.Series("own", graph.own_ns[: graph.count])).filter(pl.col("kind") == "compute")
     main = busy.group_by("rank", "device", "lane").agg(pl.col("own").sum()).sort("own", "lane", descending=True)
     chosen = main.unique(["rank", "device"], keep="first").select("rank", "lane", main=pl.lit(True))
-    told = graph.frame.select("rank", "lane").join(chosen, on=["rank", "lane"], how="left", maintain_order="left")
-    return np.asarray(told["main"].fill_null(value=False).to_numpy())
+    marked = graph.frame.select("rank", "lane").join(chosen, on=["rank", "lane"], how="left", maintain_order="left")
+    return np.asarray(marked["main"].fill_null(value=False).to_numpy())
 
 
 def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
@@ -132,9 +132,9 @@ def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame({"at": list(found), "after": list(found.values())}, schema={"at": pl.Int64, "after": pl.Int64})
 
 
-def _earlier(every: Edges, held: pl.DataFrame) -> Edges:
+def _earlier(every: Edges, delayed: pl.DataFrame) -> Edges:
     awaited = every.awaited.copy()
-    awaited[held["edge"].to_numpy()] = held["instead"].to_numpy()
+    awaited[delayed["edge"].to_numpy()] = delayed["instead"].to_numpy()
     return replace(every, awaited=awaited)
 
 
@@ -174,8 +174,8 @@ def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
 
 
 def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:
-    told = calls.with_columns(pl.col("at").shift(1).over(key).alias("before")).drop_nulls("before")
-    return _Turns(told["at"].to_numpy(), told["before"].to_numpy())
+    pairs = calls.with_columns(pl.col("at").shift(1).over(key).alias("before")).drop_nulls("before")
+    return _Turns(pairs["at"].to_numpy(), pairs["before"].to_numpy())
 
 
 def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
@@ -185,9 +185,13 @@ def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
         return chain
     done = graph.done
     heads = _heads(graph, calls["at"].to_numpy(), set(done[calls["at"].to_numpy()].tolist()))
-    told = calls.with_columns(pl.Series("head", heads))
-    ordered_calls = told.sort("rank", "lane", "place")
-    first = told.sort("rank", "lane", "turn").group_by("rank", "lane", maintain_order=True).agg(pl.col("head").first())
+    with_heads = calls.with_columns(pl.Series("head", heads))
+    ordered_calls = with_heads.sort("rank", "lane", "place")
+    first = (
+        with_heads.sort("rank", "lane", "turn")
+        .group_by("rank", "lane", maintain_order=True)
+        .agg(pl.col("head").first())
+    )
     start = {(rank, lane): int(graph.chain[head]) for rank, lane, head in first.rows()}
     last: dict[tuple[int, int], int] = {}
     for rank, lane, at, head in ordered_calls.select("rank", "lane", "at", "head").rows():

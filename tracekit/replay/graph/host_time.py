@@ -101,12 +101,12 @@ def _split(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
     ended = found.join(done, left_on="id", right_on="launch_id", how="left", maintain_order="left")
     returns_ns = pl.col("start_ns") + pl.col("dur_ns")
     waits = (pl.col("launches") & (pl.col("done_ns") <= returns_ns)).fill_null(value=False)
-    told = ended.with_columns(waits.alias("waits_itself")).drop("done_ns")
-    begins = told.filter("waits_itself").with_columns(
+    marked = ended.with_columns(waits.alias("waits_itself")).drop("done_ns")
+    begins = marked.filter("waits_itself").with_columns(
         pl.lit(0, pl.Int64).alias("dur_ns"),
         *(pl.lit(value).alias(name) for name, value in (("waits_itself", False), ("drains", False), ("blocks", False))),
     )
-    rest = told.with_columns((pl.col("launches") & ~pl.col("waits_itself")).alias("launches"))
+    rest = marked.with_columns((pl.col("launches") & ~pl.col("waits_itself")).alias("launches"))
     return pl.concat([begins, rest])
 
 

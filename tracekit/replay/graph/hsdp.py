@@ -108,12 +108,14 @@ def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) 
     turn[graph.order] = np.arange(len(graph.order))
     waiting: list[int] = []
     awaited: list[int] = []
-    asked = np.flatnonzero(np.isin(every.kind, (_EVENT, _SYNC)) & (every.awaited >= 0) & (every.waiting < graph.count))
-    for (of_rank, of_lane), mine in reduced.group_by("rank", "lane", maintain_order=True):
-        turns, done = mine["turn"].to_numpy(), mine["done"].to_numpy()
-        lasts = mine["step"].is_last_distinct().to_numpy()
+    candidates = np.flatnonzero(
+        np.isin(every.kind, (_EVENT, _SYNC)) & (every.awaited >= 0) & (every.waiting < graph.count)
+    )
+    for (of_rank, of_lane), lane_calls in reduced.group_by("rank", "lane", maintain_order=True):
+        turns, done = lane_calls["turn"].to_numpy(), lane_calls["done"].to_numpy()
+        lasts = lane_calls["step"].is_last_distinct().to_numpy()
         ends = set(done[lasts].tolist())
-        for row in asked.tolist():
+        for row in candidates.tolist():
             at, on = int(every.waiting[row]), int(every.awaited[row])
             if rank[at] != of_rank or lane[at] == of_lane:
                 continue

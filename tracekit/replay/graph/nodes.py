@@ -31,9 +31,11 @@ class TraceGraph(NamedTuple):
 def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
     """Return nodes with the columns that they must have (null where they lack them), and their numbers."""
     nothing = pl.lit([0] * host_time.STATE_COUNT, pl.Array(pl.Int64, host_time.STATE_COUNT))
-    told = every.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing))
-    return told.select(
-        pl.col(name).cast(dtype) if name in told.columns else pl.lit(None, dtype).alias(name)
+    with_ids = every.with_columns(
+        pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
+    )
+    return with_ids.select(
+        pl.col(name).cast(dtype) if name in with_ids.columns else pl.lit(None, dtype).alias(name)
         for name, dtype in NODE_COLUMNS.items()
     )
 

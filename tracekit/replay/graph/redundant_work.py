@@ -47,11 +47,11 @@ def _micro_batches(graph: Graph) -> pl.DataFrame:
     frame = graph.frame.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("at"))
     host = frame.filter((pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])).sort("rank", "at")
     begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")
-    told = host.with_columns(
+    calls = host.with_columns(
         begins.fill_null(value=False).cum_sum().over("rank", "step").cast(pl.Int64).alias("micro_batch")
     )
-    told = told.with_columns(pl.col("micro_batch").max().over("rank", "step").alias("last"))
-    by_call = told.select(pl.col("at").alias("launch"), "phase", "micro_batch", "last")
+    calls = calls.with_columns(pl.col("micro_batch").max().over("rank", "step").alias("last"))
+    by_call = calls.select(pl.col("at").alias("launch"), "phase", "micro_batch", "last")
     launch = graph.launch[: graph.count]
     nodes = pl.DataFrame({"node": np.arange(graph.count), "launch": np.where(launch >= 0, launch, -1)})
     return nodes.join(by_call, on="launch", how="inner")

@@ -25,10 +25,10 @@ def equalize_transfers(graph: Graph) -> Graph:
     if medians.group_by(place).len().filter(pl.col("len") > 1).is_empty():
         raise InsufficientDataError("no collective comes again in another group or step")
     best = medians.group_by(place).agg(pl.col("median_ns").min().alias("best_ns"))
-    told = calls.join(medians, on=[*place, "members", "group", "step"], nulls_equal=True).join(
+    with_medians = calls.join(medians, on=[*place, "members", "group", "step"], nulls_equal=True).join(
         best, on=place, nulls_equal=True
     )
-    slow = told.filter(pl.col("median_ns") > _MARKEDLY * pl.col("best_ns"))
+    slow = with_medians.filter(pl.col("median_ns") > _MARKEDLY * pl.col("best_ns"))
     own = graph.own_ns.copy()
     factor = slow["best_ns"].to_numpy() / np.maximum(slow["median_ns"].to_numpy(), 1)
     own[slow["done"].to_numpy()] = np.round(slow["took_ns"].to_numpy() * factor)
@@ -45,14 +45,14 @@ def bucket_collectives(graph: Graph) -> Graph:
     several = runs.filter(pl.len().over("run") > 1)
     if several.is_empty():
         return graph
-    told = several.join(_costs(transfers(graph)), on="op", maintain_order="left")
-    if told.is_empty():
+    with_costs = several.join(_costs(transfers(graph)), on="op", maintain_order="left")
+    if with_costs.is_empty():
         raise InsufficientDataError("collectives of one size only: what each costs besides its bytes cannot be told")
-    first = told.group_by("run", maintain_order=True).agg(
+    first = with_costs.group_by("run", maintain_order=True).agg(
         pl.col("done", "fixed_ns", "ns_per_byte").first(), pl.col("bytes").sum()
     )
     own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
-    merged = np.setdiff1d(told["done"].to_numpy(), first["done"].to_numpy())
+    merged = np.setdiff1d(with_costs["done"].to_numpy(), first["done"].to_numpy())
     own[merged] = 0
     whole_ns = first["fixed_ns"].to_numpy() + first["ns_per_byte"].to_numpy() * first["bytes"].to_numpy()
     own[first["done"].to_numpy()] = np.round(whole_ns)
@@ -78,9 +78,9 @@ def _runs(graph: Graph) -> pl.DataFrame:
     work = np.flatnonzero(is_other)
     np.add.at(others, graph.launch[work], 1)
     before = np.cumsum(others)[launch]
-    told = calls.with_columns(pl.Series("call", launch), pl.Series("others", before)).filter(pl.col("call") >= 0)
+    keyed = calls.with_columns(pl.Series("call", launch), pl.Series("others", before)).filter(pl.col("call") >= 0)
     key = ["rank", "group", "op", "step", "phase", "unit", "others"]
-    return told.sort("call").with_columns(pl.struct(key).rank("dense").alias("run"))
+    return keyed.sort("call").with_columns(pl.struct(key).rank("dense").alias("run"))
 
 
 def transfers(graph: Graph) -> pl.DataFrame:
@@ -99,8 +99,8 @@ def _costs(calls: pl.DataFrame) -> pl.DataFrame:
     """Return for each op what a collective costs by itself and by the byte: fixed_ns, ns_per_byte."""
     sizes = calls.filter(pl.col("bytes") > 0).group_by("op", "bytes").agg(pl.col("took_ns").median())
     rows = []
-    for (op,), mine in sizes.group_by("op"):
-        x, y = mine["bytes"].to_numpy().astype(float), mine["took_ns"].to_numpy().astype(float)
+    for (op,), op_sizes in sizes.group_by("op"):
+        x, y = op_sizes["bytes"].to_numpy().astype(float), op_sizes["took_ns"].to_numpy().astype(float)
         if len(x) < 2 or x.max() < _SIZES_APART * x.min():
             continue
         slope, fixed = np.polyfit(x, y, 1)

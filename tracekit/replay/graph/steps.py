@@ -19,10 +19,10 @@ def durations(graph: Graph, played: Replay) -> pl.DataFrame:
     with its last activity.
     """
     place = ["rank", "device"]
-    told = graph.windows.sort(*place, "start_ns")
-    begins = played.start_ns[told["first"].to_numpy()]
+    windows = graph.windows.sort(*place, "start_ns")
+    begins = played.start_ns[windows["first"].to_numpy()]
     ends = _lasts(graph, played).rename({"end": "own_end"})
-    rows = told.with_columns(pl.Series("begin", begins, pl.Int64)).join(
+    rows = windows.with_columns(pl.Series("begin", begins, pl.Int64)).join(
         ends, on=[*place, "step"], how="left", nulls_equal=True, maintain_order="left"
     )
     until = pl.col("begin").shift(-1).over(place)
@@ -43,8 +43,8 @@ def by_rank(table: pl.DataFrame) -> pl.DataFrame:
     per = table.select("window", "rank", "step").unique().group_by("rank").agg(pl.len().alias("per"))
     per_device = table.group_by("window", "rank", "device").agg(times.sum())
     sums = per_device.group_by("window", "rank").agg(times.max()).group_by("rank").agg(times.sum())
-    told = sums.join(per, on="rank").with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
-    return told.sort("rank").select(
+    means = sums.join(per, on="rank").with_columns((pl.col("replayed_ns") - pl.col("without_ns")).alias("saved_ns"))
+    return means.sort("rank").select(
         "rank", pl.col("duration_ns", "replayed_ns", "without_ns", "saved_ns") // pl.col("per")
     )
 

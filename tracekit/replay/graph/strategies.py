@@ -66,8 +66,8 @@ def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> P
             f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} and {HSDP} can; "
             f"tracekit simulate --strategy {strategy} says what it would take on a machine that it knows"
         )
-    told, assumed = _CHANGES[strategy]
-    return _predicted(run, strategy, told, assumed)
+    change, assumed = _CHANGES[strategy]
+    return _predicted(run, strategy, change, assumed)
 
 
 def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
@@ -145,8 +145,8 @@ def _changed(graph: Graph, change: Callable[[Graph], Graph], *, slow_preparation
 
 
 def _fsdp2(graph: Graph) -> Graph:
-    freed = transforms.rate_limiter(graph)
-    return transforms.apply_if_known(transforms.TRANSFORMS["give-way"], freed)
+    unlimited = transforms.rate_limiter(graph)
+    return transforms.apply_if_known(transforms.TRANSFORMS["give-way"], unlimited)
 
 
 def _yafsdp(graph: Graph) -> Graph:

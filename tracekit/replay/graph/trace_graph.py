@@ -108,8 +108,8 @@ def _on_device(trace: Trace) -> TraceGraph:
     first_item = len(calls.id)
     launch_of = calls.row_of_launch()
     launch = np.array([launch_of.get(each, -1) for each in items["launch_id"].fill_null(-1).to_list()], np.int64)
-    asked = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
-    launch = np.where(items["is_wait"].to_numpy(), asked, launch)
+    last_call = np.searchsorted(calls.start_ns, items["start_ns"].to_numpy(), side="left") - 1
+    launch = np.where(items["is_wait"].to_numpy(), last_call, launch)
     chain = items["previous"].to_numpy().astype(np.int64)
     gap = np.where(items["is_wait"].to_numpy() | (chain < 0), 0, KERNEL_GAP_NS)
     gap = np.where(_after_wait(items), 0, gap)
@@ -143,11 +143,13 @@ def _on_device(trace: Trace) -> TraceGraph:
         pl.lit(-1, pl.Int8).alias("host_state"),
     )  # fmt: skip
     every = pl.concat([host, work], how="diagonal_relaxed").with_columns(_recomputed(trace, items, first_item))
-    told = number_nodes(_with_kernels(trace, every))
+    node_table = number_nodes(_with_kernels(trace, every))
     lane_waits = dependencies.item_waits(trace).select(
         pl.col("waiting") + first_item, pl.col("awaited") + first_item, "lag_ns", "kind", "inferred"
     )
-    return TraceGraph(told, conform_edges(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)])))
+    return TraceGraph(
+        node_table, conform_edges(pl.concat([waits, lane_waits, _queue(calls, items, launch, first_item)]))
+    )
 
 
 def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
@@ -155,8 +157,8 @@ def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series
     again = recomputation.recomputed_activities(trace)
     found = np.zeros(first_item + len(items), bool)
     if again.height:
-        mine = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
-        found[first_item:] = items.select(mine).to_series().to_numpy()
+        is_recomputed = ~pl.col("is_wait") & pl.col("ref").is_in(again["id"].implode())
+        found[first_item:] = items.select(is_recomputed).to_series().to_numpy()
     return pl.Series("recomputed", found)
 
 
@@ -184,9 +186,9 @@ _LONG_NS = 100_000
 
 def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
     """Return what the host's blocking calls waited for, as CUDA tells or as their ends show."""
-    told = dependencies.host_waits(trace, items)
+    recorded = dependencies.host_waits(trace, items)
     rows = calls.row_of_wait()
-    known = {call: found for call, found in told.items() if call in rows}
+    known = {call: found for call, found in recorded.items() if call in rows}
     waiting: list[int] = []
     awaited: list[int] = []
     for call, found in known.items():
@@ -211,11 +213,11 @@ def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int)
     """Return the last item of every lane for each call that waits for the whole device, if it ended by then."""
     drains = np.flatnonzero(calls.drains & unknown)
     waiting, awaited = [], []
-    for (_,), mine in items.group_by("lane", maintain_order=True):
-        at = mine["item"].to_numpy()
-        last = np.searchsorted(mine["launched_reach_ns"].to_numpy(), calls.start_ns[drains], side="left") - 1
+    for (_,), lane_items in items.group_by("lane", maintain_order=True):
+        at = lane_items["item"].to_numpy()
+        last = np.searchsorted(lane_items["launched_reach_ns"].to_numpy(), calls.start_ns[drains], side="left") - 1
         has = last >= 0
-        ended = mine["end_ns"].to_numpy()[np.maximum(last, 0)] <= calls.end_ns[drains] + _NEAR_NS
+        ended = lane_items["end_ns"].to_numpy()[np.maximum(last, 0)] <= calls.end_ns[drains] + _NEAR_NS
         waiting.append(drains[has & ended])
         awaited.append(at[np.maximum(last, 0)][has & ended])
     if not waiting:
@@ -227,18 +229,18 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
     """Return the work whose end ended a blocking call, or a launch that took as long as only a full queue makes it."""
     usual = int(np.median(calls.end_ns[calls.launches] - calls.start_ns[calls.launches])) if calls.launches.any() else 0
     took = calls.end_ns - calls.start_ns
-    held = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
-    which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | held)
+    queue_full = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
+    which = np.flatnonzero((calls.blocks & unknown & ~calls.drains & ~calls.waits_itself) | queue_full)
     work = items.filter(~pl.col("is_wait")).sort("end_ns")
     if work.is_empty() or not len(which):
         return pl.DataFrame(schema=EDGE_COLUMNS)
     ends = work["end_ns"].to_numpy()
     at = np.searchsorted(ends, calls.end_ns[which] + _NEAR_NS // 10, side="right") - 1
-    near = np.where(held[which], took[which] // 4, _NEAR_NS)
+    near = np.where(queue_full[which], took[which] // 4, _NEAR_NS)
     row = np.maximum(at, 0)
     launched = work["launched_ns"].to_numpy()[row] <= calls.start_ns[which]
     good = (at >= 0) & (ends[row] >= calls.start_ns[which]) & (calls.end_ns[which] - ends[row] <= near) & launched
-    how = np.where(held[which][good], "queue", "sync")
+    how = np.where(queue_full[which][good], "queue", "sync")
     found = edge_table(which[good], work["item"].to_numpy()[row[good]] + first_item, "sync", inferred=True)
     return found.with_columns(pl.Series("kind", how, pl.String))
 
@@ -259,8 +261,8 @@ def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> 
     """Return the waits of launches for room in the queue: for what was launched QUEUE_DEPTH before; none if broken."""
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
     work = items.with_columns(pl.Series("call", launch)).filter(~pl.col("is_wait") & (pl.col("call") >= 0))
-    for (_,), mine in work.group_by("device", maintain_order=True):
-        ordered = mine.sort("call", "item")
+    for (_,), device_work in work.group_by("device", maintain_order=True):
+        ordered = device_work.sort("call", "item")
         item, call = ordered["item"].to_numpy(), ordered["call"].to_numpy()
         if len(item) <= QUEUE_DEPTH:
             continue

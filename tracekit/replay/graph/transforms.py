@@ -195,5 +195,5 @@ def _with_zero_time(graph: Graph, which: Flags) -> Graph:
 def _without_waits(graph: Graph, which: Flags) -> Graph:
     """Return the graph with some calls of the host taking no time and waiting for nothing."""
     blocked = np.concatenate((which, np.zeros(len(graph.own_ns) - graph.count, bool)))
-    kept = ~blocked[graph.edges.waiting] | (graph.edges.awaited < 0)
-    return _with_zero_time(replace(graph, edges=graph.edges.select(kept)), which & (graph.column("what") != WORK))
+    remaining = ~blocked[graph.edges.waiting] | (graph.edges.awaited < 0)
+    return _with_zero_time(replace(graph, edges=graph.edges.select(remaining)), which & (graph.column("what") != WORK))

@@ -88,10 +88,10 @@ def answer(
         )
     gpus = gpus_of(run)
     found = [_answer(each, savings.saving(run, each.name), gpus, gpu_hour_price) for each in wanted]
-    told = [each for each in found if not each.unavailable_reason and (names or each.saved_ratio >= MIN_SAVED_RATIO)]
+    answers = [each for each in found if not each.unavailable_reason and (names or each.saved_ratio >= MIN_SAVED_RATIO)]
     per = replay.select("window", "step").n_unique()
     return WhatIf(
-        tuple(sorted(told, key=lambda each: -each.saved_ns)),
+        tuple(sorted(answers, key=lambda each: -each.saved_ns)),
         tuple(each for each in found if each.unavailable_reason),
         steps.total_ns(replay, "duration_ns") // per,
         steps.total_ns(replay, "replayed_ns") // per,
@@ -127,9 +127,9 @@ def gpus_of(run: Run) -> int:
     """
     if not run.table(contention.device_count)["devices"].sum():
         return 0
-    told = run.manifest.get("world_size")
-    if isinstance(told, int) and told > 0:
-        return told
+    world_size = run.manifest.get("world_size")
+    if isinstance(world_size, int) and world_size > 0:
+        return world_size
     sizes = run.table(collective_matching.calls)["group_size"].drop_nulls().to_list()
     return int(max(max(run.ranks, default=0) + 1, *sizes, 0))
 
