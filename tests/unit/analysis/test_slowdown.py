@@ -252,5 +252,5 @@ def test_collectives_of_one_group_that_take_turns_are_held_by_their_communicator
         run = drawn_traces.run(
             drawn_traces.trace(picture, scale_ns=drawn_hosts.UNIT_NS, ops=pl.DataFrame(calls), collectives=told)
         )
-        delayed = run.table(queueing.delayed_kernels).filter(by=queueing.COMMUNICATOR, name="y")
+        delayed = run.table(queueing.delayed_kernels).filter(reason=queueing.COMMUNICATOR, name="y")
         assert delayed["blocker_name"].to_list() == ["x"] * count

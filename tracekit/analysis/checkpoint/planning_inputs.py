@@ -75,7 +75,7 @@ def _by_save(stages: pl.DataFrame) -> pl.DataFrame:
     stage, dur_ns, size = pl.col("stage"), pl.col("dur_ns"), pl.col("bytes")
     save = ["step", "save_without_step"]
     by_file = stages.group_by(*save, "rank", "checkpoint").agg(
-        # What counts its bytes only as a whole has none in its stage.
+        # Some savers report bytes for the whole save only, not for the write stage.
         pl.coalesce(
             size.filter((stage == conventions.WRITE) & (size > 0)).sum().replace(0, None),
             size.filter(stage == conventions.TOTAL).max(),

@@ -22,8 +22,8 @@ SPAN_COLUMNS = {
 }  # fmt: skip
 
 _OURS = "^" + conventions.span_name(conventions.CHECKPOINT) + r"(\.|$)"
-# What others call a save in annotations (Lightning, torchtitan, own record_function names), and, in traces with
-# stacks, the functions of PyTorch and of the trainers that save.
+# Save annotations of other tools (Lightning, torchtitan, record_function names), and, in traces with stacks, the
+# functions of PyTorch and trainers that save.
 _SAVE_SPAN = (
     _OURS
     + r"|(?i)(\b|_)(save|saving|write|dump)[-_. ](a[-_. ])?(model[-_. ])?(checkpoint|ckpt)"

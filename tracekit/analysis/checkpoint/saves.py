@@ -11,7 +11,7 @@ from tracekit import conventions
 from tracekit.analysis.checkpoint import save_stages
 from tracekit.model.run import Run
 
-# Of these one call writes one file, and a checkpoint is a folder of several.
+# One call writes one file, and a checkpoint is a folder of several.
 _FILE_CALLS = (conventions.TORCH_SAVE, conventions.SAFETENSORS_SAVE)
 _WHOLES = (conventions.TOTAL, conventions.COMPLETE)
 RANK_COLUMNS = {
@@ -29,7 +29,7 @@ def stages(run: Run) -> pl.DataFrame:
     safetensors is everything written after one step into one folder.
     """
     lines = run.table(save_stages.saves)
-    # The log lies beside every window of a rank.
+    # Every window of a rank reads the same log.
     lines = lines.unique(lines.columns[1:], keep="first", maintain_order=True)
     name = pl.col("checkpoint")
     folder, again = name.str.replace(r"/[^/]*$", ""), name.str.extract(r"(#\d+)$").fill_null("")
@@ -70,7 +70,7 @@ def by_rank(run: Run) -> pl.DataFrame:
         (stage == conventions.FSYNC).any().alias("synced"),
         pl.col("call").is_in(_FILE_CALLS).any().alias("of_files"),
     )
-    # Between the files of a save training does other things, which are not the save's.
+    # Training work between the files of a save does not belong to it.
     apart = pl.col("of_files").fill_null(value=False) & ~pl.col("background")
     written = pl.when(apart).then("worked_ns").otherwise("span_ns")
     rate = pl.col("written_bytes") / (pl.col("storage_ns") / 1e9)
@@ -156,7 +156,7 @@ def _after_steps(some: pl.DataFrame, by_rank: pl.DataFrame) -> pl.DataFrame:
     """Return the columns of `by_training_step` except those of the interval."""
     blocked_ns, one = pl.col("blocked_ns"), ["step", "save_without_step"]
     table = some.with_columns(save_without_step("save"))
-    # Ranks that save each for itself do so at one time: their times do not add up.
+    # Independent ranks save at the same time, so their times do not add up.
     sums = by_rank.select("save", "rank", "blocked_ns").join(table.select("save", *one), on="save")
     longest = sums.group_by(*one, "rank").agg(blocked_ns.sum()).group_by(one).agg(blocked_ns.max())
     return (
@@ -258,7 +258,7 @@ def _concurrent_steps_of_rank(own: pl.DataFrame, times: pl.DataFrame) -> pl.Data
     """Return `_concurrent_steps` of one rank, from its background saves and its steps in order."""
     step, took_ns = times["step"].to_numpy(), times["step_time_ns"].to_numpy()
     saved = own["step"].to_numpy()
-    # The steps after a save begin where it lets training go on; nobody logs their start.
+    # Step starts are not logged: the next step begins when the save unblocks training.
     begun_ns = np.concatenate(([0.0], np.cumsum(took_ns)))
     first = np.searchsorted(step, saved)
     until_ns = begun_ns[first] + (own["written_ns"] - own["blocked_ns"]).to_numpy()

@@ -47,9 +47,9 @@ _KIND_OF = {
     conventions.FINISH: FSYNC,
 }
 _STORAGE = (conventions.WRITE, conventions.FSYNC)
-# A tensor costs torch.save over a thousand bytes of envelope: a file of which this share is no tensor holds small ones.
+# torch.save adds over 1,000 bytes per tensor: a file with this share of overhead contains small tensors.
 SMALL_TENSORS_RATIO = 0.2
-# A straggler takes twice what its bytes and files take on the others, and they wait for most of that.
+# A straggler takes twice the others' time for its bytes and files, and they wait for most of the difference.
 _STRAGGLER_RATIO = 0.5
 _WAITED_RATIO = 0.5
 

@@ -8,7 +8,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 
 FACTS: tuple[Fact, ...] = (breakdown.by_step, save_stages.save_spans)
-"""What a rule that reads plain steps lists among its facts."""
+"""The facts of a rule that reads steps without saves."""
 PLACE = ("window", "rank", "step", "device")
 
 

@@ -50,7 +50,7 @@ def _launched_together(trace: Trace, device: int | None) -> pl.DataFrame:
         pl.col("activity_id").alias("id"), "op", "group", "group_size", "dtype",
         pl.max_horizontal("sent_bytes", "received_bytes").alias("message_bytes"),
     ).unique("id")  # fmt: skip
-    # What prepares or follows a collective on its own lane is no compute that it waits for.
+    # Preparation on the collective's own lane is not compute that it waits for.
     others = work.filter((pl.col("kind") == "compute") & (pl.col("role") != "communication"))
     calls = work.filter(pl.col("kind") == "communication").join(messages, on="id", how="left", maintain_order="left")
     at_ns = pl.coalesce("launched_ns", "start_ns").alias("at_ns")

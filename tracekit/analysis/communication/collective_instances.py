@@ -111,7 +111,9 @@ def instances(run: Run) -> pl.DataFrame:
         arrival.max().alias("last_arrival_ns"),
         (arrival.max() - arrival.sort().get(-2, null_on_oob=True)).alias("lead_ns"),
         pl.col("rank").sort_by(arrival).last().alias("latest"),
-        (end.min() + (end - end.min()).median().round().cast(pl.Int64)).alias("end_ns"),  # a float holds no Unix ns
+        (end.min() + (end - end.min()).median().round().cast(pl.Int64)).alias(
+            "end_ns"
+        ),  # a float cannot represent Unix ns
         pl.col("wait_ns").max().alias("max_wait_ns"),
         pl.col("residual_ns").max(),
         pl.col("matched_by").first(),
@@ -156,7 +158,7 @@ def waits(run: Run) -> pl.DataFrame:
     wait_ns = (pl.min_horizontal(last_ns, "end_ns") - pl.col("arrival_ns")).clip(0)
     return (
         placed.rename({"start_ns": "arrival_ns"})
-        # Without groups, those who ever came together are taken as all.
+        # Without recorded groups, all ranks that ever joined one collective count as the group.
         .with_columns(pl.coalesce("group_size", most).alias("group_size"), residual_ns.alias("residual_ns"))
         .with_columns(
             (pl.col("end_ns") - pl.col("arrival_ns")).alias("dur_ns"),

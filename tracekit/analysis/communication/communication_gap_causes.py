@@ -22,7 +22,7 @@ LAUNCH_TIME, EVENT, ADJACENT, LANE_ORDER, SPAN, RUNNING, INSTANCES, NONE = EVIDE
 CONFIDENCES = {
     LAUNCH_TIME: 0.9, EVENT: 0.95, ADJACENT: 0.8, LANE_ORDER: 0.8, SPAN: 0.9, RUNNING: 0.6, INSTANCES: 0.9, NONE: 0.0,
 }  # fmt: skip
-"""How sure a cause is by what speaks for it; a convention, not a measured frequency."""
+"""Confidence of a cause by its evidence; a convention, not a measured frequency."""
 
 COLUMNS = {
     "gap": pl.Int64, "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String,
@@ -30,7 +30,7 @@ COLUMNS = {
     "evidence": pl.String, "confidence": pl.Float64, "start_ns": pl.Int64, "dur_ns": pl.Int64,
 }  # fmt: skip
 NEAR_NS = 20_000
-"""Work that starts so soon after other work ended is taken to have waited for it: a wait for an event takes less."""
+"""Work that starts within this time after other work is taken to have waited for it; an event wait is faster."""
 _NEVER = np.iinfo(np.int64).min // 2
 
 
@@ -203,7 +203,7 @@ class _Splitter:
         computing, copying = sweep_line.running(self.compute.spans, at), sweep_line.running(self.copies.spans, at)
         doing = host_state.state_at(self.trace, at)
         is_launched = at >= launched
-        # On the host what computes is the thread that issues: it waits for all of it.
+        # On the CPU the computing thread also issues collectives, so it waits for all compute.
         waits = (at < end) & (items.near[nxt] | items.reduces[nxt])
         if self.device is None:
             waits |= ~is_launched

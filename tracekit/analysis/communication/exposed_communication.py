@@ -4,7 +4,7 @@ import polars as pl
 
 from tracekit import conventions
 from tracekit.analysis.communication import collective_instances
-from tracekit.analysis.time import breakdown
+from tracekit.analysis.time import breakdown, exposure
 from tracekit.model import intervals
 from tracekit.model.run import Run
 from tracekit.model.trace import Trace
@@ -26,21 +26,9 @@ def exposed(trace: Trace) -> pl.DataFrame:
     Columns activity_id, step, device, lane, name, op, unit, phase, start_ns, dur_ns, exposed_ns; one row per activity.
     Concurrent collectives each count the same exposed time, so sums over activities may exceed the breakdown's.
     """
-    work = _of_training(trace)
     known = trace.collectives.select(pl.col("activity_id").alias("id"), "op")
-    parts = []
-    for device in breakdown.devices(trace):
-        compute, _, _ = breakdown.busy(trace, device)
-        calls = work.filter(pl.col("device").eq_missing(device))
-        spans = intervals.from_columns(calls["start_ns"], calls["dur_ns"])
-        hidden = pl.Series("hidden", intervals.coverage(spans, compute), pl.Int64)
-        parts.append(
-            calls.with_columns((pl.col("dur_ns") - hidden).alias("exposed_ns"))
-            .join(known, on="id", how="left", maintain_order="left")
-            .rename({"id": "activity_id"})
-        )
-    empty = pl.DataFrame(schema=COLUMNS)
-    return pl.concat([empty, *(part.select(*COLUMNS) for part in parts)])
+    calls = exposure.with_exposure(trace, _of_training(trace)).join(known, on="id", how="left", maintain_order="left")
+    return calls.rename({"id": "activity_id"}).select(*COLUMNS)
 
 
 def exposed_transfers(run: Run) -> pl.DataFrame:

@@ -31,7 +31,7 @@ def exposed_times(trace: Trace) -> pl.DataFrame:
 
 
 FACTS: tuple[Fact, ...] = (collective_matching.calls, group_axes, exposed_times)
-"""What the surveys of this module read."""
+"""The facts that the run tables of this module read."""
 
 
 def transfers(run: Run) -> pl.DataFrame:
@@ -91,7 +91,7 @@ def group_comparison(run: Run) -> pl.DataFrame:
     each = (
         _large(run.run_table(transfers)).with_columns(pl.len().over(place).alias("groups")).filter(pl.col("groups") > 1)
     )
-    # Of two, each is compared with the other.
+    # With two groups, each is compared with the other.
     other = pl.col("transfer_ns").sum().over(place) - pl.col("transfer_ns")
     usual = pl.when(pl.col("groups") == 2).then(other).otherwise(pl.col("transfer_ns").median().over(place))
     return _summed(each.with_columns(usual.cast(pl.Int64).alias("usual_ns")), [*_GROUP, "step"], "groups")

@@ -16,8 +16,8 @@ COLUMNS = {
 }  # fmt: skip
 FACTS: tuple[Fact, ...] = (collective_bursts.bursts,)
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-_MIN_SIZE_RATIO = 1.25  # how far sizes must lie apart for a line through them to say where it begins
-_MAX_HOP_NS = 200_000.0  # no link of one machine room takes longer: such a line is bent by something else
+_MIN_SIZE_RATIO = 1.25  # sizes must differ by this factor to fit a latency
+_MAX_HOP_NS = 200_000.0  # no link in one data center takes longer: the fit is wrong
 _Floats = npt.NDArray[np.float64]
 
 

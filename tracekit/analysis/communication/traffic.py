@@ -20,7 +20,7 @@ KIND_COLUMNS = {
     "is_whole": pl.Boolean,
 }  # fmt: skip
 FACTS: tuple[Fact, ...] = group_bandwidth.FACTS
-"""What the surveys of this module read."""
+"""The facts that the run tables of this module read."""
 _PLACE = ["window", "rank", "activity_id"]
 
 

@@ -43,7 +43,7 @@ def calls(trace: Trace) -> pl.DataFrame:
         "dtype",
         pl.max_horizontal("sent_bytes", "received_bytes").alias("bytes"),
     ).unique("activity_id")
-    # Through preparation, its own lane's work, a delay goes on to the next collective.
+    # A delay propagates to the next collective through preparation on its lane.
     idle_ns = pl.col("dur_ns") - pl.col("preparation_ns") - pl.col("contention_ns")
     long_gaps = compute_gap_causes.chains(trace).filter(idle_ns > communication_gap_causes.NEAR_NS)
     parts = [pl.DataFrame(schema=CALL_COLUMNS)]
@@ -101,7 +101,7 @@ def _compared(one: pl.DataFrame) -> pl.DataFrame:
     concurrent = sized & (others != _MIXED) & (by >= concurrency.CONCURRENT_RATIO * dur)
     alone, step = apart & (others != _MIXED), one["step"].fill_null(-1).to_numpy()
     exact = slowdown.compare_with_alone(_same(one, *_MESSAGE, "others"), step, dur, alone=alone, concurrent=concurrent)
-    # Another collective beside the sample can only have slowed it: against such, too little is told.
+    # A concurrent collective can only have slowed the sample, so the excess is a lower bound.
     lower_bound = slowdown.compare_with_alone(_same(one, *_MESSAGE), step, dur, alone=apart, concurrent=concurrent)
     judged = exact.judged & sized & (others != _MIXED) & ~alone
     rest = lower_bound.judged & sized & (others == 0) & ~apart & ~judged
@@ -139,7 +139,7 @@ def by_step(run: Run) -> pl.DataFrame:
             pl.col("waited_ns").sum().over(chain).alias("whole_ns"),
             (pl.col("waited_ns").sum().over(chain) - pl.col("waited_ns").cum_sum().over(chain)).alias("later_ns"),
         )
-        # What is saved until a collective is no more than was lost until then, nor than before it and waited for it.
+        # Savings up to a collective are at most the loss so far, and at most the loss before it plus its wait.
         .with_columns(
             pl.min_horizontal((pl.col("so_far_ns") + pl.col("later_ns")).min().over(chain), "whole_ns").alias(
                 "saved_ns"

@@ -187,7 +187,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
     cause, evidence = communication_gap_causes.first_match(
         (waits & (call >= 0) & wait.near[pieces.of], COLLECTIVE, ADJACENT),
         (waits & (call >= 0), COLLECTIVE, RUNNING),
-        (waits & (gap >= 0), UNKNOWN, communication_gap_causes.NONE),  # replaced by what the gap has for its cause
+        (waits & (gap >= 0), UNKNOWN, communication_gap_causes.NONE),  # replaced by the cause of the communication gap
         (waits & (at < sweep_line.at(calls.launched_ns, awaited, _NEVER)), HOST, LAUNCH_TIME),
         (waits, UNKNOWN, communication_gap_causes.NONE),
         (unlaunched & blocked & (call >= 0), COLLECTIVE, RUNNING),
@@ -203,7 +203,7 @@ def _split(trace: Trace, device: int | None, found: pl.DataFrame, before: pl.Dat
 
 
 _IDLE_HOST = host_state.HOST_STATES.index(host_state.SYNCHRONIZE)
-"""On a CPU run a host that does this or what comes after it may be waiting for a collective that runs."""
+"""On a CPU run, a host in this state or a later one may be waiting for a running collective."""
 
 
 def _waits(work: pl.DataFrame, found: pl.DataFrame, calls: ActivitySpans, idle: intervals.Spans) -> _Wait:

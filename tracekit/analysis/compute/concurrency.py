@@ -14,9 +14,9 @@ from tracekit.model.sweep_line import Ints
 from tracekit.model.trace import Trace
 
 COMPUTE, COMMUNICATION, PREPARATION, COPY = KINDS = ("compute", "communication", "preparation", "copy")
-"""Kinds of work: preparation is small compute on other lanes than the main one, for or after collectives."""
+"""Kinds of work: preparation is small compute outside the main lane, before or after collectives."""
 ALONE_RATIO, CONCURRENT_RATIO = launches.ALONE_RATIO, 0.5
-"""Work counts as alone with no more of its time beside others than the one, as beside others from the other on."""
+"""Work counts as alone up to the first share of overlapped time, as concurrent from the second."""
 _NEIGHBOURS = (1, 2, -1, -2)
 
 

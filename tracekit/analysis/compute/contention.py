@@ -24,7 +24,7 @@ PAIRS = (
     (COPY, COMPUTE),
     (COPY, COMMUNICATION),
 )
-"""Which kind of work is slowed, and by which other kind; what slows collectives is measured across ranks."""
+"""Pairs of slowed kind and concurrent kind; the slowdown of collectives is measured across ranks."""
 
 STEP_COLUMNS = {
     "device": pl.Int64, "step": pl.Int64, "phase": pl.String, "unit": pl.String, "kind": pl.String,
@@ -47,8 +47,8 @@ PREPARATION_COLUMNS = {
 DEVICE_COLUMNS = {"devices": pl.Int64}
 NO_SAMPLE = "no sample alone"
 ALONE = "the same work alone: one rank, prefetching off, or CUDA_LAUNCH_BLOCKING=1"
-RECORD = f"record steps with {ALONE}; and record_shapes=True, so that products of one grid are told apart"
-"""What to do where the same work was never seen alone."""
+RECORD = f"record steps with {ALONE}; and record_shapes=True, to distinguish GEMMs of one grid"
+"""What to record where the same work never ran alone."""
 
 
 @memoize
@@ -145,9 +145,9 @@ class _PairRows:
         others = [kind for kind in range(len(KINDS)) if kind != concurrent_kind]
         dur_ns = device.dur_ns[row]
         other_ns = device.concurrent_ns[row][:, others]
-        beside_others = other_ns >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
-        plain = (beside_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
-        pattern = beside_others @ (1 << np.arange(len(others)))
+        overlaps_others = other_ns >= concurrency.CONCURRENT_RATIO * dur_ns[:, None]
+        plain = (overlaps_others | (other_ns <= concurrency.ALONE_RATIO * dur_ns[:, None])).all(axis=1)
+        pattern = overlaps_others @ (1 << np.arange(len(others)))
         _, kernel = np.unique(device.kernel[row], return_inverse=True)
         self.row, self.dur_ns, self.concurrent_ns, self.plain = (
             row,
@@ -213,7 +213,7 @@ def _of_kernels(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind:
     sums = (
         work.with_columns(
             judged.alias("judged"),
-            was_concurrent.alias("ran_beside"),
+            was_concurrent.alias("was_concurrent"),
             pl.Series("key", rows.key[used]),
             pl.Series("by_ns", rows.concurrent_ns[used]),
             pl.Series("excess_ns", np.where(rows.judged[used], rows.comparison.excess_ns[used], 0.0)),
@@ -224,8 +224,8 @@ def _of_kernels(rows: _PairRows, device: DeviceWork, kind: str, concurrent_kind:
             pl.len().alias("calls"),
             (~pl.col("judged")).sum().alias("alone_calls"),
             dur.filter(~pl.col("judged")).median().alias("alone_ns"),
-            pl.col("ran_beside").sum().alias("concurrent_calls"),
-            dur.filter("ran_beside").median().alias("concurrent_ns"),
+            pl.col("was_concurrent").sum().alias("concurrent_calls"),
+            dur.filter("was_concurrent").median().alias("concurrent_ns"),
             pl.col("by_ns").filter("judged").sum().alias("overlapped_ns"),
             pl.col("excess_ns").sum().round().alias("lost_ns"),
             pl.col("step", "lane", "start_ns", "dur_ns").get(costliest),

@@ -19,7 +19,7 @@ CALL_COLUMNS = {
 FACTS: tuple[Fact, ...] = (
     contention.by_step, contention.by_kernel, contention.preparation, collective_contention.calls,
 )  # fmt: skip
-"""What the surveys of this module read."""
+"""The facts that the run tables of this module read."""
 MAX_CALLS = 100
 
 

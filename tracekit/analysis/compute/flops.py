@@ -13,7 +13,7 @@ from tracekit.model.trace import Trace
 COLUMNS = {"step": pl.Int64, "phase": pl.String, "name": pl.String, "flops": pl.Float64}
 
 _MATRICES = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Ops that multiply, and the argument with the left matrix; the right one is the next."""
+"""Matrix products, and the index of the left matrix among the arguments; the right one is next."""
 _ATTENTION = re.compile(r"^aten::_(scaled_dot_product_\w*attention|flash_attention|efficient_attention)\w*$")
 _BACKWARD = "_backward"
 _BACKWARD_RATIO = 2.5

@@ -13,7 +13,7 @@ from tracekit.model.run import Run, Source
 from tracekit.model.trace import Fact, Trace
 
 KEYS = ("name", "op", "shapes", "unit", "phase", "span", "step", "device", "stream", "rank")
-"""What kernels can be told apart by; kind is always among it, so that nothing merges work of two kinds."""
+"""Keys to group kernels by; kind is always one, so that work of two kinds is never merged."""
 
 
 def kernels(

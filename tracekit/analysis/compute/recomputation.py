@@ -16,7 +16,7 @@ COLUMNS = {
 CHECKPOINT_NODE, FORWARD_OPS = "checkpoint_node", "forward_ops"
 _REENTRANT = r"^CheckpointFunctionBackward$"
 _NODE = r"^autograd::engine::evaluate_function: |Backward\d*$"
-# What only forward passes call: no formula of a derivative does.
+# Ops that only forward passes call, never a derivative.
 _FORWARD_ONLY = (
     r"^aten::(linear|conv[123]d|convolution|embedding|dropout|native_dropout|silu|gelu|relu|softmax|_softmax|"
     r"layer_norm|native_layer_norm|rms_norm|_fused_rms_norm|group_norm|native_group_norm|batch_norm|native_batch_norm|"
@@ -84,7 +84,7 @@ def recomputed_activities(trace: Trace) -> pl.DataFrame:
     inside = np.maximum(region, 0)
     reentrant = (region >= 0) & checkpoint[inside]
     is_recomputed = reentrant | ((region >= 0) & (at_ns <= last_ns[inside]))
-    # The host leaves the region of a checkpoint's node with its last launch there: what follows is the node's own.
+    # The host leaves a checkpoint node's region with its last launch there; later work is the node's own.
     marked = trace.activities.with_columns(
         pl.Series("region", region), pl.Series("at_ns", at_ns), pl.Series("reentrant", reentrant)
     ).filter(pl.Series(is_recomputed) & (pl.col("kind") == "compute"))

@@ -10,7 +10,7 @@ from tracekit.model.sweep_line import Flags, Ints
 Floats = npt.NDArray[np.float64]
 
 MAX_SPREAD = 0.5
-"""Kernels whose middle half differs by more, as a share of the median of their step, are not the same work."""
+"""Kernels with a larger interquartile range (over the median of their step) are not the same work."""
 _RESAMPLES = 400
 _LEAST_BLOCKS = 6
 _MOST_SLOWDOWN = 50.0

@@ -14,7 +14,7 @@ from tracekit.model.trace import Trace
 
 UNIT_COLUMNS = {"unit": pl.String, "step": pl.Int64, "metric": pl.String, "value": pl.Float64}
 UNIT_METRICS = {"compute_ns": True, "exposed_communication_ns": True}
-"""What is told of a unit, and whether lower is better."""
+"""Metrics of a unit, and whether lower is better."""
 WORK_COLUMNS = {"kind": pl.String, "phase": pl.String, "name": pl.String, "amount": pl.Float64}
 FLOPS, SENT, ALLOCATED, SAVE = "flops", "sent", "allocated", "save"
 
@@ -97,7 +97,7 @@ def save_work(trace: Trace) -> pl.DataFrame:
 def _typical(rows: pl.DataFrame, steps: int) -> pl.DataFrame:
     place = ["kind", "phase", "name"]
     sums = rows.with_columns(pl.col("name").fill_null("")).group_by(*place, "step").agg(pl.col("amount").sum())
-    # In the steps without it the amount is 0: they come first among the ordered.
+    # Steps without it have amount 0 and sort first.
     middle = [(pl.len() - steps + rank) for rank in ((steps - 1) // 2, steps // 2)]
     amounts = pl.col("amount").sort()
     at = [pl.when(index >= 0).then(amounts.get(index.clip(0), null_on_oob=True)).otherwise(0) for index in middle]
@@ -119,7 +119,7 @@ def _union_by_key(spans: Spans, key: npt.NDArray[np.int64]) -> tuple[Spans, npt.
     if not len(spans):
         return intervals.EMPTY, np.empty(0, np.int64)
     origin_ns = int(spans[:, 0].min())
-    # Each key's spans on a stretch of time of its own: one union then keeps them apart.
+    # Shift each key's spans to a time range of its own, so that one union keeps them separate.
     stretch_ns = int(spans[:, 1].max()) - origin_ns + 1
     apart = intervals.union(spans - origin_ns + (key * stretch_ns)[:, None])
     of = apart[:, 0] // stretch_ns

@@ -7,7 +7,7 @@ from tracekit.model import intervals
 from tracekit.model.trace import Trace
 
 COLUMNS = {"file": pl.String, "line": pl.Int64, "function": pl.String, "inside_ns": pl.Int64}
-# What torch.profiler calls a Python function: "src/train.py(12): main", with the line at which it was entered.
+# torch.profiler's name of a Python function: "src/train.py(12): main", with the line at which it was entered.
 _NAME = r"^(?<file>.+\.py)\((?<line>\d+)\): (?<function>.+)$"
 
 
@@ -30,7 +30,7 @@ def functions(trace: Trace, evidence: pl.DataFrame) -> pl.DataFrame:
         calls.with_columns(pl.Series("inside_ns", inside_ns))
         .filter(pl.col("inside_ns") > 0)
         .group_by("file", "line", "function")
-        # A function that calls itself has no more time than there is.
+        # Recursion must not exceed the total time.
         .agg(pl.col("inside_ns").sum().clip(upper_bound=intervals.length(spans)), pl.col("id").min())
         .sort("inside_ns", "id", descending=[True, False])
         .select(list(COLUMNS))
@@ -49,5 +49,5 @@ def _on_host(trace: Trace, evidence: pl.DataFrame) -> intervals.Spans:
         rows = found.select(
             pl.coalesce("launched_ns", "start_ns").alias("start_ns"), pl.coalesce("call_ns", "dur_ns").alias("dur_ns")
         )
-    # A moment has no duration, and is inside a function all the same.
+    # An instant has no duration, but still lies inside a function.
     return intervals.union(intervals.from_columns(rows["start_ns"], np.maximum(rows["dur_ns"].to_numpy(), 1)))

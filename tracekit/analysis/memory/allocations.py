@@ -41,7 +41,7 @@ DEVICE_PEAK_COLUMNS = {
 }  # fmt: skip
 _OWNER = ("op", "phase", "unit", "module", "stack", "step")
 _UNSPLIT_BYTES = 1 << 20
-"""How much larger than its request a device's block may be: what is left of it then is not worth a block."""
+"""A device block may exceed its request by this much: the allocator does not split off less."""
 
 
 def blocks(trace: Trace) -> pl.DataFrame:
@@ -65,7 +65,7 @@ def match_blocks(events: pl.DataFrame) -> pl.DataFrame:
 
     Columns as `blocks` without op, unordered.
     """
-    # One address after the other, each with its events in time.
+    # By address, then by time.
     ordered = events.sort("device", "address", "event")
     here = (pl.col("address").shift(-1) == pl.col("address")) & pl.col("device").shift(-1).eq_missing(pl.col("device"))
     after = {name: pl.when(here).then(pl.col(name).shift(-1)) for name in ("event", "at_ns", "step")}
@@ -98,7 +98,7 @@ def live(trace: Trace) -> pl.DataFrame:
     base = (pl.col("allocated_bytes") - pl.col("delta_bytes")).first().over(device)
     least = (-balance.min().over(device)).clip(lower_bound=0)
     live_bytes = balance + pl.when(stated).then(base).otherwise(least)
-    # 0 stands for an allocator that keeps no count of what it reserves, as that of the host.
+    # 0: the allocator does not count reserved bytes, as on the host.
     reserved = pl.when(pl.col("reserved_bytes") > 0).then("reserved_bytes")
     wide = events.with_columns(
         live_bytes=live_bytes, total=stated, reserved_bytes=reserved, slack_bytes=reserved - live_bytes
@@ -184,12 +184,12 @@ def new_sizes(trace: Trace) -> pl.DataFrame:
     for (device,), of_device in own.group_by("device", maintain_order=True):
         sizes = of_device.group_by("delta_bytes").agg(first=pl.col("step").min()).sort("delta_bytes")
         near = sizes.with_columns(first=_earliest(sizes, 0 if device is None else _UNSPLIT_BYTES))
-        told = of_device.join(near, on="delta_bytes", maintain_order="left")
+        dated = of_device.join(near, on="delta_bytes", maintain_order="left")
         parts.append(
-            told.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
+            dated.filter(pl.col("step") == pl.col("first"), pl.col("step") > pl.col("step").min()).drop("first")
         )
-    told = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
-    return told.select(pl.col(name).cast(dtype) for name, dtype in NEW_SIZE_COLUMNS.items())
+    new = pl.concat(parts).with_columns(start_ns="at_ns", dur_ns=pl.lit(0, pl.Int64), bytes="delta_bytes")
+    return new.select(pl.col(name).cast(dtype) for name, dtype in NEW_SIZE_COLUMNS.items())
 
 
 def _earliest(sizes: pl.DataFrame, near_bytes: int) -> pl.Series:
@@ -218,7 +218,7 @@ def _owners_at(trace: Trace, device: int | None, event: int, at_ns: int, peak_by
     )
     last = events.filter(pl.col("event") <= event).group_by("address").last()
     first = events.filter(pl.col("event") > event).group_by("address").first()
-    # What is freed later and came up never before was there before the window.
+    # A block freed later and never seen before was allocated before the window.
     earlier = first.filter(pl.col("delta_bytes") < 0).join(last, on="address", how="anti")
     owned = last.filter(pl.col("delta_bytes") > 0)
     owned = owned.join(owners.of_ops(trace, owned["op_id"]), on="op_id", how="left")

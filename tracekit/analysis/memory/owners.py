@@ -8,7 +8,7 @@ from tracekit.model.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 
-# What only allocates for another op: that one is told as the owner.
+# Ops that allocate on behalf of another op, which is the owner.
 _FOR_ANOTHER = (
     "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided",
     "aten::resize_", "aten::zeros", "aten::zeros_like", "aten::ones_like", "aten::full", "aten::full_like",
@@ -30,7 +30,7 @@ def of_ops(trace: Trace, op_ids: pl.Series) -> pl.DataFrame:
         if not found.select(climbs.any()).item():
             break
         up = found.join(above, on="parent_id", how="left")
-        # A phase of the step is no owner, but an op or an FSDP span is.
+        # A step phase is not an owner; an op or an FSDP span is.
         dispatched = climbs & pl.col("above").str.contains(r"^\w+::") & ~pl.col("above").str.starts_with("tracekit::")
         found = up.select(
             "op_id",

@@ -83,7 +83,7 @@ def retries(trace: Trace) -> pl.DataFrame:
         return pl.DataFrame(schema=RETRY_COLUMNS)
     step_time = conventions.STEP_TIME_METRIC
     times = pl.col(step_time) if step_time in wide.columns else pl.lit(None, pl.Int64)
-    # The counter starts again at 0 where a training was resumed.
+    # The counter restarts at 0 when training is resumed.
     grown = pl.col(conventions.ALLOC_RETRIES_METRIC).diff().clip(lower_bound=0)
     counted = wide.sort("step").select("step", grown.alias("retries"), times.alias("step_time_ns"))
     return counted.drop_nulls("retries").cast(RETRY_COLUMNS)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def unit_buffers(trace: Trace) -> pl.DataFrame:
     Columns step, unit, span, start_ns, dur_ns (0), bytes; one row per allocation. Those of saves are left out.
     """
     span = pl.col("span")
-    # What a backend allocates inside its own collective is not the engine's buffer (gloo copies what it sends).
+    # Allocations of the backend inside its collective are not FSDP's buffers (gloo copies its messages).
     inside = allocations.in_collectives(trace, trace.allocations["at_ns"])
     allocated = trace.allocations.filter(~inside).filter(
         pl.col("delta_bytes") >= _MIB,

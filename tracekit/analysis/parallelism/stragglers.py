@@ -108,7 +108,7 @@ def _exposed_longer(run: Run) -> pl.DataFrame:
     """
     each = run.table(breakdown.by_step).drop_nulls("step")
     waits = _idle(run).group_by(*_KEY, "rank").agg(pl.col("wait_ns").sum())
-    # Devices of one rank go at one pace: the one that waits least says what the rank itself needs.
+    # Devices of one rank run in lockstep: the one that waits least shows the rank's own time.
     ranks = (
         each.group_by(*_KEY, "rank")
         .agg(pl.col("exposed_communication_ns").min().alias("exposed_ns"))

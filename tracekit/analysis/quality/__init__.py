@@ -1,1 +1,1 @@
-"""Facts about the data itself: what each trace contains, what is missing, what is doubtful."""
+"""Facts about the data itself: contents of each trace, missing data, data-quality issues."""

@@ -49,55 +49,55 @@ def contents(trace: Trace) -> pl.DataFrame:
 
 
 FACTS: tuple[Fact, ...] = (contents,)
-"""What the surveys of this module read."""
+"""The facts that the run tables of this module read."""
 
 _CONSEQUENCES = {
     "steps": (
         pl.lit(value=True),
-        "No step time, no spread over steps, no typical step.",
+        "No step times, no variation over steps, no representative step.",
         "profiler.step() once per training step, or tracekit record",
     ),
     "phased": (
         pl.lit(value=True),
-        "Forward, backward and optimizer are not told apart.",
+        "Forward, backward and optimizer cannot be separated.",
         'record_function("tracekit::forward") around each phase, or tracekit record',
     ),
     "shaped": (
         pl.lit(value=True),
-        "Products of one kernel name are not told apart, and no FLOPs are counted.",
+        "GEMMs with the same kernel name cannot be distinguished, and FLOPs are not counted.",
         "record_shapes=True",
     ),
-    "stacked": (pl.lit(value=True), "The place in the code that launched an op is not known.", "with_stack=True"),
+    "stacked": (pl.lit(value=True), "The code location that launched an op is unknown.", "with_stack=True"),
     "sized": (
         pl.col("collectives") > 0,
-        "No bandwidth, and messages of different sizes are not told apart.",
+        "No bandwidth, and messages of different sizes cannot be distinguished.",
         "PyTorch 2.2 or newer for NCCL; record_shapes=True for gloo",
     ),
     "sequenced": (
         pl.col("collectives") > 0,
-        "Collectives of different ranks are matched by their order.",
+        "Collectives of different ranks are matched by order.",
         "PyTorch 2.7 or newer, which numbers the collectives of a group",
     ),
     "syncs": (
         pl.col("on_device"),
-        "What a stream waits for is inferred from times.",
+        "The events that streams wait for are inferred from times.",
         "experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True)",
     ),
-    "allocations": (pl.lit(value=True), "Nothing is known of memory over time.", "profile_memory=True"),
+    "allocations": (pl.lit(value=True), "Memory usage over time is unknown.", "profile_memory=True"),
     "checkpoints": (
         pl.lit(value=True),
-        "Saves and loads are not seen as such.",
+        "Checkpoint saves and loads are not recognized.",
         "tracekit record, or tracekit.capture.record_save around a save",
     ),
     "metrics": (
         pl.lit(value=True),
-        "Loss, tokens and step times outside the profiled steps are not known.",
+        "Loss, tokens and step times outside the profiled steps are unknown.",
         "tracekit record, or tracekit.capture.Recorder in the loop",
     ),
 }
 _LABELS = {
     "steps": "steps", "phased": "phases", "shaped": "input shapes", "stacked": "Python stacks",
-    "sized": "sizes of messages", "sequenced": "sequence numbers of collectives", "syncs": "synchronization events",
+    "sized": "message sizes", "sequenced": "collective sequence numbers", "syncs": "synchronization events",
     "allocations": "memory events", "checkpoints": "checkpoint log", "metrics": "metrics log",
 }  # fmt: skip
 
@@ -116,6 +116,6 @@ def missing(run: Run) -> pl.DataFrame:
     with_snapshot = {found.rank for found in snapshot_files.files(run)}
     on_device = table.filter("on_device")["rank"].unique().sort().to_list()
     if lack := [rank for rank in on_device if rank not in with_snapshot]:
-        consequence = "No map of the device's memory, and no replay of allocator settings but by inference."
+        consequence = "No memory map of the device; allocator settings can be replayed by inference only."
         rows.append(("memory snapshot", lack, consequence, "tracekit record --memory-snapshot, or _dump_snapshot"))
     return pl.DataFrame(rows, schema=MISSING_COLUMNS, orient="row")

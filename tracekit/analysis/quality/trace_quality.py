@@ -18,7 +18,7 @@ VERSION_COLUMNS = {"name": pl.String, "value": pl.String}
 _VERSION = re.compile(r"(^|_)version$")
 _LAUNCH = r"(?i)^(cuda|hip|cu)(Graph|Module|Ext|Cooperative|Coop)?Launch|^(cuda|hip)Mem(cpy|set)"
 _DROPPED = re.compile(r"(?i)dropped (\d+) (activity )?records|exceeded max gpu buffer count")
-_WARM_UP = 2.0  # times the median of the other steps: only what a first step does takes that long
+_WARM_UP = 2.0  # times the median of the other steps: only a first step takes that long
 
 
 def data_quality(trace: Trace) -> pl.DataFrame:
@@ -49,14 +49,14 @@ def versions(trace: Trace) -> pl.DataFrame:
 
 def _nothing(trace: Trace) -> Iterator[_Row]:
     if trace.activities.is_empty():
-        yield "no_work", "No compute, communication or copy was recorded: nothing can be measured.", 1.0
+        yield "no_work", "No compute, communication or copy was recorded, so nothing can be measured.", 1.0
     elif not trace.on_device:
         name = pl.col("name")
         launches = trace.ops.filter(pl.col("kind") == "runtime", name.str.contains(_LAUNCH)).height
         if launches:
             yield (
                 "no_device_activity",
-                f"The host launched {launches:,} kernels and copies, but none was recorded on a device: times are of "
+                f"The host launched {launches:,} kernels and copies, but no device recorded any: times are of "
                 "the host.",
                 1.0,
             )
@@ -87,7 +87,7 @@ def _launches(trace: Trace) -> Iterator[_Row]:
         share = idle.height / launched.height
         yield (
             "dropped_events",
-            f"{idle.height:,} of {launched.height:,} launches show no work on a device: the profiler dropped it, or it "
+            f"{idle.height:,} of {launched.height:,} launches have no device activity: the profiler dropped it, or it "
             "ran after recording stopped.",
             share,
         )
@@ -107,7 +107,7 @@ def _overlaps(trace: Trace) -> Iterator[_Row]:
         share = overlapped_ns / max(int(work["dur_ns"].sum()), 1)
         yield (
             "overlapping_slices",
-            f"{count:,} slices overlap another on their stream, by {units.duration(overlapped_ns)} in all: sums of "
+            f"{count:,} slices overlap another on their stream, by {units.duration(overlapped_ns)} in total: sums of "
             "their durations count that twice.",
             share,
         )
@@ -122,7 +122,7 @@ def _dropped(trace: Trace) -> Iterator[_Row]:
     count = sum(int(match[1] or 0) for match in lost)
     share = count / max(count + trace.activities.height, 1)
     what = f"{count:,} activity records" if count else "device activity once its buffers were full"
-    yield "dropped_events", f"The profiler says that it dropped {what}.", share
+    yield "dropped_events", f"The profiler reports that it dropped {what}.", share
 
 
 def _warm_up(trace: Trace) -> Iterator[_Row]:
@@ -138,8 +138,8 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if first["duration_ns"] > _WARM_UP * median_ns:
             yield (
                 "warm_up_inside",
-                f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])}, the others "
-                f"{units.duration(median_ns)} at the median: it looks like warm-up.",
+                f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])}, the median of "
+                f"the others {units.duration(median_ns)}: it looks like warm-up.",
                 first["duration_ns"] / own["duration_ns"].sum(),
             )
 

@@ -16,7 +16,7 @@ REDUCTION_COLUMNS = {
 REDUCING = ("all_reduce", "reduce_scatter")
 _KEY = ("op", "group", "bytes")
 _MIN_FORWARD_RATIO = 0.05
-"""A forward pass takes more than this share of the step's compute; what is less lies within a backward pass."""
+"""A forward pass takes more than this share of the step's compute; less belongs to a backward pass."""
 
 
 @memoize

@@ -17,16 +17,16 @@ LAUNCH, STREAM, EVENT, SYNC, COMMUNICATOR, START_ORDER = KINDS = (
     "communicator",
     "start_order",
 )
-"""The host launched it; order of its stream; a stream waits for an event; the host waits; order of a communicator;
-one queue feeds all streams, so that nothing starts before all that was launched earlier has started."""
+"""Kernel launch; stream order; event wait of a stream; host synchronization; order on a communicator; and start order:
+one queue feeds all streams, so that work starts only after all earlier-launched work has started."""
 
 _INT, _TEXT = pl.Int64(), pl.String()
 DEPENDENCIES = Table(
     "dependencies",
     "known or inferred wait",
     (
-        Column("waiting_id", _INT, "", "What waits: activities.id, or for how = sync ops.id of the call."),
-        Column("awaited_id", _INT, "", "What it waits for: activities.id, or for how = launch ops.id of the call."),
+        Column("waiting_id", _INT, "", "Waiting work: activities.id, or ops.id of the call for kind = sync."),
+        Column("awaited_id", _INT, "", "Awaited work: activities.id, or ops.id of the call for kind = launch."),
         Column("kind", _TEXT, "", "launch, stream, event, sync, communicator or start_order."),
         Column("inferred", pl.Boolean(), "", "Whether it is inferred from order and times, not recorded."),
     ),
@@ -138,7 +138,7 @@ def completion_ns(trace: Trace) -> Ints:
     waiting, awaited = (
         np.concatenate(each) for each in ((waiting[from_wait], on_lane), (awaited[from_wait], previous[on_lane]))
     )
-    while (late := end[waiting] < end[awaited]).any():  # as often as waits wait for waits
+    while (late := end[waiting] < end[awaited]).any():  # once per level of chained waits
         np.maximum.at(end, waiting[late], end[awaited[late]])
     return np.asarray(end, np.int64)
 

@@ -21,7 +21,7 @@ RATE_LIMITER, CHECKPOINT, DATA, ALLOCATOR, LOCK, SYNCHRONIZE, LAUNCH, OP, PYTHON
     "op",
     "python",
 )
-"""Where several hold at once the first counts: a rate limiter synchronizes, loading data runs ops."""
+"""If several apply, the first counts: a rate limiter synchronizes, data loading runs ops."""
 
 _ALLOCATOR = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|HostFree|MemCreate|MemMap|MemUnmap)"
 SYNCHRONIZING = (
@@ -53,7 +53,7 @@ def launching_threads(trace: Trace) -> pl.DataFrame:
     """Return the threads (column lane) that launch work."""
     ids = trace.activities.select(pl.col("launch_id").alias("id")).drop_nulls().unique()
     found = trace.ops.join(ids, on="id", how="semi").select("lane").unique()
-    # Gloo's own threads carry collectives out: what they do, nobody waits for as the host.
+    # Gloo's threads run collectives; they are not host threads that delay launches.
     carrying = trace.lanes.filter(pl.col("role") == "communication").select("lane")
     return found.join(carrying, on="lane", how="anti")
 
@@ -72,7 +72,7 @@ def _spans(trace: Trace) -> list[Spans]:
     names = (
         ops.select("name")
         .unique()
-        .with_columns(  # far fewer than ops
+        .with_columns(  # unique names are far fewer than ops
             name.str.contains("rate_limiter", literal=True).alias(RATE_LIMITER),
             name.str.contains(_LOADER).alias(DATA),
             name.str.contains(_ALLOCATOR).alias(ALLOCATOR),

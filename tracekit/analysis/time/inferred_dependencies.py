@@ -13,7 +13,7 @@ from tracekit.model.sweep_line import Flags, Ints
 from tracekit.model.trace import Trace
 
 NEAR_NS = 15_000
-"""Work that begins this long after other work has ended may have waited for it."""
+"""Work that starts within this time after other work ended may have waited for it."""
 SLACK_NS = 3_000
 _MIN_SWITCHES = 30
 _MIN_BEGINS = 4
@@ -21,7 +21,7 @@ _BACK = 4
 _BROKEN = 0.01
 _BINDING = 2
 _LAUNCH_NS = 10_000
-"""From the start of a launching call to the start of its work on a device that has nothing to do."""
+"""From the start of a launching call to the start of its kernel on an idle device."""
 _NEVER = np.iinfo(np.int64).min // 2
 _COLUMNS = {"waiting": pl.Int64, "awaited": pl.Int64, "lag_ns": pl.Int64, "kind": pl.String, "inferred": pl.Boolean}
 
@@ -76,7 +76,7 @@ def _of_device(trace: Trace, device_work: pl.DataFrame) -> pl.DataFrame:
         open_ = np.ones(work.classes, bool)
         for back in range(_BACK):
             on = work.launched_before(lane, back)
-            known = (on >= 0) & ~(work.carries & work.carries[on])  # collectives take turns: see communicator_order
+            known = (on >= 0) & ~(work.carries & work.carries[on])  # order between collectives: see communicator_order
             done = known & (work.end[on] <= work.start + SLACK_NS)
             binds = done & work.late & (work.start - work.end[on] <= NEAR_NS)
             count, broken, bound = (

@@ -131,4 +131,4 @@ def _with_alone(found: pl.DataFrame) -> pl.DataFrame:
 
 ALONE_RATIO = 0.05
 """Work counts as alone if other work overlaps at most this share of its time."""
-_MANY_BLOCKS = 1024  # several for each multiprocessor: such a copy or cast is bound by memory and takes time by size
+_MANY_BLOCKS = 1024  # several per SM: such a copy or cast is memory-bound, so its time scales with size
