@@ -1,1 +1,1 @@
-"""Recorded work played again with something changed: steps on their dependency graph, and the allocator."""
+"""Replays of recorded work with something changed: steps on their dependency graph, and the allocator."""

@@ -26,7 +26,7 @@ def test_what_no_row_knows_is_missing_with_what_to_record():
     ranks = dict(table.select("missing", "ranks").iter_rows())
     assert ranks["steps"] == ranks["phases"] == [1]
     assert ranks["memory events"] == [0, 1]
-    assert "sizes of messages" not in ranks  # there are no collectives
+    assert "message sizes" not in ranks  # there are no collectives
     assert table.filter(pl.col("missing") == "memory events")["how_to_record"].to_list() == ["profile_memory=True"]
 
 

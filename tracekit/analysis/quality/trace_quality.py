@@ -138,8 +138,8 @@ def _warm_up(trace: Trace) -> Iterator[_Row]:
         if first["duration_ns"] > _WARM_UP * median_ns:
             yield (
                 "warm_up_inside",
-                f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])}, the median of "
-                f"the others {units.duration(median_ns)}: it looks like warm-up.",
+                f"The first profiled step ({first['step']}) takes {units.duration(first['duration_ns'])} and "
+                f"the median of the others {units.duration(median_ns)}: it looks like warm-up.",
                 first["duration_ns"] / own["duration_ns"].sum(),
             )
 

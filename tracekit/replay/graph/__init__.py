@@ -1,1 +1,1 @@
-"""What a step would take without one cause of lost time: recorded steps replayed on their dependency graph."""
+"""What-if analysis: recorded steps replayed on their dependency graph without one cause of lost time."""

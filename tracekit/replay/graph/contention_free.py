@@ -1,4 +1,4 @@
-"""How long work would take if nothing ran beside it, and graphs in which it does."""
+"""Durations of compute and collectives without contention, and graphs that use them."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ from tracekit.model.sweep_line import Flags, Ints
 from tracekit.replay.graph.dependency_graph import Graph, InsufficientDataError
 
 _ALONE, _OVERLAPPED = 0.02, 0.9
-"""Shares of its time in which something runs beside work that counts as alone, and as beside."""
+"""Work counts as alone up to the first share of overlapped time, as overlapped from the second."""
 _SAMPLES = 3
 _LEAST = 0.005
 _KEY = ["rank", "kernel"]
 
 
 def uncontended_compute(graph: Graph) -> Graph:
-    """Let compute take as long beside collectives as alone. Raises InsufficientDataError without samples of both."""
+    """Return the graph with compute at its speed without collectives. Raises InsufficientDataError without samples."""
     at, slowdown = compute_slowdowns(graph)
     compute = _compute_nodes(graph)
     own = graph.own_ns.copy()
@@ -27,11 +27,11 @@ def uncontended_compute(graph: Graph) -> Graph:
 
 
 def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
-    """Return the nodes that compute on devices, and by which share each takes longer beside a collective than alone.
+    """Return the compute nodes of devices, and the relative slowdown of each by concurrent collectives.
 
-    The same kernel has name, grid, block and input shapes in common (`overlap.Residents`), on one rank. By name, or
-    where a name has too few samples over all, work that a collective accompanies for its whole time against work
-    without gives the share. Raises InsufficientDataError without samples of both.
+    The same kernel has equal name, grid, block and input shapes (`concurrency.DeviceWork`) on one rank. The slowdown
+    compares work that a collective overlaps for its whole time with work without, by name, or over all names where one
+    has too few samples. Raises InsufficientDataError without samples of both.
     """
     found = _compute_nodes(graph)
     known = found.filter(pl.col("overlap_ns") <= _ALONE * pl.col("took_ns"), ~pl.col("crowded"))
@@ -42,7 +42,7 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
     )
     if ratios.height < _SAMPLES:
         raise InsufficientDataError(
-            "no kernel ran both beside a collective and alone: record a step without communication (no_sync)"
+            "no kernel ran both overlapped by a collective and alone: record a step without communication (no_sync)"
         )
     overall = float(np.average(ratios["longer"].to_numpy(), weights=ratios["alone_ns"].to_numpy()))
     by_name = ratios.group_by("name").agg(pl.col("longer").median(), pl.len().alias("samples"))
@@ -52,7 +52,7 @@ def compute_slowdowns(graph: Graph) -> tuple[Ints, npt.NDArray[np.float64]]:
 
 
 def preparation_slowdown(graph: Graph) -> float | None:
-    """Return by which share preparation takes longer beside the main compute than alone; None where not known."""
+    """Return the relative slowdown of preparation by the main compute; None where unknown."""
     overlapped = (
         _with_alone(graph).drop_nulls("alone").filter(pl.col("overlapped_ns") >= _OVERLAPPED * pl.col("took_ns"))
     )
@@ -62,10 +62,10 @@ def preparation_slowdown(graph: Graph) -> float | None:
 
 
 def uncontended_collectives(graph: Graph) -> Graph:
-    """Let collectives take as long beside compute as alone, at the same op, group and size.
+    """Return the graph with collectives at their speed without compute, at the same op, group and size.
 
-    Where no size ran both beside and alone, time per byte of the nearest size is compared. Raises InsufficientDataError
-    without samples of both.
+    Where no size ran both overlapped and alone, the time per byte of the nearest size is compared. Raises
+    InsufficientDataError without samples of both.
     """
     found = _collective_nodes(graph)
     share = pl.col("overlap_ns") / pl.col("took_ns")
@@ -76,7 +76,7 @@ def uncontended_collectives(graph: Graph) -> Graph:
     for other in (["op", "group_size"], ["group_size"]):
         ratios = ratios if ratios.height >= _SAMPLES else _slowdowns(overlapped, alone, other)
     if ratios.height < _SAMPLES:
-        raise InsufficientDataError("no collective of one kind ran both beside compute and alone")
+        raise InsufficientDataError("no collective of one kind ran both overlapped by compute and alone")
     by_op = ratios.group_by("op").agg(pl.col("longer").median(), pl.len().alias("samples"))
     calls = found.join(by_op, on="op", how="left", maintain_order="left")
     slowdown = calls["longer"].fill_null(float(ratios["longer"].median() or 0)).to_numpy()  # type: ignore[arg-type]
@@ -89,19 +89,19 @@ def uncontended_collectives(graph: Graph) -> Graph:
 
 
 def without_preparation(graph: Graph) -> Graph:
-    """Let preparation take no time."""
+    """Return the graph with zero time for preparation."""
     if graph.prepared.is_empty():
-        raise InsufficientDataError("no work of a device prepares collectives")
+        raise InsufficientDataError("no device work prepares collectives")
     own = graph.own_ns.copy()
     own[graph.prepared["node"].to_numpy()] = 0
     return replace(graph, own_ns=own)
 
 
 def without_give_way(graph: Graph) -> Graph:
-    """Let preparation take as long as the same kernel alone: of the same message, else by its time per byte of one."""
+    """Return the graph with preparation at the solo speed of the same kernel: same message, else by time per byte."""
     slowed = _with_alone(graph).filter(pl.col("overlapped_ns") > 0)
     if slowed.height and slowed["alone"].null_count() == slowed.height:
-        raise InsufficientDataError("no preparation ran alone: record a step without compute beside it")
+        raise InsufficientDataError("no preparation ran alone: record a step without concurrent compute")
     own = graph.own_ns.copy()
     known = slowed.drop_nulls("alone")
     own[known["node"].to_numpy()] = np.minimum(known["took_ns"].to_numpy(), known["alone"].to_numpy())
@@ -109,7 +109,7 @@ def without_give_way(graph: Graph) -> Graph:
 
 
 def _with_alone(graph: Graph) -> pl.DataFrame:
-    """Return preparation (columns of `graph.prepared`, took_ns) with what it takes alone (null: not known)."""
+    """Return preparation (columns of `graph.prepared`, took_ns) with its solo duration (null: unknown)."""
     node = graph.prepared["node"].to_numpy()
     names = graph.frame.select("rank", "lane", "name")[node]
     work = pl.concat([graph.prepared.drop("rank"), names], how="horizontal").with_columns(
@@ -132,48 +132,30 @@ def _slowdowns(overlapped: pl.DataFrame, alone: pl.DataFrame, same: list[str]) -
 
 
 def _compute_nodes(graph: Graph) -> pl.DataFrame:
-    """Return the compute of devices: at (node), _KEY, name, took_ns, overlap_ns (of it beside collectives), crowded.
+    """Return the compute of devices: at (node), _KEY, name, took_ns, overlap_ns (with collectives), crowded.
 
-    Crowded is what preparation ran beside.
+    crowded: preparation overlapped it.
     """
     frame = graph.frame.with_columns(
         pl.int_range(pl.len()).cast(pl.Int64).alias("at"), pl.Series("took_ns", graph.own_ns[: graph.count])
     ).filter(pl.col("device").is_not_null(), pl.col("kind").is_not_null())
     if frame.is_empty():
-        raise InsufficientDataError(
-            "the run was on the CPU, where nothing tells compute alone from compute beside others"
-        )
+        raise InsufficientDataError("the run was on the CPU, where concurrent compute cannot be identified")
     prepares = frame["at"].is_in(graph.prepared["node"].implode())
-    calls, is_main_compute = (
-        frame["kind"] == "communication",
-        (frame["kind"] == "compute") & ~prepares & (frame["took_ns"] > 0),
+    calls, computes = frame["kind"] == "communication", frame["kind"] == "compute"
+    off_main = ~pl.Series(graph.is_main_lane[frame["at"].to_numpy()])
+    own = computes & ~prepares & (frame["took_ns"] > 0)
+    overlap = overlapped_ns(frame, own.to_numpy(), calls.to_numpy())
+    crowded = overlapped_ns(frame, own.to_numpy(), (prepares | computes & off_main).to_numpy()) > 0
+    return frame.filter(own).select(
+        "at", *_KEY, "name", "took_ns", pl.Series("overlap_ns", overlap), pl.Series("crowded", crowded)
     )
-    chosen = frame.filter(is_main_compute)
-    overlap = overlapped_ns(frame, is_main_compute.to_numpy(), calls.to_numpy())
-    other_overlap = overlapped_ns(
-        frame, is_main_compute.to_numpy(), (prepares | (frame["kind"] == "compute") & ~_on_main(frame)).to_numpy()
-    )
-    return chosen.select(
-        "at", *_KEY, "name", "took_ns", pl.Series("overlap_ns", overlap), pl.Series("crowded", other_overlap > 0)
-    ).filter(pl.col("took_ns") > 0)
-
-
-def _on_main(frame: pl.DataFrame) -> pl.Series:
-    """Return what lies on the lane of each device that computes most."""
-    busy = frame.filter(pl.col("kind") == "compute").group_by("rank", "device", "lane").agg(pl.col("took_ns").sum())
-    main = busy.sort("took_ns", "lane", descending=[True, False]).unique(["rank", "device"], keep="first")
-    marked = frame.join(
-        main.select("rank", "lane", main=pl.lit(True)), on=["rank", "lane"], how="left", maintain_order="left"
-    )
-    return marked["main"].fill_null(value=False)
 
 
 def _collective_nodes(graph: Graph) -> pl.DataFrame:
-    """Return the collectives: done (node), op, group, group_size, bytes, took_ns, overlap_ns (beside compute)."""
+    """Return the collectives: done (node), op, group, group_size, bytes, took_ns, overlap_ns (with compute)."""
     if not graph.frame["device"].is_not_null().any():
-        raise InsufficientDataError(
-            "the run was on the CPU, where nothing tells collectives alone from those beside compute"
-        )
+        raise InsufficientDataError("the run was on the CPU, where concurrent compute cannot be identified")
     took = graph.own_ns[graph.parts["done"].to_numpy()]
     ends = graph.frame[graph.parts["at"].to_numpy()].select("end_ns", "device", "rank")
     calls = pl.concat([graph.parts.drop("rank"), ends], how="horizontal").with_columns(pl.Series("took_ns", took))
@@ -189,7 +171,7 @@ def _collective_nodes(graph: Graph) -> pl.DataFrame:
 
 
 def overlapped_ns(frame: pl.DataFrame, which: Flags, by: Flags) -> Ints:
-    """Return how much of each row `which` lies beside rows `by` of the same rank and device, in ns."""
+    """Return how long rows `by` of the same rank and device overlap each row of `which`, in ns."""
     spans = np.stack((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), axis=1)
     place = frame.select(pl.struct("rank", "device").rank("dense")).to_series().to_numpy()
     found = np.zeros(len(frame), np.int64)

@@ -1,9 +1,9 @@
-"""Contention after a change: what no longer runs side by side is no longer slowed, what now does is.
+"""Contention after a change: durations follow the concurrency of the replayed graph.
 
-How much compute is slowed by resident collectives, preparation by the main compute, and that by preparation, is
-measured on the recording (`beside`); a replay of the changed graph says what then runs beside what, and durations
-follow. A device does no more in all when two streams of kernels share it: what preparation gets, the main compute
-beside it lacks, also where the recording never had them side by side.
+The recording gives the slowdown of compute by resident collectives, and of preparation and the main compute by each
+other (`contention_free`). A replay of the changed graph shows what then runs concurrently, and durations are updated.
+Two concurrent streams of kernels share a device: what preparation gains, the main compute loses, also where the
+recording never shows them together.
 """
 
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ _MOST = 0.95
 
 @dataclass(frozen=True, eq=False)
 class _Contention:
-    """Which nodes are the main compute, preparation and collectives of devices, and what they lose beside each other.
+    """The main compute, preparation and collectives of devices, and the relative loss of each by overlap.
 
-    Of the time beside a collective `compute_loss` of each node is lost; of that beside main compute `preparation_loss`;
-    of main compute's beside preparation `main_loss`.
+    With a collective, `compute_loss` of each node's time is lost; preparation loses `preparation_loss` to main compute,
+    and main compute `main_loss` to preparation.
     """
 
     main: Flags
@@ -37,20 +37,20 @@ class _Contention:
     preparation_loss: float
     main_loss: float
     is_measured: bool
-    """Whether preparation was seen beside main compute; if not it is taken to run as fast there as alone."""
+    """Whether preparation overlaps main compute in the recording; if not, it is assumed as fast there as alone."""
 
 
 def apply_contention(
     graph: Graph, changed: Graph, *, slow_preparation: bool = True, slow_compute: bool = True
 ) -> tuple[Graph, Replay]:
-    """Return a changed graph with its durations as the contention left in it makes them, and its replay.
+    """Return a changed graph with durations updated for its remaining contention, and its replay.
 
     Without `slow_preparation`, preparation and compute no longer slow each other; without `slow_compute`, collectives
-    no longer slow compute. Raises InsufficientDataError where the change makes ranks wait for each other in a circle.
+    no longer slow compute. Raises InsufficientDataError where the change creates a cycle of waits between ranks.
     """
     if (changed.edges.kind == COLLECTIVE).sum() < (graph.edges.kind == COLLECTIVE).sum():
         raise InsufficientDataError(
-            "with it, ranks would wait for each other in a circle: the waits known do not all hold"
+            "the change creates a cycle of waits between ranks: some inferred waits must be wrong"
         )
     first = changed.replayed
     known = _contention(graph)
@@ -71,7 +71,7 @@ def apply_contention(
 
 
 def extrapolates(graph: Graph, played: Replay) -> bool:
-    """Return whether preparation runs beside main compute in a replay of a graph whose recording never shows that."""
+    """Return whether preparation overlaps main compute in the replay, although the recording never shows that."""
     known = _contention(graph)
     if known is None or known.is_measured:
         return False
@@ -79,7 +79,7 @@ def extrapolates(graph: Graph, played: Replay) -> bool:
     return bool(lost > _GUESSED * graph.own_ns[: graph.count][known.prepares].sum())
 
 
-_GUESSED = 0.1  # of the time of preparation: less cannot change much
+_GUESSED = 0.1  # of the time of preparation: less changes little
 
 _CONTENTION: WeakKeyDictionary[Graph, _Contention | None] = WeakKeyDictionary()
 
@@ -122,24 +122,24 @@ def _measured(graph: Graph) -> _Contention | None:
 
 @dataclass(frozen=True, eq=False)
 class _Lost:
-    """What each node of the ranks lost in a replay: a share of its time to what slows it, and ns to what it yields."""
+    """The loss of each node in a replay: a share of its time to concurrent work, and ns yielded to preparation."""
 
     share: Floats
     yielded_ns: Floats
 
 
 def _moved(took_ns: Ints, before: _Lost, after: _Lost) -> Ints:
-    """Return what nodes take that lose something else than before, not less than a twentieth of their time."""
+    """Return the updated durations of nodes with a changed loss, at least a twentieth of their time."""
     same = (before.share == after.share) & (before.yielded_ns == after.yielded_ns)
     work = np.maximum(took_ns * (1 - before.share) - before.yielded_ns, (1 - _MOST) * took_ns)
     return np.where(same, took_ns, np.round((work + after.yielded_ns) / (1 - after.share))).astype(np.int64)
 
 
 def _lost(graph: Graph, known: _Contention, played: Replay) -> _Lost:
-    """Return what nodes lose to what runs beside them in a replay.
+    """Return the loss of each node to concurrent work in a replay.
 
-    Collectives and main compute slow what runs beside them for as long as it does. Main compute yields to preparation,
-    which ends: so much later it ends too, be it this kernel or the next.
+    Collectives and main compute slow concurrent work for as long as they overlap it. Main compute yields to
+    preparation, which then ends: main compute ends later by that time, in this kernel or the next.
     """
     start, end = played.start_ns[: graph.count], played.end_ns[graph.done]
     spans = np.stack((start, end), axis=1)

@@ -1,8 +1,7 @@
-"""A CPU run as nodes and edges: its host computes itself, and waits for collectives that other threads carry.
+"""A CPU run as nodes and edges: the host computes, and waits for collectives that other threads run.
 
-Nothing in such a trace says what the host waits for. A pause of the host in which a collective ends is taken as waiting
-for it, from its issue on, unless the host loads data or saves meanwhile; what follows the collective's end is the
-host's own time.
+Such a trace records no waits. A host pause in which a collective ends is taken as a wait for it, from its issue on,
+unless the host loads data or saves meanwhile; the time after the collective's end is the host's own.
 """
 
 import numpy as np
@@ -62,7 +61,7 @@ def build(trace: Trace) -> TraceGraph:
 
 
 def _host(trace: Trace) -> pl.DataFrame:
-    """Return what computes, and the moments at which collectives are issued, in order."""
+    """Return the compute, and the issue calls of collectives, in order."""
     compute = trace.activities.filter(pl.col("kind") != "communication").select(
         pl.col("id").alias("ref"), "lane", "kind", "name", "step", "phase", "unit", "span", "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"), pl.lit(-1, pl.Int64).alias("call"),
@@ -81,7 +80,7 @@ def _host(trace: Trace) -> pl.DataFrame:
 
 
 def _collectives(trace: Trace, host: pl.DataFrame) -> pl.DataFrame:
-    """Return the collectives by lane and start, each with its issue (launch, -1: not known) and the one before it."""
+    """Return the collectives by lane and start, each with its issue call (launch, -1: unknown) and predecessor."""
     issues = host.select(pl.int_range(pl.len()).cast(pl.Int64).alias("launch"), "call").filter(pl.col("call") >= 0)
     calls = (
         trace.activities.filter(pl.col("kind") == "communication")
@@ -113,7 +112,7 @@ def _awaited(calls: pl.DataFrame, from_ns: Ints, to_ns: Ints) -> tuple[Ints, Int
 
 
 def _woken(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
-    """Return how long each collective's thread took to begin it once it was issued and the one before had ended."""
+    """Return how long each collective's thread took to start it after its issue and its predecessor's end."""
     launch, previous = calls["launch"].to_numpy(), calls["previous"].to_numpy()
     start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
     if not len(start):
@@ -125,7 +124,7 @@ def _woken(calls: pl.DataFrame, issued_ns: Ints) -> Ints:
 
 
 def _waited(trace: Trace, from_ns: Ints, awaited: Ints, until: Ints) -> Ints:
-    """Return, by what the host did, the part of each pause that passed in waiting, and what follows it."""
+    """Return, by host state, the part of each pause that was waiting."""
     found = np.flatnonzero(awaited >= 0)
     waiting = np.zeros((len(from_ns), host_time.STATE_COUNT), np.int64)
     waiting[found] = host_time.time_by_state(trace, from_ns[found], until[found])

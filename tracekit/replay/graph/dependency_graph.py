@@ -26,15 +26,15 @@ class InsufficientDataError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The nodes of all ranks of a window, by rank, then one for each collective that several ranks joined.
+    """The nodes of all ranks of a window, by rank, then one join node for each collective of several ranks.
 
-    `frame` holds the ranks' nodes (columns of `timeline.nodes`, and rank; times on the run's clock; chain and launch
-    numbered over all). Its rows come first; the joints follow. `joint_of` is the joint of a rank's part in a
-    collective (-1: none): the part then stands for its arrival, the joint for the end on all ranks. `own_ns` is what a
-    node takes, `chain_ns` what must pass after the node before it on its thread or stream. `edges` are further waits.
-    `windows` tells the steps (columns of `timeline.windows`, and rank), `parts` the collectives (at: node, done: the
-    joint, or at; rank, op, group, members, group_size, bytes), `prepared` what prepares them (columns of
-    `timeline.preparation`).
+    `frame` contains the ranks' nodes (columns of `trace_graph.nodes`, and rank; times on the run's clock; chain and
+    launch numbered over all ranks). Its rows come first, the join nodes follow. `join_of` is the join node of a rank's
+    part in a collective (-1: none): the part then is its arrival, the join node the end on all ranks. `own_ns` is a
+    node's duration, `chain_ns` the minimum time after the previous node of its thread or stream. `edges` are the other
+    waits. `windows` are the steps (columns of `trace_graph.windows`, and rank), `parts` the collectives (at: node,
+    done: the join node, or at; rank, op, group, members, group_size, bytes), `prepared` their preparation (columns of
+    `trace_graph.preparation`).
     """
 
     window: int
@@ -59,12 +59,30 @@ class Graph:
 
     @cached_property
     def done(self) -> Ints:
-        """Return for each of the ranks' nodes the node whose end is its end."""
+        """Return the node whose end is the end of each of the ranks' nodes."""
         return np.where(self.join_of >= 0, self.join_of, np.arange(self.count))
 
     @cached_property
+    def position(self) -> Ints:
+        """Return the position of each node in topological order."""
+        position = np.empty(len(self.order), np.int64)
+        position[self.order] = np.arange(len(self.order))
+        return position
+
+    @cached_property
+    def is_main_lane(self) -> Flags:
+        """Return which of the ranks' nodes are on the lane of their device with most compute."""
+        work = self.frame.select("rank", "device", "lane", "kind", own_ns=self.own_ns[: self.count])
+        busy = work.filter(pl.col("kind") == "compute").group_by("rank", "device", "lane").agg(pl.col("own_ns").sum())
+        main = busy.sort("own_ns", "lane", descending=[True, False]).unique(["rank", "device"], keep="first")
+        marked = work.join(
+            main.select("rank", "lane", main=True), on=["rank", "lane"], how="left", maintain_order="left"
+        )
+        return np.asarray(marked["main"].fill_null(value=False).to_numpy())
+
+    @cached_property
     def replayed(self) -> "Replay":
-        """Return its replay, unmodified; replayed once."""
+        """Return the replay of the unchanged graph, computed once."""
         return replay(self)
 
     def column(self, name: str) -> Any:
@@ -74,7 +92,7 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Waits between nodes other than by order of thread or stream: launches, events, and what else is known."""
+    """Waits between nodes other than thread or stream order: launches, events, collectives and others."""
 
     waiting: Ints
     awaited: Ints
@@ -104,7 +122,7 @@ class Replay:
 
 
 FACTS = (trace_graph.nodes, trace_graph.edges, trace_graph.windows, trace_graph.preparation, collective_matching.calls)
-"""What a graph is built from, measured in one pass over the traces when a replay is first asked for."""
+"""The facts of a graph, measured in one pass over the traces at the first replay."""
 
 
 def graphs(run: Run) -> list[Graph]:
@@ -120,13 +138,13 @@ def graphs(run: Run) -> list[Graph]:
 
 
 def replay(graph: Graph) -> Replay:
-    """Return when every node starts and ends if each starts as soon as what it waits for allows.
+    """Return when every node starts and ends if each starts as soon as its waits allow.
 
-    One pass in topological order. A collective ends on all ranks its own time after the last has arrived.
+    One pass in topological order. A collective ends on all ranks its own duration after the last arrival.
     """
     position = np.empty(len(graph.order) + 1, np.int64)
     position[graph.order] = np.arange(1, len(graph.order) + 1)
-    position[-1] = 0  # the root, at time 0: what waits for nothing names it by -1
+    position[-1] = 0  # the root, at time 0: -1 in nodes without a wait
     third, third_ns, more = _slots(graph, position)
     columns = (
         position[graph.chain][graph.order],
@@ -138,7 +156,7 @@ def replay(graph: Graph) -> Replay:
         graph.own_ns[graph.order],
     )
     ends = [0] * (len(graph.order) + 1)
-    # A node's time needs the times of what it waits for: this loop is what cannot be done for all nodes at once.
+    # Each node needs the end times of its waits, so this loop cannot be vectorized.
     for at, (a, a_ns, b, b_ns, c, c_ns, own_ns) in enumerate(zip(*(each.tolist() for each in columns), strict=True), 1):
         start = ends[a] + a_ns
         other = ends[b] + b_ns
@@ -171,10 +189,10 @@ def _slots(graph: Graph, position: Ints) -> tuple[Ints, Ints, dict[int, list[tup
 
 
 def sort_topologically(graph: Graph, key: Ints) -> Graph:
-    """Return the graph with its nodes in an order in which each follows what it waits for, by `key` where free.
+    """Return the graph in topological order, by `key` where waits leave a choice.
 
-    Waits that would have to wait for themselves (clocks are rounded, and matching can err) are dropped: inferred ones
-    first, then collectives across ranks, then launches.
+    Edges on cycles (from rounded clocks or wrong matches) are dropped: inferred ones first, then collectives across
+    ranks, then launches.
     """
     while True:
         order = _order_by_delaying(graph, key)
@@ -191,7 +209,7 @@ def sort_topologically(graph: Graph, key: Ints) -> Graph:
 
 
 def _order_by_delaying(graph: Graph, key: Ints) -> Ints | None:
-    """Return an order by `key`, what comes too early put off; None where that takes more than some rounds."""
+    """Return an order by `key`, with nodes delayed past their waits; None where that takes too many rounds."""
     key = key.copy()
     waiting, awaited = _pairs(graph)
     for _ in range(_ROUNDS):
@@ -203,12 +221,12 @@ def _order_by_delaying(graph: Graph, key: Ints) -> Ints | None:
 
 
 def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
-    """Return the nodes that follow no node that waits for itself, in order."""
+    """Return the nodes that depend on no cycle, in topological order."""
     by = np.argsort(before, kind="stable")
     following, first = after[by].tolist(), np.searchsorted(before[by], np.arange(count + 1)).tolist()
     left = np.bincount(after, minlength=count).tolist()
     free = [node for node, waits in enumerate(left) if not waits]
-    for node in free:  # it grows as it goes
+    for node in free:  # grows during the loop
         for other in following[first[node] : first[node + 1]]:
             left[other] -= 1
             if not left[other]:
@@ -217,7 +235,7 @@ def _kahn_order(before: Ints, after: Ints, count: int) -> list[int]:
 
 
 def _without_weakest_cycle_edges(graph: Graph, tied: Flags) -> Graph:
-    """Return the graph without the least known of the waits between nodes that wait for themselves."""
+    """Return the graph without the least certain edges between nodes on cycles."""
     both = tied[graph.edges.waiting] & tied[graph.edges.awaited] & (graph.edges.awaited >= 0)
     for which in (both & graph.edges.inferred, both & (graph.edges.kind == COLLECTIVE)):
         if which.any():
@@ -277,9 +295,9 @@ def _graph(run: Run, window: int, nodes: pl.DataFrame, edges: pl.DataFrame, wind
 
 
 def _join_nodes(run: Run, window: int, placed: pl.DataFrame) -> tuple[Ints, pl.DataFrame]:
-    """Return the joint of each node, and for each joint how long the data moved: the shortest duration of its ranks.
+    """Return each node's join node, and the transfer time of each join node: the shortest duration of its ranks.
 
-    A rank that came last only transfers, the others wait before.
+    The last-arriving rank only transfers; the others wait before.
     """
     aligned = run.offsets.filter(pl.col("window") == window, pl.col("residual_ns").is_not_null())
     calls = run.run_table(collective_matching.matched_calls).filter(pl.col("window") == window).drop_nulls("instance")
@@ -312,7 +330,7 @@ def _parts(run: Run, window: int, frame: pl.DataFrame, done: Ints) -> pl.DataFra
 
 
 def _graph_nodes(of_trace: Ints, base: Ints, done: Ints) -> Ints:
-    """Return nodes named by their number in their trace as the nodes of the graph at which they are done."""
+    """Return nodes numbered by trace as the nodes of the graph at which they are done."""
     return np.where(of_trace >= 0, done[np.maximum(of_trace + base, 0)], -1)
 
 
@@ -335,7 +353,7 @@ def _join_edges(joint_of: Ints) -> Edges:
 
 
 def _release_edges(placed: pl.DataFrame, chain: Ints, launch: Ints, origin_ns: int) -> Edges:
-    """Return the waits for the window's begin: of each rank's host, and of what was launched before."""
+    """Return the waits for the window's start: of each rank's host, and of work launched before."""
     free = np.flatnonzero((chain[: placed.height] < 0) & (launch[: placed.height] < 0))
     return edges(free, np.full(len(free), -1, np.int64), RELEASE, placed["start_ns"].to_numpy()[free] - origin_ns)
 
@@ -347,7 +365,7 @@ def edges(waiting: Ints, awaited: Ints, how: str, lag_ns: Ints | int = 0) -> Edg
 
 
 def _recorded(placed: pl.DataFrame, joint_of: Ints, joints: int) -> Ints:
-    """Return for each node when it was done, or arrived: the order of the recording, which is nearly right."""
+    """Return when each node was done, or arrived: the recorded order, which is nearly topological."""
     start, end = placed["start_ns"].to_numpy(), placed["end_ns"].to_numpy()
     key = np.where(joint_of >= 0, start, end)
     together = np.full(joints, np.iinfo(np.int64).min, np.int64)

@@ -1,11 +1,11 @@
-"""Collectives that could start earlier: gathers that wait for too much compute, turns on one communicator or stream."""
+"""Earlier collectives: all-gathers prefetched one unit earlier, and independent order on communicators."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 
-from tracekit.model.sweep_line import Flags, Ints
+from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph.dependency_graph import (
     COLLECTIVE,
     Edges,
@@ -21,55 +21,55 @@ _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 
 
 def independent_collectives(graph: Graph) -> Graph:
-    """Let collectives of one group but different ops not wait for each other's turn on the communicator."""
+    """Return the graph without the order between collectives of one group on different streams."""
     return replace(graph, edges=graph.edges.select(graph.edges.kind != COMMUNICATOR))
 
 
 def prefetch_all_gathers(graph: Graph) -> Graph:
-    """Let each all-gather of a step wait for the compute that the one before it waited for, and precede its reduction.
+    """Return the graph with each all-gather waiting for the compute that the previous all-gather waited for.
 
-    In backward an all-gather that comes after a reduce-scatter takes its turn on communicator and stream before it, if
-    the reduce-scatter waits for later compute than the all-gather then does. Raises InsufficientDataError where no
-    all-gather waits for compute.
+    In backward, an all-gather right after a reduce-scatter precedes it on communicator and stream if the reduce-scatter
+    waits for later compute than the all-gather now does. Raises InsufficientDataError where no all-gather waits for
+    compute.
     """
     calls = _in_order(graph)
     delayed = _delayed_all_gathers(graph, calls)
     if delayed.is_empty():
-        raise InsufficientDataError("no all-gather is known to wait for compute")
+        raise InsufficientDataError("no all-gather waits for compute, as far as is known")
     moved = replace(graph, edges=_earlier(graph.edges, delayed))
     after = pl.concat([
         delayed.select("at", pl.Series("after", _computed(graph, delayed["instead"].to_numpy()), pl.Int64)),
         _reductions_after(graph, calls),
-    ]).with_columns(held=pl.lit(True))  # fmt: skip
+    ]).with_columns(delayed=pl.lit(True))  # fmt: skip
     return _in_turn(moved, _swapped(calls.join(after, on="at", how="left", maintain_order="left")))
 
 
 def all_gathers_first(graph: Graph) -> Graph:
-    """Let each all-gather that comes right after a reduce-scatter take its turn before it, where they share turns."""
+    """Return the graph with each all-gather moved before the reduce-scatter that directly precedes it."""
     calls = _in_order(graph)
-    return _in_turn(graph, _swapped(calls.with_columns(held=pl.lit(True), after=pl.lit(None, pl.Int64))))
+    return _in_turn(graph, _swapped(calls.with_columns(delayed=pl.lit(True), after=pl.lit(None, pl.Int64))))
 
 
 def _in_order(graph: Graph) -> pl.DataFrame:
-    """Return the gathers and reduce-scatters in the order of their turns, by rank and group."""
+    """Return all-gathers and reduce-scatters in topological order, by rank and group."""
     lane = graph.column("lane")
-    turn = np.empty(len(graph.order), np.int64)
-    turn[graph.order] = np.arange(len(graph.order))
     found = graph.parts.filter(pl.col("op").is_in([_GATHER, _REDUCE]))
     at = found["at"].to_numpy()
-    return found.with_columns(pl.Series("lane", lane[at]), pl.Series("turn", turn[at])).sort("rank", "group", "turn")
+    return found.with_columns(pl.Series("lane", lane[at]), pl.Series("turn", graph.position[at])).sort(
+        "rank", "group", "turn"
+    )
 
 
 def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return for each all-gather the event edge (row) by which it waits for compute, and the one it may have instead.
+    """Return for each all-gather the event edge (row) to the awaited compute, and the earlier compute to await instead.
 
-    Columns at, rank, step, edge, awaited, instead; of several the last awaited counts. The first gather of a
-    micro-batch has none: nothing is gathered ahead of the forward pass that needs it.
+    Columns at, rank, step, edge, awaited, instead; of several edges the last awaited counts. The first all-gather of a
+    micro-batch has none: nothing is prefetched before the forward pass that needs it.
     """
     on = graph.edges.awaited
     real = (graph.edges.kind == EVENT) & (on >= 0) & (on < graph.count)
     rows = np.flatnonzero(real)
-    rows = rows[_is_main(graph)[on[rows]]]
+    rows = rows[graph.is_main_lane[on[rows]]]
     by_waiting = pl.DataFrame({"item": graph.edges.waiting[rows], "edge": rows, "awaited": on[rows]})
     gathers = calls.filter(pl.col("op") == _GATHER)
     before = _leading(graph, gathers["at"].to_numpy())
@@ -81,17 +81,8 @@ def _delayed_all_gathers(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
     return placed.with_columns(earlier.alias("instead")).drop_nulls("instead")
 
 
-def _is_main(graph: Graph) -> Flags:
-    """Return what lies on the lane of each rank that computes most."""
-    busy = graph.frame.with_columns(pl.Series("own", graph.own_ns[: graph.count])).filter(pl.col("kind") == "compute")
-    main = busy.group_by("rank", "device", "lane").agg(pl.col("own").sum()).sort("own", "lane", descending=True)
-    chosen = main.unique(["rank", "device"], keep="first").select("rank", "lane", main=pl.lit(True))
-    marked = graph.frame.select("rank", "lane").join(chosen, on=["rank", "lane"], how="left", maintain_order="left")
-    return np.asarray(marked["main"].fill_null(value=False).to_numpy())
-
-
 def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
-    """Return each gather (at) with itself and the waits directly before it on its lane (item)."""
+    """Return each all-gather (at) with itself and the waits directly before it on its lane (item)."""
     is_wait = graph.column("what") == WAIT
     at, item = [gathers], [gathers]
     current, of = graph.chain[gathers], gathers
@@ -107,7 +98,7 @@ def _leading(graph: Graph, gathers: Ints) -> pl.DataFrame:
 
 
 def _computed(graph: Graph, nodes: Ints) -> Ints:
-    """Return for items of a main lane the last work up to each: equal where they wait for the same compute."""
+    """Return the last work up to each item of a main lane: equal for items that wait for the same compute."""
     found = nodes.copy()
     is_wait = graph.column("what") == WAIT
     while (waits := is_wait[found] & (graph.chain[found] >= 0)).any():
@@ -116,10 +107,10 @@ def _computed(graph: Graph, nodes: Ints) -> Ints:
 
 
 def _reductions_after(graph: Graph, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the reduce-scatters (at) of which is known what compute they, or their preparation, wait for (after)."""
+    """Return the reduce-scatters (at) with known awaited compute (after), their own or their preparation's."""
     every, done = graph.edges, graph.done
     rows = np.flatnonzero((every.kind == EVENT) & (every.awaited >= 0) & (every.awaited < graph.count))
-    rows = rows[_is_main(graph)[every.awaited[rows]]]
+    rows = rows[graph.is_main_lane[every.awaited[rows]]]
     awaited = dict(zip(every.waiting[rows].tolist(), _computed(graph, every.awaited[rows]).tolist(), strict=True))
     ends = set(done[calls["at"].to_numpy()].tolist())
     found = {}
@@ -139,14 +130,14 @@ def _earlier(every: Edges, delayed: pl.DataFrame) -> Edges:
 
 
 def _swapped(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls with new turns: a held gather that directly follows a reduce-scatter goes before it.
+    """Return the calls in their new order: a delayed all-gather moves before a directly preceding reduce-scatter.
 
-    Not so where it is known that the reduce-scatter waits for nothing that comes `after` what the gather waits for.
+    Not where the reduce-scatter is known to wait for no later compute (`after`) than the all-gather.
     """
     key = ["rank", "group"]
     before = pl.col("op").shift(1).over(key) == _REDUCE
     later = (pl.col("after").shift(1).over(key) > pl.col("after")).fill_null(value=True)
-    jumps = (pl.col("op") == _GATHER) & before & later & pl.col("held").fill_null(value=False)
+    jumps = (pl.col("op") == _GATHER) & before & later & pl.col("delayed").fill_null(value=False)
     numbered = calls.with_columns(pl.int_range(pl.len()).over(key).cast(pl.Int64).alias("place"), jumps.alias("jumps"))
     jumped = numbered.with_columns(pl.col("jumps").shift(-1).over(key).fill_null(value=False).alias("yields"))
     place = pl.col("place") - pl.col("jumps").cast(pl.Int64) + pl.col("yields").cast(pl.Int64)
@@ -160,7 +151,7 @@ class _Turns:
 
 
 def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
-    """Return the graph with the calls in new turns: on the communicator, and on the lanes that hold several ops."""
+    """Return the graph with the calls in a new order on the communicator and on lanes with several ops."""
     done = graph.done
     turns = _follow(swapped, ["rank", "group"])
     across = edges(turns.waiting, done[turns.awaited], COMMUNICATOR)
@@ -168,9 +159,7 @@ def _in_turn(graph: Graph, swapped: pl.DataFrame) -> Graph:
     every = graph.edges.select(graph.edges.kind != COMMUNICATOR)
     chain = _chained(graph, swapped.filter(pl.col("op").n_unique().over("rank", "lane") > 1))
     both = every.concat(replace(across, inferred=np.ones(len(across), bool))) if had else every
-    key = np.empty(len(graph.order), np.int64)
-    key[graph.order] = np.arange(len(graph.order))
-    return sort_topologically(replace(graph, edges=both, chain=chain), key)
+    return sort_topologically(replace(graph, edges=both, chain=chain), graph.position)
 
 
 def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:
@@ -179,7 +168,7 @@ def _follow(calls: pl.DataFrame, key: list[str]) -> _Turns:
 
 
 def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
-    """Return the order of lanes with what leads each call moved along with it."""
+    """Return the lane order with each call moved together with the items that lead to it."""
     chain = graph.chain.copy()
     if calls.is_empty():
         return chain
@@ -201,7 +190,7 @@ def _chained(graph: Graph, calls: pl.DataFrame) -> Ints:
 
 
 def _heads(graph: Graph, calls: Ints, ends: set[int]) -> list[int]:
-    """Return for each call the first item after the call before it on its lane."""
+    """Return for each call the first item after the previous call on its lane."""
     found = []
     for at in calls.tolist():
         head = at

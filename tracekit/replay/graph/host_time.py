@@ -1,4 +1,4 @@
-"""What a host did between the calls that matter to its device, and what its blocking calls waited for."""
+"""Host time between the calls that launch device work, and the work that blocking calls waited for."""
 
 from dataclasses import dataclass
 
@@ -21,10 +21,10 @@ _ALLOCATES = r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostMalloc|
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of a host that launch work or may wait for it, in order, as one chain over its launching threads.
+    """The host calls that launch work or may wait for it, in order, as one chain over the launching threads.
 
-    `think_ns` is the host's time before each call by what it did (`hosts.DOINGS`), shape (n, TYPES); `doing` what the
-    call itself is. Of its own time `own_ns`, waiting is not a part once `waits` say what for.
+    `gap_ns` is the host time before each call by state (`host_state.HOST_STATES`), shape (n, STATE_COUNT); `state` is
+    that of the call itself. `own_ns` excludes waiting where `waits` are known.
     """
 
     id: Ints
@@ -41,18 +41,18 @@ class Calls:
     phase: pl.Series
 
     def row_of_launch(self) -> dict[int, int]:
-        """Return at which row each call launches, by ops.id: the first that it has."""
+        """Return the launching row of each call, by ops.id: its first row."""
         return {each: at for at, each in reversed(list(enumerate(self.id.tolist())))}
 
     def row_of_wait(self) -> dict[int, int]:
-        """Return at which row each call waits, by ops.id: the last that it has."""
+        """Return the waiting row of each call, by ops.id: its last row."""
         return {each: at for at, each in enumerate(self.id.tolist())}
 
 
 def calls(trace: Trace) -> Calls:
-    """Return the calls of a trace with device activity; none where its launches are not known.
+    """Return the host calls of a trace with device activity; none where its launches are unknown.
 
-    A call that launches work and returns when that is done has two rows: one that launches, one that waits.
+    A call that launches work and returns when it is done has two rows: one that launches, one that waits.
     """
     launched = trace.activities["launch_id"].drop_nulls().unique()
     name = pl.col("name")
@@ -85,7 +85,7 @@ def calls(trace: Trace) -> Calls:
 
 
 def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
-    """Return what the host did in each of the disjoint, sorted spans, in ns by `hosts.DOINGS`, shape (n, TYPES)."""
+    """Return the host time in each of the disjoint, sorted spans, in ns by HOST_STATES, shape (n, STATE_COUNT)."""
     found = np.zeros((len(from_ns), STATE_COUNT), np.int64)
     some = np.flatnonzero(to_ns > from_ns)
     spans = np.stack((from_ns[some], to_ns[some]), axis=1)
@@ -96,7 +96,7 @@ def time_by_state(trace: Trace, from_ns: Ints, to_ns: Ints) -> Ints:
 
 
 def _split(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
-    """Return the calls with those that return after the end of their own work in two rows."""
+    """Return the calls, with two rows for those that return after their own work has ended."""
     done = trace.activities.group_by("launch_id").agg((pl.col("start_ns") + pl.col("dur_ns")).max().alias("done_ns"))
     ended = found.join(done, left_on="id", right_on="launch_id", how="left", maintain_order="left")
     returns_ns = pl.col("start_ns") + pl.col("dur_ns")
@@ -111,6 +111,6 @@ def _split(trace: Trace, found: pl.DataFrame) -> pl.DataFrame:
 
 
 def _with_allocator(found: pl.DataFrame) -> Flags:
-    """Return which calls were made inside an op that also called the allocator: its waits are the allocator's."""
+    """Return which calls were made inside an op that also called the allocator: their waits are the allocator's."""
     parents = found.filter(pl.col("allocates"))["parent_id"].drop_nulls().unique()
     return found["parent_id"].is_in(parents.implode()).fill_null(value=False).to_numpy()

@@ -1,4 +1,4 @@
-"""Sharding inside a node and replicas across nodes (HSDP): shorter rings, and gradient shards all-reduced besides."""
+"""HSDP: sharding within a node and replication across nodes; shorter rings, and an extra all-reduce of shards."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ _NS = 1e9
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What a recording of rings across nodes cannot tell: the GPUs of a node, and what a ring of them carries.
+    """Node hardware that a recording of rings across nodes does not show: GPUs per node, and ring bandwidth.
 
     `bytes_per_s` is bus bandwidth as nccl-tests prints it.
     """
@@ -26,27 +26,25 @@ class NodeSpec:
 
 
 def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
-    """Let parameters be sharded over the GPUs of a node only, and gradient shards be all-reduced across nodes.
+    """Return the graph with parameters sharded within a node, and gradient shards all-reduced across nodes.
 
-    A ring of m GPUs takes (m-1) hops and carries (m-1)/m of the bytes at the node's bandwidth. The all-reduce of a
-    shard among k nodes, one of m that share the node's network, takes 2(k-1) hops and carries 2(k-1)/k of the bytes
-    at the bandwidth of the recorded ring. It follows its reduce-scatter on a stream of its own; what waits for the last
-    reduce-scatter of a step waits for the last all-reduce too. The optimizer has k times as much to update. `lines` are
-    latency and bandwidth by group (`analysis.latency.by_group`). Raises InsufficientDataError where nothing
-    is sharded across nodes.
+    A ring of m GPUs takes (m-1) hops and moves (m-1)/m of the bytes at the node's bandwidth. The all-reduce of a shard
+    among k nodes, one of m that share the node's network, takes 2(k-1) hops and moves 2(k-1)/k of the bytes at the
+    bandwidth of the recorded ring. It follows its reduce-scatter on its own stream; what waits for the last
+    reduce-scatter of a step also waits for the last all-reduce. The optimizer updates k times as much. `lines` are
+    latency and bandwidth by group (`latency.by_group`). Raises InsufficientDataError where nothing is sharded across
+    nodes.
     """
     calls = _sharding(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
     size = int(calls["group_size"][0])
     if size <= node.gpus:
         raise InsufficientDataError(
-            f"parameters are sharded over {size} ranks, which one node of {node.gpus} GPUs holds already"
+            f"parameters are sharded over {size} ranks, which fit in one node of {node.gpus} GPUs already"
         )
     if size % node.gpus:
-        raise InsufficientDataError(
-            f"the {size} ranks that parameters are sharded over don't fill nodes of {node.gpus} GPUs"
-        )
+        raise InsufficientDataError(f"the {size} ranks of the sharding group do not fill nodes of {node.gpus} GPUs")
     if calls["bytes_per_ns"].null_count():
-        raise InsufficientDataError("collectives of one size only don't tell what the links carry")
+        raise InsufficientDataError("collectives have one size only, which does not separate latency from bandwidth")
     line = RingModel(calls["hop_ns"][0], calls["bytes_per_ns"][0])
     count, m = size // node.gpus, node.gpus
     own = graph.own_ns.copy()
@@ -62,21 +60,19 @@ def to_hsdp(graph: Graph, node: NodeSpec, lines: pl.DataFrame) -> Graph:
 
 
 def _sharding(graph: Graph) -> pl.DataFrame:
-    """Return the gathers and reduce-scatters of the largest group that has both, with their turns."""
-    turn = np.empty(len(graph.order), np.int64)
-    turn[graph.order] = np.arange(len(graph.order))
+    """Return the all-gathers and reduce-scatters of the largest group with both, in topological order."""
     at = graph.parts["at"].to_numpy()
     calls = graph.parts.with_columns(
-        pl.Series("turn", turn[at]), pl.Series("lane", graph.frame["lane"].to_numpy()[at])
+        pl.Series("turn", graph.position[at]), pl.Series("lane", graph.frame["lane"].to_numpy()[at])
     ).filter(pl.col("op").is_in([ALL_GATHER, REDUCE_SCATTER]), pl.col("bytes") > 0)
     both = calls.filter(pl.col("op").n_unique().over("group", "group_size") == 2).drop_nulls("group_size")
     if both.is_empty():
-        raise InsufficientDataError("no group both gathers parameters and reduce-scatters gradients")
+        raise InsufficientDataError("no group both all-gathers parameters and reduce-scatters gradients")
     return both.filter(pl.col("group_size") == pl.col("group_size").max()).sort("rank", "turn")
 
 
 def _with_reductions(graph: Graph, reduced: pl.DataFrame, took_ns: Ints) -> Graph:
-    """Return the graph with an all-reduce after each reduce-scatter, one after the other, on a stream of its own."""
+    """Return the graph with an all-reduce after each reduce-scatter, in order, on a stream of their own."""
     each = reduced.with_columns(pl.Series("took_ns", took_ns)).unique("done", keep="first", maintain_order=True)
     each = each.sort("turn")
     done, first = each["done"].to_numpy(), len(graph.chain)
@@ -99,13 +95,11 @@ def _with_reductions(graph: Graph, reduced: pl.DataFrame, took_ns: Ints) -> Grap
 
 
 def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) -> Edges:
-    """Return the waits for each step's last all-reduce: of what waits for its reduce-scatter, or what then follows it.
+    """Return the waits for each step's last all-reduce, of work that waits for its reduce-scatter or later ones.
 
-    Waits for those before only free buffers.
+    Waits for earlier reduce-scatters only free buffers.
     """
     every, lane, rank = graph.edges, graph.column("lane"), graph.column("rank")
-    turn = np.empty(len(graph.order), np.int64)
-    turn[graph.order] = np.arange(len(graph.order))
     waiting: list[int] = []
     awaited: list[int] = []
     candidates = np.flatnonzero(
@@ -123,7 +117,7 @@ def _waits_too(graph: Graph, reduced: pl.DataFrame, reductions: dict[int, int]) 
                 waiting.append(at)
                 awaited.append(reductions[on])
             elif on < graph.count and rank[on] == of_rank and lane[on] == of_lane:
-                last = int(np.searchsorted(turns, turn[on], side="right")) - 1
+                last = int(np.searchsorted(turns, graph.position[on], side="right")) - 1
                 if last >= 0 and lasts[last]:
                     waiting.append(at)
                     awaited.append(reductions[int(done[last])])

@@ -1,4 +1,4 @@
-"""Links that carry more or less than the recorded ones."""
+"""Replay with higher or lower network bandwidth."""
 
 from dataclasses import replace
 
@@ -12,13 +12,13 @@ from tracekit.replay.graph.transforms import is_communication
 
 
 def scale_bandwidth(graph: Graph, times: float, lines: pl.DataFrame) -> Graph:
-    """Let every link carry `times` as many bytes a second; what its hops take besides stays.
+    """Return the graph with every link at `times` its bandwidth; the latency of hops stays.
 
-    `lines` are latency and bandwidth by group (`analysis.latency.by_group`); where no latency is known, all of a
-    transfer scales. Raises InsufficientDataError where nothing is transferred.
+    `lines` are latency and bandwidth by group (`latency.by_group`); where latency is unknown, the whole transfer
+    scales. Raises InsufficientDataError where nothing is transferred.
     """
     if not is_communication(graph).any():
-        raise InsufficientDataError("no collective is in the traces")
+        raise InsufficientDataError("the traces contain no collective")
     calls = slow_transfers.transfers(graph).join(lines, on=["group", "group_size"], how="left", maintain_order="left")
     stays_ns = np.zeros(len(graph.own_ns))
     latencies = calls.select((latency.hops() * pl.col("hop_ns")).fill_nan(None).fill_null(0.0)).to_series()

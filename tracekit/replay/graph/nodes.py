@@ -1,4 +1,4 @@
-"""Nodes and edges of a dependency graph as tables: their columns, and how they are made."""
+"""Nodes and edges of a dependency graph as tables: their columns and construction."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from tracekit.model.sweep_line import Ints
 from tracekit.replay.graph import host_time
 
 HOST, WORK, WAIT = 0, 1, 2
-"""A call of the host (on a CPU run also its compute), an activity, a wait of a stream."""
+"""A host call (on a CPU run also its compute), an activity, an event wait of a stream."""
 
 NODE_COLUMNS: dict[str, type[pl.DataType] | pl.DataType] = {
     "node": pl.Int64, "what": pl.Int8, "ref": pl.Int64, "device": pl.Int64, "lane": pl.Int64, "kind": pl.String,
@@ -29,7 +29,7 @@ class TraceGraph(NamedTuple):
 
 
 def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
-    """Return nodes with the columns that they must have (null where they lack them), and their numbers."""
+    """Return nodes with all node columns (null where missing), numbered."""
     nothing = pl.lit([0] * host_time.STATE_COUNT, pl.Array(pl.Int64, host_time.STATE_COUNT))
     with_ids = every.with_columns(
         pl.int_range(pl.len()).cast(pl.Int64).alias("node"), pl.col("gap_ns").fill_null(nothing)
@@ -41,7 +41,7 @@ def number_nodes(every: pl.DataFrame) -> pl.DataFrame:
 
 
 def conform_edges(found: pl.DataFrame) -> pl.DataFrame:
-    """Return edges with the columns that they must have."""
+    """Return edges with all edge columns."""
     return found.select(pl.col(name).cast(dtype) for name, dtype in EDGE_COLUMNS.items())
 
 

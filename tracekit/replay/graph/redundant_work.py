@@ -1,4 +1,4 @@
-"""Work that a step need not do: reductions of every micro-batch, activations computed twice."""
+"""Redundant work of a step: gradient reductions of every micro-batch, recomputed activations."""
 
 from dataclasses import replace
 
@@ -13,17 +13,17 @@ _REDUCES = ("reduce_scatter", "all_reduce")
 
 
 def recomputed_nodes(graph: Graph) -> Flags:
-    """Return the work that recomputes activations. Raises InsufficientDataError where nothing marks any."""
+    """Return the nodes that recompute activations. Raises InsufficientDataError where none are known."""
     found = np.asarray(graph.frame["recomputed"].fill_null(value=False).to_numpy())
     if not found.any():
-        raise InsufficientDataError("nothing in the trace is known to be computed twice")
+        raise InsufficientDataError("the trace shows no recomputation")
     return found
 
 
 def reduce_once_per_step(graph: Graph) -> Graph:
-    """Let gradients be reduced in the last micro-batch of a step only, and prepared for it.
+    """Return the graph with gradients reduced, and prepared for it, in the last micro-batch of a step only.
 
-    A micro-batch begins where forward follows upon backward. Raises InsufficientDataError where steps have one.
+    A micro-batch begins where forward follows backward. Raises InsufficientDataError where steps have one.
     """
     numbered = _micro_batches(graph)
     calls = graph.parts.select("at", "done", "rank", "op").join(
@@ -43,7 +43,7 @@ def reduce_once_per_step(graph: Graph) -> Graph:
 
 
 def _micro_batches(graph: Graph) -> pl.DataFrame:
-    """Return of each node its micro-batch in its step, by what launched it: node, phase, micro_batch, last."""
+    """Return the micro-batch of each node in its step, by its launch: node, phase, micro_batch, last."""
     frame = graph.frame.with_columns(pl.int_range(pl.len()).cast(pl.Int64).alias("at"))
     host = frame.filter((pl.col("what") == HOST) & pl.col("phase").is_in(["forward", "backward"])).sort("rank", "at")
     begins = (pl.col("phase") == "forward") & (pl.col("phase").shift(1).over("rank", "step") == "backward")

@@ -1,4 +1,4 @@
-"""What a run would gain without one cause: the number that rules quote as the cost of their findings."""
+"""Potential savings: the time saved without a cause, which rules report as the cost of their findings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ BY_RANK_COLUMNS = {
     "saved_ns": pl.Int64,
 }  # fmt: skip
 AND = " and "
-"""Between the names of causes that are taken away together."""
+"""Joins the names of causes that are removed together."""
 MAX_ERROR_RATIO = 0.02
-"""How far the replay of the unchanged steps may be off the recorded ones, if it is to price anything."""
+"""The largest relative error of the unchanged replay at which it may price findings."""
 
 
 @dataclass(frozen=True, eq=False)
 class Saving:
-    """What the steps of a run would take without one cause.
+    """The steps of a run replayed without one cause.
 
-    `saved_ns` is per step, the mean over steps of the rank that takes longest; `saved_ratio` its share of the recorded
-    step, `step_ns` that step. `confidence` runs from 0 to 1. `steps` has columns window, rank, step, device,
-    duration_ns (recorded), replayed_ns (the replay unmodified), without_ns (the replay without the cause) and saved_ns
-    (their difference); one row per window, rank, step and device. Where the run cannot tell all is 0, `steps` empty,
-    and `why_not` says why. `note` says what makes the answer doubtful.
+    `saved_ns` is per step: the mean over steps on the slowest rank; `saved_ratio` its share of the recorded step,
+    `step_ns` that step. `confidence` is from 0 to 1. `steps` has columns window, rank, step, device, duration_ns
+    (recorded), replayed_ns (replay without changes), without_ns (replay without the cause) and saved_ns (their
+    difference); one row per window, rank, step and device. Without an answer all are 0, `steps` is empty, and
+    `unavailable_reason` says why. `caveat` says what limits the answer.
     """
 
     cause: str
@@ -47,22 +47,19 @@ class Saving:
 
 
 def saving(run: Run, cause: str) -> Saving:
-    """Return what a run would gain without a cause, by replaying its dependency graph with that cause taken away.
+    """Return the potential saving of a run without a cause, from a replay of its dependency graph.
 
-    `cause` is a name in `tracekit.replay.graph.causes.CAUSES`: late-launch (HOST001), blocking-sync, rate-limiter
-    (HOST002), data-loading (HOST003), allocator (MEM001), checkpoint (CKPT001), preparation (COMM004), give-way (STREAM001),
-    slowed-compute (STREAM003), slowed-collectives (STREAM004), shared-queue, shared-communicator (STREAM002), straggler
-    (RANK001), slow-link (RANK002), communication, late-gathers (COMM001), small-collectives (COMM002),
-    micro-batch-reductions (COMM003), recomputation (MEM002). The graph of a run is built once and kept as long as the
-    run; a replay takes some hundredths of a second. Raises InputError for any other name.
+    `cause` is a name in `tracekit.replay.graph.causes.CAUSES`, which lists each with its rule. The graph of a run is
+    built once and cached with the run; a replay takes some hundredths of a second. Raises InputError for any other
+    name.
     """
     return combined_saving(run, (cause,))
 
 
 def combined_saving(run: Run, names: Iterable[str]) -> Saving:
-    """Return what a run would gain without several causes at once. Raises InputError for a name that is none.
+    """Return the potential saving without several causes at once. Raises InputError for an unknown name.
 
-    Where one of them cannot be told, neither can all together.
+    Where one of them has no answer, neither have all together.
     """
     wanted = in_order(causes.find(name).name for name in names)
     known = _SAVINGS.setdefault(run, {})
@@ -72,7 +69,7 @@ def combined_saving(run: Run, names: Iterable[str]) -> Saving:
 
 
 def replayed_steps(run: Run) -> pl.DataFrame:
-    """Return the steps of a run beside their replay with nothing changed: columns of `steps.COLUMNS`."""
+    """Return the recorded steps of a run and their replay without changes: columns of `steps.COLUMNS`."""
     if run not in _BASELINES:
         tables = [steps.durations(each, each.replayed) for each in graphs_of(run)]
         _BASELINES[run] = pl.concat([pl.DataFrame(schema=steps.COLUMNS), *tables])
@@ -80,16 +77,16 @@ def replayed_steps(run: Run) -> pl.DataFrame:
 
 
 def graphs_of(run: Run) -> list[Graph]:
-    """Return the graphs of a run, one for each window, built once."""
+    """Return the graphs of a run, one per window, built once."""
     if run not in _GRAPHS:
         _GRAPHS[run] = dependency_graph.graphs(run)
     return _GRAPHS[run]
 
 
 def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
-    """Return what a step would take on each rank: columns cause, and those of `steps.by_rank`.
+    """Return the step time of each rank without each cause: columns cause, and those of `steps.by_rank`.
 
-    One row per saving and rank; where the run cannot tell, none.
+    One row per saving and rank; none for a saving without an answer.
     """
     tables = [
         steps.by_rank(each.steps).select(pl.lit(each.cause, pl.String).alias("cause"), pl.all()) for each in savings
@@ -98,7 +95,7 @@ def by_rank(savings: Iterable[Saving]) -> pl.DataFrame:
 
 
 def infers_waits(run: Run) -> bool:
-    """Return whether waits of streams are inferred, since the traces do not tell them."""
+    """Return whether event waits of streams are inferred, because the traces do not record them."""
     return any(bool((each.edges.inferred & (each.edges.kind == _EVENT)).any()) for each in graphs_of(run))
 
 
@@ -108,7 +105,7 @@ _SAVINGS: WeakKeyDictionary[Run, dict[tuple[str, ...], Saving]] = WeakKeyDiction
 _EVENT = "event"
 _INFERRED = 0.8
 _GUESSED = 0.5
-_UNSEEN = "preparation would run beside compute, which this recording never shows: less is saved if it crawls there"
+_UNSEEN = "preparation would overlap compute, which this recording never shows: the saving is smaller if that slows it"
 _KEY = ["window", "rank", "step", "device"]
 
 
@@ -116,7 +113,7 @@ def _saving(run: Run, names: tuple[str, ...]) -> Saving:
     cause = AND.join(names)
     before = replayed_steps(run)
     if before.is_empty():
-        return _unknown(cause, "no step of the run has work that a replay can be made of")
+        return _unknown(cause, "no step of the run has work that can be replayed")
     try:
         played = [(each, *_without(each, names)) for each in graphs_of(run)]
     except InsufficientDataError as error:
@@ -138,7 +135,7 @@ def _saving(run: Run, names: tuple[str, ...]) -> Saving:
 
 
 def _confidence(run: Run, table: pl.DataFrame) -> float:
-    """Return how far the replay can be trusted: less where waits are inferred, and where it is off."""
+    """Return the confidence in the replay: lower where waits are inferred, and where it differs from the recording."""
     off = abs(steps.total_ns(table, "replayed_ns") / max(1, steps.total_ns(table, "duration_ns")) - 1)
     return max(0.1, 1 - 2 * off) * (_INFERRED if infers_waits(run) else 1.0)
 

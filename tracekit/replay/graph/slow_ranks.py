@@ -1,4 +1,4 @@
-"""Ranks that take longer for their own work than their peers, and a graph in which they do not."""
+"""Ranks with slower work than their peers, and a graph without the difference."""
 
 from dataclasses import replace
 
@@ -14,14 +14,14 @@ _PLACE = [*_STEP, "part", "phase"]
 
 
 def equalize_ranks(graph: Graph) -> Graph:
-    """Let each rank that is slower than its peers in a step take as long as they do, phase by phase.
+    """Return the graph with each slow rank of a step at the speed of its peers, phase by phase.
 
-    What a rank computes, and the host's own time, is scaled to the median of the other ranks, in steps in which its sum
-    exceeds theirs by 4%. Raises InsufficientDataError for a single rank.
+    Compute and host time of a rank are scaled to the median of the other ranks, in steps in which its sum exceeds
+    theirs by 4%. Raises InsufficientDataError for a single rank.
     """
     ranks = graph.frame["rank"].n_unique()
     if ranks < 2:
-        raise InsufficientDataError("it takes the traces of two ranks to compare")
+        raise InsufficientDataError("comparing ranks needs the traces of at least two")
     own, chain = graph.own_ns.copy(), graph.chain_ns.copy()
     work = _work(graph)
     factors = _factors(work)
@@ -36,7 +36,7 @@ def equalize_ranks(graph: Graph) -> Graph:
 
 
 def _work(graph: Graph) -> pl.DataFrame:
-    """Return what each rank does by itself: at (node), rank, step, phase, kind, part (compute, host), took_ns."""
+    """Return each rank's own work: at (node), rank, step, phase, kind, part (compute, host), took_ns."""
     frame = graph.frame.select("rank", "step", "phase", "kind", "what").with_columns(
         pl.Series("own_ns", graph.own_ns[: graph.count]),
         pl.Series("chain_ns", graph.chain_ns[: graph.count]),
@@ -44,7 +44,7 @@ def _work(graph: Graph) -> pl.DataFrame:
     )
     compute = frame.filter(pl.col("kind").is_not_null() & (pl.col("kind") != "communication"))
     host = frame.filter(pl.col("what") == HOST)
-    # On a CPU run a node of the host is an op too: its own time is compute, what comes before it the host's.
+    # On a CPU run a host node is also an op: its own time is compute, the time before it host time.
     before = host.with_columns(
         (pl.col("chain_ns") + pl.when(pl.col("kind").is_null()).then("own_ns").otherwise(0)).alias("took_ns"),
         pl.lit("host").alias("part"),
@@ -59,7 +59,7 @@ def _work(graph: Graph) -> pl.DataFrame:
 
 
 def _factors(work: pl.DataFrame) -> pl.DataFrame:
-    """Return for each rank, step, part and phase in which the rank is slow the factor by which it were as its peers."""
+    """Return the factor to the peers' speed for each rank, step, part and phase in which the rank is slow."""
     by_place = work.group_by(_PLACE).agg(pl.col("took_ns").sum())
     by_step = by_place.group_by([*_STEP, "part"]).agg(pl.col("took_ns").sum())
     slow = _with_peers(by_step, ["step", "part"]).filter(

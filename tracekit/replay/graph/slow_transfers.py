@@ -1,4 +1,4 @@
-"""Transfers that take longer than they need: through slow links, or in too many pieces."""
+"""Slow transfers: over slow links, or split into too many collectives."""
 
 from dataclasses import replace
 
@@ -13,17 +13,17 @@ _SIZES_APART = 1.15
 
 
 def equalize_transfers(graph: Graph) -> Graph:
-    """Let no transfer take longer than those of its op, size and place in the fastest group and step.
+    """Return the graph with each transfer at the speed of its op, size and place in the fastest group and step.
 
     Raises InsufficientDataError on a CPU run, where transfers vary with CPU load, or where nothing repeats.
     """
     if not graph.frame["device"].is_not_null().any():
-        raise InsufficientDataError("the run was on the CPU, where transfers vary with whatever else the cores do")
+        raise InsufficientDataError("the run was on the CPU, where transfers vary with CPU load")
     calls = transfers(graph)
     place = ["op", "bytes", "group_size", "phase", "unit"]
     medians = calls.group_by([*place, "members", "group", "step"]).agg(pl.col("took_ns").median().alias("median_ns"))
     if medians.group_by(place).len().filter(pl.col("len") > 1).is_empty():
-        raise InsufficientDataError("no collective comes again in another group or step")
+        raise InsufficientDataError("no collective repeats in another group or step")
     best = medians.group_by(place).agg(pl.col("median_ns").min().alias("best_ns"))
     with_medians = calls.join(medians, on=[*place, "members", "group", "step"], nulls_equal=True).join(
         best, on=place, nulls_equal=True
@@ -36,10 +36,10 @@ def equalize_transfers(graph: Graph) -> Graph:
 
 
 def bucket_collectives(graph: Graph) -> Graph:
-    """Let collectives of one op that are launched one after the other, with nothing else between, go as one.
+    """Return the graph with collectives of one op that are launched back to back merged into one.
 
-    What a collective costs besides its bytes comes from all of the op: time against size, by least squares over the
-    medians of sizes. Raises InsufficientDataError where sizes differ too little to tell.
+    The fixed cost of a collective is a least-squares fit of time against size over the medians of sizes. Raises
+    InsufficientDataError where sizes differ too little.
     """
     runs = _runs(graph)
     several = runs.filter(pl.len().over("run") > 1)
@@ -47,7 +47,7 @@ def bucket_collectives(graph: Graph) -> Graph:
         return graph
     with_costs = several.join(_costs(transfers(graph)), on="op", maintain_order="left")
     if with_costs.is_empty():
-        raise InsufficientDataError("collectives of one size only: what each costs besides its bytes cannot be told")
+        raise InsufficientDataError("collectives have one size only, so their fixed cost is unknown")
     first = with_costs.group_by("run", maintain_order=True).agg(
         pl.col("done", "fixed_ns", "ns_per_byte").first(), pl.col("bytes").sum()
     )
@@ -66,9 +66,9 @@ def bucket_collectives(graph: Graph) -> Graph:
 
 
 def _runs(graph: Graph) -> pl.DataFrame:
-    """Return the collectives of the first rank that has each: columns of `transfers`, and run.
+    """Return the collectives of the first rank of each: columns of `transfers`, and run.
 
-    Of a run are those of one op, group, step, phase and unit between whose launches the host launches nothing else.
+    A run: collectives of one op, group, step, phase and unit, with no other launch in between.
     """
     calls = transfers(graph)
     launch = graph.launch[calls["at"].to_numpy()]
@@ -86,17 +86,15 @@ def _runs(graph: Graph) -> pl.DataFrame:
 def transfers(graph: Graph) -> pl.DataFrame:
     """Return the collectives of a graph, each once: columns of `graph.parts` of its first rank, first, took_ns.
 
-    first is its place in topological order.
+    first is its position in topological order.
     """
     once = graph.parts.unique("done", keep="first", maintain_order=True)
-    order = np.empty(len(graph.order), np.int64)
-    order[graph.order] = np.arange(len(graph.order))
     done = once["done"].to_numpy()
-    return once.with_columns(pl.Series("took_ns", graph.own_ns[done]), pl.Series("first", order[done]))
+    return once.with_columns(pl.Series("took_ns", graph.own_ns[done]), pl.Series("first", graph.position[done]))
 
 
 def _costs(calls: pl.DataFrame) -> pl.DataFrame:
-    """Return for each op what a collective costs by itself and by the byte: fixed_ns, ns_per_byte."""
+    """Return the fixed and per-byte cost of a collective of each op: fixed_ns, ns_per_byte."""
     sizes = calls.filter(pl.col("bytes") > 0).group_by("op", "bytes").agg(pl.col("took_ns").median())
     rows = []
     for (op,), op_sizes in sizes.group_by("op"):

@@ -1,4 +1,4 @@
-"""The steps of a replay: how long each took on each rank, beside what was recorded."""
+"""The steps of a replay: recorded and replayed duration on each rank."""
 
 import numpy as np
 import polars as pl
@@ -13,7 +13,7 @@ COLUMNS = {
 
 
 def durations(graph: Graph, played: Replay) -> pl.DataFrame:
-    """Return each step's device window as recorded and as replayed: from its first node's start to the next step's.
+    """Return each step's recorded and replayed device window: from its first node's start to the next step's.
 
     Columns window, rank, step, device, duration_ns, replayed_ns; one row per rank, step and device. The last step ends
     with its last activity.
@@ -34,10 +34,10 @@ def durations(graph: Graph, played: Replay) -> pl.DataFrame:
 
 
 def by_rank(table: pl.DataFrame) -> pl.DataFrame:
-    """Return what a step takes on each rank: the mean over its steps, of the device that takes longest.
+    """Return the step time of each rank: the mean over its steps, of its slowest device.
 
-    `table` has the columns of `saving.STEP_COLUMNS`. Columns rank, duration_ns, replayed_ns, without_ns,
-    saved_ns; one row per rank.
+    `table` has the columns of `savings.STEP_COLUMNS`. Columns rank, duration_ns, replayed_ns, without_ns, saved_ns; one
+    row per rank.
     """
     times = pl.col("duration_ns", "replayed_ns", "without_ns")
     per = table.select("window", "rank", "step").unique().group_by("rank").agg(pl.len().alias("per"))
@@ -50,7 +50,7 @@ def by_rank(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def worst_error_ratio(table: pl.DataFrame) -> float:
-    """Return by how much the replay of one step differs from its recording at most, on any rank."""
+    """Return the largest relative difference of a replayed step from its recording, over all ranks."""
     known = table.filter(pl.col("duration_ns") > 0)
     off = (known["replayed_ns"] / known["duration_ns"] - 1).abs().to_numpy()
     return float(off.max(initial=0.0))
@@ -64,7 +64,7 @@ def _lasts(graph: Graph, played: Replay) -> pl.DataFrame:
 
 
 def total_ns(table: pl.DataFrame, column: str) -> int:
-    """Return how long all windows take together, each on the rank that takes longest."""
+    """Return the total duration of all windows, each on its slowest rank."""
     per_rank = table.group_by("window", "rank", "device").agg(pl.col(column).sum())
     longest = per_rank.group_by("window").agg(pl.col(column).max())[column]
     return int(np.sum(longest.to_numpy())) if longest.len() else 0

@@ -1,4 +1,4 @@
-"""What another way of sharding would give, as far as the recorded work can tell: predictions, labelled as such."""
+"""Predictions of other sharding strategies, networks and recomputation, from the recorded work."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,22 +26,22 @@ from tracekit.replay.graph.hsdp import NodeSpec
 
 HSDP = table.HSDP.name
 _ASSUMED = (
-    "the recorded kernels and transfers at their recorded times, in the recorded order",
-    "preparation of gradients as long as alone, nothing lost to contention with it",
-    "the host never held back by a limit on gathers",
+    "recorded kernels and transfers with their recorded durations and order",
+    "preparation of gradients at its solo speed, without contention",
+    "no limit on all-gathers that delays the host",
 )
 _BUFFERS = (
-    "two buffers for parameters and two for gradients: no call of the allocator, no copies into and out of what is "
-    "gathered, each gather before the reduction that shares its turns"
+    "two buffers for parameters and two for gradients: no allocator calls, no copies into and out of gathered buffers, "
+    "each all-gather before the reduce-scatter that shares its stream"
 )
-_COPIES = "copies into and out of gathered buffers, which the new strategy may add, left out"
+_COPIES = "copies into and out of gathered buffers, which the new strategy may add, not included"
 _COPYING = r"copy_in|copy_out"
 _SLOWEST = 0.01
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step would take under another strategy, or with less recomputed, and what that rests on."""
+    """The predicted step time under another strategy, or with less recomputation, and its assumptions."""
 
     name: str
     step_ns: int
@@ -50,21 +50,21 @@ class Prediction:
 
     @property
     def saved_ratio(self) -> float:
-        """Return the share of the step that is saved; below 0 where it takes longer."""
+        """Return the saved share of the step; below 0 where it gets longer."""
         return 1 - self.predicted_ns / self.step_ns if self.step_ns else 0.0
 
 
 def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> Prediction:
-    """Return what a step would take under a strategy: yafsdp, fsdp2, or hsdp on nodes of this kind.
+    """Return the predicted step time under a strategy: yafsdp, fsdp2, or hsdp on nodes of this kind.
 
-    Raises InputError for others: what they would do is not in a trace of another strategy.
+    Raises InputError for others, which a trace of another strategy cannot predict.
     """
     if strategy == HSDP:
         return _hsdp(run, node)
     if strategy not in _CHANGES:
         raise InputError(
-            f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} and {HSDP} can; "
-            f"tracekit simulate --strategy {strategy} says what it would take on a machine that it knows"
+            f"--strategy {strategy}: cannot be predicted from a recording, only {', '.join(_CHANGES)} and {HSDP}; "
+            f"tracekit simulate --strategy {strategy} simulates it on a known machine"
         )
     change, assumed = _CHANGES[strategy]
     return _predicted(run, strategy, change, assumed)
@@ -73,37 +73,39 @@ def predict_strategy(run: Run, strategy: str, node: NodeSpec | None = None) -> P
 def _hsdp(run: Run, node: NodeSpec | None) -> Prediction:
     if node is None:
         raise InputError(
-            "--strategy hsdp: what a ring inside a node carries is not in this recording; say it by --node-bandwidth, "
-            "such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
+            "--strategy hsdp: the recording does not show the bandwidth of a ring inside a node; give it by "
+            "--node-bandwidth, such as 230e9: the bus bandwidth that all_gather_perf of nccl-tests prints on one node"
         )
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns", "bytes_per_ns").fill_nan(None)
     known = lines.with_columns(pl.col("hop_ns").fill_null(0.0))
     assumed = (
-        f"{node.gpus} GPUs a node, whose rings carry {units.rate(node.bytes_per_s)}",
-        "collectives as rings; the network at what the recorded ones reach, shared by the all-reduces of a node's GPUs",
-        "all-reduces of gradient shards on a stream of their own; their copies, and what they slow, left out",
-        "the optimizer as much longer as its shards grow",
-        f"memory for {HSDP}: weights, gradients and optimizer sharded over {node.gpus} ranks only",
+        f"{node.gpus} GPUs per node, with a ring bandwidth of {units.rate(node.bytes_per_s)}",
+        "ring collectives; network bandwidth as recorded, shared by the all-reduces of a node's GPUs",
+        "all-reduces of gradient shards on their own stream; their copies and contention not included",
+        "optimizer time proportional to shard size",
+        f"memory for {HSDP}: weights, gradients and optimizer states sharded over {node.gpus} ranks only",
     )
     return _predicted(run, HSDP, lambda graph: hsdp.to_hsdp(graph, node, known), assumed, slow_preparation=True)
 
 
 def predict_less_recomputation(run: Run, layers: int) -> Prediction:
-    """Return what a step would take with so many recomputed layers fewer: those that backward comes to first.
+    """Return the predicted step time with `layers` fewer recomputed layers: those first in backward.
 
     Raises InputError where nothing is recomputed.
     """
     if layers < 1:
-        raise InputError(f"--recompute-fewer is {layers}; it must be 1 or more")
+        raise InputError(f"--recompute-fewer is {layers}; must be 1 or more")
 
     def fewer(graph: Graph) -> Graph:
         return _fewer(graph, layers)
 
-    return _predicted(run, f"{layers} recomputed layers fewer", fewer, ("the memory for what is then kept",))
+    return _predicted(
+        run, f"{layers} recomputed layers fewer", fewer, ("memory for the activations that are then stored",)
+    )
 
 
 def predict_network(run: Run, times: float) -> Prediction:
-    """Return what a step would take on links that carry `times` as many bytes a second.
+    """Return the predicted step time with every link at `times` its bandwidth.
 
     Raises InputError where nothing is transferred.
     """
@@ -112,10 +114,10 @@ def predict_network(run: Run, times: float) -> Prediction:
     lines = run.run_table(latency.by_group).select("group", "group_size", "hop_ns")
     known = lines["hop_ns"].is_not_null().any()
     assumed = (
-        f"every link, inside nodes and between them, carries {times:g} times as many bytes a second",
-        "the latency of a ring's hops, as fitted to the run's collectives, stays"
+        f"every link, inside nodes and between them, at {times:g} times its bandwidth",
+        "unchanged latency per hop, as fitted to the run's collectives"
         if known
-        else "latency scales too: sizes differ too little to tell it from bandwidth",
+        else "latency scales too: sizes differ too little to separate it from bandwidth",
     )
     name = f"a network {times:g} times as fast"
     return _predicted(
@@ -128,7 +130,7 @@ def _predicted(
 ) -> Prediction:
     before = savings.replayed_steps(run)
     if before.is_empty():
-        raise InputError(f"{run.path}: no step to replay")
+        raise InputError(f"{run.path}: no step can be replayed")
     try:
         tables = [_changed(each, change, slow_preparation=slow_preparation) for each in savings.graphs_of(run)]
     except InsufficientDataError as error:
@@ -157,7 +159,7 @@ def _yafsdp(graph: Graph) -> Graph:
 
 
 def _fewer(graph: Graph, layers: int) -> Graph:
-    """Return the graph without the first regions of recomputation of each backward pass."""
+    """Return the graph without the first `layers` recomputed regions of each backward pass."""
     again = redundant_work.recomputed_nodes(graph)
     rows = graph.frame.select("rank", "step", "lane").with_columns(
         pl.Series("again", again), pl.int_range(pl.len()).cast(pl.Int64).alias("at")

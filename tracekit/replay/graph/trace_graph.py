@@ -1,7 +1,7 @@
-"""One trace as nodes and edges: host calls and device work, and what each must wait for. The input of the replay.
+"""One trace as nodes and edges: host calls, device work, and their waits. The input of the replay.
 
-Nothing in it says when device work began: only how long it took, in which order it was launched, what the host did
-between its calls, and which waits are known or inferred.
+No start times of device work are used: only durations, launch order, host time between calls, and known or inferred
+waits.
 """
 
 import numpy as np
@@ -26,21 +26,20 @@ from tracekit.replay.graph.nodes import (
 )
 
 KERNEL_GAP_NS = 1_000
-"""What a device takes between two kernels of a stream: about a microsecond on all of NVIDIA's; not from the trace."""
+"""Time between two kernels of a stream: about a microsecond on NVIDIA devices; not from the trace."""
 QUEUE_DEPTH = 1024
-"""Launches that may be outstanding before the host must wait (CUDA's limit)."""
+"""The most launches that may be queued before the host must wait (CUDA's limit)."""
 
 
 def nodes(trace: Trace) -> pl.DataFrame:
     """Return the nodes of a trace's dependency graph.
 
-    Columns node (its number, in the trace), what (HOST, WORK, WAIT), ref (ops.id or activities.id), device, lane, kind,
-    name (of an activity), step, phase, unit, span, start_ns, end_ns (as recorded: only the start of the whole window,
-    host times and order are taken from them), chain (the node before it on its thread or stream; -1: none), chain_ns
-    (what passes between them at least), launch (the host's call; -1: not known), launch_ns (what passes after it),
-    own_ns (its duration, without waiting where what it waited for is known), doing (of a host call: index into
-    `hosts.DOINGS`; -1), recomputed, kernel (equal for the same work), think_ns (the host's time before it by what it
-    did: its sum is in chain_ns); one row per node.
+    Columns node (its number in the trace), what (HOST, WORK, WAIT), ref (ops.id or activities.id), device, lane, kind,
+    name (of an activity), step, phase, unit, span, start_ns, end_ns (as recorded: only used for the window's start,
+    host times and order), chain (the previous node of its thread or stream; -1: none), chain_ns (the minimum time
+    between them), launch (the host call; -1: unknown), launch_ns (the time after it), own_ns (its duration, without
+    waiting where the awaited work is known), host_state (of a host call: index into HOST_STATES; -1), recomputed,
+    kernel (equal for the same work), gap_ns (host time before it by state; its sum is in chain_ns); one row per node.
     """
     return build(trace).nodes
 
@@ -48,9 +47,9 @@ def nodes(trace: Trace) -> pl.DataFrame:
 def edges(trace: Trace) -> pl.DataFrame:
     """Return the other waits between a trace's nodes.
 
-    Columns waiting, awaited (nodes), lag_ns (from the end of one to the start of the other at least), how (event, sync,
-    queue, communicator, start_order, collective), inferred; one row per wait. The waiting node of `start_order` starts
-    no earlier than the awaited one starts.
+    Columns waiting, awaited (nodes), lag_ns (the minimum from the end of one to the start of the other), kind (event,
+    sync, queue, communicator, start_order, collective), inferred; one row per wait. For `start_order` the waiting node
+    starts no earlier than the awaited one starts.
     """
     return build(trace).edges
 
@@ -62,9 +61,9 @@ def build(trace: Trace) -> TraceGraph:
 
 
 def windows(trace: Trace) -> pl.DataFrame:
-    """Return the device window of each step, with the node that begins it.
+    """Return the device window of each step, with its first node.
 
-    Columns step, device, start_ns, end_ns, first (node); one row per step and device that a node begins.
+    Columns step, device, start_ns, end_ns, first (node); one row per step and device with a first node.
     """
     made = build(trace).nodes.filter(pl.col("kind").is_not_null())
     begins = made.select("device", "start_ns", pl.col("step").alias("of"), pl.col("node").alias("first"))
@@ -78,7 +77,7 @@ def windows(trace: Trace) -> pl.DataFrame:
 
 
 def preparation(trace: Trace) -> pl.DataFrame:
-    """Return the work of a device that prepares collectives, as `launches.preparation` finds it.
+    """Return the preparation of collectives on devices, from `launches.preparation`.
 
     Columns node, collective (node), overlapped_ns, alone_ns, message_bytes; one row per activity.
     """
@@ -153,7 +152,7 @@ def _on_device(trace: Trace) -> TraceGraph:
 
 
 def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series:
-    """Return which nodes are work that recomputes activations."""
+    """Return which nodes recompute activations."""
     again = recomputation.recomputed_activities(trace)
     found = np.zeros(first_item + len(items), bool)
     if again.height:
@@ -163,7 +162,7 @@ def _recomputed(trace: Trace, items: pl.DataFrame, first_item: int) -> pl.Series
 
 
 def _with_kernels(trace: Trace, every: pl.DataFrame) -> pl.DataFrame:
-    """Return nodes with what is equal where their work is the same kernel: see `overlap.Residents`."""
+    """Return nodes with the kernel id of their work: see `concurrency.DeviceWork`."""
     known = [
         pl.DataFrame({"ref": here.work["id"], "kernel": here.kernel}, schema_overrides={"kernel": pl.UInt64})
         for here in concurrency.device_work(trace)
@@ -185,7 +184,7 @@ _LONG_NS = 100_000
 
 
 def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
-    """Return what the host's blocking calls waited for, as CUDA tells or as their ends show."""
+    """Return the work that blocking host calls waited for, as CUDA records it or as end times show."""
     recorded = dependencies.host_waits(trace, items)
     rows = calls.row_of_wait()
     known = {call: found for call, found in recorded.items() if call in rows}
@@ -203,7 +202,7 @@ def _host_waits(trace: Trace, calls: Calls, items: pl.DataFrame, first_item: int
 
 
 def _own_work(calls: Calls, items: pl.DataFrame, first_item: int) -> pl.DataFrame:
-    """Return the work that calls launched and waited for themselves, as a copy from pageable memory does."""
+    """Return the work that calls launched and waited for themselves, such as a copy from pageable memory."""
     rows = pl.DataFrame({"launch_id": calls.id[calls.waits_itself], "row": np.flatnonzero(calls.waits_itself)})
     found = rows.join(items.filter(~pl.col("is_wait")), on="launch_id")
     return edge_table(found["row"].to_numpy(), found["item"].to_numpy() + first_item, "sync", inferred=False)
@@ -226,7 +225,7 @@ def _drained(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int)
 
 
 def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: int) -> pl.DataFrame:
-    """Return the work whose end ended a blocking call, or a launch that took as long as only a full queue makes it."""
+    """Return the work whose end unblocked a blocking call, or a launch that took as long as with a full queue."""
     usual = int(np.median(calls.end_ns[calls.launches] - calls.start_ns[calls.launches])) if calls.launches.any() else 0
     took = calls.end_ns - calls.start_ns
     queue_full = calls.launches & ~calls.waits_itself & (took > max(_LONG * usual, _LONG_NS))
@@ -246,7 +245,7 @@ def _ended_with(calls: Calls, items: pl.DataFrame, unknown: Flags, first_item: i
 
 
 def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int) -> Ints:
-    """Return the calls' own time: what remains once what they waited for had ended."""
+    """Return the calls' own time: the rest after the awaited work ended."""
     own = calls.own_ns.copy()
     if waits.height:
         ends = items["end_ns"].to_numpy()
@@ -258,7 +257,7 @@ def _own(calls: Calls, waits: pl.DataFrame, items: pl.DataFrame, first_item: int
 
 
 def _queue(calls: Calls, items: pl.DataFrame, launch: Ints, first_item: int) -> pl.DataFrame:
-    """Return the waits of launches for room in the queue: for what was launched QUEUE_DEPTH before; none if broken."""
+    """Return the waits of launches for queue space: for the launch QUEUE_DEPTH before; none if violated."""
     parts = [pl.DataFrame(schema=EDGE_COLUMNS)]
     work = items.with_columns(pl.Series("call", launch)).filter(~pl.col("is_wait") & (pl.col("call") >= 0))
     for (_,), device_work in work.group_by("device", maintain_order=True):

@@ -1,4 +1,4 @@
-"""Graphs with one cause of lost time taken away. Each change takes a graph and returns another."""
+"""Graph transforms that each remove one cause of lost time: a graph in, another graph out."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tracekit.replay.graph.dependency_graph import START_ORDER, Graph, Insuffici
 from tracekit.replay.graph.nodes import HOST, WORK
 
 _PAUSE_NS = 2_000_000
-"""On a CPU run, whose host computes itself, shorter pauses between ops are the ops' own."""
+"""On a CPU run, where the host computes, shorter pauses between ops belong to the ops."""
 _LATE = [
     host_state.HOST_STATES.index(each)
     for each in (host_state.PYTHON, host_state.OP, host_state.LAUNCH, host_state.LOCK)
@@ -22,7 +22,7 @@ _PYTHON = host_state.HOST_STATES.index(host_state.PYTHON)
 
 
 def late_launch(graph: Graph) -> Graph:
-    """Let the host lose no time between its calls and in launches."""
+    """Remove the host's time between its calls and in launches."""
     think = host_gap_times(graph)
     late = think[:, _LATE].sum(axis=1)
     if is_cpu_run(graph):
@@ -31,26 +31,26 @@ def late_launch(graph: Graph) -> Graph:
 
 
 def blocking_sync(graph: Graph) -> Graph:
-    """Let the host wait for the device nowhere, saves, the allocator and rate limiters apart."""
+    """Remove the host's waits for the device, except those of saves, the allocator and rate limiters."""
     if is_cpu_run(graph):
-        raise InsufficientDataError("the run was on the CPU, where the host waits for no device")
+        raise InsufficientDataError("the run was on the CPU, so the host waits for no device")
     return _without_waits(graph, _in_state(graph, host_state.SYNCHRONIZE))
 
 
 def rate_limiter(graph: Graph) -> Graph:
-    """Let FSDP1 hold nothing back."""
+    """Remove the waits of FSDP1's rate limiter."""
     return _without_waits(graph, _in_state(graph, host_state.RATE_LIMITER))
 
 
 def data_loading(graph: Graph) -> Graph:
-    """Let every batch be there at once."""
+    """Remove the time of data loading."""
     index = host_state.HOST_STATES.index(host_state.DATA)
     ready = _with_shorter_gaps(graph, host_gap_times(graph)[:, index])
     return _with_zero_time(ready, _of_phase(graph, "data") & (graph.column("what") == HOST) & is_compute(graph))
 
 
 def allocator(graph: Graph) -> Graph:
-    """Let the allocator make no calls."""
+    """Remove the allocator's device calls."""
     found = _in_state(graph, host_state.ALLOCATOR)
     return _without_waits(
         _with_shorter_gaps(graph, host_gap_times(graph)[:, host_state.HOST_STATES.index(host_state.ALLOCATOR)]), found
@@ -58,7 +58,7 @@ def allocator(graph: Graph) -> Graph:
 
 
 def checkpoint(graph: Graph) -> Graph:
-    """Let no save stop training."""
+    """Remove the time in which saves block training."""
     index = host_state.HOST_STATES.index(host_state.CHECKPOINT)
     going = _without_waits(
         _with_shorter_gaps(graph, host_gap_times(graph)[:, index]), _in_state(graph, host_state.CHECKPOINT)
@@ -67,12 +67,12 @@ def checkpoint(graph: Graph) -> Graph:
 
 
 def shared_queue(graph: Graph) -> Graph:
-    """Let work start though earlier launches on other streams have not."""
+    """Remove the start order between streams that share a launch queue."""
     return replace(graph, edges=graph.edges.select(graph.edges.kind != START_ORDER))
 
 
 def communication(graph: Graph) -> Graph:
-    """Let transfers take no time."""
+    """Set the time of transfers to zero."""
     own = graph.own_ns.copy()
     own[graph.count :] = 0
     own[np.flatnonzero(is_communication(graph))] = 0
@@ -80,7 +80,7 @@ def communication(graph: Graph) -> Graph:
 
 
 def recomputation(graph: Graph) -> Graph:
-    """Let nothing be computed twice."""
+    """Set the time of recomputed activations to zero."""
     return _with_zero_time(graph, redundant_work.recomputed_nodes(graph))
 
 
@@ -108,23 +108,23 @@ TRANSFORMS: Mapping[str, Callable[[Graph], Graph]] = {
 
 
 CONTENTION_TRANSFORMS = frozenset({"preparation", "give-way", "slowed-compute"})
-"""Changes that are about contention: after them nothing is slowed again."""
+"""Transforms that set contention themselves: durations are not updated after them."""
 _FIRST = ("slowed-compute", "give-way", "slowed-collectives", "slow-link", "small-collectives", "straggler")
-"""Changes that compare how long work took: they go before those that let work take no time, or move it."""
+"""Transforms that compare recorded durations: applied before those that remove or move work."""
 _LAST = ("shared-queue", "shared-communicator", "late-gathers")
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return changes in the order in which they are made where there are several; each once."""
+    """Return the names of transforms in the order in which they are applied, each once."""
     rest = [name for name in TRANSFORMS if name not in (*_FIRST, *_LAST)]
     wanted = frozenset(names)
     return tuple(name for name in (*_FIRST, *rest, *_LAST) if name in wanted)
 
 
 def _recurring(graph: Graph, python_ns: Ints) -> Ints:
-    """Return the long pauses of Python that every step has at the same place, each as long as the shortest.
+    """Return the long Python pauses at the same place of every step, each with its shortest length.
 
-    On a CPU run the host shares its cores with whatever else runs: what happens once is not the training's.
+    On a CPU run the host shares its cores with other processes: a pause that occurs once is not due to training.
     """
     place = ["rank", "phase", "kind", "name", "nth"]
     steps = graph.frame.drop_nulls("step").group_by("rank").agg(pl.col("step").n_unique().alias("steps"))
@@ -141,7 +141,7 @@ def _recurring(graph: Graph, python_ns: Ints) -> Ints:
 
 
 def apply_if_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
-    """Return the graph changed, or as it is where it cannot be told what the change would be."""
+    """Return the changed graph, or the graph itself where data for the change is missing."""
     try:
         return change(graph)
     except InsufficientDataError:
@@ -149,7 +149,7 @@ def apply_if_known(change: Callable[[Graph], Graph], graph: Graph) -> Graph:
 
 
 def host_gap_times(graph: Graph) -> Ints:
-    """Return the host's time before each node by what it did, shape (nodes of ranks, hosts.DOINGS)."""
+    """Return the host time before each node by state, shape (nodes of ranks, HOST_STATES)."""
     return np.asarray(graph.column("gap_ns"), np.int64).reshape(graph.count, len(host_state.HOST_STATES))
 
 
@@ -164,7 +164,7 @@ def is_communication(graph: Graph) -> Flags:
 
 
 def is_compute(graph: Graph) -> Flags:
-    """Return which of the ranks' nodes compute."""
+    """Return which of the ranks' nodes are compute."""
     return np.asarray((graph.frame["kind"] == "compute").fill_null(value=False).to_numpy())
 
 
@@ -177,14 +177,14 @@ def _of_phase(graph: Graph, phase: str) -> Flags:
 
 
 def _with_shorter_gaps(graph: Graph, by_ns: Ints) -> Graph:
-    """Return the graph with so much less time before its nodes."""
+    """Return the graph with the time before its nodes reduced by `by_ns`."""
     chain_ns = graph.chain_ns.copy()
     chain_ns[: graph.count] -= by_ns
     return replace(graph, chain_ns=np.maximum(chain_ns, 0))
 
 
 def _with_zero_time(graph: Graph, which: Flags) -> Graph:
-    """Return the graph with some of the ranks' nodes taking no time; of collectives, on all ranks."""
+    """Return the graph with zero time for some of the ranks' nodes; for collectives, on all ranks."""
     own = graph.own_ns.copy()
     at = np.flatnonzero(which)
     own[graph.done[at]] = 0
@@ -193,7 +193,7 @@ def _with_zero_time(graph: Graph, which: Flags) -> Graph:
 
 
 def _without_waits(graph: Graph, which: Flags) -> Graph:
-    """Return the graph with some calls of the host taking no time and waiting for nothing."""
+    """Return the graph with zero time and no waits for some host calls."""
     blocked = np.concatenate((which, np.zeros(len(graph.own_ns) - graph.count, bool)))
     remaining = ~blocked[graph.edges.waiting] | (graph.edges.awaited < 0)
     return _with_zero_time(replace(graph, edges=graph.edges.select(remaining)), which & (graph.column("what") != WORK))

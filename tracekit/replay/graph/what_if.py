@@ -1,4 +1,4 @@
-"""The answer to what if: a run as it is replayed, and what each cause costs it, with GPU-hours and money."""
+"""What-if answers: the replay of a run, and the cost of each cause in time, GPU-hours and money."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ from tracekit.replay.graph.transforms import in_order
 from tracekit.sync import collective_matching
 
 MIN_SAVED_RATIO = 0.001
-"""What saves less of a step is told only where it is asked for by name."""
+"""Smaller savings are reported only for causes requested by name."""
 _HOURS = 24.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one cause costs: of a step in ns and as a share, and of a day of training in GPU-hours and money.
+    """The cost of one cause: per step in ns and as a share, and per day of training in GPU-hours and money.
 
-    `gpu_hours_per_day` is null for runs on CPUs, `per_day` also without a price. `confidence` runs from 0 to 1; `basis`
-    says what the answer rests on, `caveat` what makes it less sure, `why_not` why there is none.
+    `gpu_hours_per_day` is null for runs on CPUs, `per_day` also without a price. `confidence` is from 0 to 1; `basis`
+    says what the answer rests on, `caveat` what limits it, `unavailable_reason` why there is none.
     """
 
     cause: Cause
@@ -39,13 +39,13 @@ class Answer:
 
     @property
     def without_ns(self) -> int:
-        """Return what a step takes without the cause."""
+        """Return the step time without the cause."""
         return self.step_ns - self.saved_ns
 
 
 @dataclass(frozen=True, eq=False)
 class WhatIf:
-    """What a run would be without causes: the answers that save most first, those it cannot give, and the replay."""
+    """The answers for a run, largest saving first, the causes without an answer, and the replay."""
 
     answers: tuple[Answer, ...]
     unavailable: tuple[Answer, ...]
@@ -55,27 +55,26 @@ class WhatIf:
     gpus: int
     """Of the job; 0 where it ran on CPUs."""
     infers_waits: bool
-    """Whether waits of streams are inferred, since the traces do not tell them."""
+    """Whether event waits of streams are inferred, because the traces do not record them."""
 
     @property
     def replay_error_ratio(self) -> float:
-        """Return by how much the replay with nothing changed differs from the recorded steps."""
+        """Return the relative difference of the unchanged replay from the recorded steps."""
         return self.replayed_ns / self.step_ns - 1 if self.step_ns else 0.0
 
     @property
     def is_reproduced(self) -> bool:
-        """Return whether the replay with nothing changed is near enough to the recorded steps to price findings."""
+        """Return whether the unchanged replay is close enough to the recorded steps to price findings."""
         return abs(self.replay_error_ratio) <= savings.MAX_ERROR_RATIO
 
 
 def answer(
     run: Run, names: tuple[str, ...] = (), *, gpu_hour_price: float | None = None, with_causes: bool = True
 ) -> WhatIf:
-    """Return what a run would be without each of the causes named; of all that save anything where none is named.
+    """Return the potential saving without each named cause; without names, of all that save anything.
 
-    Where nothing is asked (`with_causes`), the replay alone is told.
-
-    Raises InputError for a name that is no cause, a price below 0, or a run of which nothing can be replayed.
+    With `with_causes` false, only the unchanged replay is returned. Raises InputError for an unknown cause, a price
+    below 0, or a run that cannot be replayed.
     """
     if gpu_hour_price is not None and not gpu_hour_price >= 0:
         raise InputError(f"--gpu-hour-price is {gpu_hour_price}; it must be 0 or more")
@@ -83,7 +82,7 @@ def answer(
     replay = savings.replayed_steps(run)
     if replay.is_empty():
         raise InputError(
-            f"{run.path}: no step to replay: the trace has no work on a device, and no ops of a CPU run; "
+            f"{run.path}: no step can be replayed: the trace has no device work, and no ops of a CPU run; "
             "record with activities=[CPU, CUDA]"
         )
     gpus = gpus_of(run)
@@ -102,14 +101,14 @@ def answer(
 
 
 def answer_combined(run: Run, names: tuple[str, ...], *, gpu_hour_price: float | None = None) -> Answer:
-    """Return what a run would be without several causes at once, as one answer.
+    """Return the potential saving without several causes at once, as one answer.
 
-    Where one of them cannot be told, its `why_not` says so. Raises InputError for a name that is no cause, and for less
+    Where one of them has no answer, `unavailable_reason` says so. Raises InputError for an unknown cause, and for fewer
     than two.
     """
     several = [causes.find(name) for name in in_order(causes.find(name).name for name in names)]
     if len(several) < 2:
-        raise InputError("--together takes two causes or more, each named by --without")
+        raise InputError("--together needs two or more causes, each given by --without")
     both = Cause(
         savings.AND.join(each.name for each in several),
         "",
@@ -123,7 +122,7 @@ def answer_combined(run: Run, names: tuple[str, ...], *, gpu_hour_price: float |
 def gpus_of(run: Run) -> int:
     """Return the number of GPUs of the job, 0 if it ran on CPUs.
 
-    One a rank: by the manifest, else by its traces and its largest process group.
+    One per rank: from the manifest, else from its traces and its largest process group.
     """
     if not run.table(contention.device_count)["devices"].sum():
         return 0
@@ -135,7 +134,7 @@ def gpus_of(run: Run) -> int:
 
 
 def hours_per_day(saved_ratio: float, gpus: int) -> float | None:
-    """Return the GPU-hours that a day of training would take less; None without GPUs."""
+    """Return the GPU-hours saved per day of training; None without GPUs."""
     return gpus * _HOURS * saved_ratio if gpus else None
 
 

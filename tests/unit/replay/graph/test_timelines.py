@@ -119,7 +119,7 @@ def test_all_that_costs_something_is_told_most_first_with_hours_and_money():
 def test_an_unknown_cause_and_a_run_without_work_are_refused():
     with pytest.raises(InputError, match="did you mean straggler"):
         causes.find("stragler")
-    with pytest.raises(InputError, match="no step to replay"):
+    with pytest.raises(InputError, match="no step can be replayed"):
         what_if.answer(drawn_traces.run(drawn_traces.trace("compute .....")))
     with pytest.raises(InputError, match="gpu-hour-price"):
         what_if.answer(drawn_traces.run(drawn_traces.trace("compute aa")), gpu_hour_price=-1.0)
