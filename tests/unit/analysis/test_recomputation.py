@@ -25,8 +25,8 @@ def test_what_is_saved_and_what_is_needed_is_said():
     (found,) = judge(rule_examples.recomputing(10 * GIB)).findings
     assert (found.impact, found.cost_ns) == (0.2, 4 * 50_000)
     assert "1 parts of the model" in found.message
-    assert "1 GiB each, with 5 GiB free on each device beyond 5.0%" in found.message
-    assert "Checkpoint 0 of the 1 parts only" in found.fix
+    assert "1 GiB each; 5 GiB are free with 5.0% in reserve" in found.message
+    assert "Checkpoint only 0 of the 1 parts" in found.fix
 
 
 @pytest.mark.parametrize(("free_gib", "fires"), [(6, True), (5.9, False)])

@@ -138,7 +138,7 @@ def test_a_kernel_that_takes_twice_as_long_beside_a_collective():
 
 def test_the_cost_of_contended_compute_is_what_it_took_longer():
     (found,) = check(PROOFS["STREAM003"].fires(), [ContendedCompute()]).findings
-    assert "3.00 times as long beside collectives" in found.message
+    assert "3.00 times as long during collectives" in found.message
     assert found.cost_ns == 2 * 8  # two of the eight without a sample of theirs, at the slowdown of the others
     assert found.impact == 16 / 64
 
@@ -148,7 +148,7 @@ def test_never_alone_is_said_and_what_to_record():
     report = check(run, [ContendedCompute()])
     assert report.findings == ()
     (note,) = report.notes
-    assert "never alone" in note
+    assert "never ran alone" in note
     assert "CUDA_LAUNCH_BLOCKING=1" in note
     assert run.run_table(contention.pairs)["unknown"].to_list() == [contention.NO_SAMPLE]
 
@@ -214,7 +214,7 @@ def test_what_begins_right_with_earlier_work_of_another_stream_is_held():
     assert (order["overtake_chances"], order["overtakes"], order["delayed"]) == (8, 0, 8)
     (found,) = check(run, [NeedlessOrder()]).findings
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.fix
-    assert "of 8 kernels that could begin" in found.message
+    assert "0 of 8 kernels overtook" in found.message
 
 
 def test_one_that_overtakes_shows_more_queues_than_one():

@@ -159,7 +159,7 @@ def test_every_interface_that_a_fix_names_exists_in_pytorch():
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
-    assert set(strategy._MARKS) == {"ddp", "fsdp1", "fsdp2", "yafsdp"}
+    assert set(strategy._PREFIXES) == {"ddp", "fsdp1", "fsdp2", "yafsdp"}
     for name in (
         *("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "unshard"),
         *("set_separate_reduce_scatter_group", "set_reduce_scatter_max_input_buffers"),
