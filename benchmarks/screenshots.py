@@ -1,7 +1,7 @@
 """Screenshots of the dashboard's pages and the report: python -m benchmarks.screenshots [NAME…] [--out DIR] [--dark].
 
-The runs are those in sample_traces unless others are named, a simulated one for what needs devices, and a simulated
-history. Pictures for docs/images are made in the light theme, in as few colours as keep them under 150 kB.
+The runs are those in sample_traces by default, a simulated one for pages that need GPUs, and a simulated history.
+Pictures for docs/images use the light theme and a palette that is small enough for 150 kB per file.
 """
 
 import argparse
@@ -21,86 +21,100 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from dashboard.pages import all_pages
+from dashboard.pages.page import Needs
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 ROOT = Path(__file__).parents[1]
 WIDTH, HEIGHT = 1400, 900
-MOST_BYTES = 150_000
+MAX_BYTES = 150_000
 WAIT_MS = 120_000
 
-REPORT, REPORTED, REPORT_SIZE = "report", "demo-fsdp2", {"width": 1200, "height": 1400}
+REPORT, REPORT_RUN, REPORT_SIZE = "report", "demo-fsdp2", {"width": 1200, "height": 1400}
 SIMULATED = "simulated"
 _GIVE_WAY = ("--gpus", "16", "--layers", "6", "--ranks-written", "4", "--fault", "give-way")
 
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture: its name, page and run (and choices on it), its height, a heading to show, a button to press."""
+    """One picture: the address of its page, run and choices, its height, a heading to show, a button to press."""
 
     name: str
-    page: str
-    run: str
-    height: int = HEIGHT
+    run: str = "demo-yafsdp"
+    height: int = 1000
     scroll_to: str = ""
     press: str = ""
     search: str = ""
-    """What to look for on the timeline: the first match is picked."""
+    """What to search on the timeline: the first match is selected."""
 
 
-SHOTS = (
-    Shot("overview", "", "demo-yafsdp"),
-    Shot("timeline", "timeline", "demo-yafsdp&from=1130000000&to=1400000000", 960, search="gloo:all_gather"),
-    Shot("communication", "communication", "demo-yafsdp", 1250),
-    Shot("contention", "contention", SIMULATED, 1150),
-    Shot("kernels", "kernels", "demo-yafsdp", 1000),
-    Shot("ranks", "ranks", "demo-yafsdp&colour=waited_ratio", 1000),
-    Shot("memory", "memory", "demo-yafsdp", 1000, "Held over time"),
-    Shot("checkpoints", "checkpoints", "demo-yafsdp", 1000, "Training blocked"),
-    Shot("whatif", "whatif", "demo-yafsdp&without=checkpoint&without=straggler", 1250),
-    Shot("sql", "sql", "demo-yafsdp", press="Run"),
-    Shot("quality", "quality", "demo-yafsdp", 1000),
-    Shot("compare", "compare", "demo-yafsdp&compare=demo-fsdp2", 1000),
-    Shot("plan", "plan", "demo-yafsdp"),
-    Shot("history", "history", "demo-yafsdp", 960),
-    Shot("runs", "runs", "demo-yafsdp"),  # the last, so that runs looked at before have their verdict
-)
+SETTINGS = {
+    shot.name: shot
+    for shot in (
+        Shot("overview", height=HEIGHT),
+        Shot("timeline", "demo-yafsdp&from=1130000000&to=1400000000", 960, search="gloo:all_gather"),
+        Shot("communication", height=1250),
+        Shot("contention", SIMULATED, 1150),
+        Shot("ranks", "demo-yafsdp&colour=waited_ratio"),
+        Shot("memory", scroll_to="Allocated over time"),
+        Shot("checkpoints", scroll_to="Training blocked"),
+        Shot("whatif", "demo-yafsdp&without=checkpoint&without=straggler", 1250),
+        Shot("sql", height=HEIGHT, press="Run"),
+        Shot("compare", "demo-yafsdp&compare=demo-fsdp2"),
+        Shot("plan", height=HEIGHT),
+        Shot("history", height=960),
+        Shot("runs", height=HEIGHT),
+    )
+}
+"""Settings of pages whose top would not show enough."""
+
+
+def shots() -> list[Shot]:
+    """Return one picture per page; that of all runs comes last, so that the runs shown before have a verdict."""
+    pages = sorted(all_pages(), key=lambda page: page.needs is Needs.CATALOG)
+    return [SETTINGS.get(page.address, Shot(page.address)) for page in pages]
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Take all pictures, or those named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [REPORT, *(shot.name for shot in SHOTS)]
+    listed = shots()
+    names = [REPORT, *(shot.name for shot in listed)]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"pictures to take, all if none: {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--runs", type=Path, default=ROOT / "sample_traces")
     parser.add_argument("--run", help="show this run on all pages")
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--whole", action="store_true", help="pages from top to bottom, in full colour")
-    asked = parser.parse_args(words)
-    if unknown := set(asked.names) - set(names):
+    options = parser.parse_args(words)
+    if unknown := set(options.names) - set(names):
         parser.error(f"there is no picture called {', '.join(sorted(unknown))}")
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if not asked.names or REPORT in asked.names:
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.names or REPORT in options.names:
         with tempfile.TemporaryDirectory() as folder:
-            _keep(asked.out / f"{REPORT}.png", small(reported(asked.runs / (asked.run or REPORTED), Path(folder))))
-    shots = [shot for shot in SHOTS if not asked.names or shot.name in asked.names]
-    if not shots:
+            _write(
+                options.out / f"{REPORT}.png",
+                small(report_picture(options.runs / (options.run or REPORT_RUN), Path(folder))),
+            )
+    chosen = [shot for shot in listed if not options.names or shot.name in options.names]
+    if not chosen:
         return
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(asked.runs, made(Path(folder))) as (url, _),
+        served(options.runs, extra_inputs(Path(folder))) as (url, _),
     ):
-        for shot, picture in taken(url, shots, run=asked.run, dark=asked.dark, whole=asked.whole):
-            _keep(asked.out / f"dashboard_{shot.name}.png", picture if asked.whole else small(picture))
+        for shot, picture in taken(url, chosen, run=options.run, dark=options.dark, whole=options.whole):
+            _write(options.out / f"dashboard_{shot.name}.png", picture if options.whole else small(picture))
 
 
-def _keep(path: Path, picture: bytes) -> None:
+def _write(path: Path, picture: bytes) -> None:
     path.write_bytes(picture)
     print(f"{path}: {len(picture) / 1000:.0f} kB")
 
 
-def reported(run: Path, folder: Path) -> bytes:
+def report_picture(run: Path, folder: Path) -> bytes:
     """Return a picture of the top of a run's HTML report."""
     from playwright.sync_api import sync_playwright
 
@@ -119,22 +133,22 @@ def reported(run: Path, folder: Path) -> bytes:
     return picture
 
 
-def made(folder: Path) -> Path:
-    """Make what the pages need beside recorded runs: a run on devices and a history, both simulated."""
+def extra_inputs(folder: Path) -> Path:
+    """Write what the pages need in addition to recorded runs: a run on GPUs and a history, both simulated."""
     simulate(folder / SIMULATED)
-    remember(folder)
+    write_history(folder)
     return folder
 
 
 def simulate(run: Path) -> None:
-    """Simulate a run on devices."""
+    """Simulate a run on GPUs."""
     command = [sys.executable, "-m", "tracekit", "simulate", *_GIVE_WAY, "--out", str(run)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=_environment())
     for file in run.iterdir():
         os.utime(file, (0, 0))  # it is not being recorded
 
 
-def remember(folder: Path) -> None:
+def write_history(folder: Path) -> None:
     """Write a history of 20 simulated runs, slower by a fifth from the 13th on: that of docs/history.md."""
     from tests.support import simulated_history
     from tracekit.regression.history import store
@@ -160,7 +174,7 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def served(*runs: Path) -> Iterator[tuple[str, int]]:
-    """Give the address of the dashboard opened on runs, or folders of them, and the number of its process."""
+    """Yield the address of a dashboard opened on runs, or folders of them, and its process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -193,7 +207,7 @@ def taken(url: str, shots: Sequence[Shot], *, run: str | None, dark: bool, whole
         page.set_default_timeout(WAIT_MS)
         for shot in shots:
             page.set_viewport_size({"width": WIDTH, "height": shot.height})
-            page.goto(f"{url}/{shot.page}?run={quote(run or shot.run, safe='&=')}")
+            page.goto(f"{url}/{shot.name}?run={quote(run or shot.run, safe='&=')}")
             _settle(page)
             if shot.press:
                 page.get_by_role("button", name=shot.press, exact=True).click()
@@ -229,7 +243,7 @@ _SETTLED = """() => document.querySelector("[data-testid=stApp]")?.dataset.testS
 
 
 def _settle(page: "Page") -> None:
-    """Wait until the page runs no script any more and its figures are drawn."""
+    """Wait until the page runs no script and its figures are drawn."""
     page.locator("[data-testid=stMain]").wait_for()
     page.wait_for_timeout(500)
     page.wait_for_function(_SETTLED)
@@ -237,14 +251,14 @@ def _settle(page: "Page") -> None:
 
 
 def small(picture: bytes) -> bytes:
-    """Return a PNG in as many colours as keep it under 150 kB."""
+    """Return a PNG with the largest palette that fits into 150 kB."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     for colours in (256, 128, 64, 32):
         out = io.BytesIO()
         image.quantize(colours, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
-        if out.tell() <= MOST_BYTES:
+        if out.tell() <= MAX_BYTES:
             break
     return out.getvalue()
 

@@ -7,6 +7,7 @@ from playwright.sync_api import expect
 
 from tests.browser import conftest, recorded
 from tests.browser.conftest import WAIT_MS, assert_clean, heard, settle
+from tests.support import dashboard_pages
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -152,15 +153,20 @@ def test_what_if_ranks_the_changes_and_takes_several_away_as_the_address_says(at
     assert_clean(page)
 
 
-def test_names_run_nothing_on_any_page(shown, server):
+@pytest.mark.parametrize("listed", dashboard_pages.addressed_pages(), ids=lambda page: page.address)
+@pytest.mark.parametrize("run", [recorded.GOOD, recorded.HOSTILE])
+def test_every_page_opens_at_its_address_and_names_run_nothing(shown, server, listed, run):
     heard(shown)
-    shown.goto(f"{server.url}/communication?run={recorded.HOSTILE}")
-    shown.locator(".st-key-communication-hidden .barlayer").wait_for()
-    for name in ("Contention", "Kernels", "SQL", "Data quality", "Ranks"):
-        _turn_to(shown, name)
-        found = shown.locator(f"{TEXT} h3, {TEXT} [data-testid=stAlert], {TEXT} label").filter(visible=True)
-        found.first.wait_for()
-        if name == "Kernels":
-            expect(shown.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()
+    shown.goto(f"{server.url}/{listed.address}?run={run}")
+    expect(shown.locator("[data-testid=stSidebarNavLink][aria-current=page]")).to_have_text(listed.title)
+    settle(shown)
+    found = shown.locator(f"{TEXT} h3, {TEXT} .tk-title, {TEXT} [data-testid=stAlert]").filter(visible=True)
+    found.first.wait_for()
+    expect(shown.locator("[data-testid=stException]")).to_have_count(0)
     assert shown.evaluate("window.hacked") is None
     assert_clean(shown)
+
+
+def test_names_are_shown_as_text(at, shown, server):
+    shown.goto(f"{server.url}/kernels?run={recorded.HOSTILE}")
+    expect(shown.locator(".st-key-kernels-top .ytick text").filter(has_text="<script>")).to_be_visible()

@@ -46,3 +46,11 @@ def page(address, *paths, state=(), **parameters):
 def html_of(app):
     """Return the HTML that a page shows."""
     return "".join(element.proto.body for element in app.get("html"))
+
+
+def addressed_pages():
+    """Return the pages that a browser can open on a folder of runs, those of plug-ins included."""
+    from dashboard import pages
+    from dashboard.pages.page import Needs
+
+    return [page for page in pages.all_pages() if page.needs is not Needs.HISTORY]

@@ -185,7 +185,7 @@ def test_a_run_that_becomes_a_link_after_it_was_listed_is_refused(runs, outside)
     trace = runs / "a" / "rank00000.pt.trace.json.gz"
     trace.unlink()
     trace.symlink_to(outside / trace.name)
-    with pytest.raises(InputError, match="is a link to a place that the dashboard was not opened on"):
+    with pytest.raises(InputError, match="is a link to a path outside of those the dashboard was opened on"):
         run_store.check(entry)
 
 
@@ -314,7 +314,7 @@ def test_a_manifest_can_say_anything(runs):
     assert len(run_catalog.entries([str(runs)])) == 1
 
 
-# What is dropped into a page ------------------------------------------------------------------------------------------
+# Uploaded traces -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -329,13 +329,13 @@ def test_a_manifest_can_say_anything(runs):
         ("\u202e.json", "_.json"),
     ],
 )
-def test_a_dropped_file_gets_a_name_that_names_nothing_else(given, expected):
+def test_an_uploaded_file_gets_a_name_that_can_only_be_a_trace(given, expected):
     assert uploads.safe_name(given) == expected
 
 
 @pytest.mark.parametrize("name", ["x", "x.json.exe", "x.gz", "x.json/..", ""])
 def test_what_is_no_trace_by_its_name_is_refused(name):
-    with pytest.raises(InputError, match="no trace by its name"):
+    with pytest.raises(InputError, match="not that of a trace"):
         uploads.safe_name(name)
 
 
@@ -344,7 +344,7 @@ def test_a_bomb_is_refused_as_soon_as_it_shows(tmp_path):
     bomb = tmp_path / "bomb.json.gz"
     bomb.write_bytes(gzip.compress(b'{"traceEvents": [') + member * (1 + uploads.MAX_UNPACKED_BYTES // (64 << 20)))
     assert bomb.stat().st_size < 5 << 20
-    with pytest.raises(InputError, match="unpacks to more than 256 MiB"):
+    with pytest.raises(InputError, match="decompresses to more than 256 MiB"):
         uploads.refuse_decompression_bomb(bomb, 256 << 20)
     bomb.write_bytes(member)
     uploads.refuse_decompression_bomb(bomb)
