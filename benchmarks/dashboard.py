@@ -33,7 +33,7 @@ _STATE = (
     "() => document.querySelector('[data-testid=stBidiComponentIsolated]')"
     "?.shadowRoot?.querySelector('.timeline')?.dataset"
 )
-_SHARP = f"() => {{ const e = ({_STATE})(); return e && e.sharp === 'true' && e.seq === e.asked; }}"
+_SHARP = f"() => {{ const e = ({_STATE})(); return e && e.sharp === 'true' && e.seq === e.requested; }}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -157,7 +157,7 @@ _ASKED: dict[str, Callable[[_Person], str]] = {
         person.choose("prefetch").turn_to("What if").read("table.tracekit tr", "late-gathers")
     ),
     "Where does memory peak?": lambda person: (
-        person.choose("memory").turn_to("Memory").read("[data-testid=stMain] h3", "Held over time")
+        person.choose("memory").turn_to("Memory").read("[data-testid=stMain] h3", "Allocated over time")
     ),
     "What did this commit change?": lambda person: (
         person.choose("commit").compare_with("healthy").turn_to("Compare").read("table.tracekit", "operations")

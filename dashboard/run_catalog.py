@@ -1,4 +1,4 @@
-"""The runs that the dashboard was opened on, listed by manifests, file sizes and kept reports, without loading any."""
+"""The runs that the dashboard was opened on, listed from manifests, file sizes and cached reports without loading."""
 
 import hashlib
 import os
@@ -22,11 +22,11 @@ HISTORY = "--history="
 MAX_DEPTH = 3
 MAX_ENTRIES = 2000
 LISTING_TTL_S = 2.0
-"""A listing is taken for true for so long, and for 20 times as long as it took."""
+"""How long a listing is valid: at least this, and at least 20 times as long as it took."""
 LIVE_S = 20.0
-"""A run whose files changed so lately is taken as being recorded."""
+"""A run is being recorded if one of its files changed within this time."""
 SETTLED_S = 2.0
-"""A trace that did not change for so long is taken as written to its end."""
+"""A trace is complete if it has not changed for this long."""
 _MAX_MANIFEST_BYTES = 1 << 20
 _TTL_FACTOR = 20
 _MAX_WORLD_SIZE = 1 << 31
@@ -36,7 +36,7 @@ _LOGS = (conventions.METRICS_SUFFIX, conventions.METRICS_SUFFIX + conventions.PA
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run as it lies on disk: `name` is unique in the catalog, `stamp` changes when a file of the run does."""
+    """One run on disk: `name` is unique in the catalog, `stamp` changes when a file of the run does."""
 
     name: str
     path: str
@@ -47,44 +47,44 @@ class RunEntry:
     model: str = ""
     world_size: int | None = None
     created_ns: int | None = None
-    """When it was recorded: by its manifest, else by the newest of its files."""
+    """When it was recorded, by its manifest or else by its newest file."""
     problem: str = ""
-    """Why it cannot be opened, where that shows without reading a trace."""
+    """Why it cannot be opened, if that is known without reading a trace."""
     is_live: bool = False
-    """Whether its files changed a moment ago: the training may still run."""
+    """Whether its files changed a moment ago, so that the training may still run."""
     traces_stamp: str = ""
-    """Changes when one of its traces or its manifest does; '' while one is still being written."""
+    """Changes when one of its traces or its manifest does; '' while one is being written."""
     is_private: bool = False
-    """Whether somebody dropped it into a page: nobody else sees it, and nothing of it is kept."""
+    """Whether it was uploaded: only that session sees it, and nothing of it is cached on disk."""
     roots: tuple[str, ...] = ()
-    """The real paths that its files may lie in."""
+    """The real paths that its files may be in."""
     summary: Summary | None = None
-    """What it came to when it was checked; None where it was not, as it lies there now."""
+    """The summary of its check; None if its current files were not checked."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Runs as they lie there: of more than MAX_ENTRIES the newest, in the order of their names."""
+    """The runs by name; of more than MAX_ENTRIES only the newest."""
 
     entries: tuple[RunEntry, ...]
     omitted: int = 0
 
 
 class Catalog:
-    """The runs at some paths, for all who look: listed anew when the last listing is old.
+    """The runs at some paths, shared by all sessions and listed again when the last listing has expired.
 
-    To list looks at every file of every run, so what takes long is listed less often.
+    A listing stats every file of every run, so a slow one stays valid for longer.
     """
 
     def __init__(self, paths: Iterable[str], clock_s: Callable[[], float] = time.monotonic) -> None:
-        """Take the paths; runs are looked for when they are asked for."""
+        """Take the paths; nothing is listed yet."""
         self._paths, self._clock_s = tuple(paths), clock_s
         self._lock = threading.Lock()
         self._last: Listing | None = None
         self._until_s = 0.0
 
     def listing(self) -> Listing:
-        """Return the runs as they are now, or were a moment ago."""
+        """Return the runs as they are now or were a moment ago."""
         with self._lock:
             began_s = self._clock_s()
             if self._last is None or began_s >= self._until_s:
@@ -94,7 +94,7 @@ class Catalog:
             return self._last
 
     def forget(self) -> None:
-        """List anew when asked next."""
+        """Let the next call list again."""
         self._until_s = 0.0
 
 
@@ -104,32 +104,32 @@ def entries(paths: Iterable[str]) -> tuple[RunEntry, ...]:
 
 
 def list_runs(paths: Iterable[str]) -> Listing:
-    """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of them, up to three deep.
+    """Return the runs at `paths`: each is a run (a folder or one trace file), or a folder of runs, up to three deep.
 
-    A path that is neither becomes an entry with a `problem`, and so does a run with a file that is a link to a place
-    outside of all `paths`. Folders that are such links are not followed.
+    A path that is neither becomes an entry with a `problem`, and so does a run with a file that links to a path outside
+    of all `paths`. Folders that are such links are not followed.
     """
-    named = [Path(text) for text in paths]
-    roots = tuple({os.path.realpath(path if _is_dir(path) else path.parent): None for path in named})
-    places = [place for root in named for place in _runs_at(root, roots)]
-    found: dict[str, RunEntry] = {}
-    for name, path in _newest_runs(places):
-        name = _unique_name(name, found)
-        found[name] = entry(name, path, roots)
-    return Listing(tuple(found.values()), len(places) - len(found))
+    given = [Path(text) for text in paths]
+    roots = tuple({os.path.realpath(path if _is_dir(path) else path.parent): None for path in given})
+    runs = [run for root in given for run in _runs_at(root, roots)]
+    by_name: dict[str, RunEntry] = {}
+    for name, path in _newest_runs(runs):
+        name = _unique_name(name, by_name)
+        by_name[name] = entry(name, path, roots)
+    return Listing(tuple(by_name.values()), len(runs) - len(by_name))
 
 
 def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = False) -> RunEntry:
-    """Return what is known of one run without reading a trace of it."""
+    """Return the entry of one run, without reading its traces."""
     if not _is_dir(path) and not _is_file(path):
-        return RunEntry(name, str(path), problem=f"{path}: there is no such file or folder that can be looked into")
+        return RunEntry(name, str(path), problem=f"{path}: there is no such file, or no such folder that can be read")
     state = keys.file_states(str(path))
-    held = state.files if state else ()
-    traces = [file for file in held if _may_be_trace(_name_of(file))]
-    changed_ns = max((file.changed_ns for file in held), default=None)
+    run_files = state.files if state else ()
+    traces = [file for file in run_files if _may_be_trace(_name_of(file))]
+    changed_ns = max((file.changed_ns for file in run_files), default=None)
     manifest = _manifest(path / conventions.MANIFEST_FILE) if _is_dir(path) and not link_outside(state, roots) else {}
     model = manifest.get("model")
-    is_live = not is_private and _changed_within(held, LIVE_S)
+    is_live = not is_private and _changed_within(run_files, LIVE_S)
     problem = _problem(path, state, roots, has_traces=bool(traces), is_live=is_live)
     return RunEntry(
         name,
@@ -143,7 +143,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
         created_ns=created_ns(manifest) or changed_ns,
         problem=problem,
         is_live=is_live,
-        traces_stamp=_traces_stamp(held),
+        traces_stamp=_traces_stamp(run_files),
         is_private=is_private,
         roots=roots,
         summary=None if problem or is_private else report_cache.summary(str(path), state),
@@ -151,7 +151,7 @@ def entry(name: str, path: Path, roots: tuple[str, ...], *, is_private: bool = F
 
 
 def link_outside(state: FileStates | None, roots: Sequence[str]) -> str:
-    """Return the file of a run that is a link to a place outside of `roots`; '' where none is."""
+    """Return the file of a run that links to a path outside of `roots`; '' if there is none."""
     links = [file for file in (state.files if state else ()) if file.links_to is not None]
     for file in links:
         real = Path(str(file.links_to))
@@ -160,22 +160,22 @@ def link_outside(state: FileStates | None, roots: Sequence[str]) -> str:
     return ""
 
 
-def history_file(words: Iterable[str]) -> Path | None:
-    """Return the history to show: the one named by ``--history=FILE``, else history.duckdb in a folder given."""
-    given = list(words)
-    for word in given:
-        if word.startswith(HISTORY):
-            return Path(word.removeprefix(HISTORY))
-    beside = (Path(word) / store.FILE for word in given)
-    return next((path for path in beside if _is_file(path) and not path.is_symlink()), None)
+def history_file(arguments: Iterable[str]) -> Path | None:
+    """Return the history to show: that of ``--history=FILE``, else history.duckdb in a folder of the arguments."""
+    arguments = list(arguments)
+    for argument in arguments:
+        if argument.startswith(HISTORY):
+            return Path(argument.removeprefix(HISTORY))
+    candidates = (Path(argument) / store.FILE for argument in arguments)
+    return next((path for path in candidates if _is_file(path) and not path.is_symlink()), None)
 
 
-def _newest_runs(places: Sequence[tuple[str, Path]]) -> Sequence[tuple[str, Path]]:
-    """Return the MAX_ENTRIES places that changed last, in the order that they came in."""
-    if len(places) <= MAX_ENTRIES:
-        return places
-    by_age = sorted(range(len(places)), key=lambda number: (_changed_ns(places[number][1]), number))
-    return [places[number] for number in sorted(by_age[-MAX_ENTRIES:])]
+def _newest_runs(runs: Sequence[tuple[str, Path]]) -> Sequence[tuple[str, Path]]:
+    """Return the MAX_ENTRIES runs that changed last, in their original order."""
+    if len(runs) <= MAX_ENTRIES:
+        return runs
+    by_age = sorted(range(len(runs)), key=lambda number: (_changed_ns(runs[number][1]), number))
+    return [runs[number] for number in sorted(by_age[-MAX_ENTRIES:])]
 
 
 def _changed_ns(path: Path) -> int:
@@ -203,53 +203,52 @@ def _runs_below(folder: Path, root: Path, roots: Sequence[str], *, depth: int) -
     except OSError:
         return
     name = str(folder.relative_to(root)) if folder != root else root.resolve().name
-    sure = _contains_traces(children, _is_trace_by_name)
-    if sure:
+    if _contains_traces(children, _is_trace_by_name):
         yield name, folder
         return
-    folders = [each for each in children if _is_dir(each) and not each.name.startswith(".")] * (depth < MAX_DEPTH)
-    folders.sort(key=lambda each: files.natural_key(each.name))
-    some = False
+    folders = [child for child in children if _is_dir(child) and not child.name.startswith(".")] * (depth < MAX_DEPTH)
+    folders.sort(key=lambda child: files.natural_key(child.name))
+    has_runs = False
     for child in folders:
         if not child.is_symlink() or _is_link_inside(Path(child.path), roots):
-            for found in _runs_below(Path(child.path), root, roots, depth=depth + 1):
-                some = True
-                yield found
-    # Any JSON file may be a trace, unless there are runs below; without one a training may not have written it yet.
-    if not some and (_contains_traces(children, _may_be_trace) or (depth and _has_logs(children))):
+            for run in _runs_below(Path(child.path), root, roots, depth=depth + 1):
+                has_runs = True
+                yield run
+    # Without runs below, any JSON file may be a trace; a training may also have written only its logs so far.
+    if not has_runs and (_contains_traces(children, _may_be_trace) or (depth and _has_logs(children))):
         yield name, folder
 
 
 def _contains_traces(children: Sequence[os.DirEntry[str]], is_trace: Callable[[str], bool]) -> bool:
-    if any(is_trace(each.name) and _is_file(each) for each in children):
+    if any(is_trace(child.name) and _is_file(child) for child in children):
         return True
-    windows = (each for each in children if _WINDOW.fullmatch(each.name) and _is_dir(each) and not each.is_symlink())
+    windows = (one for one in children if _WINDOW.fullmatch(one.name) and _is_dir(one) and not one.is_symlink())
     return any(is_trace(name) for window in windows for name in _names_in(window.path))
 
 
-def _is_dir(place: Path | os.DirEntry[str]) -> bool:
+def _is_dir(path: Path | os.DirEntry[str]) -> bool:
     try:
-        return place.is_dir()
-    except OSError:  # a loop of links, or a link into a folder that is closed to us
+        return path.is_dir()
+    except OSError:  # a loop of links, or a link into a folder without permission
         return False
 
 
-def _is_file(place: Path | os.DirEntry[str]) -> bool:
+def _is_file(path: Path | os.DirEntry[str]) -> bool:
     try:
-        return place.is_file()
+        return path.is_file()
     except OSError:
         return False
 
 
 def _names_in(folder: str) -> Sequence[str]:
     try:
-        return [each.name for each in Path(folder).iterdir()]
+        return [path.name for path in Path(folder).iterdir()]
     except OSError:
         return ()
 
 
 def _has_logs(children: Sequence[os.DirEntry[str]]) -> bool:
-    return any(each.name.endswith(_LOGS) for each in children)
+    return any(child.name.endswith(_LOGS) for child in children)
 
 
 def _is_trace_by_name(name: str) -> bool:
@@ -262,7 +261,7 @@ def _may_be_trace(name: str) -> bool:
 
 
 def _is_link_inside(link: Path, roots: Sequence[str]) -> bool:
-    """Return whether a linked folder lies in what was named, and not above itself."""
+    """Return whether a linked folder is inside of `roots` and not above the link itself."""
     real = link.resolve()
     return any(real.is_relative_to(root) for root in roots) and not link.parent.resolve().is_relative_to(real)
 
@@ -271,32 +270,34 @@ def _problem(path: Path, state: FileStates | None, roots: Sequence[str], *, has_
     linked = link_outside(state, roots)
     if linked:
         return (
-            f"{path}: {linked} is a link to a place that the dashboard was not opened on, so nothing of this run is "
-            "read; put the file itself there, or name that place, too"
+            f"{path}: {linked} is a link to a path outside of those the dashboard was opened on, so this run is not "
+            "read; put the file itself there, or open the dashboard on that path, too"
         )
     if has_traces:
         return ""
     if is_live:
-        return f"{path}: no trace yet; the training is being recorded, so wait for its first profiled window"
+        return f"{path}: no trace yet; the training is being recorded: wait for its first profiled window"
     return (
-        f"{path}: no trace files (*.json, *.json.gz) here or in folders below; open another folder, or record a run "
+        f"{path}: no trace files (*.json, *.json.gz) here or in subfolders; open another folder, or record a run "
         "into it: tracekit record -- COMMAND"
     )
 
 
 def _stamp(path: Path, state: FileStates | None) -> str:
-    told = f"{path}\0{state.stamp if state else ''}"
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+    text = f"{path}\0{state.stamp if state else ''}"
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
-def _traces_stamp(held: Sequence[FileState]) -> str:
-    told = tuple(file for file in held if _may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE)
-    return "" if _changed_within(told, SETTLED_S) else FileStates(told).stamp
+def _traces_stamp(run_files: Sequence[FileState]) -> str:
+    traces = tuple(
+        file for file in run_files if _may_be_trace(_name_of(file)) or _name_of(file) == conventions.MANIFEST_FILE
+    )
+    return "" if _changed_within(traces, SETTLED_S) else FileStates(traces).stamp
 
 
-def _changed_within(held: Iterable[FileState], seconds: float) -> bool:
+def _changed_within(run_files: Iterable[FileState], seconds: float) -> bool:
     now_ns = time.time_ns()
-    return any(now_ns - file.changed_ns < seconds * 1e9 for file in held)
+    return any(now_ns - file.changed_ns < seconds * 1e9 for file in run_files)
 
 
 def _name_of(file: FileState) -> str:
@@ -304,7 +305,7 @@ def _name_of(file: FileState) -> str:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    # A manifest that cannot be read costs the list a few cells, not the run: loading it will say what is wrong.
+    # An unreadable manifest leaves a few cells of the list empty; loading the run reports the error.
     try:
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             return {}
@@ -315,13 +316,13 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _world_size(manifest: Mapping[str, Any]) -> int | None:
-    told = manifest.get("world_size")
-    is_count = isinstance(told, int) and not isinstance(told, bool) and 0 < told < _MAX_WORLD_SIZE
-    return told if is_count else None
+    size = manifest.get("world_size")
+    is_count = isinstance(size, int) and not isinstance(size, bool) and 0 < size < _MAX_WORLD_SIZE
+    return size if is_count else None
 
 
 def _unique_name(name: str, taken: Iterable[str]) -> str:
-    # A name that is no text (bytes of another time's encoding) cannot be sent to a browser.
+    # A name that is not valid text (bytes in another encoding) cannot be sent to a browser.
     name = name.encode("utf-8", "replace").decode()
     names, number, chosen = set(taken), 2, name
     while chosen in names:

@@ -39,8 +39,8 @@ def show(path: Path) -> None:
     group = groups[chosen if chosen is not None else 0]
     _changes(group)
     by_label = {label(series.metric): series for series in _changed_first(group.series)}
-    picked = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
-    for name in picked:
+    chosen = st.multiselect("Metrics", list(by_label), list(by_label)[:MAX_DRAWN], key=f"history_{group.fingerprint}")
+    for name in chosen:
         st.subheader(widgets.plain(name))
         st.caption(widgets.plain(history_text.verdict(by_label[name])))
         _clickable(history_figures.of_series(group, by_label[name]), group, by_label[name])
@@ -88,11 +88,11 @@ def _clickable(figure: go.Figure, group: Group, series: Series) -> None:
     clicked = widgets.clickable(figure, key=key)
     number = clicked[0] if clicked else None
     if number is not None and st.session_state.get(f"{key}-last") != number:
-        st.session_state[_picked(group)] = int(number)
+        st.session_state[_run_key(group)] = int(number)
     st.session_state[f"{key}-last"] = number
 
 
-def _picked(group: Group) -> str:
+def _run_key(group: Group) -> str:
     return f"history-run-{group.fingerprint}"
 
 
@@ -100,12 +100,12 @@ def _run(group: Group) -> None:
     """Show one run: its commit message, metrics and findings."""
     st.subheader("One run")
     numbers = list(range(group.runs.height))
-    if st.session_state.get(_picked(group)) not in numbers:
-        st.session_state[_picked(group)] = numbers[-1]
+    if st.session_state.get(_run_key(group)) not in numbers:
+        st.session_state[_run_key(group)] = numbers[-1]
     number = st.selectbox(
         "Run, or click a point above",
         numbers,
-        key=_picked(group),
+        key=_run_key(group),
         format_func=lambda n: (
             f"{n + 1} · {history_text.utc_minute(int(group.runs['at_ns'][n]))} · {history_text.run_text(group.runs, n)}"
         ),

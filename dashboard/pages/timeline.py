@@ -212,7 +212,7 @@ def _canvas(opened: OpenTimeline, marks: list[dict[str, Any]], jump: Jump | None
     nonce = _nonce(jump, key)
     view = _view(opened, state.get("view"), jump, key)
     finding = _marked(state.get("finding"), marks, key)
-    obeyed = (state.get("view") or {}).get("went")
+    obeyed = (state.get("view") or {}).get("lastJump")
     has_scene = bool(view.seq)  # a browser that reports a view has received the scene
     data = {name: value for name, value in opened.header.items() if name not in SENT_ONCE or not has_scene} | {
         "view": {"from": view.start_ns, "to": view.end_ns},
@@ -222,7 +222,7 @@ def _canvas(opened: OpenTimeline, marks: list[dict[str, Any]], jump: Jump | None
         "matches": _matches(opened, state.get("search")),
         "go": jump.message(nonce) if jump and nonce != obeyed else None,
     }
-    timeline(message.packed(data | _picked(opened, state.get("picked"))), key=key)
+    timeline(message.pack(data | _selected(opened, state.get("selected"))), key=key)
     if view.seq:
         st.session_state[f"address-{key}"] = (view.start_ns, view.end_ns)
         _write_address(view=view, finding=finding if finding != NO_FINDING else None)
@@ -288,20 +288,20 @@ def _matches(opened: OpenTimeline, search: Any) -> dict[str, Any] | None:
     return message.matches(opened.scene, text, opened.find(text.strip()))
 
 
-def _picked(opened: OpenTimeline, picked: Any) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"picked": None, "details": None, "arrows": []}
-    if not isinstance(picked, Mapping):
+def _selected(opened: OpenTimeline, selected: Any) -> dict[str, Any]:
+    nothing: dict[str, Any] = {"selected": None, "details": None, "arrows": []}
+    if not isinstance(selected, Mapping):
         return nothing
-    track, row, slice_id = (picked.get(name) for name in ("track", "row", "id"))
+    track, row, slice_id = (selected.get(name) for name in ("track", "row", "id"))
     if not all(isinstance(number, int) for number in (track, row, slice_id)):
         return nothing
-    echo = {"track": track, "row": row, "id": slice_id, "number": picked.get("number")}
+    echo = {"track": track, "row": row, "id": slice_id, "number": selected.get("number")}
     try:
         details = opened.details(track, slice_id)  # type: ignore[arg-type]  # whole numbers, as was just checked
     except (TracekitError, LookupError) as error:
         rows = [{"label": "unknown", "value": escaping.inert(str(error)), "slice": None}]
-        return {"picked": echo, "details": rows, "arrows": []}
-    return nothing | {"picked": echo} | (details or {})
+        return {"selected": echo, "details": rows, "arrows": []}
+    return nothing | {"selected": echo} | (details or {})
 
 
 def _write_address(*, view: View | None = None, finding: str | None = None) -> None:

@@ -20,7 +20,7 @@ expect.set_options(timeout=WAIT_MS)
 RECORDED = Path(__file__).parents[2] / "sample_traces" / "faults" / "slow-rank"
 NAME = "growing"
 AN_HOUR_S = 3600
-BEING_RECORDED = "it is being recorded"
+BEING_RECORDED = "is being recorded"
 
 
 class Growing:

@@ -61,7 +61,7 @@ class Shown:
         )
 
     def wait_until_sharp(self):
-        self.wait("e.sharp === 'true' && e.seq === e.asked")
+        self.wait("e.sharp === 'true' && e.seq === e.requested")
 
     def press(self, *keys):
         self.root.focus()
@@ -171,22 +171,22 @@ def test_a_click_tells_of_a_slice_arrows_lead_to_others_and_a_search_walks_throu
     expect(details).to_contain_text("gemm_kernel<float, 128>")
     shown.wait("e.details === 'shown' && e.arrows === '1'")
     expect(details).to_contain_text("cudaLaunchKernel")
-    picked = shown["picked"]
+    picked = shown["selected"]
     details.locator("li button.link").first.click()
-    shown.wait(f"e.picked && e.picked !== '{picked}' && e.details === 'shown'")
+    shown.wait(f"e.selected && e.selected !== '{picked}' && e.details === 'shown'")
     expect(details.locator("h4")).to_have_text("cudaLaunchKernel")
     shown.press("Escape")
     expect(details).to_be_hidden()
-    assert shown["picked"] == ""
+    shown.wait("e.selected === ''")
     shown.root.locator("input").fill("allreduce")
     shown.wait("e.matches === '6'")
     page.keyboard.press("Enter")
     shown.wait("e.match === '1' && e.details === 'shown'")
-    first = shown["picked"]
+    first = shown["selected"]
     page.keyboard.press("Enter")
     shown.wait("e.match === '2'")
     page.keyboard.press("Shift+Enter")
-    shown.wait(f"e.match === '1' && e.picked === '{first}' && e.details === 'shown'")
+    shown.wait(f"e.match === '1' && e.selected === '{first}' && e.details === 'shown'")
     expect(shown.root.locator(".count")).to_contain_text("1 of 6")
     shown.root.locator("input").fill("no such slice")
     shown.wait("e.matches === '0'")
@@ -211,7 +211,7 @@ def test_a_finding_leads_to_its_moment_and_the_link_leads_there_again(page, serv
     assert (int(address["from"]), int(address["to"])) == shown.view
     length = shown.length
     shown.press("w")
-    shown.wait(f"e.to - e.from < {length} && e.seq === e.asked")
+    shown.wait(f"e.to - e.from < {length} && e.seq === e.requested")
     expect(page).to_have_url(re.compile(f"from={shown.view[0]}&to={shown.view[1]}"))
     other = context.new_page()
     other.goto(page.url)
@@ -267,7 +267,7 @@ def test_a_link_opens_the_part_it_names_and_the_run_is_handed_to_perfetto_on_a_c
     assert shown.view == (STEP_NS, STEP_NS + KERNEL_NS)
     settle(page)
     page.get_by_text("Perfetto and offline use").click()
-    page.get_by_role("button", name="Make the file").click()
+    page.get_by_role("button", name="Write the file").click()
     with page.expect_download() as download:
         page.get_by_role("button", name="Download", exact=False).last.click()
     size = Path(download.value.path()).stat().st_size

@@ -5,22 +5,22 @@ const PAN_SHARE = 0.15;
 const SCROLL_PX = 60;
 const CLICK_PX = 4;
 const WHEEL_ZOOM = 0.0022;
-const PIXELS_OF_LINE = 16;
+const PIXELS_PER_LINE = 16;
 
 const KEYS = [
   ["W  S", "zoom in and out at the pointer", "ws"],
-  ["A  D   ← →", "earlier and later", "ad"],
+  ["A  D   ← →", "move earlier and later", "ad"],
   ["↑ ↓", "scroll the tracks"],
   ["Ctrl + wheel, or wheel over the ruler", "zoom at the pointer"],
   ["Wheel, Shift + wheel", "scroll the tracks, move in time"],
   ["Drag", "move"],
   ["Shift + drag, or drag the ruler", "measure a range; F zooms to it"],
   ["Double click, Home", "fit the whole run"],
-  ["Click, [ ]", "pick a slice, its neighbours in the row"],
-  ["F", "fit what is picked"],
+  ["Click, [ ]", "select a slice, its neighbours in the row"],
+  ["F", "fit the selection"],
   ["/", "search; Enter next, Shift + Enter previous"],
   ["Z", "fold or open all ranks"],
-  ["Esc", "let go of what is picked"],
+  ["Esc", "clear the selection"],
   ["?", "this list"],
 ];
 
@@ -41,13 +41,13 @@ const ACTIONS = {
   pagedown: (timeline) => timeline.scrollBy(timeline.heightPx / 2),
   home: (timeline) => timeline.fitAll(),
   0: (timeline) => timeline.fitAll(),
-  f: (timeline) => timeline.fitPicked(),
+  f: (timeline) => timeline.fitSelected(),
   z: (timeline) => timeline.toggleAll(),
-  "[": (timeline) => timeline.pickNeighbour(-1),
-  "]": (timeline) => timeline.pickNeighbour(1),
+  "[": (timeline) => timeline.selectNeighbour(-1),
+  "]": (timeline) => timeline.selectNeighbour(1),
   "/": (timeline) => timeline.panel.focusSearch(),
   "?": (timeline) => timeline.panel.toggleHelp(),
-  escape: (timeline) => timeline.letGo(),
+  escape: (timeline) => timeline.clearSelection(),
 };
 
 function listen(timeline) {
@@ -68,7 +68,7 @@ function onKey(timeline, event) {
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
   const action = ACTIONS[event.key.toLowerCase()];
   if (!action) return;
-  // The page has keys of its own, such as R and C.
+  // Streamlit has shortcuts, such as R and C.
   event.preventDefault();
   event.stopPropagation();
   action(timeline);
@@ -76,14 +76,14 @@ function onKey(timeline, event) {
 
 function onWheel(timeline, event) {
   const { x, y } = pointOf(timeline, event);
-  const unitPx = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? PIXELS_OF_LINE : 1;
-  const [sidewards, down] = event.shiftKey && !event.deltaX ? [event.deltaY, 0] : [event.deltaX, event.deltaY];
-  if (event.ctrlKey || event.metaKey || (y < timeline.headPx && !sidewards)) {
+  const unitPx = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? PIXELS_PER_LINE : 1;
+  const [horizontal, vertical] = event.shiftKey && !event.deltaX ? [event.deltaY, 0] : [event.deltaX, event.deltaY];
+  if (event.ctrlKey || event.metaKey || (y < timeline.headPx && !horizontal)) {
     event.preventDefault();
-    timeline.zoom(Math.exp(clamp(down * unitPx, -400, 400) * WHEEL_ZOOM), timeline.nsAt(x));
-  } else if (sidewards) {
+    timeline.zoom(Math.exp(clamp(vertical * unitPx, -400, 400) * WHEEL_ZOOM), timeline.nsAt(x));
+  } else if (horizontal) {
     event.preventDefault();
-    timeline.pan((sidewards * unitPx) / (timeline.widthPx - GUTTER_PX));
+    timeline.pan((horizontal * unitPx) / (timeline.widthPx - GUTTER_PX));
   }
 }
 
@@ -92,8 +92,8 @@ function onDown(timeline, event) {
   const { x, y } = pointOf(timeline, event);
   timeline.root.focus({ preventScroll: true });
   timeline.canvas.setPointerCapture(event.pointerId);
-  const measures = x >= GUTTER_PX && (event.shiftKey || y < RULER_PX);
-  timeline.drag = { x, y, lastX: x, lastY: y, measures, fromNs: timeline.nsAt(x), moved: false };
+  const isMeasuring = x >= GUTTER_PX && (event.shiftKey || y < RULER_PX);
+  timeline.drag = { x, y, lastX: x, lastY: y, isMeasuring, fromNs: timeline.nsAt(x), hasMoved: false };
   timeline.panel.hideTip();
 }
 
@@ -102,9 +102,9 @@ function onMove(timeline, event) {
   timeline.pointer = point;
   const { drag } = timeline;
   if (!drag) return onHover(timeline, point);
-  drag.moved ||= Math.hypot(point.x - drag.x, point.y - drag.y) > CLICK_PX;
-  if (!drag.moved) return;
-  if (drag.measures) {
+  drag.hasMoved ||= Math.hypot(point.x - drag.x, point.y - drag.y) > CLICK_PX;
+  if (!drag.hasMoved) return;
+  if (drag.isMeasuring) {
     timeline.measure(drag.fromNs, timeline.nsAt(point.x));
   } else {
     timeline.pan((drag.lastX - point.x) / (timeline.widthPx - GUTTER_PX));
@@ -116,18 +116,18 @@ function onMove(timeline, event) {
 function onUp(timeline, event) {
   const { drag } = timeline;
   timeline.drag = null;
-  if (drag && !drag.moved) onClick(timeline, pointOf(timeline, event));
+  if (drag && !drag.hasMoved) onClick(timeline, pointOf(timeline, event));
 }
 
 function onClick(timeline, point) {
   const line = point.y >= timeline.headPx ? timeline.layout.lineAt(timeline.contentY(point.y)) : null;
-  if (line?.key && (point.x < GUTTER_PX || line.what === "group")) return timeline.fold(line.key);
+  if (line?.key && (point.x < GUTTER_PX || line.type === "group")) return timeline.fold(line.key);
   const end = timeline.arrowEndAt(point);
   if (end) return timeline.goToSlice(end.slice);
   const mark = timeline.findingAt(point);
   if (mark) return timeline.goToFinding(mark);
   const slice = timeline.sliceAt(point);
-  slice ? timeline.pick(slice) : timeline.letGo();
+  slice ? timeline.select(slice) : timeline.clearSelection();
 }
 
 function onDouble(timeline, event) {
@@ -149,15 +149,15 @@ function onHover(timeline, point) {
   else timeline.panel.hideTip();
 }
 
-/** What a tooltip says of a slice, line by line. */
+/** The lines of the tooltip of a slice. */
 function aboutSlice(timeline, slice) {
   const track = timeline.trackOf(slice.track);
   const place = `rank ${track.rank} · ${track.group} · ${track.label}`;
   const time = `${durationText(slice.dur)} from ${momentText(slice.start)}`;
   if (slice.id !== MERGED) return [slice.name, time, place];
   const busy = Math.round((100 * slice.fill) / 255);
-  const many = `${slice.count.toLocaleString("en")} slices too short to see apart, busy ${busy}% of the time`;
-  return [slice.name, many, time, place];
+  const merged = `${slice.count.toLocaleString("en")} slices too short to draw, busy ${busy}% of the time`;
+  return [slice.name, merged, time, place];
 }
 
 function pointOf(timeline, event) {

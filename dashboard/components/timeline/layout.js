@@ -1,4 +1,4 @@
-// What stands where from top to bottom: ranks, their groups and tracks, and which of them are folded.
+// The vertical layout: ranks, their groups and tracks, and which of them are folded.
 
 const ROW_PX = 17;
 const TRACK_GAP_PX = 5;
@@ -9,7 +9,7 @@ const STRIP_PX = 18;
 const MAX_OPEN_HOSTS = 2;
 
 class Layout {
-  /** `tracks` in the order in which they are to stand; `unitRanks`: the ranks that have bands of units. */
+  /** `tracks` from top to bottom; `unitRanks`: the ranks that have bands of units. */
   constructor(tracks, unitRanks) {
     this.ranks = new Map();
     for (const track of tracks) {
@@ -17,12 +17,12 @@ class Layout {
       entry(groups, track.group, () => []).push(track);
     }
     this.unitRanks = new Set(unitRanks);
-    this.folded = new Set(this.foldedAtFirst());
+    this.folded = new Set(this.initiallyFolded());
     this.place();
   }
 
-  /** Of many ranks the host's threads are folded, so that the devices stand under each other. */
-  foldedAtFirst() {
+  /** With many ranks the host threads are folded, so that the devices are next to each other. */
+  initiallyFolded() {
     if (this.ranks.size <= MAX_OPEN_HOSTS) return [];
     const keys = [];
     for (const [rank, groups] of this.ranks) {
@@ -40,7 +40,7 @@ class Layout {
     this.heightPx = 0;
     for (const [rank, groups] of this.ranks) {
       const part = entry(this.partOfRank, rank, () => ({ top: this.heightPx }));
-      this.add({ what: "rank", key: rankKey(rank), rank, label: rankKey(rank) }, RANK_PX);
+      this.add({ type: "rank", key: rankKey(rank), rank, label: rankKey(rank) }, RANK_PX);
       if (this.folded.has(rankKey(rank))) this.addStrip(rank, groups);
       else this.addGroups(rank, groups);
       part.bottom = this.heightPx;
@@ -48,23 +48,23 @@ class Layout {
   }
 
   addGroups(rank, groups) {
-    if (this.unitRanks.has(rank)) this.add({ what: "units", rank, label: "units" }, UNITS_PX);
+    if (this.unitRanks.has(rank)) this.add({ type: "units", rank, label: "units" }, UNITS_PX);
     for (const [group, tracks] of groups) {
       const key = groupKey(rank, group);
-      this.add({ what: "group", key, rank, label: group }, GROUP_PX);
+      this.add({ type: "group", key, rank, label: group }, GROUP_PX);
       if (this.folded.has(key)) continue;
       for (const track of tracks) {
-        const line = this.add({ what: "track", rank, track, label: track.label }, track.rows * ROW_PX + TRACK_GAP_PX);
+        const line = this.add({ type: "track", rank, track, label: track.label }, track.rows * ROW_PX + TRACK_GAP_PX);
         this.lineOfTrack.set(track.track, line);
       }
     }
   }
 
-  /** A folded rank still shows its work: compute above, all else of its devices below. */
+  /** A folded rank still shows the work of its devices: compute above, everything else below. */
   addStrip(rank, groups) {
     const work = [...groups.values()].flat().filter((track) => track.role !== "host");
     if (!work.length) return;
-    const line = this.add({ what: "strip", rank, label: "" }, STRIP_PX + TRACK_GAP_PX);
+    const line = this.add({ type: "strip", rank, label: "" }, STRIP_PX + TRACK_GAP_PX);
     for (const track of work) this.lineOfTrack.set(track.track, line);
   }
 
@@ -75,25 +75,25 @@ class Layout {
     return placed;
   }
 
-  /** Top and height in px of one row of a track; null where it is folded away. */
+  /** Top and height in px of one row of a track; null if it is folded. */
   placeOf(track, row, role) {
     const line = this.lineOfTrack.get(track);
     if (!line) return null;
-    // Rows too deep to be given a place would stand on the tracks below.
+    // Rows beyond the limit would overlap the tracks below.
     if (row >= line.track?.rows) return null;
-    if (line.what === "track") return { y: line.y + row * ROW_PX, heightPx: ROW_PX - 1 };
+    if (line.type === "track") return { y: line.y + row * ROW_PX, heightPx: ROW_PX - 1 };
     if (row > 0) return null;
     const half = STRIP_PX / 2;
     return { y: line.y + (role === "compute" ? 0 : half), heightPx: half - 1 };
   }
 
-  /** The tracks that are drawn between two heights. */
+  /** The tracks drawn between two heights. */
   tracksBetween(top, bottom) {
-    const seen = [];
+    const visible = [];
     for (const [track, line] of this.lineOfTrack) {
-      if (line.y < bottom && line.y + line.heightPx > top) seen.push(track);
+      if (line.y < bottom && line.y + line.heightPx > top) visible.push(track);
     }
-    return seen;
+    return visible;
   }
 
   lineAt(y) {
@@ -134,8 +134,8 @@ function entry(map, key, make) {
   return map.get(key);
 }
 
-/** Findings with the row each is drawn in: a row for each finding, those beyond the last row together in it. */
-function stacked(findings) {
+/** Findings with the row of each: one row per finding; the last row shows all others. */
+function assignRows(findings) {
   const rows = new Map();
   for (const mark of findings) entry(rows, mark.key, () => rows.size);
   return findings.map((mark) => ({ ...mark, row: Math.min(rows.get(mark.key), MAX_FINDING_ROWS - 1) }));

@@ -1,7 +1,7 @@
-"""What the timeline is told: a scene and a tile of it as plain numbers and text, times in ns from the scene's start.
+"""Messages to the timeline: a scene and a tile of it as plain numbers and text, times in ns from the scene's start.
 
-A message is JSON and, after it, the columns as little-endian arrays: a tile of 20,000 slices is 0.7 MB, and neither
-side reads its numbers from text.
+A message is JSON followed by the columns as little-endian arrays: a tile of 20,000 slices has 0.7 MB, and no number is
+parsed from text.
 """
 
 import functools
@@ -30,7 +30,7 @@ MAX_ROWS = 80
 MAX_OPEN_HOSTS = 2  # as in layout.js
 MAX_FIRST_TRACKS = 64
 MARGIN_RATIO = 0.3
-"""A tile is wider than the view by this share of it on each side, so that moving has something to show."""
+"""A tile extends beyond the view by this share on each side, so that panning has something to show."""
 MIN_STEP_PX, MIN_UNIT_PX = 3, 6
 MERGED = -1
 TYPES = {
@@ -45,7 +45,7 @@ TYPES = {
     "fill": "u1",
 }
 _LIKE = {"python": "idle", "checkpoint": "phase", "?": "idle"}
-"""Kinds that only the timeline has, with the kind whose colour they take."""
+"""Kinds that only the timeline has, with the kind whose colour they use."""
 _LABELS = {"python": "Python frame", "checkpoint": "checkpoint", "?": "other"}
 _ROLES = {
     "compute": "compute",
@@ -55,7 +55,7 @@ _ROLES = {
     "checkpoint": "checkpoint",
 }
 _SHOWN_ABOVE = ("rank", "on", "start", "duration")
-"""What the panel says of every slice before the server has answered."""
+"""What the panel shows of every slice before the server has answered."""
 _INKS = {"evidence": "evidence", "match": "waiting"}
 
 
@@ -65,7 +65,7 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class View:
-    """What a browser shows: its number, a part of the run in ns from the scene's start, how wide it is, what tracks."""
+    """The view of a browser: its number, a part of the run in ns from the scene's start, its width, its tracks."""
 
     seq: int
     start_ns: int
@@ -74,27 +74,27 @@ class View:
     tracks: tuple[int, ...]
 
 
-def packed(told: Mapping[str, Any]) -> bytes:
+def pack(message: Mapping[str, Any]) -> bytes:
     """Return a message as bytes: the length of its JSON (4 bytes), the JSON, the columns.
 
-    In the JSON a column is where its array begins, counted from the end of the JSON, and its length in bytes.
+    In the JSON a column is the offset of its array from the end of the JSON, and its length in bytes.
     """
     arrays: list[bytes] = []
-    at = 0
+    end = 0
 
-    def placed(column: npt.NDArray[Any]) -> tuple[int, int]:
-        nonlocal at
+    def append(column: npt.NDArray[Any]) -> tuple[int, int]:
+        nonlocal end
         data = column.tobytes()
         arrays.append(data + bytes(-len(data) % _ALIGNED))
-        at += len(arrays[-1])
-        return at - len(arrays[-1]), len(data)
+        end += len(arrays[-1])
+        return end - len(arrays[-1]), len(data)
 
-    head = json.dumps(told, default=placed).encode()
+    head = json.dumps(message, default=append).encode()
     return b"".join((len(head).to_bytes(4, "little"), head, *arrays))
 
 
 def scene(of: timeline.Scene) -> dict[str, Any]:
-    """Return what stays the same while a scene is looked at: its length, tracks, colours."""
+    """Return what does not change while a scene is shown: its length, tracks, colours."""
     tracks = of.tracks.select("track", "rank", "group", "label", "role", "rows").to_dicts()
     for track in tracks:
         track |= {"group": escaping.inert(track["group"], MAX_NAME), "label": escaping.inert(track["label"], MAX_NAME)}
@@ -111,7 +111,7 @@ def scene(of: timeline.Scene) -> dict[str, Any]:
 
 
 def initial_tracks(of: timeline.Scene) -> tuple[int, ...]:
-    """Return the tracks that a browser asks for at first: of many ranks it folds the host's."""
+    """Return the tracks that a browser requests first: with many ranks it folds those of the host."""
     tracks = of.tracks
     shown = tracks.filter(pl.col("role") != "host") if tracks["rank"].n_unique() > MAX_OPEN_HOSTS else tracks
     return tuple(shown["track"].head(MAX_FIRST_TRACKS))
@@ -125,7 +125,7 @@ def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
     pixels = max(round(view.pixels * (end_ns - start_ns) / max(view.end_ns - view.start_ns, 1)), 1)
     part = (of.span[0] + start_ns, of.span[0] + end_ns)
     table = timeline.view(of, part, pixels, view.tracks)
-    # From here on NumPy: these tables are small, and each step of Polars would wait for its threads.
+    # From here on NumPy: for such small tables the thread pool of Polars costs more than the work.
     of_table = {name: table[name].to_numpy() for name in table.columns if name != "id"}
     distinct, name = np.unique(of_table["name_id"], return_inverse=True)
     merged = of_table["count"] > 1
@@ -140,13 +140,20 @@ def tile(of: timeline.Scene, view: View) -> dict[str, Any]:
         "count": of_table["count"],
         "fill": np.rint(255 * np.clip(of_table["busy_ns"] / np.maximum(of_table["dur_ns"], 1), 0, 1)),
     }
-    told = {"seq": view.seq, "start": start_ns, "end": end_ns, "pixels": pixels, "tracks": view.tracks}
-    told |= {"names": [_name(each) for each in timeline.names(of, distinct)]}
-    return told | {"columns": _columns(columns), "bands": _bands(of, part, pixels, view.tracks)}
+    return {
+        "seq": view.seq,
+        "start": start_ns,
+        "end": end_ns,
+        "pixels": pixels,
+        "tracks": view.tracks,
+        "names": [_name(name) for name in timeline.names(of, distinct)],
+        "columns": _columns(columns),
+        "bands": _bands(of, part, pixels, view.tracks),
+    }
 
 
 def matches(of: timeline.Scene, text: str, found: timeline.Matches) -> dict[str, Any]:
-    """Return what a search found: how many, how long together, and the first of them by time."""
+    """Return the matches of a search: their number, their total duration, and the first of them by time."""
     table = found.table.head(MAX_MATCHES)
     distinct = table["name"].unique(maintain_order=True)
     name = table["name"].replace_strict(distinct, pl.Series(range(len(distinct))), return_dtype=pl.UInt32)
@@ -158,29 +165,29 @@ def matches(of: timeline.Scene, text: str, found: timeline.Matches) -> dict[str,
         "name": name.to_numpy(),
         "id": table["id"].to_numpy(),
     }
-    names = [escaping.inert(each, MAX_NAME) for each in distinct]
-    told = {"text": text, "total": found.count, "total_ns": found.total_ns, "names": names}
-    return told | {"columns": _columns(columns)}
+    names = [escaping.inert(name, MAX_NAME) for name in distinct]
+    totals = {"text": text, "total": found.count, "total_ns": found.total_ns}
+    return totals | {"names": names, "columns": _columns(columns)}
 
 
-def findings(of: timeline.Scene, window: int, found: Mapping[str, Finding]) -> list[dict[str, Any]]:
-    """Return the longest moments that the findings' evidence names in this window, the findings in their order."""
-    marks = [mark for key, each in found.items() for mark in _marks(of, window, key, each)]
+def findings(of: timeline.Scene, window: int, by_key: Mapping[str, Finding]) -> list[dict[str, Any]]:
+    """Return the longest spans of the findings' evidence in this window, in the order of the findings."""
+    marks = [mark for key, finding in by_key.items() for mark in _marks(of, window, key, finding)]
     longest = sorted(marks, key=lambda mark: mark["start"] - mark["end"])[:MAX_MARKS]
-    order = {key: number for number, key in enumerate(found)}
+    order = {key: number for number, key in enumerate(by_key)}
     return sorted(longest, key=lambda mark: (order[mark["key"]], mark["start"] - mark["end"]))
 
 
-def details(of: timeline.Scene, told: timeline.Details) -> list[dict[str, Any]]:
-    """Return what is known of a slice as rows of text, each with the slice that it leads to where there is one."""
+def details(of: timeline.Scene, slice_details: timeline.Details) -> list[dict[str, Any]]:
+    """Return the details of a slice as rows of text, each with the slice that it links to, if any."""
     rows = [
         _row(fact.label, fact.value, _slice(of, fact.track, fact.id) if fact.track is not None else None)
-        for fact in told.facts
+        for fact in slice_details.facts
         if fact.label not in _SHOWN_ABOVE
     ]
-    if told.stack:
-        rows.append(_row("stack", "\n".join(escaping.inert(name, MAX_NAME) for name in told.stack)))
-    for peer in told.peers.iter_rows(named=True):
+    if slice_details.stack:
+        rows.append(_row("stack", "\n".join(escaping.inert(name, MAX_NAME) for name in slice_details.stack)))
+    for peer in slice_details.peers.iter_rows(named=True):
         time = f"{units.duration(peer['dur_ns'])} from {units.duration(peer['start_ns'] - of.span[0])}"
         waits = f", waits {units.duration(peer['wait_ns'])}" if peer["wait_ns"] else ""
         rows.append(_row(f"rank {peer['rank']}", time + waits, _slice(of, peer["track"], peer["id"])))
@@ -200,28 +207,27 @@ def arrows(of: timeline.Scene, table: pl.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _row(label: str, value: str, leads_to: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _row(label: str, value: str, link: Mapping[str, Any] | None = None) -> dict[str, Any]:
     lines = [escaping.inert(line, MAX_VALUE) for line in value.split("\n")]
-    return {"label": escaping.inert(label), "value": "\n".join(lines), "slice": leads_to}
+    return {"label": escaping.inert(label), "value": "\n".join(lines), "slice": link}
 
 
 def _slice(of: timeline.Scene, track: int, slice_id: int) -> dict[str, Any]:
-    found = lookup.slice_at(of, track, slice_id)
-    place = {"track": track, "row": int(found["row"]), "id": slice_id}
-    times = {"start": int(found["start_ns"]) - of.span[0], "dur": int(found["dur_ns"])}
-    return {**place, **times, "name": escaping.inert(timeline.names(of, [found["name_id"]])[0], MAX_NAME)}
+    row = lookup.slice_at(of, track, slice_id)
+    position = {"track": track, "row": int(row["row"]), "id": slice_id}
+    times = {"start": int(row["start_ns"]) - of.span[0], "dur": int(row["dur_ns"])}
+    return {**position, **times, "name": escaping.inert(timeline.names(of, [row["name_id"]])[0], MAX_NAME)}
 
 
 def _kind(name: str) -> dict[str, Any]:
     like = _LIKE.get(name, name)
-    label = _LABELS.get(name) or charts.KIND_LABELS.get(name, name)
-    told = {
+    return {
         "name": name,
-        "label": label,
+        "label": _LABELS.get(name) or charts.KIND_LABELS.get(name, name),
         "colour": charts.COLOURS[like],
         "pale": like in charts.LIGHT_KINDS,
+        "role": _ROLES.get(name, ""),
     }
-    return told | {"role": _ROLES.get(name, "")}
 
 
 def _columns(columns: Mapping[str, npt.NDArray[Any]]) -> Columns:
@@ -234,11 +240,11 @@ def _name(text: str) -> str:
 
 
 def _bands(of: timeline.Scene, part: Window, pixels: int, tracks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the steps and units of a part that are wide enough to be seen, of the tracks' ranks."""
-    ranks, is_step, rank, start_ns, end_ns = _banded(of)
+    """Return the steps and units of the tracks' ranks in a part that are wide enough to draw."""
+    ranks, is_step, rank, start_ns, end_ns = _band_arrays(of)
     least_ns = np.where(is_step, MIN_STEP_PX, MIN_UNIT_PX) * ((part[1] - part[0]) / pixels)
     is_seen = (start_ns < part[1]) & (end_ns > part[0]) & (end_ns - start_ns >= least_ns)
-    rows = np.flatnonzero(is_seen & np.isin(rank, ranks[[each for each in tracks if 0 <= each < len(ranks)]]))
+    rows = np.flatnonzero(is_seen & np.isin(rank, ranks[[track for track in tracks if 0 <= track < len(ranks)]]))
     if len(rows) > MAX_BANDS:
         rows = np.sort(rows[np.argsort(start_ns[rows] - end_ns[rows], kind="stable")[:MAX_BANDS]])
     names, kinds = (of.bands[name].gather(rows).to_list() for name in ("name", "kind"))
@@ -250,48 +256,47 @@ def _bands(of: timeline.Scene, part: Window, pixels: int, tracks: tuple[int, ...
 
 
 @functools.lru_cache(maxsize=8)
-def _banded(of: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
+def _band_arrays(of: timeline.Scene) -> tuple[npt.NDArray[Any], ...]:
     """Return the rank of each track, and of each band whether it is a step, its rank, start and end."""
     bands = of.bands
     columns = (bands[name].to_numpy() for name in ("rank", "start_ns", "end_ns"))
     return of.tracks["rank"].to_numpy(), (bands["kind"] == "step").to_numpy(), *columns
 
 
-def _marks(of: timeline.Scene, window: int, key: str, found: Finding) -> Iterable[dict[str, Any]]:
-    rows = evidence_spans(of, window, found)
-    title = escaping.inert(found.message, MAX_NAME)
-    about = {"key": key, "finding": found.id, "severity": found.severity.label, "title": title}
+def _marks(of: timeline.Scene, window: int, key: str, finding: Finding) -> Iterable[dict[str, Any]]:
+    rows = evidence_spans(of, window, finding)
+    title = escaping.inert(finding.message, MAX_NAME)
+    about = {"key": key, "finding": finding.id, "severity": finding.severity.label, "title": title}
     for rank, start_ns, end_ns in rows.select("rank", "start_ns", "end_ns").iter_rows():
         yield about | {"rank": rank, "start": start_ns - of.span[0], "end": end_ns - of.span[0]}
 
 
-def evidence_spans(of: timeline.Scene, window: int, found: Finding) -> pl.DataFrame:
-    """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: not known)."""
-    rows = found.evidence
+def evidence_spans(of: timeline.Scene, window: int, finding: Finding) -> pl.DataFrame:
+    """Return the evidence in this window on the clock of the run: rank, start_ns, end_ns, lane (null: unknown)."""
+    rows = finding.evidence
     if not {"rank", "start_ns", "dur_ns"} <= set(rows.columns):
-        return pl.DataFrame(schema=_MOMENTS)
+        return pl.DataFrame(schema=_SPANS)
     return aligned_spans(of, window, rows.drop_nulls(["rank", "start_ns", "dur_ns"]))
 
 
 def aligned_spans(of: timeline.Scene, window: int, rows: pl.DataFrame) -> pl.DataFrame:
-    """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `moments` does."""
-    known = rows
+    """Return rows (rank, start_ns, dur_ns, maybe window and lane; on their traces' clocks) as `evidence_spans` does."""
     if "window" in rows.columns:
-        known = known.filter(pl.col("window").fill_null(0) == window)
+        rows = rows.filter(pl.col("window").fill_null(0) == window)
     elif window:
-        return pl.DataFrame(schema=_MOMENTS)
+        return pl.DataFrame(schema=_SPANS)
     lane = pl.col("lane") if "lane" in rows.columns else pl.lit(None)
-    times = known.select(
+    times = rows.select(
         pl.lit(window, pl.Int64).alias("window"),
         "rank",
         "start_ns",
         (pl.col("start_ns") + pl.col("dur_ns")).alias("end_ns"),
         lane.cast(pl.Int64).alias("lane"),
     )
-    return alignment.on_run_clock(times, of.offsets, ("start_ns", "end_ns")).select(*_MOMENTS).cast(dict(_MOMENTS))
+    return alignment.on_run_clock(times, of.offsets, ("start_ns", "end_ns")).select(*_SPANS).cast(dict(_SPANS))
 
 
-_MOMENTS: Mapping[str, type[pl.DataType]] = {
+_SPANS: Mapping[str, type[pl.DataType]] = {
     "rank": pl.Int64,
     "start_ns": pl.Int64,
     "end_ns": pl.Int64,

@@ -1,9 +1,9 @@
-// What the page around the timeline gives and takes: its colours, its address.
+// The page around the timeline: its theme colours and its address.
 
-/** The colours that a theme decides, and those of the one palette that all figures share. */
-function inksOf(root, colours) {
+/** The colours of the theme and of the palette that all figures share. */
+function themeColours(root, colours) {
   const style = getComputedStyle(root);
-  const of = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
+  const of = (name, fallback) => style.getPropertyValue(name).trim() || fallback;
   return {
     ...colours,
     text: of("--st-text-color", "#1b2330"),
@@ -21,12 +21,11 @@ function inksOf(root, colours) {
   };
 }
 
-/** Put the view into the address, so that it can be sent. Replaced, not added: Back leads to the page before. */
+/** Put the view into the address, so that it can be shared. It adds no history entry: Back opens the previous page. */
 function showInAddress(start, end) {
-  const told = { from: start, to: end };
-  // In place: where the server finds the same parameters in the same order, it has nothing to add to the history.
+  // In place: the server adds a history entry if the order of the parameters changes.
   const parts = location.search.slice(1).split("&").filter(Boolean);
-  for (const [name, ns] of Object.entries(told)) {
+  for (const [name, ns] of Object.entries({ from: start, to: end })) {
     const at = parts.findIndex((part) => part.startsWith(`${name}=`));
     parts[at < 0 ? parts.length : at] = `${name}=${ns}`;
   }

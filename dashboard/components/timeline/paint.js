@@ -1,12 +1,12 @@
-// Painting: everything that stands on the canvas, from what `Timeline` knows. Names are only ever drawn as text.
+// Painting: draws the state of a `Timeline` on its canvas. Names are only drawn as text.
 
 const GUTTER_PX = 172;
 const RULER_PX = 26;
 const FINDING_PX = 17;
 const MAX_FINDING_ROWS = 6;
 const MIN_LABEL_PX = 26;
-const MIN_EDGED_PX = 14;
-const LETTER_PX = 5.2;
+const MIN_EDGE_PX = 14;
+const CHARACTER_PX = 5.2;
 const FONT = '11px "Source Sans", "Source Sans Pro", system-ui, sans-serif';
 const BOLD = `600 12px "Source Sans", "Source Sans Pro", system-ui, sans-serif`;
 const DARK_INK = "#10151c";
@@ -43,7 +43,7 @@ function clipTo(ctx, x, y, width, height) {
   ctx.clip();
 }
 
-function isSeen(timeline, y, heightPx) {
+function isVisible(timeline, y, heightPx) {
   return y + heightPx >= timeline.headPx && y <= timeline.heightPx;
 }
 
@@ -51,9 +51,9 @@ function paintGround(timeline) {
   const { ctx, widthPx, layout, inks } = timeline;
   for (const line of layout.lines) {
     const y = timeline.yOf(line.y);
-    if (!isSeen(timeline, y, line.heightPx)) continue;
-    if (line.what === "rank" || line.what === "group") {
-      ctx.fillStyle = line.what === "rank" ? inks.rankGround : inks.groupGround;
+    if (!isVisible(timeline, y, line.heightPx)) continue;
+    if (line.type === "rank" || line.type === "group") {
+      ctx.fillStyle = line.type === "rank" ? inks.rankGround : inks.groupGround;
       ctx.fillRect(0, y, widthPx, line.heightPx - 1);
     }
     ctx.fillStyle = inks.grid;
@@ -63,36 +63,36 @@ function paintGround(timeline) {
   for (const { atNs } of timeline.ticks.marks) ctx.fillRect(Math.round(timeline.xOf(atNs)), 0, 1, timeline.heightPx);
 }
 
-/** Steps in the line of their rank, units below it; a step's edge runs down through the rank's tracks. */
+/** Steps in the line of their rank, units below it; the edge of a step crosses the tracks of the rank. */
 function paintBands(timeline) {
   const { ctx, layout, inks } = timeline;
   const places = new Map();
-  for (const line of layout.lines) if (line.what === "rank" || line.what === "units") places.set(`${line.what} ${line.rank}`, line);
+  for (const line of layout.lines) if (line.type === "rank" || line.type === "units") places.set(`${line.type} ${line.rank}`, line);
   timeline.tile?.bands.forEach((band, number) => {
     const line = places.get(`${band.kind === "step" ? "rank" : "units"} ${band.rank}`);
     if (!line) return;
     const y = timeline.yOf(line.y);
-    const downPx = layout.partOfRank.get(band.rank).bottom - line.y;
+    const edgePx = layout.partOfRank.get(band.rank).bottom - line.y;
     const [left, right] = [timeline.xOf(band.start), timeline.xOf(band.end)];
-    if (!isSeen(timeline, y, downPx) || right < GUTTER_PX || left > timeline.widthPx) return;
+    if (!isVisible(timeline, y, edgePx) || right < GUTTER_PX || left > timeline.widthPx) return;
     ctx.fillStyle = band.kind === "step" ? inks.step : inks.unit;
     ctx.fillRect(left, y + 2, Math.max(right - left - 1, 0.5), line.heightPx - 5);
     ctx.fillStyle = inks.text;
     if (band.kind === "step") {
       ctx.fillStyle = inks.edge;
-      if (right - left > MIN_EDGED_PX) ctx.fillRect(Math.round(left), y, 1, downPx);
+      if (right - left > MIN_EDGE_PX) ctx.fillRect(Math.round(left), y, 1, edgePx);
       ctx.fillStyle = inks.text;
     }
     label(timeline, fitting(band.name, right - left), left, right, y + line.heightPx / 2 - 0.5);
   });
 }
 
-/** A name, or its last word, such as a step's number, where there is no room for more. */
+/** A name, or only its last word, such as the number of a step, if there is no room for more. */
 function fitting(name, px) {
-  return name.length * LETTER_PX + 8 > px ? name.slice(name.lastIndexOf(" ") + 1) : name;
+  return name.length * CHARACTER_PX + 8 > px ? name.slice(name.lastIndexOf(" ") + 1) : name;
 }
 
-/** The sharp tile where it reaches, the picture of the whole run beyond it until the server has answered. */
+/** The current tile, and outside of it the tile of the whole run until the server has answered. */
 function paintTiles(timeline) {
   const { ctx, tile, whole } = timeline;
   if (!tile) return 0;
@@ -117,12 +117,12 @@ function paintSlices(timeline, tile) {
     const place = layout.placeOf(tile.track[i], tile.row[i], timeline.roles[tile.track[i]]);
     if (!place) continue;
     const y = timeline.yOf(place.y);
-    if (!isSeen(timeline, y, place.heightPx)) continue;
+    if (!isVisible(timeline, y, place.heightPx)) continue;
     const left = GUTTER_PX + (tile.start[i] - view.from) * pxPerNs;
     const width = tile.dur[i] * pxPerNs;
     if (left > timeline.widthPx || left + width < GUTTER_PX) continue;
     const kind = kinds[tile.kind[i]];
-    // A bin of slices too short to see apart is as dense as the slices in it.
+    // The opacity of merged slices is the share of time in which they are busy.
     ctx.globalAlpha = tile.id[i] === MERGED ? 0.3 + (0.6 * tile.fill[i]) / 255 : 1;
     ctx.fillStyle = kind.colour;
     ctx.fillRect(left, y, Math.max(width > 4 ? width - 0.7 : width, 0.6), place.heightPx);
@@ -137,16 +137,16 @@ function paintSlices(timeline, tile) {
   return drawn;
 }
 
-/** Write as much of a text as fits between two edges, in the part of it that is in view. */
+/** Write as much of a text as fits into the visible part between two edges. */
 function label(timeline, text, left, right, y) {
   const from = Math.max(left, GUTTER_PX) + 4;
-  const letters = Math.floor((Math.min(right, timeline.widthPx) - from - 2) / LETTER_PX);
-  if (letters < 2) return;
-  timeline.ctx.fillText(shortened(text, letters), from, y, letters * LETTER_PX + 4);
+  const characters = Math.floor((Math.min(right, timeline.widthPx) - from - 2) / CHARACTER_PX);
+  if (characters < 2) return;
+  timeline.ctx.fillText(shortened(text, characters), from, y, characters * CHARACTER_PX + 4);
 }
 
-function shortened(text, letters) {
-  return text.length > letters ? `${text.slice(0, letters - 1)}…` : text;
+function shortened(text, characters) {
+  return text.length > characters ? `${text.slice(0, characters - 1)}…` : text;
 }
 
 /** Findings as bands behind the tracks of their rank. */
@@ -164,13 +164,13 @@ function paintEvidence(timeline) {
   ctx.globalAlpha = 1;
 }
 
-/** Matches of the search, and the slice that was picked. */
+/** Matches of the search, and the selected slice. */
 function paintMarks(timeline) {
-  const { inks, matches, picked } = timeline;
+  const { inks, matches, selected } = timeline;
   for (let i = 0; i < (matches?.start.length ?? 0); i++) {
     outline(timeline, { track: matches.track[i], row: matches.row[i], start: matches.start[i], dur: matches.dur[i] }, inks.match, 1.5);
   }
-  if (picked) outline(timeline, picked, inks.text, 2);
+  if (selected) outline(timeline, selected, inks.text, 2);
 }
 
 function outline(timeline, slice, colour, lineWidth) {
@@ -178,7 +178,7 @@ function outline(timeline, slice, colour, lineWidth) {
   if (!place) return;
   const [left, right] = [timeline.xOf(slice.start), timeline.xOf(slice.start + slice.dur)];
   const y = timeline.yOf(place.y);
-  if (right < GUTTER_PX || left > timeline.widthPx || !isSeen(timeline, y, place.heightPx)) return;
+  if (right < GUTTER_PX || left > timeline.widthPx || !isVisible(timeline, y, place.heightPx)) return;
   timeline.ctx.strokeStyle = colour;
   timeline.ctx.lineWidth = lineWidth;
   timeline.ctx.strokeRect(left, y, Math.max(right - left, 2), place.heightPx);
@@ -221,16 +221,16 @@ function endOf(timeline, arrow, side) {
 function paintLabel(timeline, line) {
   const { ctx, inks } = timeline;
   const y = timeline.yOf(line.y);
-  if (!isSeen(timeline, y, line.heightPx) || line.what === "strip") return;
-  const isRank = line.what === "rank";
+  if (!isVisible(timeline, y, line.heightPx) || line.type === "strip") return;
+  const isRank = line.type === "rank";
   const middle = y + Math.min(line.heightPx, RANK_PX) / 2 - 0.5;
-  const indentPx = { rank: 8, group: 18, units: 32, track: 32 }[line.what];
+  const indentPx = { rank: 8, group: 18, units: 32, track: 32 }[line.type];
   ctx.font = isRank ? BOLD : FONT;
-  ctx.fillStyle = line.what === "track" || line.what === "units" ? inks.faintText : inks.text;
+  ctx.fillStyle = line.type === "track" || line.type === "units" ? inks.faintText : inks.text;
   if (line.key) ctx.fillText(timeline.layout.folded.has(line.key) ? "▸" : "▾", indentPx - 2, middle);
-  if (line.what === "track") paintRole(timeline, line, middle);
+  if (line.type === "track") paintRole(timeline, line, middle);
   const textX = indentPx + (line.key ? 12 : 8);
-  ctx.fillText(shortened(line.label, Math.floor((GUTTER_PX - textX) / LETTER_PX)), textX, middle, GUTTER_PX - textX - 4);
+  ctx.fillText(shortened(line.label, Math.floor((GUTTER_PX - textX) / CHARACTER_PX)), textX, middle, GUTTER_PX - textX - 4);
   ctx.font = FONT;
 }
 
@@ -243,7 +243,7 @@ function paintRole(timeline, line, middle) {
   timeline.ctx.fillStyle = ink;
 }
 
-/** The ruler and the findings: they stay while the tracks scroll below. */
+/** The ruler and the findings, which stay in place while the tracks scroll. */
 function paintHead(timeline) {
   const { ctx, widthPx, headPx, inks } = timeline;
   ctx.fillStyle = inks.headGround;

@@ -1,7 +1,7 @@
-// What stands around the canvas: search, tooltip, the details of a slice, the list of keys. All text is textContent.
+// Around the canvas: search, tooltip, the details of a slice, the list of keys. All text is set as textContent.
 
-const SEARCH_WAITS_MS = 250;
-const TIP_LETTERS = 400;
+const SEARCH_DELAY_MS = 250;
+const MAX_TIP_CHARACTERS = 400;
 
 /** A new element with attributes and children; strings become text. */
 function make(tag, attributes = {}, ...children) {
@@ -28,8 +28,8 @@ class Panel {
     this.status = find(".status");
     this.listenToSearch();
     const actions = {
-      previous: () => timeline.walk(-1),
-      next: () => timeline.walk(1),
+      previous: () => timeline.stepMatch(-1),
+      next: () => timeline.stepMatch(1),
       in: () => timeline.zoom(ZOOM_STEP),
       out: () => timeline.zoom(1 / ZOOM_STEP),
       fit: () => timeline.fitAll(),
@@ -37,19 +37,19 @@ class Panel {
       keys: () => this.toggleHelp(),
     };
     for (const [name, act] of Object.entries(actions)) find(`button.${name}`).addEventListener("click", act);
-    const rows = KEYS.map(([keys, what]) => make("tr", {}, make("th", { scope: "row" }, keys), make("td", {}, what)));
+    const rows = KEYS.map(([keys, action]) => make("tr", {}, make("th", { scope: "row" }, keys), make("td", {}, action)));
     this.help.querySelector("table").replaceChildren(...rows);
     this.help.querySelector("button").addEventListener("click", () => this.toggleHelp());
   }
 
   listenToSearch() {
-    let waiting = 0;
+    let timer = 0;
     this.search.addEventListener("input", () => {
-      clearTimeout(waiting);
-      waiting = setTimeout(() => this.timeline.find(this.search.value), SEARCH_WAITS_MS);
+      clearTimeout(timer);
+      timer = setTimeout(() => this.timeline.find(this.search.value), SEARCH_DELAY_MS);
     });
     this.search.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") this.timeline.walk(event.shiftKey ? -1 : 1);
+      if (event.key === "Enter") this.timeline.stepMatch(event.shiftKey ? -1 : 1);
       else if (event.key === "Escape") this.timeline.root.focus();
       else return;
       event.preventDefault();
@@ -66,7 +66,7 @@ class Panel {
     this.count.textContent = text;
   }
 
-  say(text) {
+  announce(text) {
     this.live.textContent = text;
   }
 
@@ -81,7 +81,7 @@ class Panel {
   }
 
   showTip(point, lines) {
-    const parts = lines.map((line, number) => make(number ? "span" : "b", {}, shortened(line, TIP_LETTERS)));
+    const parts = lines.map((line, number) => make(number ? "span" : "b", {}, shortened(line, MAX_TIP_CHARACTERS)));
     this.tip.replaceChildren(...parts);
     this.tip.hidden = false;
     const { widthPx, heightPx } = this.timeline;
@@ -105,17 +105,17 @@ class Panel {
     );
   }
 
-  /** Show what was picked: at once what the picture knows of it, and the rest when the server has answered. */
+  /** Show the selected slice: what the tile contains at once, and the rest when the server has answered. */
   showDetails(slice, details, arrows) {
     this.details.hidden = !slice;
     if (!slice) return;
-    const close = make("button", { class: "close", "aria-label": "Close the details", onclick: () => this.timeline.letGo() }, "×");
+    const close = make("button", { class: "close", "aria-label": "Close the details", onclick: () => this.timeline.clearSelection() }, "×");
     const [, ...known] = aboutSlice(this.timeline, slice);
     const parts = [make("header", {}, make("h4", {}, slice.name), close), ...known.map((line) => make("p", {}, line))];
     if (slice.id === MERGED) {
-      parts.push(make("button", { onclick: () => this.timeline.fit(slice) }, "Zoom in to see them apart"));
+      parts.push(make("button", { onclick: () => this.timeline.fit(slice) }, "Zoom in to see each of them"));
     } else if (!details) {
-      parts.push(make("p", { class: "waiting" }, "Reading what the trace knows of it …"));
+      parts.push(make("p", { class: "waiting" }, "Reading the details from the trace …"));
     } else {
       parts.push(this.tableOf(details), ...this.linksOf(slice, arrows));
     }
@@ -124,7 +124,7 @@ class Panel {
 
   showFinding(mark) {
     this.details.hidden = false;
-    const close = make("button", { class: "close", "aria-label": "Close the finding", onclick: () => this.timeline.letGo() }, "×");
+    const close = make("button", { class: "close", "aria-label": "Close the finding", onclick: () => this.timeline.clearSelection() }, "×");
     const place = mark.rank === null ? "" : `rank ${mark.rank} · `;
     const time = `${place}${durationText(mark.end - mark.start)} from ${momentText(mark.start)}`;
     const head = make("header", {}, make("h4", {}, `${mark.severity} ${mark.finding}`), close);

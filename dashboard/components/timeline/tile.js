@@ -1,4 +1,4 @@
-// A tile: the slices of a part of the run as the server drew them for a number of pixels, column by column.
+// A tile: the slices of a part of the run, which the server merged for a number of pixels, as columns.
 
 const TYPES = {
   track: Uint32Array,
@@ -13,7 +13,7 @@ const TYPES = {
 };
 const MERGED = -1;
 
-/** A message of message.py: JSON with, for each column, where its array lies behind the JSON. */
+/** A message of message.py: JSON, with the offset and length of each column behind the JSON. */
 function unpacked(bytes) {
   const headLength = new DataView(bytes.buffer, bytes.byteOffset).getUint32(0, true);
   const data = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + headLength)));
@@ -22,7 +22,7 @@ function unpacked(bytes) {
   return data;
 }
 
-/** Copied out, because an array must begin at a multiple of its element's size. */
+/** Copied, because an array must begin at a multiple of its element size. */
 function columnsOf(places, body) {
   const read = ([name, [at, length]]) => [name, new TYPES[name](body.slice(at, at + length).buffer)];
   return Object.fromEntries(Object.entries(places).map(read));
@@ -42,12 +42,12 @@ class Tile {
     this.isExact = this.id.every((id) => id !== MERGED);
   }
 
-  /** Whether a view shows nothing that the tile lacks. */
+  /** Whether the tile contains everything that a view shows. */
   covers(view, tracks) {
     return this.from <= view.from + 1 && this.to >= view.to - 1 && tracks.every((track) => this.tracks.has(track));
   }
 
-  /** Whether a view at this scale could be drawn no sharper. */
+  /** Whether the tile has the full resolution at this scale. */
   isSharp(nsPerPx) {
     return this.isExact || this.nsPerPx <= nsPerPx * 1.1;
   }
@@ -67,9 +67,9 @@ class Tile {
     };
   }
 
-  indexOf(wanted) {
+  indexOf(slice) {
     for (let i = 0; i < this.length; i++) {
-      if (this.id[i] === wanted.id && this.track[i] === wanted.track && this.row[i] === wanted.row) return i;
+      if (this.id[i] === slice.id && this.track[i] === slice.track && this.row[i] === slice.row) return i;
     }
     return -1;
   }

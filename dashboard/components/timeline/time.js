@@ -3,7 +3,7 @@
 const UNITS = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"], [1, "ns"]];
 const MIN_VIEW_NS = 40;
 const TICK_PX = 110;
-// A tick's label with more digits than this is split: what the ticks share stands once, at the left.
+// Labels with more digits than this are split: the common part is shown once, at the left.
 const MAX_LABEL_STEPS = 20000;
 
 /** A duration with three digits, as tracekit.model.units.duration writes it. */
@@ -18,11 +18,11 @@ function momentText(ns) {
   return `${(ns / 1e6).toLocaleString("en", { maximumFractionDigits: 6 })} ms`;
 }
 
-function clamp(value, least, most) {
-  return Math.min(Math.max(value, least), most);
+function clamp(value, min, max) {
+  return Math.min(Math.max(value, min), max);
 }
 
-/** The view moved into [0, spanNs], its length kept where it fits. */
+/** The view moved into [0, spanNs], with its length unchanged if it fits. */
 function withinRun(view, spanNs) {
   const length = clamp(view.to - view.from, Math.min(MIN_VIEW_NS, spanNs), spanNs);
   const middle = (view.from + view.to) / 2;
@@ -30,35 +30,35 @@ function withinRun(view, spanNs) {
   return { from, to: from + length };
 }
 
-/** The view `factor` times as long, with the moment `atNs` staying where it is on the screen. */
+/** The view `factor` times as long, with the moment `atNs` at the same position on the screen. */
 function zoomed(view, factor, atNs, spanNs) {
   const length = clamp((view.to - view.from) * factor, Math.min(MIN_VIEW_NS, spanNs), spanNs);
   const share = (atNs - view.from) / (view.to - view.from);
   return withinRun({ from: atNs - share * length, to: atNs + (1 - share) * length }, spanNs);
 }
 
-/** The view moved by a share of its own length. */
+/** The view moved by a share of its length. */
 function panned(view, share, spanNs) {
   const byNs = share * (view.to - view.from);
   return withinRun({ from: view.from + byNs, to: view.to + byNs }, spanNs);
 }
 
-/** The ticks of a ruler: their moments and labels, and what the labels are counted from ('' for the run's start). */
+/** The ticks of a ruler: their moments and labels, and the moment they count from ('' for the run's start). */
 function ticks(view, widthPx) {
   const stepNs = roundStep(((view.to - view.from) * TICK_PX) / widthPx);
   const isSplit = view.to / stepNs > MAX_LABEL_STEPS;
   const baseNs = isSplit ? Math.floor(view.from / (stepNs * 100)) * stepNs * 100 : 0;
   const [scale, unit] = UNITS.find(([scale]) => scale <= Math.max(view.to - baseNs, 1));
   const decimals = Math.max(0, Math.ceil(-Math.log10(stepNs / scale) - 1e-9));
-  const found = [];
+  const marks = [];
   for (let n = Math.ceil(view.from / stepNs); n * stepNs <= view.to; n++) {
     const label = ((n * stepNs - baseNs) / scale).toFixed(decimals);
-    found.push({ atNs: n * stepNs, label: `${isSplit ? "+" : ""}${label} ${unit}` });
+    marks.push({ atNs: n * stepNs, label: `${isSplit ? "+" : ""}${label} ${unit}` });
   }
-  return { marks: found, base: isSplit ? momentText(baseNs) : "" };
+  return { marks, base: isSplit ? momentText(baseNs) : "" };
 }
 
-function roundStep(leastNs) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(leastNs, 1)));
-  return power * ([1, 2, 5].find((n) => n * power >= leastNs) ?? 10);
+function roundStep(minNs) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(minNs, 1)));
+  return power * ([1, 2, 5].find((n) => n * power >= minNs) ?? 10);
 }

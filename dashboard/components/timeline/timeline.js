@@ -1,18 +1,18 @@
-// The timeline itself: what is in view, what is picked, and the talk with the server.
+// The timeline: the view, the selection, and the messages to and from the server.
 
-const PATIENCE_MS = 8000;
+const REQUEST_TIMEOUT_MS = 8000;
 const SETTLED_MS = 350;
-const AGAIN_MS = 400;
-const CONTEXT = 4; // a slice that is gone to fills this share of the view
+const RETRY_MS = 400;
+const CONTEXT = 4; // a slice that is jumped to fills a quarter of the view
 const MAX_DPR = 3;
-const LEAST_HEIGHT_PX = 320;
-const SHARE_OF_SCREEN = 0.66;
+const MIN_HEIGHT_PX = 320;
+const MAX_SCREEN_RATIO = 0.66;
 
 class Timeline {
   constructor(root, send) {
-    Object.assign(this, { root, send, view: null, tile: null, whole: null, picked: null, range: null, drag: null });
+    Object.assign(this, { root, send, view: null, tile: null, whole: null, selected: null, range: null, drag: null });
     Object.assign(this, { matches: null, matchAt: -1, arrows: [], arrowEnds: [], findings: [], finding: null });
-    Object.assign(this, { seq: 0, asked: null, changedAt: null, settling: 0, went: null, pointer: null, frame: 0, scrolledPx: 0 });
+    Object.assign(this, { seq: 0, pending: null, changedAt: null, settling: 0, lastJump: null, pointer: null, frame: 0, scrolledPx: 0 });
     this.canvas = root.querySelector("canvas");
     this.scroller = root.querySelector(".scroller");
     this.spacer = root.querySelector(".spacer");
@@ -23,24 +23,24 @@ class Timeline {
     listen(this);
   }
 
-  // What the server says ----------------------------------------------------------------------------------------------
+  // Messages from the server ------------------------------------------------------------------------------------------
 
-  take(data) {
-    this.takeFindings(data.findings);
+  receive(data) {
+    this.setFindings(data.findings);
     if (data.scene !== this.scene) {
-      if (!data.tracks) return this.askForScene();
-      this.takeScene(data);
+      if (!data.tracks) return this.requestScene();
+      this.setScene(data);
     }
     this.finding = data.finding;
-    this.inks = inksOf(this.root, data.colours);
-    this.takeTile(data.tile);
-    this.takeMatches(data.matches);
-    this.takeDetails(data);
-    if (data.go && data.go.nonce !== this.went) this.takeTo(data.go);
+    this.inks = themeColours(this.root, data.colours);
+    this.setTile(data.tile);
+    this.setMatches(data.matches);
+    this.setDetails(data);
+    if (data.go && data.go.nonce !== this.lastJump) this.jumpTo(data.go);
     this.redraw();
   }
 
-  takeScene(data) {
+  setScene(data) {
     this.scene = data.scene;
     this.spanNs = data.span_ns;
     this.tracks = new Map(data.tracks.map((track) => [track.track, track]));
@@ -55,31 +55,31 @@ class Timeline {
     this.resize();
   }
 
-  takeFindings(findings) {
-    this.findings = stacked(findings);
+  setFindings(findings) {
+    this.findings = assignRows(findings);
     this.findingRows = [];
     for (const { row, finding } of this.findings) this.findingRows[row] ??= finding;
     const keys = new Set(this.findings.map((mark) => mark.key));
     if (keys.size > MAX_FINDING_ROWS) this.findingRows[MAX_FINDING_ROWS - 1] = "other findings";
   }
 
-  takeTile(packed) {
+  setTile(packed) {
     if (this.tile && packed.seq <= this.tile.seq) return;
     this.tile = new Tile(packed);
     if (this.tile.from <= 0 && this.tile.to >= this.spanNs) this.whole = this.tile;
     this.addToLegend(this.tile.kind);
-    if (this.asked && packed.seq >= this.asked.seq) this.asked = null;
-    if (!this.asked) this.ask();
+    if (this.pending && packed.seq >= this.pending.seq) this.pending = null;
+    if (!this.pending) this.requestTile();
   }
 
-  /** The legend names what was seen so far, so that it doesn't jump about while somebody zooms. */
+  /** The legend lists the kinds shown so far, so that it does not change with every zoom. */
   addToLegend(kinds) {
     const before = this.shown.size;
     for (const kind of kinds) this.shown.add(kind);
     if (this.shown.size > before) this.panel.showLegend(this.kinds.filter((_, number) => this.shown.has(number)));
   }
 
-  takeMatches(found) {
+  setMatches(found) {
     if (!found) this.matches = null;
     else if (found.text !== this.matches?.text) {
       this.matches = { ...found, ...found.columns };
@@ -88,25 +88,25 @@ class Timeline {
     this.panel.showCount(this.countText());
   }
 
-  takeDetails({ details, arrows, picked }) {
+  setDetails({ details, arrows, selected }) {
     const isShown = this.root.dataset.details === "shown";
-    if (!this.picked || isShown || !isSame(this.picked, picked ?? {})) return;
-    if (!details) return this.askAgain();
+    if (!this.selected || isShown || !isSame(this.selected, selected ?? {})) return;
+    if (!details) return this.retryDetails();
     this.arrows = arrows;
-    this.panel.showDetails(this.picked, details, arrows);
+    this.panel.showDetails(this.selected, details, arrows);
     this.root.dataset.details = "shown";
   }
 
-  /** The server goes on reading the tables of that rank; it answers at once, so that the picture can be moved. */
-  askAgain() {
-    clearTimeout(this.again);
-    this.again = setTimeout(() => {
-      if (this.picked && this.picked.id !== MERGED) this.sendPicked(this.picked);
-    }, AGAIN_MS);
+  /** The server is still reading the tables of that rank; meanwhile the timeline can be moved. */
+  retryDetails() {
+    clearTimeout(this.retryTimer);
+    this.retryTimer = setTimeout(() => {
+      if (this.selected && this.selected.id !== MERGED) this.sendSelection(this.selected);
+    }, RETRY_MS);
   }
 
-  takeTo(go) {
-    this.went = go.nonce;
+  jumpTo(go) {
+    this.lastJump = go.nonce;
     this.view = withinRun({ from: go.start, to: go.end }, this.spanNs);
     const track = this.tracks.get(go.track);
     if (track) this.reveal(track);
@@ -115,38 +115,38 @@ class Timeline {
     this.changed();
   }
 
-  // What the server is asked ------------------------------------------------------------------------------------------
+  // Requests to the server --------------------------------------------------------------------------------------------
 
-  /** Redraw what there is at once; ask for a sharper tile where there can be one, else tell the view when it rests. */
+  /** Redraw at once; request a tile if the view needs one, else send the view when it has settled. */
   changed() {
     this.changedAt = performance.now();
     this.root.dataset.sharp = false;
     this.redraw();
-    this.ask();
+    this.requestTile();
   }
 
-  ask() {
+  requestTile() {
     clearTimeout(this.settling);
-    const isWaiting = this.asked && performance.now() - this.asked.sentAt < PATIENCE_MS;
-    if (isWaiting || !this.view || this.told === this.address()) return;
-    if (this.isSharp()) this.settling = setTimeout(() => this.tell(), SETTLED_MS);
-    else this.tell();
+    const isWaiting = this.pending && performance.now() - this.pending.sentAt < REQUEST_TIMEOUT_MS;
+    if (isWaiting || !this.view || this.sentAddress === this.address()) return;
+    if (this.isSharp()) this.settling = setTimeout(() => this.sendView(), SETTLED_MS);
+    else this.sendView();
   }
 
-  /** Send the view. One question at a time: the answer to the last one is worth more than a queue of old ones. */
-  tell() {
+  /** Send the view. One request at a time: the answer to the latest matters more than a queue of old ones. */
+  sendView() {
     if (!this.root.isConnected) return;
     this.seq += 1;
-    this.told = this.address();
-    this.asked = { seq: this.seq, sentAt: performance.now() };
+    this.sentAddress = this.address();
+    this.pending = { seq: this.seq, sentAt: performance.now() };
     const [start, end] = [Math.floor(this.view.from), Math.ceil(this.view.to)];
     showInAddress(start, end);
     const pixels = Math.round(this.plotPx() * Math.min(this.dpr, 2));
-    this.send("view", { seq: this.seq, start, end, pixels, tracks: this.tracksAround(1), went: this.went, scene: this.scene });
+    this.send("view", { seq: this.seq, start, end, pixels, tracks: this.tracksAround(1), lastJump: this.lastJump, scene: this.scene });
   }
 
-  /** The server thinks that this timeline knows the scene, as the one before it did. */
-  askForScene() {
+  /** The server assumes that this timeline has the scene, as the previous one had. */
+  requestScene() {
     this.send("view", { seq: this.seq, scene: null });
   }
 
@@ -154,19 +154,19 @@ class Timeline {
     return Boolean(this.tile?.covers(this.view, this.tracksAround(0)) && this.tile.isSharp(this.nsPerPx()));
   }
 
-  /** The tracks on the screen, and those that scrolling by so many screens would bring there. */
+  /** The tracks on the screen, and those within so many screens above and below. */
   tracksAround(screens) {
-    const seenPx = this.heightPx - this.headPx;
+    const visiblePx = this.heightPx - this.headPx;
     const { scrollTop } = this.scroller;
-    return this.layout.tracksBetween(scrollTop - screens * seenPx, scrollTop + (1 + screens) * seenPx);
+    return this.layout.tracksBetween(scrollTop - screens * visiblePx, scrollTop + (1 + screens) * visiblePx);
   }
 
   address() {
     const rows = [this.scroller.scrollTop, this.layout.heightPx];
-    return [Math.floor(this.view.from), Math.ceil(this.view.to), this.plotPx(), this.went, ...rows].join(" ");
+    return [Math.floor(this.view.from), Math.ceil(this.view.to), this.plotPx(), this.lastJump, ...rows].join(" ");
   }
 
-  // Where things are --------------------------------------------------------------------------------------------------
+  // Positions ---------------------------------------------------------------------------------------------------------
 
   plotPx() {
     return Math.max(this.widthPx - GUTTER_PX, 100);
@@ -217,10 +217,10 @@ class Timeline {
   }
 
   arrowEndAt({ x, y }) {
-    return this.arrowEnds.find((end) => Math.hypot(end.x - x, end.y - y) <= ARROW_END_PX + 3 && !isSame(end.slice, this.picked ?? {}));
+    return this.arrowEnds.find((end) => Math.hypot(end.x - x, end.y - y) <= ARROW_END_PX + 3 && !isSame(end.slice, this.selected ?? {}));
   }
 
-  // What a person does ------------------------------------------------------------------------------------------------
+  // Actions -----------------------------------------------------------------------------------------------------------
 
   zoom(factor, atNs) {
     const at = atNs ?? (this.pointer && this.pointer.x > GUTTER_PX ? this.nsAt(this.pointer.x) : (this.view.from + this.view.to) / 2);
@@ -242,9 +242,9 @@ class Timeline {
     this.changed();
   }
 
-  fitPicked() {
+  fitSelected() {
     if (this.range) this.fitSpan(this.range.from, this.range.to, 1);
-    else if (this.picked) this.fit(this.picked);
+    else if (this.selected) this.fit(this.selected);
     else this.fitAll();
   }
 
@@ -262,7 +262,7 @@ class Timeline {
   measure(fromNs, toNs) {
     const [from, to] = [Math.min(fromNs, toNs), Math.max(fromNs, toNs)].map((ns) => clamp(ns, 0, this.spanNs));
     this.range = { from, to };
-    this.panel.say(`Range of ${durationText(to - from)} from ${momentText(from)}`);
+    this.panel.announce(`Range of ${durationText(to - from)} from ${momentText(from)}`);
     this.redraw();
   }
 
@@ -284,36 +284,36 @@ class Timeline {
     if (!this.isSharp()) this.changed();
   }
 
-  pick(slice) {
-    this.picked = slice;
+  select(slice) {
+    this.selected = slice;
     this.arrows = [];
     this.root.dataset.details = "";
     this.panel.showDetails(slice, null, []);
-    this.panel.say(aboutSlice(this, slice).join(", "));
+    this.panel.announce(aboutSlice(this, slice).join(", "));
     this.resize();
-    if (slice.id === MERGED) this.send("picked", null);
-    else this.sendPicked(slice);
+    if (slice.id === MERGED) this.send("selected", null);
+    else this.sendSelection(slice);
   }
 
-  /** Each time with another number: Streamlit hands no answer on that is the same, letter by letter, as the last. */
-  sendPicked({ track, row, id }) {
-    this.picks = (this.picks ?? 0) + 1;
-    this.send("picked", { track, row, id, number: this.picks });
+  /** With a new number each time: Streamlit does not deliver a message that equals the previous one. */
+  sendSelection({ track, row, id }) {
+    this.selections = (this.selections ?? 0) + 1;
+    this.send("selected", { track, row, id, number: this.selections });
   }
 
-  letGo() {
+  clearSelection() {
     if (!this.panel.help.hidden) return this.panel.toggleHelp();
-    const hadPicked = this.picked;
-    Object.assign(this, { picked: null, range: null, arrows: [] });
+    const hadSelection = this.selected;
+    Object.assign(this, { selected: null, range: null, arrows: [] });
     this.panel.showDetails(null);
     this.resize();
-    if (hadPicked) this.send("picked", null);
+    if (hadSelection) this.send("selected", null);
   }
 
-  pickNeighbour(direction) {
-    const at = this.picked ?? this.firstInView();
+  selectNeighbour(direction) {
+    const at = this.selected ?? this.firstInView();
     if (!at || !this.tile) return;
-    const next = this.picked ? this.tile.neighbour(at.track, at.row, at.start, direction) : at;
+    const next = this.selected ? this.tile.neighbour(at.track, at.row, at.start, direction) : at;
     if (next) this.goToSlice(next);
   }
 
@@ -325,20 +325,20 @@ class Timeline {
     return null;
   }
 
-  /** Bring a slice into view, no farther in than needed to see it, and pick it. */
+  /** Bring a slice into view, zooming no more than needed, and select it. */
   goToSlice(slice) {
     const track = this.tracks.get(slice.track);
     if (track) this.reveal(track, slice.row);
     const length = this.view.to - this.view.from;
     const isSmall = slice.dur < length / 200;
-    const wanted = isSmall || slice.dur > length ? Math.max(slice.dur, 1) * CONTEXT * (isSmall ? 5 : 1) : length;
-    const isSeen = slice.start >= this.view.from && slice.start + slice.dur <= this.view.to;
-    if (wanted !== length || !isSeen) {
+    const wantedNs = isSmall || slice.dur > length ? Math.max(slice.dur, 1) * CONTEXT * (isSmall ? 5 : 1) : length;
+    const isVisible = slice.start >= this.view.from && slice.start + slice.dur <= this.view.to;
+    if (wantedNs !== length || !isVisible) {
       const middle = slice.start + slice.dur / 2;
-      this.view = withinRun({ from: middle - wanted / 2, to: middle + wanted / 2 }, this.spanNs);
+      this.view = withinRun({ from: middle - wantedNs / 2, to: middle + wantedNs / 2 }, this.spanNs);
       this.changed();
     }
-    this.pick({ kind: 0, count: 1, fill: 255, ...slice });
+    this.select({ kind: 0, count: 1, fill: 255, ...slice });
   }
 
   goToFinding(mark) {
@@ -354,15 +354,15 @@ class Timeline {
     this.send("search", { text });
   }
 
-  /** Go to the next match (1) or the previous one (-1): from what is in view at first, then one by one. */
-  walk(direction) {
-    const many = this.matches?.start.length ?? 0;
-    if (!many) return;
+  /** Go to the next (1) or previous (-1) match, starting with the first one in view. */
+  stepMatch(direction) {
+    const count = this.matches?.start.length ?? 0;
+    if (!count) return;
     if (this.matchAt < 0) {
       const first = this.matches.start.findIndex((start) => start >= this.view.from);
-      this.matchAt = direction > 0 ? Math.max(first, 0) : (first > 0 ? first : many) - 1;
+      this.matchAt = direction > 0 ? Math.max(first, 0) : (first > 0 ? first : count) - 1;
     } else {
-      this.matchAt = (this.matchAt + direction + many) % many;
+      this.matchAt = (this.matchAt + direction + count) % count;
     }
     const at = this.matchAt;
     const { track, row, id, start, dur, names } = this.matches;
@@ -374,21 +374,21 @@ class Timeline {
     if (!this.matches) return "";
     const { total } = this.matches;
     if (!total) return "no match";
-    const many = total.toLocaleString("en");
+    const totalText = total.toLocaleString("en");
     const shown = this.matches.start.length;
     const at = this.matchAt < 0 ? "" : `${(this.matchAt + 1).toLocaleString("en")} of `;
-    return `${at}${many} · ${durationText(this.matches.total_ns)}${shown < total ? ` (first ${shown.toLocaleString("en")} shown)` : ""}`;
+    return `${at}${totalText} · ${durationText(this.matches.total_ns)}${shown < total ? ` (first ${shown.toLocaleString("en")} shown)` : ""}`;
   }
 
   reveal(track, row = 0) {
-    if (this.layout.lineOfTrack.get(track.track)?.what !== "track") this.layout.reveal(track);
+    if (this.layout.lineOfTrack.get(track.track)?.type !== "track") this.layout.reveal(track);
     this.resize();
     const line = this.layout.lineOfTrack.get(track.track);
     if (!line) return;
     const top = line.y + row * ROW_PX;
-    const seenPx = this.heightPx - this.headPx;
+    const visiblePx = this.heightPx - this.headPx;
     const { scrollTop } = this.scroller;
-    if (top < scrollTop || top + ROW_PX > scrollTop + seenPx) this.scroller.scrollTop = Math.max(top - seenPx / 3, 0);
+    if (top < scrollTop || top + ROW_PX > scrollTop + visiblePx) this.scroller.scrollTop = Math.max(top - visiblePx / 3, 0);
   }
 
   // Drawing -----------------------------------------------------------------------------------------------------------
@@ -396,10 +396,10 @@ class Timeline {
   resize() {
     if (!this.layout) return;
     this.headPx = RULER_PX + this.findingRows.length * FINDING_PX + 1;
-    const wholePx = this.headPx + this.layout.heightPx;
-    this.heightPx = clamp(wholePx, LEAST_HEIGHT_PX, Math.max(LEAST_HEIGHT_PX, window.innerHeight * SHARE_OF_SCREEN));
+    const contentPx = this.headPx + this.layout.heightPx;
+    this.heightPx = clamp(contentPx, MIN_HEIGHT_PX, Math.max(MIN_HEIGHT_PX, window.innerHeight * MAX_SCREEN_RATIO));
     this.scroller.style.height = `${this.heightPx}px`;
-    this.spacer.style.height = `${Math.max(wholePx - this.heightPx, 0)}px`;
+    this.spacer.style.height = `${Math.max(contentPx - this.heightPx, 0)}px`;
     this.widthPx = this.scroller.clientWidth;
     this.dpr = Math.min(window.devicePixelRatio || 1, MAX_DPR);
     this.sizeCanvas(Math.round(this.widthPx * this.dpr), Math.round(this.heightPx * this.dpr));
@@ -407,7 +407,7 @@ class Timeline {
   }
 
   sizeCanvas(width, height) {
-    // To set a size, even the same, wipes the canvas.
+    // Setting a size, even the same one, clears the canvas.
     if (this.canvas.width !== width) this.canvas.width = width;
     if (this.canvas.height !== height) this.canvas.height = height;
     this.canvas.style.height = `${this.heightPx}px`;
@@ -417,20 +417,20 @@ class Timeline {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
       if (!this.tile || !this.inks || !this.widthPx) return;
-      // Asked once: the browser may lay the page out anew to tell, and every slice needs it.
+      // Read once: it may force a layout, and every slice needs it.
       this.scrolledPx = this.scroller.scrollTop;
       this.ticks = ticks(this.view, this.plotPx());
       this.report(paint(this));
     });
   }
 
-  /** Tell tests, benchmarks and other programs what is drawn. */
+  /** Report what is drawn to tests, benchmarks and other programs. */
   report(drawn) {
     const { dataset } = this.root;
     const now = performance.now();
-    const told = { from: Math.floor(this.view.from), to: Math.ceil(this.view.to), seq: this.tile.seq, asked: this.seq };
-    Object.assign(dataset, told, { rectangles: drawn, matches: this.matches?.total ?? "", match: this.matchAt + 1 });
-    dataset.picked = this.picked ? `${this.picked.track}/${this.picked.row}/${this.picked.id}` : "";
+    const view = { from: Math.floor(this.view.from), to: Math.ceil(this.view.to), seq: this.tile.seq, requested: this.seq };
+    Object.assign(dataset, view, { rectangles: drawn, matches: this.matches?.total ?? "", match: this.matchAt + 1 });
+    dataset.selected = this.selected ? `${this.selected.track}/${this.selected.row}/${this.selected.id}` : "";
     dataset.range = this.range ? Math.round(this.range.to - this.range.from) : "";
     dataset.arrows = this.arrows.length;
     const isSharp = this.isSharp();
@@ -450,7 +450,7 @@ function isSame(one, other) {
   return one.track === other.track && one.row === other.row && one.id === other.id;
 }
 
-// Streamlit calls the function below once when the component appears, and again with each message.
+// Streamlit calls this function when the component appears, and again with each message.
 const timelines = new WeakMap();
 
 export default function ({ data, parentElement, setStateValue }) {
@@ -458,6 +458,6 @@ export default function ({ data, parentElement, setStateValue }) {
   if (!root || !data) return undefined;
   const timeline = entry(timelines, root, () => new Timeline(root, setStateValue));
   timeline.send = setStateValue;
-  timeline.take(unpacked(data));
+  timeline.receive(unpacked(data));
   return () => timeline.sizes.disconnect();
 }

@@ -10,11 +10,11 @@ from dashboard import components
 
 HERE = Path(__file__).parent
 SCRIPTS = ("time.js", "layout.js", "tile.js", "paint.js", "input.js", "panel.js", "page.js", "timeline.js")
-"""One module in this order: without a build step there is nothing else that would join them."""
+"""Joined in this order into one module: there is no build step."""
 
 
 def _nothing() -> None:
-    """Let Streamlit run the fragment again: what changed is read from the state."""
+    """Let Streamlit rerun the fragment, which reads the change from the state."""
 
 
 def _joined() -> str:
@@ -30,16 +30,16 @@ _mount: Callable[..., Any] = st.components.v2.component(
 
 
 def timeline(data: bytes, *, key: str) -> Mapping[str, Any]:
-    """Show the timeline and return what the browser told: view, picked, search, finding. `data`: `message.packed`.
+    """Show the timeline and return what the browser sent: view, selected, search, finding. `data`: `message.pack`.
 
-    The same mapping is at ``st.session_state[key]`` before the call, once the browser has told anything.
+    The same mapping is at ``st.session_state[key]`` before the call, once the browser has sent anything.
     """
-    told: Mapping[str, Any] = _mount(
+    state: Mapping[str, Any] = _mount(
         key=key,
         data=data,
         on_view_change=_nothing,
-        on_picked_change=_nothing,
+        on_selected_change=_nothing,
         on_search_change=_nothing,
         on_finding_change=_nothing,
     )
-    return told
+    return state
