@@ -224,7 +224,7 @@ def test_what_cannot_be_looked_into_costs_nothing_but_itself(open_folder, a_run)
         with _without_rights():
             assert _names(runs) == ["good"]
             (entry,) = run_catalog.entries([str(closed / "run")])
-            assert "no such file or folder that can be looked into" in entry.problem
+            assert "no such file, or no such folder that can be read" in entry.problem
             assert run_catalog.history_file([str(closed / "run")]) is None
     finally:
         closed.chmod(0o700)
