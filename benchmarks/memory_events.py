@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts = [fact for rule in all_rules() if rule.code.startswith("MEM") for fact in rule.facts]
         _, rules_s = _timed(lambda: run.measure(facts))
         facts_mib = _peak_mib()
-        history, built_s = _timed(lambda: playback.of_trace(trace))
+        history, built_s = _timed(lambda: playback.from_trace(trace))
         _, played_s = _timed(lambda: playback.predict(history, Settings.parse("expandable_segments:True")))
     print(f"{count:,} events: read in {read_s + more_s:.1f} s, {read_mib:.0f} MiB at most")
     print(f"facts of `tracekit memory`: {facts_s:.1f} s; those of all rules on memory besides: {rules_s:.1f} s")

@@ -37,7 +37,7 @@ def snapshot_tables(file: SnapshotFile, device: int | None) -> dict[str, pl.Data
     snapshot = _snapshot(file)
     if device is None:
         device = max(snapshot.devices, default=0, key=lambda of: snapshot.events.filter(device=of).height)
-    history, outcome = memory_report.play_history(playback.of(snapshot, device))
+    history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
     return {
         "devices": pl.DataFrame({"device": list(snapshot.devices)}),
         "over_time": snapshot_timeline.over_time(snapshot, history, outcome),
@@ -58,7 +58,7 @@ def replay_trace(run: OpenRun, rank: int, window: int, settings: str, device_gib
         trace = of.trace(rank, window)
         peak = allocations.peaks(trace).filter(pl.col("device").is_not_null())["peak_allocated_bytes"].max()
         allocated_bytes = None if peak is None else int(str(peak))
-        return _replayed(playback.of_trace(trace), allocated_bytes, settings, device_gib)
+        return _replayed(playback.from_trace(trace), allocated_bytes, settings, device_gib)
 
     return run.cached(("replay", rank, window, settings, device_gib), replayed)
 
@@ -69,8 +69,8 @@ def replay_snapshot(
     """Return a replay of a snapshot's history under `settings`. Raises TracekitError."""
 
     def replayed(_run: Run) -> MemoryReport:
-        history = playback.of(reader.read(file.path), device)
-        allocated_bytes = None if history.unplayable else playback.play(history).peak_allocated_bytes
+        history = playback.from_snapshot(reader.read(file.path), device)
+        allocated_bytes = None if history.not_replayable else playback.replay_as_recorded(history).peak_allocated_bytes
         return _replayed(history, allocated_bytes, settings, device_gib)
 
     return run.cached(("replay", file, device, settings, device_gib), replayed)

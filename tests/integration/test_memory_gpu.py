@@ -46,18 +46,18 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def history(trained):
-    return playback.of(reader.read(trained[0] / "rank00000.memory.pickle"), 0)
+    return playback.from_snapshot(reader.read(trained[0] / "rank00000.memory.pickle"), 0)
 
 
 def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(trained, history):
     trace = tracekit.load(str(trained[0]), cache=False).trace(0)
     told = trace.allocations.filter(pl.col("device") == 0)
-    played = playback.play(history)
+    played = playback.replay_as_recorded(history)
     mine = np.isin(history.action, (ALLOC, REQUEST))
     blocks = list(zip(history.address[mine].tolist(), played.moved_bytes[mine].tolist(), strict=True))
     traced = list(told.select("address", "delta_bytes").iter_rows())
     begin = next(i for i in range(len(blocks)) if blocks[i : i + len(traced)] == traced)
-    held = snapshot_summary.held(history, played)[1:][mine][begin : begin + len(traced)]
+    held = snapshot_summary.allocated_over_time(history, played)[1:][mine][begin : begin + len(traced)]
     live = allocations.live(trace).filter(pl.col("device") == 0)
     assert live["live_bytes"].to_list() == held.tolist()
     apart_ns = told["at_ns"].to_numpy() - history.at_ns[mine][begin : begin + len(traced)]
@@ -66,11 +66,11 @@ def test_the_trace_tells_the_very_blocks_and_times_that_the_snapshot_tells(train
 
 def test_a_replay_takes_the_recorded_segments_and_torchs_own_counts_agree(trained, history):
     _, counted = trained
-    played = playback.play(history)
+    played = playback.replay_as_recorded(history)
     assert played.address_mismatches == 0
-    assert [event.bytes for event in played.taken] == [event.bytes for event in history.taken]
-    assert len(played.taken) == counted["num_device_alloc"]
-    assert len(played.given) == counted["num_device_free"]
+    assert [event.bytes for event in played.segment_allocations] == [event.bytes for event in history.taken]
+    assert len(played.segment_allocations) == counted["num_device_alloc"]
+    assert len(played.segment_frees) == counted["num_device_free"]
     assert played.peak_reserved_bytes == counted["reserved_bytes.all.peak"]
     assert history.retries == counted["num_alloc_retries"] == 0
 

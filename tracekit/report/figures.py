@@ -164,7 +164,7 @@ def _snapshot(file: snapshot_files.SnapshotFile) -> Iterator[ReportFigure]:
     snapshot = reader.read(file.path)
     events = snapshot.events["device"]
     device = max(snapshot.devices, default=0, key=lambda device: int((events == device).sum()))
-    history, outcome = memory_report.play_history(playback.of(snapshot, device))
+    history, outcome = memory_report.play_history(playback.from_snapshot(snapshot, device))
     over_time = snapshot_timeline.over_time(snapshot, history, outcome)
     if over_time.height:
         caption = f"Memory of device {device} on rank {file.rank}, by the op and source line that allocated it."

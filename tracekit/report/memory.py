@@ -16,7 +16,7 @@ from tracekit.model.run import Run
 from tracekit.model.trace import Fact
 from tracekit.replay.allocator import SegmentEvent, Settings, playback
 from tracekit.replay.allocator.facts import double_buffering, snapshot_summary
-from tracekit.replay.allocator.playback import History, Outcome
+from tracekit.replay.allocator.playback import History, ReplayResult
 
 FACTS: tuple[Fact, ...] = (
     allocations.at_peak, allocations.churn, allocations.peaks, double_buffering.alternating,
@@ -78,11 +78,11 @@ def of_run(run: Run) -> MemoryReport:
 
 def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
     """Return what a memory snapshot tells of one device."""
-    history = playback.of(snapshot, device)
+    history = playback.from_snapshot(snapshot, device)
     history, outcome = play_history(history)
     notes = []
-    if history.unplayable:
-        notes.append(f"What is held at the snapshot is told, not the peak: {history.unplayable}.")
+    if history.not_replayable:
+        notes.append(f"What is held at the snapshot is told, not the peak: {history.not_replayable}.")
     elif history.start:
         notes.append("The history begins when memory was already held; what was, was found by running it backwards.")
     if outcome.address_mismatches:
@@ -100,15 +100,15 @@ def of_snapshot(snapshot: MemorySnapshot, device: int) -> MemoryReport:
     )
 
 
-def play_history(history: History) -> tuple[History, Outcome]:
+def play_history(history: History) -> tuple[History, ReplayResult]:
     """Return a history with what its play comes to; if it cannot be played, what is there at its end."""
-    if history.unplayable is None:
+    if history.not_replayable is None:
         try:
-            return history, playback.play(history)
+            return history, playback.replay_as_recorded(history)
         except InputError as error:
-            history = replace(history, unplayable=str(error))
+            history = replace(history, not_replayable=str(error))
     history = history.without_events()
-    return history, playback.play(history)
+    return history, playback.replay_as_recorded(history)
 
 
 def with_replay(
@@ -120,17 +120,19 @@ def with_replay(
     is left to do. Raises InputError where it cannot be played, or the settings
     are none.
     """
-    if history.unplayable:
-        raise InputError(f"nothing to replay: {history.unplayable}")
+    if history.not_replayable:
+        raise InputError(f"nothing to replay: {history.not_replayable}")
     as_recorded = text.strip() == AS_RECORDED
     settings = history.settings if as_recorded else Settings.parse(_without_buffers(text))
     played = (
-        playback.play(history) if as_recorded else playback.predict(history, settings, capacity_bytes=capacity_bytes)
+        playback.replay_as_recorded(history)
+        if as_recorded
+        else playback.predict(history, settings, capacity_bytes=capacity_bytes)
     )
     return replace(
         report,
-        recorded=_reserved_memory(history.taken, history.given, history),
-        replayed=_reserved_memory(played.taken, played.given, played),
+        recorded=_reserved_memory(history.segment_allocations, history.segment_frees, history),
+        replayed=_reserved_memory(played.segment_allocations, played.segment_frees, played),
         notes=(
             *report.notes,
             *_replay_notes(history, played, as_recorded=as_recorded),
@@ -201,10 +203,12 @@ def replay_line(settings: str, recorded: ReservedMemory, replayed: ReservedMemor
     )
 
 
-def _replay_notes(history: History, played: Outcome, *, as_recorded: bool) -> list[str]:
+def _replay_notes(history: History, played: ReplayResult, *, as_recorded: bool) -> list[str]:
     notes = []
     if as_recorded and not history.inferred:
-        equal = _sizes(played.taken) == _sizes(history.taken) and _sizes(played.given) == _sizes(history.given)
+        equal = _sizes(played.segment_allocations) == _sizes(history.segment_allocations) and _sizes(
+            played.segment_frees
+        ) == _sizes(history.segment_frees)
         notes.append(
             "The replay takes and gives back the recorded segments"
             + (", all of them in order." if equal else " only in part: the model doesn't hold here.")
@@ -230,7 +234,7 @@ def _limit_notes(settings: Settings, capacity_bytes: int | None) -> list[str]:
 
 
 def _reserved_memory(
-    taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | Outcome
+    taken: Sequence[SegmentEvent], given: Sequence[SegmentEvent], of: History | ReplayResult
 ) -> ReservedMemory:
     return {
         "segment_allocs": _sizes(taken),

@@ -189,7 +189,7 @@ def test_two_buffers_of_the_largest_unit_would_serve_what_all_units_take_anew():
 def test_a_replay_with_two_buffers_holds_them_throughout_instead_of_what_they_serve():
     mib = 1 << 20
     trace = gathered(4, unit_bytes=20 * mib)
-    recorded, served = playback.of_trace(trace), double_buffering.with_buffers(trace)
+    recorded, served = playback.from_trace(trace), double_buffering.with_buffers(trace)
     # Two units at once, each with two weights and a gradient of 20 MiB and a reduced one of 10.
     assert playback.predict(recorded, Settings()).peak_allocated_bytes // mib == 140
     assert (served.action == ALLOC).sum() == 0
@@ -197,7 +197,7 @@ def test_a_replay_with_two_buffers_holds_them_throughout_instead_of_what_they_se
 
 
 def test_without_unit_buffers_there_is_nothing_to_serve():
-    with pytest.raises(InputError, match="nothing for buffers to serve"):
+    with pytest.raises(InputError, match="double buffering would change nothing"):
         double_buffering.with_buffers(gathered(2))
 
 

@@ -16,12 +16,12 @@ CUT = ("steady_training_step", "expandable_segments_bf16")
 
 def history(told: dict, tmp_path) -> playback.History:
     snapshot = reader.read(write(tmp_path / "simulated.memory.pickle", told))
-    return playback.of(snapshot, snapshot.devices[0])
+    return playback.from_snapshot(snapshot, snapshot.devices[0])
 
 
 def of_file(name: str) -> playback.History:
     snapshot = reader.read(recorded(f"{name}.pickle"))
-    return playback.of(snapshot, int(snapshot.events["device"][0]))
+    return playback.from_snapshot(snapshot, int(snapshot.events["device"][0]))
 
 
 def sizes(events) -> list[tuple[str, int]]:
@@ -33,9 +33,9 @@ def sizes(events) -> list[tuple[str, int]]:
 def test_a_recorded_history_comes_to_its_segments_addresses_and_blocks(name):
     told = of_file(name)
     assert bool(told.start) is (name in CUT)
-    played = playback.play(told)
-    assert sizes(played.taken) == sizes(told.taken)
-    assert sizes(played.given) == sizes(told.given)
+    played = playback.replay_as_recorded(told)
+    assert sizes(played.segment_allocations) == sizes(told.segment_allocations)
+    assert sizes(played.segment_frees) == sizes(told.segment_frees)
     assert played.address_mismatches == 0
     assert played.final == told.final
     assert played.peak_reserved_bytes == told.peak_reserved_bytes
@@ -44,8 +44,11 @@ def test_a_recorded_history_comes_to_its_segments_addresses_and_blocks(name):
 @pytest.mark.parametrize("name", [*WHOLE, *CUT])
 def test_segments_are_taken_and_given_back_alike_wherever_they_lie(name):
     told = of_file(name)
-    played = playback.play(told, at_recorded_addresses=False)
-    assert (sizes(played.taken), sizes(played.given)) == (sizes(told.taken), sizes(told.given))
+    played = playback.replay_as_recorded(told, at_recorded_addresses=False)
+    assert (sizes(played.segment_allocations), sizes(played.segment_frees)) == (
+        sizes(told.segment_allocations),
+        sizes(told.segment_frees),
+    )
 
 
 # Simulated: the reading of histories agrees with the model ------------------------------------------------------------
@@ -75,10 +78,10 @@ def work(settings: Settings, seed: int, *, steps: int = 300) -> Simulation:
 def test_a_simulated_history_comes_to_its_own_end(seed, expandable, tmp_path):
     made = work(Settings(expandable=expandable), seed)
     told = history(made.document(), tmp_path)
-    played = playback.play(told)
+    played = playback.replay_as_recorded(told)
     assert told.start == ()
-    assert sizes(played.taken) == sizes(told.taken)
-    assert sizes(played.given) == sizes(told.given)
+    assert sizes(played.segment_allocations) == sizes(told.segment_allocations)
+    assert sizes(played.segment_frees) == sizes(told.segment_frees)
     assert (played.address_mismatches, played.final) == (0, told.final)
 
 
@@ -91,9 +94,9 @@ def test_the_state_before_a_cut_history_is_found_by_running_it_backwards(seed, e
     truth = {s.address: (s.bytes, s.stream, s.small) for s in work(settings, seed, steps=170).allocator.segments()}
     told = history(whole.document(first), tmp_path)
     assert {s.address: (s.bytes, s.stream, s.small) for s in told.start} == truth
-    played = playback.play(told)
-    assert sizes(played.taken) == sizes(told.taken)
-    assert sizes(played.given) == sizes(told.given)
+    played = playback.replay_as_recorded(told)
+    assert sizes(played.segment_allocations) == sizes(told.segment_allocations)
+    assert sizes(played.segment_frees) == sizes(told.segment_frees)
     assert (played.address_mismatches, played.final) == (0, told.final)
 
 
@@ -183,13 +186,13 @@ def test_expandable_segments_are_predicted_to_take_less_where_memory_is_fragment
 def _reused_bytes(told: playback.History) -> int:
     """Return what the record did not take anew: requests less segments."""
     asked = sum(size for action, size in zip(told.action, told.bytes, strict=True) if action == 0)
-    return int(asked) - sum(event.bytes for event in told.taken)
+    return int(asked) - sum(event.bytes for event in told.segment_allocations)
 
 
 def test_the_same_settings_predict_what_was_recorded_of_a_whole_history(tmp_path):
     told = history(work(Settings(), 11).document(), tmp_path)
     again = playback.predict(told, told.settings)
-    assert sizes(again.taken) == sizes(told.taken)
+    assert sizes(again.segment_allocations) == sizes(told.segment_allocations)
     assert again.peak_reserved_bytes == told.peak_reserved_bytes
 
 
@@ -199,7 +202,7 @@ def test_a_record_with_retries_bounds_what_a_prediction_may_take(tmp_path):
     made.free(made.malloc(80 * MIB))
     told = history(made.document(), tmp_path)
     assert (told.retries, told.peak_reserved_bytes) == (1, 80 * MIB)
-    assert playback.play(told).retries == 1
+    assert playback.replay_as_recorded(told).retries == 1
     predicted = playback.predict(told, Settings())
     assert (predicted.retries, predicted.peak_reserved_bytes, predicted.out_of_memory) == (1, 80 * MIB, 0)
     assert playback.predict(told, Settings(), capacity_bytes=200 * MIB).retries == 0
@@ -218,9 +221,9 @@ def test_a_cut_history_is_predicted_with_what_was_held_and_a_cache_that_it_fille
     told = history(made.document(cut), tmp_path)
     predicted = playback.predict(told, Settings(expandable=True))
     # 30 and 14 held, 50 behind them: 94 MiB in pages of 20. All of that is there when it is played again.
-    assert (predicted.peak_reserved_bytes, predicted.taken) == (100 * MIB, ())
-    assert sizes(playback.predict(told, Settings()).taken) == []
-    assert sizes(playback.play(told).taken) == sizes(told.taken) != []
+    assert (predicted.peak_reserved_bytes, predicted.segment_allocations) == (100 * MIB, ())
+    assert sizes(playback.predict(told, Settings()).segment_allocations) == []
+    assert sizes(playback.replay_as_recorded(told).segment_allocations) == sizes(told.segment_allocations) != []
 
 
 def test_a_start_that_does_not_fit_is_counted_as_out_of_memory(tmp_path):
@@ -242,7 +245,11 @@ def test_a_block_that_a_shortage_gave_back_is_not_given_back_twice(tmp_path):
     made.free(again)
     told = history(made.document(), tmp_path)
     predicted = playback.predict(told, Settings(), capacity_bytes=60 * MIB)
-    assert (predicted.retries, predicted.out_of_memory, sizes(predicted.given)) == (1, 0, [("segment_free", 40 * MIB)])
+    assert (predicted.retries, predicted.out_of_memory, sizes(predicted.segment_frees)) == (
+        1,
+        0,
+        [("segment_free", 40 * MIB)],
+    )
     assert [block.state for block in predicted.final[0].blocks] == ["free"]
 
 
@@ -250,7 +257,7 @@ def test_a_snapshot_without_history_says_so(tmp_path):
     made = Simulation()
     made.malloc(30 * MIB)
     told = history(made.document(len(made.events)), tmp_path)
-    assert "no history" in str(told.unplayable)
+    assert "no history" in str(told.not_replayable)
 
 
 def test_what_a_split_limit_gave_back_of_the_cache_is_given_back_in_the_play(tmp_path):
@@ -262,8 +269,12 @@ def test_what_a_split_limit_gave_back_of_the_cache_is_given_back_in_the_play(tmp
     document = made.document()
     document["allocator_settings"] = {"max_split_size": 30 * MIB}
     told = history(document, tmp_path)
-    played = playback.play(told)
-    assert sizes(played.given) == sizes(told.given) == [("segment_free", 50 * MIB), ("segment_free", 40 * MIB)]
+    played = playback.replay_as_recorded(told)
+    assert (
+        sizes(played.segment_frees)
+        == sizes(told.segment_frees)
+        == [("segment_free", 50 * MIB), ("segment_free", 40 * MIB)]
+    )
     assert (played.address_mismatches, played.final) == (0, told.final)
 
 
@@ -273,7 +284,7 @@ def test_segments_that_contradict_the_history_are_not_played(tmp_path):
     made.malloc(30 * MIB)
     told = made.document()
     told["device_traces"][0] = [event("segment_free", (1 << 40) + MIB, 20 * MIB), *told["device_traces"][0][1:]]
-    assert "contradict" in str(history(told, tmp_path).unplayable)
+    assert "contradict" in str(history(told, tmp_path).not_replayable)
 
 
 def test_where_the_model_differs_from_the_record_it_goes_on_elsewhere_and_says_where(tmp_path):
@@ -284,7 +295,7 @@ def test_where_the_model_differs_from_the_record_it_goes_on_elsewhere_and_says_w
     made.malloc(30 * MIB)
     told = made.document()
     del told["device_traces"][0][2:4]  # the first free goes missing
-    played = playback.play(history(told, tmp_path))
+    played = playback.replay_as_recorded(history(told, tmp_path))
     assert played.address_mismatches == 2
     assert len({segment.address for segment in played.final}) == len(played.final) == 3
 
@@ -321,9 +332,9 @@ def test_wrong_records_are_played_to_some_end_or_refused(expandable, tmp_path):
     whole = work(Settings(expandable=expandable), 3, steps=60)
     for number in range(20):
         told = history(spoiled(whole.document(0 if number % 2 else 25), rng), tmp_path)
-        if told.unplayable is None:
+        if told.not_replayable is None:
             with contextlib.suppress(InputError):
-                assert playback.play(told).peak_reserved_bytes >= 0
+                assert playback.replay_as_recorded(told).peak_reserved_bytes >= 0
             assert playback.predict(told, Settings(expandable=not expandable)).peak_reserved_bytes > 0
 
 

@@ -126,7 +126,7 @@ def test_a_map_of_many_small_blocks_keeps_their_bytes(tmp_path):
 
 
 def test_a_snapshots_history_is_drawn_by_the_place_in_code(snapshot):
-    history, played = memory.play_history(playback.of(snapshot, 0))
+    history, played = memory.play_history(playback.from_snapshot(snapshot, 0))
     told = snapshot_timeline.over_time(snapshot, history, played)
     assert set(told["owner"]) == {"forward (simulated.py:12)", "outside ops"}
     assert told["live_bytes"].max() == 80 * MIB
@@ -152,7 +152,7 @@ def test_names_reach_pictures_of_memory_as_text_only(tmp_path):
     document = program.document()
     document["segments"][0]["blocks"][0]["frames"] = [frame(HOSTILE)]
     read = reader.read(write(tmp_path / "rank00000.memory.pickle", document))
-    history, played = memory.play_history(playback.of(read, 0))
+    history, played = memory.play_history(playback.from_snapshot(read, 0))
     figures = [
         charts.memory_over_time(usage.over_time(events).filter(pl.col("owner_kind") == "phase")),
         charts.memory_over_time(snapshot_timeline.over_time(read, history, played)),

@@ -18,7 +18,7 @@ from tracekit.rules.rule import Severity
 SOURCES = Path(tracekit.__file__).parent
 RAISED = re.compile(
     r'(?:QualityIssue\(|yield \(?|"kind": '
-    r'|append\(\(|None, |each\.path, |\[\(|(?:row|issue) = \()\s*"([a-z]+_?[a-z_]*)",'
+    r'|append\(\(|None, |(?:each|file)\.path, |\[\(|(?:row|issue) = \()\s*"([a-z]+_?[a-z_]*)",'
 )
 
 

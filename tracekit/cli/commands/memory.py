@@ -82,7 +82,11 @@ def _of_snapshot(path: Path, replay: str | None, device: int | None, device_memo
     snapshot = reader.read(path)
     chosen = _device(snapshot, device)
     usage = report.of_snapshot(snapshot, chosen)
-    return usage if replay is None else _with_replay(usage, replaying.of(snapshot, chosen), replay, device_memory_gib)
+    return (
+        usage
+        if replay is None
+        else _with_replay(usage, replaying.from_snapshot(snapshot, chosen), replay, device_memory_gib)
+    )
 
 
 def _of_run(path: str, replay: str | None, device_memory_gib: float | None, *, cache: bool) -> "MemoryReport":
@@ -114,9 +118,9 @@ def _history(run: "Run") -> "History":
     folder = Path(run.path)
     snapshots = sorted(folder.glob(f"**/*{conventions.MEMORY_SNAPSHOT_SUFFIX}")) if folder.is_dir() else []
     if not snapshots:
-        return replaying.of_trace(next(run.traces()))
+        return replaying.from_trace(next(run.traces()))
     snapshot = reader.read(snapshots[0])
-    return replaying.of(snapshot, _device(snapshot, None))
+    return replaying.from_snapshot(snapshot, _device(snapshot, None))
 
 
 def _device(snapshot: "MemorySnapshot", device: int | None) -> int:

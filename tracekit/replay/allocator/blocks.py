@@ -1,25 +1,38 @@
-"""Blocks, and the free ones of a pool in the order in which the allocator looks at them."""
+"""Blocks, and pools of free blocks in the order in which the allocator searches them."""
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Protocol
 
 ADDRESS_BITS = 64
 
 
 class Overlap(Exception):  # noqa: N818 what happened, not whose fault
-    """Two blocks at one address: memory was given to the model that lies over what it has."""
+    """Two blocks at one address: the model received memory that overlaps its own."""
 
 
 class Block:
-    """A piece of a segment: one that the program holds, or a free one; or address space without memory behind it."""
+    """A part of a segment, allocated or free; or address space without physical memory."""
 
     __slots__ = (
-        "active", "address", "allocated", "base", "born", "bytes", "key", "mapped", "next", "pool", "previous",
-        "requested_bytes", "shared",
+        "active",
+        "address",
+        "allocated",
+        "base",
+        "bytes",
+        "free_since",
+        "key",
+        "mapped",
+        "next",
+        "pool",
+        "previous",
+        "requested_bytes",
+        "shared",
     )  # fmt: skip
     requested_bytes: int
-    """Set where the program holds the block."""
-    born: int
-    """How often the pool had been asked when the block became free; set where it is free."""
+    """Set while the block is allocated."""
+    free_since: int
+    """Request count of the pool when the block became free; set while it is free."""
 
     def __init__(
         self,
@@ -35,7 +48,7 @@ class Block:
         self.bytes = size_bytes
         self.pool = pool
         self.base = base
-        self.key = 0  # its place in the order of its pool; 0 while it is not there
+        self.key = 0  # its position in the order of its pool; 0 while it is not in the pool
         self.active = self.allocated = False  # active: allocated, or freed but still used by another stream
         self.shared = False  # used by another stream than its own
         self.mapped = True
@@ -52,7 +65,7 @@ class Block:
         return self.previous is None and self.next is None
 
     def absorb(self, other: "Block") -> None:
-        """Take over a neighbour's bytes and its other neighbour."""
+        """Merge a neighbour into this block."""
         self.bytes += other.bytes
         if other is self.previous:
             self.address = other.address
@@ -68,16 +81,16 @@ class Block:
 class Pool:
     """The free blocks of one private pool, size class and stream, by size and then address."""
 
-    __slots__ = ("asked", "by_key", "keys", "number", "small", "stream", "unmapped")
+    __slots__ = ("by_key", "keys", "number", "request_count", "small", "stream", "unmapped")
 
     def __init__(self, number: int, small: bool, stream: int) -> None:
         self.number = number
         self.small = small
         self.stream = stream
-        self.asked = 0
+        self.request_count = 0
         self.unmapped: dict[int, Block] = {}
         self.keys: list[int] = []
-        """Size and address of each block in one number, in order."""
+        """Size and address of each block combined in one integer, sorted."""
         self.by_key: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
@@ -88,10 +101,10 @@ class Pool:
         insort(self.keys, key)
         self.by_key[key] = block
         block.key = key
-        block.born = self.asked
+        block.free_since = self.request_count
 
     def remove(self, block: Block) -> None:
-        """Take a free block out."""
+        """Remove a free block."""
         del self.keys[bisect_left(self.keys, block.key)]
         del self.by_key[block.key]
         block.key = 0
@@ -99,3 +112,21 @@ class Pool:
     def blocks(self) -> list[Block]:
         """Return the free blocks, in order."""
         return [self.by_key[key] for key in self.keys]
+
+
+class DeviceMemory(Protocol):
+    """The part of the allocator that maps and unmaps device memory."""
+
+    reserved_bytes: int
+    capacity_bytes: int
+    address_space_bytes: int
+    place: Callable[[int, Pool], int]
+
+    def return_to_pool(self, block: Block) -> None:
+        """Merge a free block with its free neighbours and add it to its pool."""
+
+    def reserve(self, action: str, address: int, size_bytes: int, pool: Pool) -> None:
+        """Account for memory allocated from the device."""
+
+    def unreserve(self, action: str, address: int, size_bytes: int, pool: Pool) -> None:
+        """Account for memory released to the device."""

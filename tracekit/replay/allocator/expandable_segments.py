@@ -1,19 +1,14 @@
-"""Expandable segments: address space that memory is mapped into page by page, so that a segment grows in place."""
+"""Expandable segments: address space into which memory is mapped page by page, so that a segment grows in place."""
 
-from typing import TYPE_CHECKING
-
-from tracekit.replay.allocator.blocks import Block, Pool
+from tracekit.replay.allocator.blocks import Block, DeviceMemory, Pool
 from tracekit.replay.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES
 
-if TYPE_CHECKING:
-    from tracekit.replay.allocator.model import Allocator
 
+def preferred_index(pool: Pool, place: int, *, in_use: bool) -> int:
+    """Return the index of the block to use if the best fit, at `place`, is part of an expandable segment.
 
-def preferred(pool: Pool, place: int, *, in_use: bool) -> int:
-    """Return the place of the block to take, where the best fit, at `place`, is part of an expandable segment.
-
-    A block at the end of its segment counts with the space that it can grow into: such a one is taken last. Where
-    expandable segments were turned off again, none of theirs is taken.
+    A block at the end of its segment counts with the space into which it can grow, so it is used last. If expandable
+    segments were turned off again, their blocks are not used.
     """
     keys, by_key = pool.keys, pool.by_key
     if not in_use:
@@ -22,23 +17,23 @@ def preferred(pool: Pool, place: int, *, in_use: bool) -> int:
         return place
     best = by_key[keys[place]]
     for further in range(place + 1, len(keys)):
-        # Only a block that can grow is worth passing over: the others come in order of size.
+        # Only a block that can grow is skipped: the others are sorted by size.
         if best.base is None or best.next is None or best.next.mapped:
             break
         following = by_key[keys[further]]
-        if _reach_bytes(following) >= _reach_bytes(best):
+        if _growable_bytes(following) >= _growable_bytes(best):
             break
         best, place = following, further
     return place
 
 
-def grown(allocator: "Allocator", pool: Pool, size: int) -> Block | None:
-    """Return a block of at least `size` that memory was mapped for, taken out of its pool; None if there is no room."""
+def mapped_block(allocator: DeviceMemory, pool: Pool, size: int) -> Block | None:
+    """Map memory for a block of at least `size` and return it, removed from its pool; None if there is no room."""
     block = _candidate(pool, size)
     if block is None:
         block = _new_space(allocator, pool)
     if block.bytes < size and block.whole:
-        return None  # more than a segment can ever hold
+        return None  # larger than the maximum segment
     if not block.mapped and not _map(allocator, block, min(block.bytes, size)):
         return None
     while block.bytes < size:
@@ -51,8 +46,8 @@ def grown(allocator: "Allocator", pool: Pool, size: int) -> Block | None:
     return block
 
 
-def unmap(allocator: "Allocator", block: Block) -> None:
-    """Give back the whole pages of a free block; what is left of it at either end stays free."""
+def unmap(allocator: DeviceMemory, block: Block) -> None:
+    """Unmap the whole pages of a free block; the rest at either end stays free."""
     pool, page = block.pool, _page_bytes(block.pool)
     assert block.base is not None
     begin = block.base + -(-(block.address - block.base) // page) * page
@@ -75,8 +70,8 @@ def unmap(allocator: "Allocator", block: Block) -> None:
     allocator.unreserve("segment_unmap", begin, end - begin, pool)
 
 
-def reach(space: Block | None, address: int) -> Block | None:
-    """Return the space before a mapped range, cut to end at it; None where the range is in another segment."""
+def space_before(space: Block | None, address: int) -> Block | None:
+    """Return the space before a mapped range, shortened to end at it; None if the range is in another segment."""
     if space is None or not space.address <= address < space.address + space.bytes:
         return None
     if space.address == address:
@@ -87,7 +82,7 @@ def reach(space: Block | None, address: int) -> Block | None:
     return space
 
 
-def beyond(block: Block, end: int) -> Block:
+def space_after(block: Block, end: int) -> Block:
     """Return the space from the end of a mapped range to the end of its segment."""
     begin = block.address + block.bytes
     space = Block(begin, max(end - begin, 0), block.pool, block.base, block, None)
@@ -100,17 +95,17 @@ def _page_bytes(pool: Pool) -> int:
     return SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
 
 
-def _reach_bytes(block: Block) -> int:
+def _growable_bytes(block: Block) -> int:
     following = block.next
     return block.bytes + (following.bytes if following is not None and not following.mapped else 0)
 
 
 def _candidate(pool: Pool, size: int) -> Block | None:
-    """Return where memory can be mapped for `size` bytes in one piece, at the lowest address."""
+    """Return the block with the lowest address at which `size` contiguous bytes can be mapped."""
     for address in sorted(pool.unmapped):
         first = pool.unmapped[address]
         if first.previous is not None and not first.previous.active:
-            first = first.previous  # a free block right before it is used too
+            first = first.previous  # include the free block before it
         room, block = 0, first
         while room < size and not block.active:
             room += block.bytes
@@ -122,7 +117,7 @@ def _candidate(pool: Pool, size: int) -> Block | None:
     return None
 
 
-def _new_space(allocator: "Allocator", pool: Pool) -> Block:
+def _new_space(allocator: DeviceMemory, pool: Pool) -> Block:
     page = _page_bytes(pool)
     size = -(-allocator.address_space_bytes // page) * page
     address = allocator.place(size, pool)
@@ -132,8 +127,8 @@ def _new_space(allocator: "Allocator", pool: Pool) -> Block:
     return space
 
 
-def _map(allocator: "Allocator", block: Block, size: int) -> bool:
-    """Map pages into the front of a space; it becomes a free block, joined with free neighbours."""
+def _map(allocator: DeviceMemory, block: Block, size: int) -> bool:
+    """Map pages at the start of a space; it becomes a free block, merged with free neighbours."""
     pool, page = block.pool, _page_bytes(block.pool)
     size = -(-size // page) * page
     if allocator.reserved_bytes + size > allocator.capacity_bytes:
@@ -146,6 +141,6 @@ def _map(allocator: "Allocator", block: Block, size: int) -> bool:
         pool.unmapped[rest.address] = rest
         block.bytes = size
     block.mapped = True
-    allocator.give(block)
+    allocator.return_to_pool(block)
     allocator.reserve("segment_map", address, size, pool)
     return True

@@ -36,7 +36,7 @@ class SegmentEvent(NamedTuple):
 
 
 class BlockState(NamedTuple):
-    """A block as a snapshot tells it; `state` is allocated, pending or free."""
+    """A block as in a snapshot; `state` is allocated, pending or free."""
 
     address: int
     bytes: int
@@ -45,7 +45,7 @@ class BlockState(NamedTuple):
 
 
 class SegmentState(NamedTuple):
-    """A segment as a snapshot tells it: a range of memory with its blocks end to end."""
+    """A segment as in a snapshot: a range of memory with its contiguous blocks."""
 
     address: int
     bytes: int
@@ -74,10 +74,10 @@ class Allocator:
         place: Callable[[int, Pool], int] | None = None,
         address_space_bytes: int = ADDRESS_SPACE_BYTES,
     ) -> None:
-        """Make an allocator without memory, on a device that has `capacity_bytes` for it.
+        """Make an empty allocator on a device with `capacity_bytes`.
 
-        `place` gives the address of a new segment (or address space) by its size and pool; without it they follow one
-        another. `address_space_bytes` is how far an expandable segment can grow.
+        `place` returns the address of a new segment (or address space) for a size and pool; by default segments follow
+        one another. `address_space_bytes` is the maximum size of an expandable segment.
         """
         self.settings = settings or Settings()
         self.capacity_bytes = capacity_bytes
@@ -91,22 +91,22 @@ class Allocator:
         self.retries = 0
         self.events: list[SegmentEvent] = []
         self.freeable_pools: set[int] = set()
-        """Private pools that nobody uses any more: their memory can be given back."""
+        """Private pools without users: their memory can be released."""
         self.active: dict[int, Block] = {}
         self._pools: dict[tuple[int, bool, int], Pool] = {}
         self._rounded: dict[int, int] = {}
         self.next_address = 1 << 40
-        """Where the next segment goes, unless `place` says otherwise."""
-        self.place = place or self._follow
+        """Address of the next segment without `place`."""
+        self.place = place or self._next_free_address
 
     # Requests and frees -----------------------------------------------------------------------------------------------
     def malloc(self, requested_bytes: int, stream: int = 0, pool: int = COMMON_POOL) -> Block:
-        """Return a block of at least `requested_bytes`. Raises OutOfMemory, and Overlap if `place` told wrong."""
+        """Return a block of at least `requested_bytes`. Raises OutOfMemory, or Overlap at an address in use."""
         size = self._rounded.get(requested_bytes)
         if size is None:
             size = self._rounded[requested_bytes] = self.settings.rounded(requested_bytes)
         free = self._pools.get((pool, size <= SMALL_BYTES, stream)) or self.pool(pool, size <= SMALL_BYTES, stream)
-        block = self._best_fit(free, size) or self._grown(free, size)
+        block = self._best_fit(free, size) or self._allocate_from_device(free, size)
         rest = block.bytes - size
         if rest >= BLOCK_BYTES and self._splits(free, size, rest):
             block.bytes = size
@@ -121,31 +121,31 @@ class Allocator:
         return block
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Note that another stream uses the block: after its free it can only serve again when that is done."""
+        """Record that another stream uses the block: it is reused only after that stream has finished."""
         block.shared |= stream != block.pool.stream
 
     def free(self, block: Block) -> None:
-        """Free a block: at once, unless another stream uses it; then `complete_free` has to come."""
+        """Free a block. If another stream uses it, `complete_free` must follow."""
         block.allocated = False
         self.allocated_bytes -= block.bytes
         if not block.shared:
             del self.active[block.address]
             block.active = False
-            self.give(block)
+            self.return_to_pool(block)
 
     def request_free(self, block: Block) -> None:
-        """Take the block from the program."""
+        """Free the block for the program; it stays active until `complete_free`."""
         block.allocated = False
         self.allocated_bytes -= block.bytes
 
     def complete_free(self, block: Block) -> None:
-        """Let the block serve again, joined with its free neighbours."""
+        """Make the block available again, merged with its free neighbours."""
         del self.active[block.address]
         block.active = block.shared = False
-        self.give(block)
+        self.return_to_pool(block)
 
-    def give(self, block: Block) -> None:
-        """Join a free block with its free neighbours and add it to its pool."""
+    def return_to_pool(self, block: Block) -> None:
+        """Merge a free block with its free neighbours and add it to its pool."""
         pool = block.pool
         keys, by_key = pool.keys, pool.by_key
         for neighbour in (block.previous, block.next):
@@ -170,7 +170,7 @@ class Allocator:
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         if self.collects:
-            pool.asked += 1
+            pool.request_count += 1
         keys = pool.keys
         place = bisect_left(keys, size << ADDRESS_BITS)
         if place == len(keys):
@@ -178,7 +178,7 @@ class Allocator:
         block = pool.by_key[keys[place]]
         settings = self.settings
         if block.base is not None and not (settings.expandable and (block.next is None or block.next.mapped)):
-            place = expandable_segments.preferred(pool, place, in_use=settings.expandable)
+            place = expandable_segments.preferred_index(pool, place, in_use=settings.expandable)
             if place == len(keys):
                 return None
             block = pool.by_key[keys[place]]
@@ -192,27 +192,27 @@ class Allocator:
         return block
 
     # Memory of the device ---------------------------------------------------------------------------------------------
-    def _grown(self, pool: Pool, size: int) -> Block:
-        """Return a block that is new from the device, given back from elsewhere first if need be."""
+    def _allocate_from_device(self, pool: Pool, size: int) -> Block:
+        """Return a block of new device memory; release cached memory and retry if there is none."""
         if self.collects:
-            self._collect()
-        block = self._new(pool, size)
+            self._collect_garbage()
+        block = self._new_block(pool, size)
         if block is None and self._release_oversized(pool, size):
-            block = self._new(pool, size)
+            block = self._new_block(pool, size)
         if block is None:
             self.release_cached()
             self.retries += 1
-            block = self._new(pool, size)
+            block = self._new_block(pool, size)
         if block is None:
             raise OutOfMemory(f"{size:,} bytes on stream {pool.stream}, with {self.reserved_bytes:,} bytes reserved")
         return block
 
-    def _new(self, pool: Pool, size: int) -> Block | None:
+    def _new_block(self, pool: Pool, size: int) -> Block | None:
         wanted = segment_bytes(size)
         if self.reserved_bytes + wanted > self.allowed_bytes:
             return None
         if self.settings.expandable:
-            return expandable_segments.grown(self, pool, size)
+            return expandable_segments.mapped_block(self, pool, size)
         if self.reserved_bytes + wanted > self.capacity_bytes:
             return None
         address = self.place(wanted, pool)
@@ -220,25 +220,25 @@ class Allocator:
         return Block(address, wanted, pool)
 
     def reserve(self, action: str, address: int, size_bytes: int, pool: Pool) -> None:
-        """Count memory that is taken of the device."""
+        """Account for memory allocated from the device."""
         self.device_allocations += 1
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         self.events.append(SegmentEvent(action, address, size_bytes, pool.stream))
 
     def unreserve(self, action: str, address: int, size_bytes: int, pool: Pool) -> None:
-        """Count memory that is given back to the device."""
+        """Account for memory released to the device."""
         self.reserved_bytes -= size_bytes
         self.events.append(SegmentEvent(action, address, size_bytes, pool.stream))
 
     def release(self, block: Block) -> None:
-        """Give a free block that is its whole segment back to the device."""
+        """Release a free block that is a whole segment to the device."""
         block.pool.remove(block)
         self.unreserve(FREE, block.address, block.bytes, block.pool)
 
     def release_cached(self) -> None:
-        """Give all whole free segments back, as `torch.cuda.empty_cache` does, and a request that finds no memory."""
-        for block in [each for each in self.active.values() if not each.allocated]:
+        """Release all free segments, as `torch.cuda.empty_cache` and a failed allocation do."""
+        for block in [b for b in self.active.values() if not b.allocated]:
             self.complete_free(block)  # the allocator waits for the streams that use them
         for small in (False, True):
             self._release_of(lambda pool, small=small: pool.number == COMMON_POOL and pool.small is small)  # type: ignore[misc]
@@ -259,7 +259,7 @@ class Allocator:
         return sorted(filter(wanted, self._pools.values()), key=lambda pool: pool.stream)
 
     def _release_oversized(self, pool: Pool, size: int) -> bool:
-        """Give back blocks too large to split: one that would do, else from the largest until they add up."""
+        """Release blocks too large to split: one of sufficient size, otherwise the largest until the sum suffices."""
         limit = self.settings.max_split_bytes
         if limit == UNLIMITED:
             return False
@@ -268,77 +268,77 @@ class Allocator:
         if place < len(pool.keys):
             self.release(pool.by_key[pool.keys[place]])
             return True
-        given = 0
+        released_bytes = 0
         for block in reversed(pool.blocks()):
-            if given >= wanted or block.bytes < limit:
+            if released_bytes >= wanted or block.bytes < limit:
                 break
-            given += block.bytes
+            released_bytes += block.bytes
             self.release(block)
-        return given >= wanted
+        return released_bytes >= wanted
 
-    def _collect(self) -> None:
-        """Give back unused large segments, those first that were not asked for the longest."""
+    def _collect_garbage(self) -> None:
+        """Release unused large segments, the least recently used first (garbage_collection_threshold)."""
         threshold = int(self.settings.gc_threshold * self.allowed_bytes)
-        target, given = self.reserved_bytes - threshold, 0
+        target, released_bytes = self.reserved_bytes - threshold, 0
         pools = self._in_order(lambda pool: pool.number == COMMON_POOL and not pool.small)
         idle = [block for pool in pools for block in pool.blocks() if block.whole]
-        age = sum(block.pool.asked - block.born for block in idle)
-        while given < target and idle:
+        age = sum(block.pool.request_count - block.free_since for block in idle)
+        while released_bytes < target and idle:
             mean = age / len(idle)
-            kept = []
+            recent = []
             for block in idle:
-                since = block.pool.asked - block.born
+                since = block.pool.request_count - block.free_since
                 if since < mean:
-                    kept.append(block)
+                    recent.append(block)
                     continue
                 age -= since
-                given += block.bytes
+                released_bytes += block.bytes
                 self.release(block)
-            idle = kept
+            idle = recent
 
-    def _follow(self, size_bytes: int, pool: Pool) -> int:  # noqa: ARG002 one signature for all
+    def _next_free_address(self, size_bytes: int, pool: Pool) -> int:  # noqa: ARG002 one signature for all
         address = self.next_address
         self.next_address += -(-size_bytes // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
         return address
 
     # State ------------------------------------------------------------------------------------------------------------
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks with memory behind them, free or not, in no order."""
+        """Yield all mapped blocks, free or not, in no particular order."""
         yield from self.active.values()
         for pool in self._pools.values():
             yield from pool.blocks()
 
     def segments(self) -> list[SegmentState]:
-        """Return the segments as a snapshot tells them, by address."""
+        """Return the segments as in a snapshot, by address."""
         heads = [block for block in self.blocks() if block.previous is None or not block.previous.mapped]
         return [_state(head) for head in sorted(heads, key=lambda block: block.address)]
 
     def adopt(self, segments: Iterable[SegmentState]) -> None:
-        """Take over segments of a snapshot, so that what follows starts from there."""
-        last: dict[tuple[int, bool, int], Block] = {}  # of expandable segments: what lies before the next range
+        """Start from the segments of a snapshot."""
+        last: dict[tuple[int, bool, int], Block] = {}  # of expandable segments: the block before the next range
         for segment in sorted(segments):
             pool = self.pool(segment.pool, segment.small, segment.stream)
             key = (segment.pool, segment.small, segment.stream)
             previous = None
             if segment.expandable:
-                previous = expandable_segments.reach(last.get(key), segment.address)
+                previous = expandable_segments.space_before(last.get(key), segment.address)
             base = None if not segment.expandable else segment.address if previous is None else previous.base
             end = segment.address + segment.bytes
-            for told in segment.blocks:
-                previous = self._adopted(told, pool, base, previous)
+            for state in segment.blocks:
+                previous = self._adopt_block(state, pool, base, previous)
             if base is not None and previous is not None:
                 page = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
                 end = base + -(-self.address_space_bytes // page) * page
-                last[key] = expandable_segments.beyond(previous, end)
+                last[key] = expandable_segments.space_after(previous, end)
             self.next_address = max(self.next_address, -(-end // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES)
             self.reserved_bytes += segment.bytes
         self.peak_reserved_bytes, self.peak_allocated_bytes = self.reserved_bytes, self.allocated_bytes
 
-    def _adopted(self, told: BlockState, pool: Pool, base: int | None, previous: Block | None) -> Block:
-        block = Block(told.address, told.bytes, pool, base, previous, None)
-        block.requested_bytes = told.requested_bytes
-        block.active = told.state != "free"
-        block.allocated = told.state == "allocated"
+    def _adopt_block(self, state: BlockState, pool: Pool, base: int | None, previous: Block | None) -> Block:
+        block = Block(state.address, state.bytes, pool, base, previous, None)
+        block.requested_bytes = state.requested_bytes
+        block.active = state.state != "free"
+        block.allocated = state.state == "allocated"
         if block.active:
             self.active[block.address] = block
             self.allocated_bytes += block.bytes if block.allocated else 0
@@ -354,5 +354,5 @@ def _state(head: Block) -> SegmentState:
         state = "allocated" if block.allocated else "pending" if block.active else "free"
         blocks.append(BlockState(block.address, block.bytes, state, block.requested_bytes if block.active else 0))
         block = block.next
-    pool, total = head.pool, sum(each.bytes for each in blocks)
+    pool, total = head.pool, sum(b.bytes for b in blocks)
     return SegmentState(head.address, total, pool.stream, pool.small, pool.number, head.base is not None, tuple(blocks))

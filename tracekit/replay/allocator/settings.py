@@ -59,7 +59,7 @@ class Settings:
         """
         if text.strip() in ("", "default"):
             return cls()
-        told: dict[str, object] = {}
+        recorded: dict[str, object] = {}
         at = 0
         while at < len(text):
             pair = _PAIR.match(text, at)
@@ -67,21 +67,21 @@ class Settings:
                 raise InputError(
                     f"{text[at:]!r}: allocator settings are key:value pairs, such as max_split_size_mb:128"
                 )
-            told |= _one(pair[1], pair[2])
+            recorded |= _one(pair[1], pair[2])
             at = pair.end()
-        return cls(**told)  # type: ignore[arg-type]
+        return cls(**recorded)  # type: ignore[arg-type]
 
     @classmethod
-    def of_snapshot(cls, told: Mapping[str, object]) -> "Settings":
+    def of_snapshot(cls, recorded: Mapping[str, object]) -> "Settings":
         """Return the settings under which a snapshot was taken, by its `allocator_settings`."""
-        split, divisions = told.get("max_split_size"), told.get("roundup_power2_divisions")
-        collect = told.get("garbage_collection_threshold")
+        split, divisions = recorded.get("max_split_size"), recorded.get("roundup_power2_divisions")
+        collect = recorded.get("garbage_collection_threshold")
         written = cls()
         with contextlib.suppress(InputError):  # what only the text has; of another torch it may be more than is known
-            written = cls.parse(str(told.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
+            written = cls.parse(str(recorded.get("PYTORCH_CUDA_ALLOC_CONF") or ""))
         return replace(
             written,
-            expandable=told.get("expandable_segments") is True,
+            expandable=recorded.get("expandable_segments") is True,
             max_split_bytes=split if isinstance(split, int) and split > 0 else UNLIMITED,
             gc_threshold=float(collect) if isinstance(collect, int | float) else 0.0,
             roundup_divisions=_of_snapshot(divisions) if isinstance(divisions, dict) else (0,) * INTERVALS,
@@ -185,9 +185,9 @@ def _division(value: str) -> int:
     return int(value)
 
 
-def _of_snapshot(told: Mapping[object, object]) -> tuple[int, ...]:
+def _of_snapshot(recorded: Mapping[object, object]) -> tuple[int, ...]:
     found = [0] * INTERVALS
-    for size, divisions in told.items():
+    for size, divisions in recorded.items():
         index = int(str(size)).bit_length() - 1
         if 0 <= index < INTERVALS and isinstance(divisions, int):
             found[index] = divisions

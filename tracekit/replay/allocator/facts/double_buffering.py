@@ -1,4 +1,4 @@
-"""Unit buffers that come and go, and what two of each kind, allocated once, would serve instead (YaFSDP's way)."""
+"""FSDP unit buffers that are allocated in every step, and the two pre-allocated buffers that could replace them."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ _KINDS = {"weights": "all_gather", "gradients": "reduce"}
 
 
 def alternating(trace: Trace) -> pl.DataFrame:
-    """Return, for each step, the blocks that every unit takes anew, and the two buffers that would do for all.
+    """Return per step the blocks that units allocate, and the two buffers that could serve all units (as in YaFSDP).
 
-    Columns step, device, kind (weights: of gathers; gradients: of reductions), units, count and bytes (allocations that
-    two buffers would save), held_bytes (most of them held at once), buffer_bytes (what the largest unit needs),
-    buffers_bytes (two of those); one row per step, device and kind. Only blocks that are freed in the step they came
-    in, of units told by name, the root apart: it keeps its own. What a backend takes inside its own collective is not
-    the engine's.
+    Columns step, device, kind (weights: of all-gathers; gradients: of reductions), units, count and bytes (allocations
+    that two buffers would avoid), held_bytes (their peak of allocated bytes), buffer_bytes (the need of the largest
+    unit), buffers_bytes (two of those); one row per step, device and kind. Counted are blocks of named units that are
+    freed in the step of their allocation, without the root unit, which keeps its buffer, and without blocks that a
+    backend allocates inside its collective.
     """
     found = _of_units(trace)
     if found.is_empty():
@@ -37,7 +37,7 @@ def alternating(trace: Trace) -> pl.DataFrame:
     need = pl.when(pl.col("kind") == "weights").then("whole").otherwise("largest").max()
     wide = flat.group_by(key).agg(units=pl.col("unit").n_unique(), buffer_bytes=need)
     sums = found.group_by(key).agg(count=pl.len(), bytes=pl.col("bytes").sum())
-    wide = wide.join(sums, on=key, nulls_equal=True).join(_held(found, key), on=key, nulls_equal=True)
+    wide = wide.join(sums, on=key, nulls_equal=True).join(_peak_allocated(found, key), on=key, nulls_equal=True)
     wide = wide.filter(pl.col("units") > BUFFERS).with_columns(buffers_bytes=BUFFERS * pl.col("buffer_bytes"))
     return wide.select(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()).sort("step", "device", "kind")
 
@@ -45,19 +45,21 @@ def alternating(trace: Trace) -> pl.DataFrame:
 def with_buffers(trace: Trace) -> History:
     """Return the trace's history as if two buffers of each kind had served all units from the start.
 
-    The blocks that `alternating` counts are left out, and the buffers are held throughout. What was recorded stays what
-    it was. Raises InputError where no blocks of units come and go.
+    The blocks that `alternating` counts are removed, and the buffers stay allocated. Recorded peaks do not change.
+    Raises InputError if no unit allocates and frees blocks.
     """
-    recorded = playback.of_trace(trace)
+    recorded = playback.from_trace(trace)
     served, found = _of_units(trace), alternating(trace)
     if found.is_empty():
-        raise InputError("no blocks of FSDP units come and go in this trace: there is nothing for buffers to serve")
+        raise InputError(
+            "no FSDP unit allocates and frees buffers in this trace: double buffering would change nothing"
+        )
     served = served.join(found, on=["step", "device", "kind"], how="semi", nulls_equal=True)
     gone = pl.concat([served["start_event"], served["end_event"]])
-    kept = trace.allocations.with_row_index("event").filter(~pl.col("event").is_in(gone.implode()))
-    history = playback.of_trace(dataclasses.replace(trace, allocations=kept.drop("event")))
+    remaining = trace.allocations.with_row_index("event").filter(~pl.col("event").is_in(gone.implode()))
+    history = playback.from_trace(dataclasses.replace(trace, allocations=remaining.drop("event")))
     sizes = found.group_by("kind").agg(pl.col("buffer_bytes").max()).sort("kind")["buffer_bytes"].to_list()
-    buffers = [_held_throughout(number, size) for number, size in enumerate(sizes * BUFFERS, 1)]
+    buffers = [_static_segment(number, size) for number, size in enumerate(sizes * BUFFERS, 1)]
     return dataclasses.replace(
         recorded,
         **{name: getattr(history, name) for name in _PLAYED},
@@ -68,8 +70,8 @@ def with_buffers(trace: Trace) -> History:
 _PLAYED = ("action", "address", "bytes", "stream", "pool", "at_ns", "stack", "releases")
 
 
-def _held_throughout(number: int, size_bytes: int) -> SegmentState:
-    address = -(number << 40)  # nowhere: it is asked for anew
+def _static_segment(number: int, size_bytes: int) -> SegmentState:
+    address = -(number << 40)  # not a real address: the block is allocated again
     block = BlockState(address, size_bytes, "allocated", size_bytes)
     return SegmentState(address, size_bytes, 0, small=False, pool=0, expandable=False, blocks=(block,))
 
@@ -78,19 +80,19 @@ def _of_units(trace: Trace) -> pl.DataFrame:
     events = trace.allocations.with_row_index("event").filter(
         allocations.of_training(trace), pl.col("address").is_not_null()
     )
-    # Other addresses have nothing to tell of these.
+    # Events at other addresses do not matter here.
     units = pl.col("unit").is_not_null() & (pl.col("unit") != "")
     events = events.join(events.filter(units), on=["device", "address"], how="semi", nulls_equal=True)
     blocks = allocations.match_blocks(events).filter(units, pl.col("freed"), pl.col("end_step") == pl.col("step"))
     kind = pl.coalesce(
         pl.when(pl.col("span").str.contains(pattern)).then(pl.lit(name)) for name, pattern in _KINDS.items()
     )
-    mine = blocks.filter(~allocations.in_collectives(trace, blocks["start_ns"])).with_columns(kind=kind)
-    return mine.drop_nulls("kind").join(_spans(trace), on="op_id", how="left")
+    own = blocks.filter(~allocations.in_collectives(trace, blocks["start_ns"])).with_columns(kind=kind)
+    return own.drop_nulls("kind").join(_spans(trace), on="op_id", how="left")
 
 
 def _spans(trace: Trace) -> pl.DataFrame:
-    """Return which instance of a span each op lies in: the outermost slice up from it that is in the same span."""
+    """Return the span instance of each op: its outermost enclosing slice in the same span."""
     ops = trace.ops.select("id", "parent_id", "unit", "span")
     found = trace.allocations.select("op_id", id="op_id").drop_nulls().unique().join(ops, on="id")
     above = ops.rename({"id": "parent_id", "parent_id": "further", "unit": "above_unit", "span": "above_span"})
@@ -109,8 +111,8 @@ def _spans(trace: Trace) -> pl.DataFrame:
         )
 
 
-def _held(found: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    """Return the most bytes of these blocks that are held at once."""
+def _peak_allocated(found: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """Return the peak of allocated bytes of these blocks."""
     moves = pl.concat(
         [
             found.select(*key, event="start_event", bytes="bytes"),

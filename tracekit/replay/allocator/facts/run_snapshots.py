@@ -1,4 +1,4 @@
-"""Memory snapshots that lie beside a run's traces: RUN/rank00000.memory.pickle, of further windows one folder below."""
+"""Facts about the memory snapshots in a run's folder."""
 
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -27,7 +27,7 @@ HISTORY_COLUMNS = {
 
 
 def pools(run: Run) -> pl.DataFrame:
-    """Return how free memory is cut up at the end of each snapshot beside the run's traces.
+    """Return the fragmentation of free memory at the end of each memory snapshot of a run.
 
     Columns window, rank and those of `snapshots.fragmentation`, waiting_bytes (freed, but another stream uses it) and
     largest_request_bytes (of the history, on the pool's stream and of its kind); one row per snapshot and pool. Only
@@ -37,7 +37,7 @@ def pools(run: Run) -> pl.DataFrame:
 
 
 def histories(run: Run) -> pl.DataFrame:
-    """Return what the allocator did in the history of each snapshot beside the run's traces.
+    """Return the allocator activity in the history of each memory snapshot of a run.
 
     Columns window, rank, device, events, retries, device_allocations, path; one row per snapshot and device, of the
     same snapshots as `pools`.
@@ -46,7 +46,7 @@ def histories(run: Run) -> pl.DataFrame:
 
 
 def data_quality(run: Run) -> pl.DataFrame:
-    """Return a row for each snapshot beside the run's traces that cannot be read: columns as RUN_DATA_QUALITY."""
+    """Return a row for each memory snapshot of a run that cannot be read: columns as RUN_DATA_QUALITY."""
     return _looked_at(run)[2]
 
 
@@ -56,10 +56,10 @@ def table(name: str) -> Callable[[Run], pl.DataFrame]:
     def of_run(run: Run) -> pl.DataFrame:
         place = {"window": pl.Int64(), "rank": pl.Int64()}
         parts = [pl.DataFrame(schema=place | dict(schema.SNAPSHOT_TABLES[name].schema))]
-        for each in snapshot_files.files(run):
-            rows: pl.DataFrame = reader.read(each.path).tables[name]
+        for file in snapshot_files.files(run):
+            rows: pl.DataFrame = reader.read(file.path).tables[name]
             where = (
-                pl.lit(value, pl.Int64).alias(key) for key, value in (("window", each.window), ("rank", each.rank))
+                pl.lit(value, pl.Int64).alias(key) for key, value in (("window", file.window), ("rank", file.rank))
             )
             parts.append(rows.select(*where, pl.all()))
         return pl.concat(parts)
@@ -75,40 +75,40 @@ def _looked_at(run: Run) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
     """Return pools, histories and data-quality issues: each snapshot is read once for all."""
     if run not in _KNOWN:
         found: list[pl.DataFrame] = [pl.DataFrame(schema=POOL_COLUMNS)]
-        told: list[tuple[object, ...]] = []
+        rows: list[tuple[object, ...]] = []
         bad = snapshot_files.unreadable(run)
-        for each in snapshot_files.first_files(run):
+        for file in snapshot_files.first_files(run):
             try:
-                snapshot = reader.read(each.path)
+                snapshot = reader.read(file.path)
             except TracekitError as error:
-                bad.append((each.rank, each.path, "unreadable_snapshot", str(error), 0.0))
+                bad.append((file.rank, file.path, "unreadable_snapshot", str(error), 0.0))
                 continue
-            found.append(_pools(snapshot, each))
+            found.append(_pools(snapshot, file))
             for device in snapshot.devices:
-                history = playback.of(snapshot, device)
-                counts = (len(history.action), history.retries, len(history.taken))
-                told.append((each.window, each.rank, device, *counts, each.path))
-        histories = pl.DataFrame(told, schema=HISTORY_COLUMNS, orient="row")
+                history = playback.from_snapshot(snapshot, device)
+                counts = (len(history.action), history.retries, len(history.segment_allocations))
+                rows.append((file.window, file.rank, device, *counts, file.path))
+        histories = pl.DataFrame(rows, schema=HISTORY_COLUMNS, orient="row")
         _KNOWN[run] = pl.concat(found), histories, pl.DataFrame(bad, schema=RUN_DATA_QUALITY.schema, orient="row")
     return _KNOWN[run]
 
 
 def _pools(snapshot: MemorySnapshot, place: SnapshotFile) -> pl.DataFrame:
-    told = snapshot_summary.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
-    told = told.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
+    rows = snapshot_summary.fragmentation(snapshot).join(_waiting(snapshot), on=_POOL, how="left")
+    rows = rows.join(_requests(snapshot), on=["device", "stream", "kind"], how="left").with_columns(
         pl.col("waiting_bytes").fill_null(0), window=pl.lit(place.window), rank=pl.lit(place.rank)
     )
-    return told.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items())
+    return rows.select(pl.col(name).cast(dtype) for name, dtype in POOL_COLUMNS.items())
 
 
 def _waiting(snapshot: MemorySnapshot) -> pl.DataFrame:
     pending = snapshot.blocks.filter(~pl.col("state").is_in(["active_allocated", "inactive"]))
     segments = snapshot.segments.select("device", *_POOL[1:], segment_address="address")
-    held = pending.join(segments, on=["device", "segment_address"])
-    return held.group_by(_POOL).agg(waiting_bytes=pl.col("bytes").sum())
+    in_segments = pending.join(segments, on=["device", "segment_address"])
+    return in_segments.group_by(_POOL).agg(waiting_bytes=pl.col("bytes").sum())
 
 
 def _requests(snapshot: MemorySnapshot) -> pl.DataFrame:
     kind = pl.when(pl.col("bytes") <= SMALL_BYTES).then(pl.lit("small")).otherwise(pl.lit("large"))
-    asked = snapshot.events.filter(pl.col("action") == "alloc").group_by("device", "stream", kind=kind)
-    return asked.agg(largest_request_bytes=pl.col("bytes").max())
+    requests = snapshot.events.filter(pl.col("action") == "alloc").group_by("device", "stream", kind=kind)
+    return requests.agg(largest_request_bytes=pl.col("bytes").max())

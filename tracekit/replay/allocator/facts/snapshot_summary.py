@@ -1,4 +1,4 @@
-"""What a memory snapshot tells: who holds what at the peak, what comes and goes, and how free memory is cut up."""
+"""Facts about a memory snapshot: owners at the peak, allocation churn, fragmentation of free memory."""
 
 import re
 
@@ -7,7 +7,7 @@ import polars as pl
 
 from tracekit.analysis.memory.allocations import CHURN_COLUMNS, PEAK_COLUMNS
 from tracekit.model.memory_snapshot import MemorySnapshot
-from tracekit.replay.allocator.playback import History, Outcome
+from tracekit.replay.allocator.playback import History, ReplayResult
 from tracekit.replay.allocator.playback.recorded_history import ALLOC, REQUEST
 
 FRAGMENTATION_COLUMNS = {
@@ -40,27 +40,27 @@ def fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in FRAGMENTATION_COLUMNS.items())
 
 
-def peak_allocated_bytes(history: History, played: Outcome) -> int:
-    """Return the most that the program held."""
-    return int(held(history, played).max())
+def peak_allocated_bytes(history: History, played: ReplayResult) -> int:
+    """Return the peak of allocated bytes."""
+    return int(allocated_over_time(history, played).max())
 
 
-def at_peak(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
-    """Return who holds what when most is held: columns and order as `allocations.at_peak`; an owner is a place in code.
+def at_peak(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the owners of memory at the peak: columns and order as `allocations.at_peak`; an owner is a place in code.
 
-    The place is the innermost one in the program's own Python code, with the op that it called; else the innermost
-    known. Without one: what was there before the history and is not in the snapshot. Without a history, the moment of
-    the snapshot is told.
+    The place is the innermost frame in the program's own Python code, with the op that it called; otherwise the
+    innermost known frame. It is null for blocks older than the history that are not in the snapshot. Without a history
+    the peak is the moment of the snapshot.
     """
-    holds = held(history, played)
-    peak = int(holds.argmax()) - 1
+    allocated = allocated_over_time(history, played)
+    peak = int(allocated.argmax()) - 1
     blocks = _alive(history, played, peak)
     stacks = snapshot.blocks.filter(pl.col("device") == history.device).select("address", last="stack")
-    told = blocks.join(stacks, on="address", how="left").with_columns(
+    described = blocks.join(stacks, on="address", how="left").with_columns(
         stack=pl.when("earlier").then("last").otherwise("stack")
     )
-    told = told.join(owners(snapshot), on="stack", how="left")
-    by = told.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
+    described = described.join(owners(snapshot), on="stack", how="left")
+    by = described.group_by("op").agg(count=pl.len(), bytes=pl.col("bytes").sum())
     at_ns = int(history.at_ns[peak]) if peak >= 0 else None
     whole = {
         "phase": None,
@@ -72,20 +72,26 @@ def at_peak(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.D
         "at_ns": at_ns,
     }
     wide = by.with_columns(
-        **{name: pl.lit(value) for name, value in whole.items()}, peak_bytes=pl.lit(int(holds.max()))
+        **{name: pl.lit(value) for name, value in whole.items()}, peak_bytes=pl.lit(int(allocated.max()))
     )
     wide = wide.with_columns(peak_ratio=pl.col("bytes") / pl.col("peak_bytes"))
     ordered = wide.sort("bytes", "op", descending=[True, False])
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in PEAK_COLUMNS.items())
 
 
-def churn(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
-    """Return how much comes and goes, columns as `allocations.churn`.
+def churn(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the allocation churn, columns as `allocations.churn`.
 
     One row per step, where the profiler marked steps in the snapshot, else one for the whole history.
     """
     taken = played.moved_bytes > 0
-    events = pl.DataFrame({"at_ns": history.at_ns, "moved": played.moved_bytes, "held": held(history, played)[1:]})
+    events = pl.DataFrame(
+        {
+            "at_ns": history.at_ns,
+            "moved": played.moved_bytes,
+            "allocated_bytes": allocated_over_time(history, played)[1:],
+        }
+    )
     marks = snapshot.annotations.filter(pl.col("stage") == "START", pl.col("device") == history.device)
     marks = marks.with_columns(step=pl.col("name").str.extract(_STEP).cast(pl.Int64)).drop_nulls("step").sort("at_ns")
     step = pl.lit(None, pl.Int64)
@@ -99,7 +105,7 @@ def churn(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.Dat
         .agg(
             count=pl.col("taken").sum(),
             bytes=pl.col("moved").filter("taken").sum(),
-            peak_bytes=pl.col("held").max(),
+            peak_bytes=pl.col("allocated_bytes").max(),
             distinct_sizes=pl.col("moved").filter("taken").n_unique(),
         )
     )
@@ -110,17 +116,17 @@ def churn(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.Dat
     return wide.select(pl.col(name).cast(dtype) for name, dtype in CHURN_COLUMNS.items()).sort("step")
 
 
-def held(history: History, played: Outcome) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return what is held at the start and after each event."""
+def allocated_over_time(history: History, played: ReplayResult) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the allocated bytes at the start and after each event."""
     begun = sum(block.bytes for segment in history.start for block in segment.blocks if block.state == "allocated")
-    held: np.ndarray[tuple[int], np.dtype[np.int64]] = begun + np.concatenate(
+    allocated_bytes: np.ndarray[tuple[int], np.dtype[np.int64]] = begun + np.concatenate(
         (np.zeros(1, np.int64), np.cumsum(played.moved_bytes))
     )
-    return held
+    return allocated_bytes
 
 
-def _alive(history: History, played: Outcome, peak: int) -> pl.DataFrame:
-    """Return the blocks held after event `peak`: columns address, bytes, stack, earlier (than the history)."""
+def _alive(history: History, played: ReplayResult, peak: int) -> pl.DataFrame:
+    """Return the blocks allocated after event `peak`: columns address, bytes, stack, earlier (than the history)."""
     events = pl.DataFrame(
         {"address": history.address, "moved": played.moved_bytes, "code": history.action, "stack": history.stack}
     ).with_row_index("event")
@@ -130,16 +136,16 @@ def _alive(history: History, played: Outcome, peak: int) -> pl.DataFrame:
     earlier = pl.DataFrame(begun, schema={"address": pl.Int64, "bytes": pl.Int64}, orient="row")
     moves = events.filter(pl.col("code").is_in([ALLOC, REQUEST]), pl.col("event") <= peak, pl.col("moved") != 0)
     last = moves.group_by("address").agg(pl.all().sort_by("event").last())
-    held = last.filter(pl.col("code") == ALLOC)
-    mine = held.select("address", pl.col("moved").alias("bytes"), "stack", earlier=pl.lit(value=False))
+    alive = last.filter(pl.col("code") == ALLOC)
+    from_history = alive.select("address", pl.col("moved").alias("bytes"), "stack", earlier=pl.lit(value=False))
     untouched = earlier.join(last, on="address", how="anti").select(
         "address", "bytes", pl.lit(-1, pl.Int64).alias("stack"), earlier=pl.lit(value=True)
     )
-    return pl.concat([mine, untouched])
+    return pl.concat([from_history, untouched])
 
 
 def owners(snapshot: MemorySnapshot) -> pl.DataFrame:
-    """Return the place in code that each stack is told by: columns stack, op."""
+    """Return the place in code that represents each stack: columns stack, op."""
     frames = snapshot.stacks.join(snapshot.frames, on="frame").sort("stack", "depth")
     python = pl.col("file").str.ends_with(".py")
     own = python & ~pl.col("file").str.contains(_NOT_THE_USERS)

@@ -1,4 +1,4 @@
-"""A snapshot's history as blocks and as what is held over time, in the form that a trace has them, and its map."""
+"""A memory snapshot's history as blocks and as usage over time, in the same columns as a trace, and its segment map."""
 
 import numpy as np
 import polars as pl
@@ -6,8 +6,8 @@ import polars as pl
 from tracekit.analysis.memory import allocations, usage
 from tracekit.model.memory_snapshot import MemorySnapshot
 from tracekit.replay.allocator.facts import snapshot_summary
-from tracekit.replay.allocator.playback import History, Outcome
-from tracekit.replay.allocator.playback.recorded_history import CODES, GIVEN, TAKEN
+from tracekit.replay.allocator.playback import History, ReplayResult
+from tracekit.replay.allocator.playback.recorded_history import CODES, SEGMENT_ALLOCATIONS, SEGMENT_FREES
 
 MAP_COLUMNS = {
     "device": pl.Int64, "pool": pl.String, "kind": pl.String, "stream": pl.Int64, "expandable": pl.Boolean,
@@ -16,18 +16,18 @@ MAP_COLUMNS = {
 }  # fmt: skip
 
 
-def over_time(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
-    """Return who holds how much over the history: columns as `held.over_time`, by op: the op and the place in code.
+def over_time(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the memory usage over the history by op with its place in code: columns as `usage.usage_by_owner`.
 
-    Nothing where the snapshot has no history, or one without times.
+    Empty if the snapshot has no history, or one without times.
     """
     if not len(history.at_ns) or not history.at_ns.any():
         return pl.DataFrame(schema=usage.OWNER_COLUMNS)
     return usage.usage_by_owner(blocks(snapshot, history, played), live(snapshot, history, played), by=("op",))
 
 
-def blocks(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
-    """Return the blocks that the history tells of, columns as `allocations.blocks`."""
+def blocks(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return the blocks in the history, columns as `allocations.blocks`."""
     events = pl.DataFrame(
         {"at_ns": history.at_ns, "address": history.address, "delta_bytes": played.moved_bytes, "op_id": history.stack}
     ).with_row_index("event")
@@ -38,30 +38,40 @@ def blocks(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.Da
         snapshot_summary.owners(snapshot), left_on="op_id", right_on="stack", how="left"
     )
     absent = [name for name in allocations.BLOCK_COLUMNS if name not in found.columns]
-    told = found.with_columns(pl.lit(None).alias(name) for name in absent)
-    return told.select(pl.col(name).cast(dtype) for name, dtype in allocations.BLOCK_COLUMNS.items()).sort(
+    described = found.with_columns(pl.lit(None).alias(name) for name in absent)
+    return described.select(pl.col(name).cast(dtype) for name, dtype in allocations.BLOCK_COLUMNS.items()).sort(
         "start_event", nulls_last=False, maintain_order=True
     )
 
 
-def live(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
-    """Return what is held and reserved after each event: columns device, event, at_ns, live_bytes, reserved_bytes."""
+def live(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return memory usage after each event: columns device, event, at_ns, live_bytes, reserved_bytes."""
     events = snapshot.events.filter(pl.col("device") == history.device)
     action = pl.col("action")
-    change = pl.when(action.is_in(TAKEN)).then("bytes").when(action.is_in(GIVEN)).then(-pl.col("bytes")).otherwise(0)
-    given = action.is_in(GIVEN)
+    change = (
+        pl.when(action.is_in(SEGMENT_ALLOCATIONS))
+        .then("bytes")
+        .when(action.is_in(SEGMENT_FREES))
+        .then(-pl.col("bytes"))
+        .otherwise(0)
+    )
+    given = action.is_in(SEGMENT_FREES)
     played_too = action.is_in(list(CODES)) | (given & ~given.shift(1, fill_value=False))
     begun = sum(segment.bytes for segment in history.start)
     reserved = events.with_columns(reserved_bytes=change.cum_sum() + begun).filter(played_too)["reserved_bytes"]
-    told = pl.DataFrame({"at_ns": history.at_ns, "live_bytes": snapshot_summary.held(history, played)[1:]})
-    return told.with_row_index("event").with_columns(device=pl.lit(history.device, pl.Int64), reserved_bytes=reserved)
+    described = pl.DataFrame(
+        {"at_ns": history.at_ns, "live_bytes": snapshot_summary.allocated_over_time(history, played)[1:]}
+    )
+    return described.with_row_index("event").with_columns(
+        device=pl.lit(history.device, pl.Int64), reserved_bytes=reserved
+    )
 
 
 def segment_map(snapshot: MemorySnapshot, device: int) -> pl.DataFrame:
     """Return all memory that the allocator holds of a device, block by block.
 
     Columns device, pool, kind, stream, expandable, segment_address, segment_bytes, address, bytes, state, op (who
-    asked for it); one row per block, those of one pool together, the largest pools and segments first.
+    requested it); one row per block, those of one pool together, the largest pools and segments first.
     """
     key = ["pool", "kind", "stream"]
     segments = snapshot.segments.filter(pl.col("device") == device).select(
@@ -70,16 +80,18 @@ def segment_map(snapshot: MemorySnapshot, device: int) -> pl.DataFrame:
     listed = snapshot.blocks.filter(pl.col("device") == device).select(
         "segment_address", "address", "bytes", "state", "stack"
     )
-    told = listed.join(segments, on="segment_address").join(snapshot_summary.owners(snapshot), on="stack", how="left")
+    described = listed.join(segments, on="segment_address").join(
+        snapshot_summary.owners(snapshot), on="stack", how="left"
+    )
     pool_bytes = pl.col("bytes").sum().over(key)
-    ordered = told.with_columns(pool_bytes=pool_bytes).sort(
+    ordered = described.with_columns(pool_bytes=pool_bytes).sort(
         "pool_bytes", *key, "segment_bytes", "address", descending=[True, False, False, False, True, False]
     )
     return ordered.select(pl.col(name).cast(dtype) for name, dtype in MAP_COLUMNS.items())
 
 
-def lifetimes(snapshot: MemorySnapshot, history: History, played: Outcome) -> pl.DataFrame:
-    """Return how long blocks live by their size: columns as `held.lifetimes`."""
+def lifetimes(snapshot: MemorySnapshot, history: History, played: ReplayResult) -> pl.DataFrame:
+    """Return block lifetimes by size: columns as `usage.lifetimes`."""
     if not np.any(history.at_ns):
         return pl.DataFrame(schema=usage.LIFETIME_COLUMNS)
     return usage.lifetime_histogram(blocks(snapshot, history, played))

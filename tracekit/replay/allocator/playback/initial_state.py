@@ -1,4 +1,4 @@
-"""What the allocator held before the first event of a history, found by running the history backwards."""
+"""The allocator state before the first event of a history, reconstructed by running the history backwards."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ _NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A block that was held at the start; its size is None where no snapshot of it exists."""
+class _InitialBlock:
+    """A block allocated at the start; its size is None if it is not in the final snapshot."""
 
     address: int
     requested_bytes: int
@@ -24,62 +24,68 @@ class _Held:
     until: int  # the event by which it was freed
 
 
-def state(events: pl.DataFrame, final: Sequence[SegmentState], settings: Settings) -> tuple[SegmentState, ...]:
-    """Return the segments before the first of `events` (one device's, with their index), after which came `final`.
+def initial_segments(
+    events: pl.DataFrame, final: Sequence[SegmentState], settings: Settings
+) -> tuple[SegmentState, ...]:
+    """Return the segments before the first of `events` (of one device, with their index), which led to `final`.
 
-    What the program holds at the start is freed without ever being allocated, or is there at the end untouched. How
-    large a block was that no snapshot shows follows from the request, and from what lay behind it.
+    A block allocated at the start is freed without being allocated before, or is untouched until the end. If the final
+    snapshot does not contain it, its size follows from the request and from the block behind it.
     """
     segments = _segments_before(events, final)
     if not segments:
         return ()
-    held = _held(events, final)
-    places = [block.address for block in held]
+    initial = _initial_blocks(events, final)
+    addresses = [block.address for block in initial]
     taken = events.filter(pl.col("action") == "alloc").group_by("address").agg(pl.col("index").min()).sort("address")
     hints = _Hints(taken["address"].to_list(), taken["index"].to_list())
-    found = []
+    segments_at_start = []
     for segment in segments:
-        first = bisect_left(places, segment.address)
-        past = bisect_left(places, segment.address + segment.bytes)
-        found.append(segment._replace(blocks=tuple(_blocks(segment, held[first:past], hints, settings))))
-    return tuple(found)
+        first = bisect_left(addresses, segment.address)
+        past = bisect_left(addresses, segment.address + segment.bytes)
+        segments_at_start.append(segment._replace(blocks=tuple(_blocks(segment, initial[first:past], hints, settings))))
+    return tuple(segments_at_start)
 
 
 @dataclass(frozen=True)
 class _Hints:
-    """Where blocks were handed out, and by which event first."""
+    """Addresses at which blocks were allocated, and the index of the first such event."""
 
     address: list[int]
     index: list[int]
 
     def behind(self, end: int, until: int) -> int | None:
-        """Return the first address from `end` on, near it, at which a block was handed out before `until`."""
+        """Return the first address at or shortly after `end` at which a block was allocated before `until`."""
         first, past = bisect_left(self.address, end), bisect_right(self.address, end + SMALL_BYTES)
         return next((self.address[i] for i in range(first, past) if self.index[i] < until), None)
 
 
-def _held(events: pl.DataFrame, final: Sequence[SegmentState]) -> list[_Held]:
+def _initial_blocks(events: pl.DataFrame, final: Sequence[SegmentState]) -> list[_InitialBlock]:
     moves = events.filter(pl.col("action").is_in(["alloc", "free_requested", "free_completed"]))
     first = moves.group_by("address", maintain_order=True).agg(
         pl.col("action", "bytes", "index").first(), (pl.col("action") == "alloc").any().alias("again")
     )
     seen = set(first["address"].to_list())
     sizes = {block.address: block for segment in final for block in segment.blocks if block.state != "free"}
-    held = [
-        _Held(b.address, b.requested_bytes, b.state, b.bytes, _NEVER) for b in sizes.values() if b.address not in seen
+    initial = [
+        _InitialBlock(b.address, b.requested_bytes, b.state, b.bytes, _NEVER)
+        for b in sizes.values()
+        if b.address not in seen
     ]
     for address, action, size, index, again in first.filter(pl.col("action") != "alloc").iter_rows():
-        told = None if again else sizes.get(address)
+        block_at_end = None if again else sizes.get(address)
         known = "allocated" if action == "free_requested" else "pending"
-        held.append(_Held(address, size, known, told.bytes if told else None, index))
-    return sorted(held, key=lambda block: block.address)
+        initial.append(_InitialBlock(address, size, known, block_at_end.bytes if block_at_end else None, index))
+    return sorted(initial, key=lambda block: block.address)
 
 
-def _blocks(segment: SegmentState, held: Sequence[_Held], hints: _Hints, settings: Settings) -> Iterator[BlockState]:
-    """Yield the blocks of a segment, the free ones between those that were held too."""
+def _blocks(
+    segment: SegmentState, initial: Sequence[_InitialBlock], hints: _Hints, settings: Settings
+) -> Iterator[BlockState]:
+    """Yield the blocks of a segment, including the free ones in between."""
     at, end = segment.address, segment.address + segment.bytes
-    edge = _Held(end, 0, "free", 0, _NEVER)
-    for block, following in pairwise([*held, edge]):
+    edge = _InitialBlock(end, 0, "free", 0, _NEVER)
+    for block, following in pairwise([*initial, edge]):
         size = block.bytes or _size(segment, block, following.address - block.address, hints, settings)
         if block.address > at:
             yield BlockState(at, block.address - at, "free")
@@ -89,11 +95,11 @@ def _blocks(segment: SegmentState, held: Sequence[_Held], hints: _Hints, setting
         yield BlockState(at, end - at, "free")
 
 
-def _size(segment: SegmentState, block: _Held, room: int, hints: _Hints, settings: Settings) -> int:
+def _size(segment: SegmentState, block: _InitialBlock, room: int, hints: _Hints, settings: Settings) -> int:
     size = settings.rounded(block.requested_bytes)
     if segment.small or segment.expandable or size >= room:
         return min(size, room)
-    # A large block is split only where more than 1 MiB is left; one too large to split never is.
+    # A large block is split only if more than 1 MiB remains; blocks of max_split_size or more are never split.
     if room - size <= SMALL_BYTES or (settings.max_split_bytes < UNLIMITED and size >= settings.max_split_bytes):
         return room
     behind = hints.behind(block.address + size, block.until)
@@ -108,7 +114,7 @@ def _segments_before(events: pl.DataFrame, final: Sequence[SegmentState]) -> lis
         if action == "segment_alloc":
             known.pop(address, None)
         elif action == "segment_free":
-            small = size == SMALL_SEGMENT_BYTES  # of no other size are small ones, and no large one is of this
+            small = size == SMALL_SEGMENT_BYTES  # all small segments, and no large one, have this size
             known[address] = SegmentState(address, size, stream, small, 0, expandable=False, blocks=())
         elif action == "segment_map":
             ranges = [part for segment in ranges for part in _without(segment, address, size)]
@@ -129,7 +135,7 @@ def _without(segment: SegmentState, address: int, size: int) -> Iterator[Segment
 
 
 def _like_neighbour(address: int, size: int, stream: int, others: Sequence[SegmentState]) -> SegmentState:
-    """Return a range that is of the kind of the nearest expandable one on its stream."""
+    """Return a range with the attributes of the nearest expandable segment on its stream."""
     near = [other for other in others if other.expandable and other.stream == stream]
     nearest = min(near, key=lambda other: abs(other.address - address), default=None)
     small = size % LARGE_SEGMENT_BYTES != 0 if nearest is None else nearest.small
@@ -137,11 +143,11 @@ def _like_neighbour(address: int, size: int, stream: int, others: Sequence[Segme
 
 
 def _joined(ranges: Sequence[SegmentState]) -> list[SegmentState]:
-    found: list[SegmentState] = []
+    segments_at_start: list[SegmentState] = []
     for segment in sorted(ranges):
-        last = found[-1] if found else None
+        last = segments_at_start[-1] if segments_at_start else None
         if last is not None and last.address + last.bytes == segment.address and last[2:5] == segment[2:5]:
-            found[-1] = last._replace(bytes=last.bytes + segment.bytes)
+            segments_at_start[-1] = last._replace(bytes=last.bytes + segment.bytes)
         else:
-            found.append(segment)
-    return found
+            segments_at_start.append(segment)
+    return segments_at_start

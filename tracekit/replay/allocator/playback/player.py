@@ -1,4 +1,4 @@
-"""Playing a history: every request and free in the recorded order, through the model of the allocator."""
+"""Replay of a history: every request and free in recorded order, executed by the allocator model."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -14,50 +14,50 @@ from tracekit.replay.allocator.playback.recorded_history import (
     ALLOC,
     COMPLETE,
     EMPTY_CACHE,
-    GIVEN,
     REQUEST,
     RETRY,
-    TAKEN,
+    SEGMENT_ALLOCATIONS,
+    SEGMENT_FREES,
     History,
     Ints,
 )
 from tracekit.replay.allocator.settings import UNLIMITED
 
-_WARMING_EVENTS = 100_000
+_WARM_UP_EVENTS = 100_000
 _APART_BYTES = 1 << 40
 _FREE = -1
-"""A free whose two parts follow each other."""
+"""A free whose request and completion are consecutive."""
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a play came to."""
+class ReplayResult:
+    """The result of a replay."""
 
-    taken: tuple[SegmentEvent, ...]
-    """Memory taken of the device after the start, in order."""
-    given: tuple[SegmentEvent, ...]
+    segment_allocations: tuple[SegmentEvent, ...]
+    """Segments allocated after the start, in order."""
+    segment_frees: tuple[SegmentEvent, ...]
     peak_reserved_bytes: int
     peak_allocated_bytes: int
     retries: int
     address_mismatches: int
-    """Requests that got another address than in the record."""
+    """Requests that got a different address than recorded."""
     out_of_memory: int
-    """Requests that found no memory; what came of them is left out."""
+    """Requests that failed; later events of their blocks are ignored."""
     final: tuple[SegmentState, ...]
     moved_bytes: Ints
-    """For each event of the history: bytes of the block that it took (positive) or freed (negative), or 0."""
+    """Bytes that each event of the history allocated (positive) or freed (negative), or 0."""
 
 
-def play(history: History, *, at_recorded_addresses: bool = True) -> Outcome:
-    """Play a history under its own settings: if the model is right, it comes to what was recorded, block for block.
+def replay_as_recorded(history: History, *, at_recorded_addresses: bool = True) -> ReplayResult:
+    """Replay a history under its own settings: a correct model reproduces the recording block for block.
 
-    Segments get the addresses that they were recorded at; or follow one another, which must change no size. Raises
-    InputError where the record contradicts itself.
+    Segments get their recorded addresses, or follow one another, which must not change any size. Raises InputError if
+    the history contradicts itself.
     """
     allocator = Allocator(history.settings)
     if at_recorded_addresses:
-        recorded = _Recorded(allocator, history.taken)
-        recorded.hold(history.start)
+        recorded = _RecordedAddresses(allocator, history.segment_allocations)
+        recorded.reserve_ranges(history.start)
         allocator.place = recorded
     player = _Player(history, allocator, as_recorded=True)
     try:
@@ -66,65 +66,64 @@ def play(history: History, *, at_recorded_addresses: bool = True) -> Outcome:
         player.live = dict(allocator.active)
         player.run()
     except Overlap as overlap:
-        raise InputError(f"nothing to replay: the record contradicts itself, {overlap}") from None
-    return player.outcome(unseen_bytes, retries=allocator.retries + history.retries)
+        raise InputError(f"the history cannot be replayed, it contradicts itself, {overlap}") from None
+    return player.result(unseen_bytes, retries=allocator.retries + history.retries)
 
 
-def predict(history: History, settings: Settings, *, capacity_bytes: int | None = None) -> Outcome:
-    """Play a history as if the job had run under other settings from its start.
+def predict(history: History, settings: Settings, *, capacity_bytes: int | None = None) -> ReplayResult:
+    """Replay a history as if the job had run under other settings from its start.
 
-    A history that begins with the first allocation is played once. Of one that begins later, what the program held is
-    asked for anew, in order of address, and the history is played twice, the first time 100,000 events of it at most:
-    only the second time counts, with the cache that the first one filled. The cache is emptied where the program did
-    so. The device has `capacity_bytes`; without it, what was reserved at most if the record shows a retry (there was
-    no more), else enough.
+    A history that begins with the first allocation is replayed once. If it begins later, the initial blocks are
+    allocated in order of address and the history is replayed twice: first up to 100,000 events to fill the cache, then
+    completely; only the second pass counts. The cache is emptied where the program did so. `capacity_bytes` is the
+    device memory: by default the recorded peak of reserved memory if there was an allocation retry, else unlimited.
     """
     if capacity_bytes is None:
         capacity_bytes = history.peak_reserved_bytes if history.retries else UNLIMITED
-    allocator = Allocator(settings, capacity_bytes=capacity_bytes - history.unseen_bytes)
+    allocator = Allocator(settings, capacity_bytes=capacity_bytes - history.static_bytes)
     if history.start:
         warming = _Player(history, allocator, as_recorded=False)
-        warming.ask_for_start()
-        warming.run(_WARMING_EVENTS)
+        warming.allocate_initial_blocks()
+        warming.run(_WARM_UP_EVENTS)
         warming.rewind()
     player = _Player(history, allocator, as_recorded=False)
     if history.start:
         player.live = warming.live
     retries = allocator.retries
     player.run()
-    return player.outcome(history.unseen_bytes, retries=allocator.retries - retries)
+    return player.result(history.static_bytes, retries=allocator.retries - retries)
 
 
-class _Recorded:
-    """Gives new segments the addresses at which they were recorded, in order, unless something lies there."""
+class _RecordedAddresses:
+    """Places new segments at their recorded addresses, in order, unless these are occupied."""
 
-    def __init__(self, allocator: Allocator, taken: tuple[SegmentEvent, ...]) -> None:
+    def __init__(self, allocator: Allocator, recorded: tuple[SegmentEvent, ...]) -> None:
         self.allocator = allocator
-        self.taken = taken
+        self.recorded = recorded
         self.follow = allocator.place
-        beyond = max((event.address + event.bytes for event in taken), default=0)
+        beyond = max((event.address + event.bytes for event in recorded), default=0)
         allocator.next_address = max(allocator.next_address, -(-beyond // _APART_BYTES) * _APART_BYTES)
         self._ends: dict[int, int] = {}
         self._starts: list[int] = []
         self._seen = 0
 
-    def hold(self, segments: tuple[SegmentState, ...]) -> None:
-        """Note what lies where at the start."""
+    def reserve_ranges(self, segments: tuple[SegmentState, ...]) -> None:
+        """Mark the initial segments as occupied."""
         for segment in segments:
             self._add(segment.address, segment.bytes)
 
     def __call__(self, size_bytes: int, pool: Pool) -> int:
         number = self.allocator.device_allocations
-        told = self.taken[number] if number < len(self.taken) else None
+        event = self.recorded[number] if number < len(self.recorded) else None
         expands = self.allocator.settings.expandable
-        # Where an address is not as recorded, the model or the record is wrong, and another one must not be told over.
-        if told is None or not (expands or told.bytes == size_bytes) or self._occupied(told.address, told.bytes):
+        # If the recorded address does not fit, the model or the history is wrong; segments must not overlap.
+        if event is None or not (expands or event.bytes == size_bytes) or self._occupied(event.address, event.bytes):
             return self.follow(size_bytes, pool)
-        return told.address
+        return event.address
 
     def _occupied(self, address: int, size_bytes: int) -> bool:
         for event in self.allocator.events[self._seen :]:
-            if event.action in TAKEN:
+            if event.action in SEGMENT_ALLOCATIONS:
                 self._add(event.address, event.bytes)
             elif self._ends.get(event.address) == event.address + event.bytes:
                 self._starts.remove(event.address)
@@ -140,7 +139,7 @@ class _Recorded:
 
 
 class _Player:
-    """One pass over a history: which blocks stand for the recorded ones now, and what went otherwise."""
+    """One pass over a history: maps recorded blocks to blocks of the model and counts deviations."""
 
     def __init__(self, history: History, allocator: Allocator, *, as_recorded: bool) -> None:
         self.history = history
@@ -152,16 +151,16 @@ class _Player:
         self.begun = len(allocator.events)
         self._releases = iter(history.releases)
 
-    def run(self, most: int | None = None) -> None:
-        """Play all events, or so many."""
+    def run(self, max_events: int | None = None) -> None:
+        """Replay all events, or the first `max_events`."""
         with gc_paused():
-            self._run(most)
+            self._run(max_events)
 
-    def _run(self, most: int | None) -> None:
+    def _run(self, max_events: int | None) -> None:
         live, moved, allocator = self.live, self.moved, self.allocator
         malloc, free = allocator.malloc, allocator.free
         mismatches = 0
-        for number, action, address, size, stream, pool in self._listed(most):
+        for number, action, address, size, stream, pool in self._events(max_events):
             if action == ALLOC:
                 try:
                     block = live[address] = malloc(size, stream, pool)
@@ -176,21 +175,21 @@ class _Player:
                     moved[number] = -freed.bytes
                     free(freed)
             else:
-                self._play_apart(number, action, address)
+                self._replay_single(number, action, address)
         self.mismatches += mismatches
 
-    def _listed(self, most: int | None) -> Iterable[tuple[int, int, int, int, int, int]]:
-        """Return number, action, address, bytes, stream and pool of each event, the two parts of a free as one."""
+    def _events(self, max_events: int | None) -> Iterable[tuple[int, int, int, int, int, int]]:
+        """Return number, action, address, bytes, stream and pool of each event, consecutive parts of a free as one."""
         history = self.history
-        action, address = history.action[:most], history.address[:most]
+        action, address = history.action[:max_events], history.address[:max_events]
         at_once = (action[:-1] == REQUEST) & (action[1:] == COMPLETE) & (address[:-1] == address[1:])
         played = np.concatenate(([True], ~at_once))[: len(action)]
         action = np.where(np.concatenate((at_once, [False]))[: len(action)], _FREE, action)
-        columns = (np.arange(len(action)), action, address, history.bytes[:most], history.stream[:most])
-        return zip(*(column[played].tolist() for column in (*columns, history.pool[:most])), strict=True)
+        columns = (np.arange(len(action)), action, address, history.bytes[:max_events], history.stream[:max_events])
+        return zip(*(column[played].tolist() for column in (*columns, history.pool[:max_events])), strict=True)
 
-    def _play_apart(self, number: int, action: int, address: int) -> None:
-        """Play one part of a free whose other part comes later, or a return of memory."""
+    def _replay_single(self, number: int, action: int, address: int) -> None:
+        """Replay one part of a free whose other part comes later, or a release."""
         if action == REQUEST:
             wanted = self.live.get(address)
             if wanted is not None:
@@ -198,56 +197,56 @@ class _Player:
                 self.allocator.request_free(wanted)
         elif action == COMPLETE:
             freed = self.live.pop(address, None)
-            # Else it was given back already, when memory was short.
+            # Otherwise it was released already, by a retry.
             if freed is not None and freed.active and not freed.allocated:
                 self.allocator.complete_free(freed)
         else:
             self._release(*next(self._releases))
 
-    def _release(self, why: str, given: tuple[int, ...]) -> None:
-        """Give memory back where the record did: all that is cached, or only what was."""
+    def _release(self, reason: str, addresses: tuple[int, ...]) -> None:
+        """Release memory where the history did: the whole cache, or only the recorded segments."""
         allocator = self.allocator
-        all_of_it = why == RETRY and self.as_recorded and not self.history.settings.gives_back_some
-        if why == EMPTY_CACHE or all_of_it:
+        releases_all = reason == RETRY and self.as_recorded and not self.history.settings.gives_back_some
+        if reason == EMPTY_CACHE or releases_all:
             allocator.release_cached()
         elif self.as_recorded:
             heads = {block.address: block for block in allocator.blocks() if block.whole and not block.active}
-            for address in given:
+            for address in addresses:
                 if address in heads:
                     allocator.release(heads[address])
 
-    def ask_for_start(self) -> None:
-        """Ask for what the program held at the start, as far as it is not held."""
+    def allocate_initial_blocks(self) -> None:
+        """Allocate the initial blocks that are not allocated yet."""
         for segment in self.history.start:
-            for told in segment.blocks:
-                if told.state == "free" or told.address in self.live:
+            for block in segment.blocks:
+                if block.state == "free" or block.address in self.live:
                     continue
                 try:
-                    block = self.allocator.malloc(told.requested_bytes, segment.stream, segment.pool)
+                    new = self.allocator.malloc(block.requested_bytes, segment.stream, segment.pool)
                 except OutOfMemory:
                     self.failed += 1
                     continue
-                self.live[told.address] = block
-                if told.state == "pending":
-                    self.allocator.request_free(block)
+                self.live[block.address] = new
+                if block.state == "pending":
+                    self.allocator.request_free(new)
 
     def rewind(self) -> None:
-        """Go back to what was held at the start: free what came since, ask for what went."""
-        taken = set(self.history.address[self.history.action == ALLOC].tolist())
-        for address in taken & self.live.keys():
+        """Return to the initial state: free newer blocks, allocate missing initial blocks."""
+        allocated = set(self.history.address[self.history.action == ALLOC].tolist())
+        for address in allocated & self.live.keys():
             block = self.live.pop(address)
             if block.allocated:
                 self.allocator.request_free(block)
             if block.active:
                 self.allocator.complete_free(block)
-        self.ask_for_start()
+        self.allocate_initial_blocks()
 
-    def outcome(self, unseen_bytes: int, *, retries: int) -> Outcome:
-        """Return what the pass came to."""
+    def result(self, unseen_bytes: int, *, retries: int) -> ReplayResult:
+        """Return the result of the pass."""
         events = self.allocator.events[self.begun :]
-        return Outcome(
-            tuple(event for event in events if event.action in TAKEN),
-            tuple(event for event in events if event.action in GIVEN),
+        return ReplayResult(
+            tuple(event for event in events if event.action in SEGMENT_ALLOCATIONS),
+            tuple(event for event in events if event.action in SEGMENT_FREES),
             self.allocator.peak_reserved_bytes + unseen_bytes,
             self.allocator.peak_allocated_bytes,
             retries,

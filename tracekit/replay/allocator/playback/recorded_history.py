@@ -1,4 +1,4 @@
-"""What a snapshot recorded of one device, made ready to be played: requests, frees, and moments of return."""
+"""The recorded allocator history of one device, prepared for replay: requests, frees and releases."""
 
 from bisect import insort
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ Ints = npt.NDArray[np.int64]
 
 ALLOC, REQUEST, COMPLETE, RELEASE = range(4)
 CODES = {"alloc": ALLOC, "free_requested": REQUEST, "free_completed": COMPLETE}
-TAKEN = ("segment_alloc", "segment_map")
-GIVEN = ("segment_free", "segment_unmap")
+SEGMENT_ALLOCATIONS = ("segment_alloc", "segment_map")
+SEGMENT_FREES = ("segment_free", "segment_unmap")
 EMPTY_CACHE, RETRY, SOME = "empty_cache", "retry", "some"
 COMMON = "0:0"
 _STATES = {"active_allocated": "allocated", "inactive": "free"}
@@ -25,7 +25,7 @@ _STATES = {"active_allocated": "allocated", "inactive": "free"}
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """One device's history. Arrays have one item per request, free or return of memory, in order."""
+    """The history of one device. Arrays have one item per request, free or release of memory, in order."""
 
     device: int
     settings: Settings
@@ -36,40 +36,40 @@ class History:
     pool: Ints
     at_ns: Ints
     stack: Ints
-    """Call stack of each, as the snapshot numbers them; -1 where there is none."""
+    """Call stack number in the snapshot; -1 if there is none."""
     releases: tuple[tuple[str, tuple[int, ...]], ...]
-    """For each RELEASE: why (EMPTY_CACHE, RETRY, or SOME: only what is listed), and the addresses given back."""
-    taken: tuple[SegmentEvent, ...]
-    given: tuple[SegmentEvent, ...]
+    """Per RELEASE the reason (EMPTY_CACHE, RETRY, or SOME: only the listed segments) and the released addresses."""
+    segment_allocations: tuple[SegmentEvent, ...]
+    segment_frees: tuple[SegmentEvent, ...]
     peak_reserved_bytes: int
     start: tuple[SegmentState, ...]
-    """What was held before the first event; empty where the history begins with the first allocation."""
+    """Segments before the first event; empty if the history begins with the first allocation."""
     final: tuple[SegmentState, ...]
     start_reserved_bytes: int = 0
-    """What was reserved before the first event, where that is more than the segments of `start`."""
-    unseen_bytes: int = 0
-    """What was held throughout, of which no event tells: none where a snapshot shows it."""
+    """Reserved bytes before the first event, if more than the segments of `start`."""
+    static_bytes: int = 0
+    """Bytes allocated throughout without any event; 0 with a snapshot."""
     inferred: bool = False
-    """Whether what was held and cached at the start was inferred from the addresses that came up later."""
-    unplayable: str | None = None
-    """Why the history cannot be played; None where it can."""
+    """Whether the initial state was inferred from addresses that occur later."""
+    not_replayable: str | None = None
+    """Why the history cannot be replayed; None if it can."""
 
     @property
     def retries(self) -> int:
-        """Return how often the allocator gave back its cache for want of memory, as far as the history shows."""
-        return sum(why == RETRY for why, _ in self.releases)
+        """Return the number of allocation retries in the history (cudaMalloc failed, cache flushed)."""
+        return sum(reason == RETRY for reason, _ in self.releases)
 
     def without_events(self) -> "History":
-        """Return the history in which nothing happens: what is there at the end is there throughout."""
+        """Return a history without events, in the final state throughout."""
         columns = {
             name: getattr(self, name)[:0] for name in ("action", "address", "bytes", "stream", "pool", "at_ns", "stack")
         }
         reserved_bytes = sum(segment.bytes for segment in self.final)
-        empty = replace(self, **columns, releases=(), taken=(), given=(), start=self.final)
+        empty = replace(self, **columns, releases=(), segment_allocations=(), segment_frees=(), start=self.final)
         return replace(empty, peak_reserved_bytes=reserved_bytes)
 
 
-def of(snapshot: MemorySnapshot, device: int) -> History:
+def from_snapshot(snapshot: MemorySnapshot, device: int) -> History:
     """Return the history of one device of a snapshot."""
     settings = Settings.of_snapshot(snapshot.settings)
     events = snapshot.events.filter(pl.col("device") == device).with_row_index("index")
@@ -77,12 +77,14 @@ def of(snapshot: MemorySnapshot, device: int) -> History:
     blocks = snapshot.blocks.filter(pl.col("device") == device).sort("address")
     pools = {COMMON: 0} | {name: i for i, name in enumerate(segments["pool"].unique().sort(), 1) if name != COMMON}
     final = _final(segments, blocks, pools)
-    begun = initial_state.state(events, final, settings)
-    memory = events.filter(pl.col("action").is_in([*TAKEN, *GIVEN]))
-    taken, given = (_segment_events(memory.filter(pl.col("action").is_in(kinds))) for kinds in (TAKEN, GIVEN))
+    initial = initial_state.initial_segments(events, final, settings)
+    memory = events.filter(pl.col("action").is_in([*SEGMENT_ALLOCATIONS, *SEGMENT_FREES]))
+    taken, is_release = (
+        _segment_events(memory.filter(pl.col("action").is_in(kinds))) for kinds in (SEGMENT_ALLOCATIONS, SEGMENT_FREES)
+    )
     played, releases = _played(snapshot, events)
-    reserved = sum(segment.bytes for segment in begun)
-    change = pl.when(pl.col("action").is_in(TAKEN)).then("bytes").otherwise(-pl.col("bytes"))
+    reserved = sum(segment.bytes for segment in initial)
+    change = pl.when(pl.col("action").is_in(SEGMENT_ALLOCATIONS)).then("bytes").otherwise(-pl.col("bytes"))
     grown = memory.select(change.cum_sum().max()).item() or 0
     return History(
         device,
@@ -95,32 +97,32 @@ def of(snapshot: MemorySnapshot, device: int) -> History:
         at_ns=played["at_ns"].fill_null(0).to_numpy(),
         stack=played["stack"].fill_null(-1).to_numpy(),
         releases=releases,
-        taken=taken,
-        given=given,
+        segment_allocations=taken,
+        segment_frees=is_release,
         peak_reserved_bytes=reserved + max(grown, 0),
-        start=begun,
+        start=initial,
         final=final,
-        unplayable=_unplayable(played, begun),
+        not_replayable=_unplayable(played, initial),
     )
 
 
-def _unplayable(played: pl.DataFrame, begun: tuple[SegmentState, ...]) -> str | None:
+def _unplayable(played: pl.DataFrame, initial: tuple[SegmentState, ...]) -> str | None:
     if played.is_empty():
         return "the snapshot holds no history of this device"
-    apart = all(one.address + one.bytes <= other.address for one, other in pairwise(begun))
-    whole = all(sum(block.bytes for block in segment.blocks) == segment.bytes for segment in begun)
+    apart = all(one.address + one.bytes <= other.address for one, other in pairwise(initial))
+    whole = all(sum(block.bytes for block in segment.blocks) == segment.bytes for segment in initial)
     return None if apart and whole else "the snapshot's segments and history contradict each other"
 
 
 def _final(segments: pl.DataFrame, blocks: pl.DataFrame, pools: dict[str, int]) -> tuple[SegmentState, ...]:
-    told = blocks.select("segment_address", "address", "bytes", "state", pl.col("requested_bytes").fill_null(0))
-    held: dict[int, list[BlockState]] = {}
-    for segment, address, size, state, requested in told.iter_rows():
+    described = blocks.select("segment_address", "address", "bytes", "state", pl.col("requested_bytes").fill_null(0))
+    blocks_of: dict[int, list[BlockState]] = {}
+    for segment, address, size, state, requested in described.iter_rows():
         known = _STATES.get(state, "pending")
-        held.setdefault(segment, []).append(BlockState(address, size, known, 0 if known == "free" else requested))
+        blocks_of.setdefault(segment, []).append(BlockState(address, size, known, 0 if known == "free" else requested))
     rows = segments.select("address", "total_bytes", "stream", pl.col("kind") == "small", "pool", "expandable")
     return tuple(
-        SegmentState(address, size, stream, small, pools[pool], grows, tuple(held.get(address, ())))
+        SegmentState(address, size, stream, small, pools[pool], grows, tuple(blocks_of.get(address, ())))
         for address, size, stream, small, pool, grows in rows.iter_rows()
     )
 
@@ -132,38 +134,38 @@ def _segment_events(memory: pl.DataFrame) -> tuple[SegmentEvent, ...]:
 def _played(
     snapshot: MemorySnapshot, events: pl.DataFrame
 ) -> tuple[pl.DataFrame, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Return the events to play, a return of memory being one event, and why and what each return was."""
-    given = pl.col("action").is_in(GIVEN)
-    first = given & ~given.shift(1, fill_value=False)
+    """Return the events to replay, with each release as one event, and the reason and addresses of each release."""
+    is_release = pl.col("action").is_in(SEGMENT_FREES)
+    first = is_release & ~is_release.shift(1, fill_value=False)
     runs = events.with_columns(first.cum_sum().alias("run"), pl.col("action").shift(-1).alias("then"))
-    grouped = runs.filter(given).group_by("run", maintain_order=True)
-    told = grouped.agg("address", pl.col("stack").first(), pl.col("then").last(), pl.col("index").first())
-    why = _causes(snapshot, told)
+    grouped = runs.filter(is_release).group_by("run", maintain_order=True)
+    rows = grouped.agg("address", pl.col("stack").first(), pl.col("then").last(), pl.col("index").first())
+    reasons = _causes(snapshot, rows)
     code = pl.when(first).then(RELEASE).otherwise(pl.col("action").replace_strict(CODES, default=None))
     played = events.with_columns(code.cast(pl.Int64).alias("code")).drop_nulls("code")
-    return played, tuple(zip(why, map(tuple, told["address"].to_list()), strict=True))
+    return played, tuple(zip(reasons, map(tuple, rows["address"].to_list()), strict=True))
 
 
 def _causes(snapshot: MemorySnapshot, runs: pl.DataFrame) -> list[str]:
-    """Return why each run of returns came: by the functions on its stack, or else by what follows it."""
+    """Return the reason of each release: from the functions on its stack, otherwise from the next event."""
     stacks = snapshot.stacks.filter(pl.col("stack").is_in(runs["stack"].drop_nulls().unique().to_list()))
     names = stacks.join(snapshot.frames, on="frame").group_by("stack").agg(pl.col("name").str.join(" ").alias("names"))
-    told = runs.join(names, on="stack", how="left", maintain_order="left")
+    rows = runs.join(names, on="stack", how="left", maintain_order="left")
     by_stack = pl.col("names")
-    why = (
+    reasons = (
         pl.when(by_stack.str.contains("(?i)empty_?cache")).then(pl.lit(EMPTY_CACHE))
         .when(by_stack.str.contains("garbage_collect_cached|release_available_cached")).then(pl.lit(SOME))
         .when(by_stack.str.contains(r"\bmalloc\b|::alloc")).then(pl.lit(RETRY))
-        .when(pl.col("then").is_in([*TAKEN, "oom"])).then(pl.lit(RETRY))
+        .when(pl.col("then").is_in([*SEGMENT_ALLOCATIONS, "oom"])).then(pl.lit(RETRY))
         .otherwise(pl.lit(EMPTY_CACHE))
     )  # fmt: skip
-    return told.select(why.alias("why"))["why"].to_list()
+    return rows.select(reasons.alias("why"))["why"].to_list()
 
 
 def _pools(events: pl.DataFrame, played: pl.DataFrame, final: tuple[SegmentState, ...]) -> Ints:
-    """Return the private pool of each event played: that of the segment in which its address lies at that time.
+    """Return the private pool of each event: that of the segment that contains its address at that time.
 
-    A segment that is gone at the end is taken to be of the common pool.
+    Segments that no longer exist at the end are assigned to the common pool.
     """
     found = np.zeros(len(played), np.int64)
     if not any(segment.pool for segment in final):
